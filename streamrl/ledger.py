@@ -78,7 +78,7 @@ class ReadyGroups:
         return [seq for seq in candidates if seq not in left_out][:count]
 
     def older_than(self, policy_version: int) -> list[int]:
-        """Groups with a token from before `policy_version`, in admission order."""
+        """Return the groups with a token from before `policy_version`, in admission order."""
         found = [seqs for version, seqs in self._by_oldest.items() if version < policy_version]
         return sorted(seq for seqs in found for seq in seqs)
 

@@ -249,7 +249,8 @@ class Generator:
         *,
         streamed: bool,
     ) -> SamplingParams:
-        """Each request has a seed of its own, which depends on the run's seed, `rid` and its first token's position."""
+        """Return the parameters of one request. Each has a seed of its own, which depends on the run's seed, `rid` and
+        its first token's position."""
         sampling = self._sampling
         digest = hashlib.blake2b(f"{self._seed}/{rid}/{position}".encode(), digest_size=4).digest()
         return SamplingParams(

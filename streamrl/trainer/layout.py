@@ -45,7 +45,7 @@ class Layout(msgspec.Struct, frozen=True):
         return self.data * self.context * self.tensor
 
     def expert_rank(self, rank: int) -> int:
-        """Which share of a layer's experts `rank` has."""
+        """Return which share of a layer's experts `rank` has."""
         return rank % self.expert
 
     def coordinates(self, rank: int) -> Coordinates:
@@ -58,7 +58,7 @@ class Layout(msgspec.Struct, frozen=True):
         )
 
     def rank(self, *, data: int, context: int, tensor: int, pipeline: int) -> int:
-        """Who stands there."""
+        """Return the rank at these coordinates."""
         return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
 
     def head(self, data: int) -> int:
@@ -80,7 +80,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def layout_of(trainer: TrainerConfig, role: str) -> Layout:
-    """How the model workers share the model of `role`."""
+    """Return how the model workers share the model of `role`."""
     for known in ROLES:
         if known == role:
             chosen = role_config(trainer, known)

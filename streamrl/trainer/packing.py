@@ -130,7 +130,7 @@ def pack(
 
 
 def attention_mask(visible_until: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """`[rows, 1, length, length]`: True where a query (third axis) sees a key (fourth).
+    """Return `[rows, 1, length, length]`: True where a query (third axis) sees a key (fourth).
 
     `visible_until` is that of a `MicroBatch`. A token sees those on its own path; padding sees itself alone.
     """
@@ -158,8 +158,8 @@ def _paths(group: TrajectoryGroup) -> list[_Path]:
 
 
 def _sorted(paths: Sequence[_Path]) -> list[_Path]:
-    """`paths` in the order of their bytes: all that begin with the same tokens are neighbours, however many tokens
-    that are."""
+    """Return `paths` in the order of their bytes: all that begin with the same tokens are neighbours, however many
+    tokens that are."""
     found: list[_Path] = []
     for path in sorted(paths, key=lambda path: path.ids.tobytes()):
         found.append(path._replace(shared=_in_common(found[-1].ids, path.ids) if found else 0))

@@ -220,7 +220,7 @@ def check(group: TrajectoryGroup, limits: Limits, *, where: str) -> None:
 
 
 def group_bytes(group: TrajectoryGroup) -> int:
-    """Bytes of the arrays of `group`."""
+    """Return the bytes of the arrays of `group`."""
     of_tokens = group.tokens * _BYTES_PER_TOKEN + len(group.packed_routed_experts)
     return group.size * _BYTES_PER_TRAJECTORY + of_tokens
 

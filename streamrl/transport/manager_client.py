@@ -217,11 +217,11 @@ class ControlClient:
         await self._post("/leave", message, Done)
 
     async def silence(self, after: int) -> Silence:
-        """Who is silent, once that has changed after the first `after` changes, or after a long poll."""
+        """Return who is silent, once that has changed after the first `after` changes, or after a long poll."""
         return await self._get(f"/silent?after={after}", Silence, timeout=LONG_POLL_SECONDS + self._timeout)
 
     async def topology(self, role: Role, count: int, *, patience: float) -> list[Peer]:
-        """Addresses of the first `count` processes of `role`, once all have registered."""
+        """Return the addresses of the first `count` processes of `role`, once all have registered."""
         deadline = time.monotonic() + patience
         while True:
             wait = min(LONG_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
@@ -235,7 +235,7 @@ class ControlClient:
                 )
 
     async def admit(self, message: Admit) -> AdmitReply:
-        """Groups to start. Tried again under the same ticket, which gives no group twice and loses none."""
+        """Return groups to start. Tried again under the same ticket, which gives no group twice and loses none."""
         ticketed = msgspec.structs.replace(message, ticket=uuid.uuid4().hex)
         return await self._post_patiently("/admit", ticketed, AdmitReply)
 
@@ -260,7 +260,7 @@ class ControlClient:
         return (await self._get_patiently(f"/groups?after={after}", GroupChanges)).groups
 
     async def data_rows(self) -> int:
-        """Rows of the training data; 0 after a long poll without a rollout worker that knows."""
+        """Return how many rows the training data has; 0 after a long poll without a rollout worker that knows."""
         return (await self._get_patiently("/data", DataFacts)).rows
 
     async def evaluate(self, message: Evaluate) -> None:
@@ -280,11 +280,11 @@ class ControlClient:
         await self._post_patiently("/evaluation", message, Done)
 
     async def evaluations(self, after: int) -> EvaluationReports:
-        """Reports after the first `after`; none after a long poll without any."""
+        """Return the reports after the first `after`; none after a long poll without any."""
         return await self._get_patiently(f"/evaluations?after={after}", EvaluationReports)
 
     async def gserver_places(self) -> GserverPlaces:
-        """On which machines and GPUs the gservers are."""
+        """Return on which machines and GPUs the gservers are."""
         return await self._get_patiently("/publish/places", GserverPlaces)
 
     async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:

@@ -200,7 +200,7 @@ class Membership:
 
 
 def processor_seconds() -> dict[str, float]:
-    """Processor seconds that this process has used, and its living children, all threads of them.
+    """Return the processor seconds that this process has used, and its living children, all threads of them.
 
     The children of the main thread are counted, where Linux names them.
     """
@@ -220,7 +220,7 @@ def processor_seconds() -> dict[str, float]:
 
 
 def machine_seconds() -> float:
-    """Processor seconds that all processes on this machine have used since it started, but for those that give way
-    (by `nice`); seconds that its host gave to others count as used."""
+    """Return the processor seconds that all processes on this machine have used since it started, but for those that
+    give way (by `nice`); seconds that its host gave to others count as used."""
     used = psutil.cpu_times()
     return float(used.user + used.system + getattr(used, "steal", 0.0))

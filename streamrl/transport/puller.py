@@ -188,7 +188,7 @@ class GroupPuller:
             self._send_replies()
 
     def _until_next_silence(self) -> int | None:
-        """Milliseconds until the book has something to forget."""
+        """Return the milliseconds until the book has something to forget."""
         due = self._book.next_silence()
         return None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)
 
@@ -354,7 +354,7 @@ class GroupPuller:
 
 
 def _name(sender: bytes) -> str:
-    """Whom a routing id names, for messages: it begins with that, and the rest is a secret."""
+    """Return whom a routing id names, for messages: it begins with that, and the rest is a secret."""
     return sender.split(b" ", 1)[0].decode("ascii", "backslashreplace")
 
 

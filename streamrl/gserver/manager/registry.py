@@ -178,19 +178,19 @@ class Registry:
         return self._live[role]
 
     def silent(self) -> list[Member]:
-        """Who is silent now; does not look at the others."""
+        """Return who is silent now; does not look at the others."""
         return list(self._silent)
 
     def unanswering(self, *, now: float) -> list[str]:
-        """Addresses of gservers from which no reply is to be expected: of those that are silent, and of those whose
-        place another process took lately."""
+        """Return the addresses of gservers from which no reply is to be expected: of those that are silent, and of
+        those whose place another process took lately."""
         self._replaced = {
             address: since for address, since in self._replaced.items() if now - since < TELL_LEASES * self._lease
         }
         return [*self._replaced, *(member.address for member in self._silent if member.role == "gserver")]
 
     def untold(self) -> list[Member]:
-        """Members who live and do not know yet that the run is over."""
+        """Return the members who live and do not know yet that the run is over."""
         return [member for member in self._all() if not member.silent and not member.told]
 
     def hear(self, member: Member, *, now: float) -> bool:

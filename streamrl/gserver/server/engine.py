@@ -40,7 +40,7 @@ class Text:
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Tokens of `text`; raises `Refused` when it has characters that the tokenizer does not know."""
+        """Return the tokens of `text`; raises `Refused` when it has characters that the tokenizer does not know."""
         try:
             tokens: list[int] = self._tokenizer.encode(text).ids
         except Exception as error:  # as above
@@ -48,7 +48,7 @@ class Text:
         return tokens
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of `tokens`; those without text are skipped."""
+        """Return the text of `tokens`; those without text are skipped."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -137,7 +137,7 @@ class Ticket:
         raise GenerationFailed(f"request {self.job.rid} ended without a finish reason")
 
     async def updates(self) -> AsyncIterator[Output]:
-        """Outputs as they grow, the finished one last; raises `GenerationFailed`."""
+        """Yield outputs as they grow, the finished one last; raises `GenerationFailed`."""
         while True:
             await self._changed.wait()
             if not self.done:
@@ -180,7 +180,7 @@ class Served(Protocol):
         """Wait until it cannot go on, and raise why."""
 
     def stats(self) -> dict[str, float]:
-        """For heartbeats."""
+        """Return figures for heartbeats."""
 
 
 class Engine(Served, Protocol):
@@ -238,7 +238,7 @@ class Engine(Served, Protocol):
         """Call the served weights `version` from the next token on."""
 
     async def checksum(self) -> Any:
-        """Equal weights give equal answers."""
+        """Return a checksum of the served weights: equal weights give equal ones."""
 
     async def served_weights(self) -> ServedWeights:
         """Return what is served now; raises `Refused` where there are no weights."""

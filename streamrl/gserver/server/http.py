@@ -211,7 +211,7 @@ def _refuse_keys(tree: dict[str, Any], known: Collection[str], *, where: str) ->
 
 
 def _prompts(request: GenerateRequest, text: Text) -> tuple[list[list[int]], bool]:
-    """Token ids of every prompt, and whether there is one that did not come as a list."""
+    """Return the token ids of every prompt, and whether there is one that did not come as a list."""
     if (request.text is None) == (request.input_ids is None):
         raise Refused("give either text or input_ids")
     if request.text is not None:
@@ -238,7 +238,7 @@ def _params(request: GenerateRequest, prompts: int) -> list[SamplingParams]:
 
 
 def _sibling_params(params: SamplingParams, sibling: int) -> SamplingParams:
-    """Siblings of one seed would all be equal, so each gets a seed of its own."""
+    """Return the parameters of one sibling: of one seed all would be equal, so each gets a seed of its own."""
     if params.sampling_seed is None or sibling == 0:
         return params
     return msgspec.structs.replace(params, sampling_seed=params.sampling_seed + sibling)
@@ -343,7 +343,8 @@ class Server:
         self._aborting: set[asyncio.Task[None]] = set()
 
     def application(self, *, keys: GserverKeys, hosts: Hosts) -> web.Application:
-        """All calls; run it with `handler_cancellation=True`, or requests of lost clients go on.
+        """Return the application with all calls; run it with `handler_cancellation=True`, or requests of lost clients
+        go on.
 
         `keys`: what callers have to show, but for /health; `hosts` knows requests that a web page may have forged.
         """

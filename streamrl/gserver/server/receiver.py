@@ -84,10 +84,10 @@ class WeightsAside(Protocol):
         """Return the memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
 
     def served_weight(self, name: str) -> Tensor:
-        """`name` as it is served now, which stays as it is while an update is staged."""
+        """Return `name` as it is served now, which stays as it is while an update is staged."""
 
     def sums(self, name: str) -> str:
-        """`checksum.tensor_sums` of `name`, which was written to its place."""
+        """Return `checksum.tensor_sums` of `name`, which was written to its place."""
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
         """Keep `weights`, which are all, where they are, until the next set is served; False: they have to be stored.
@@ -257,7 +257,7 @@ class WeightReceiver:
         staged.version = version or staged.version
 
     async def staged_sums(self) -> dict[str, str]:
-        """Checksums of the tensors that are kept aside."""
+        """Return the checksums of the tensors that are kept aside."""
         staged = self._expecting()
         return {name: sums for name, sums in staged.sums.items() if sums}
 
@@ -494,7 +494,7 @@ class WeightReceiver:
         sender: int,
         flattened: bool,
     ) -> Iterator[tuple[str, Tensor | Delta | None]]:
-        """The tensors, as soon as each is here."""
+        """Yield the tensors, as soon as each is here."""
         names = [name for name, _, _ in specs]
         places = {} if flattened else self._places(names, device)
         others = [(name, DTYPES[dtype], shape) for name, dtype, shape in specs if name not in places]
@@ -517,7 +517,7 @@ class WeightReceiver:
     def _deltas(
         self, group: Any, device: torch.device, specs: Sequence[tuple[str, str, Sequence[int]]], *, sender: int
     ) -> Iterator[tuple[str, Tensor | Delta | None]]:
-        """The deltas of those tensors that have changed little, and the others, as `Broadcaster` sends them."""
+        """Yield the deltas of those tensors that have changed little, and the others, as `Broadcaster` sends them."""
         counts = torch.empty(len(specs), dtype=torch.int64, device=device)
         what = f"what has changed of {len(specs)} weights from {specs[0][0]} on"
         self._come([(what, counts)], group)
@@ -556,7 +556,7 @@ class WeightReceiver:
         return {name: place for name, place in kept.items() if place is not None and place.device == device}
 
     def _room(self, size: int, device: torch.device, *, sender: int) -> Tensor:
-        """So many bytes of a buffer, which stays: new memory costs as much as a copy into it."""
+        """Return so many bytes of the sender's buffer, which stays: new memory costs as much as a copy into it."""
         buffer = self._buffers.get(sender)
         if buffer is None or buffer.numel() < size or buffer.device != device:
             buffer = self._buffers[sender] = torch.empty(size, dtype=torch.uint8, device=device)
@@ -590,12 +590,12 @@ async def in_thread(call: Callable[[], Result]) -> Result:
 
 
 def _columns(bucket: Sequence[TensorSpec]) -> tuple[list[str], list[str], list[list[int]]]:
-    """Names, dtypes and shapes of a bucket."""
+    """Return the names, dtypes and shapes of a bucket."""
     return [spec.name for spec in bucket], [spec.dtype for spec in bucket], [spec.shape for spec in bucket]
 
 
 def _aligned(content: Tensor, dtype: torch.dtype) -> Tensor:
-    """`content`, or a copy of it that can be viewed as `dtype`."""
+    """Return `content`, or a copy of it that can be viewed as `dtype`."""
     return content if content.storage_offset() % dtype.itemsize == 0 else content.clone()
 
 

@@ -54,7 +54,7 @@ def group_advantages(rewards: Tensor, *, kind: AdvantageKind, episodes: Tensor |
 
 
 def _means(rewards: Tensor, episodes: Tensor) -> Tensor:
-    """`[episodes]`: the mean of the `rewards` of each."""
+    """Return `[episodes]`: the mean of the `rewards` of each."""
     return rewards.new_zeros(int(episodes[-1]) + 1).index_add(0, episodes, rewards) / episodes.bincount()
 
 
@@ -84,13 +84,13 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_l
 
 
 def moments(advantages: Tensor) -> Tensor:
-    """`[3]` float64: how many, their sum, the sum of their squares; those of several ranks add up."""
+    """Return `[3]` float64: how many, their sum, the sum of their squares; those of several ranks add up."""
     values = advantages.double()
     return torch.stack([torch.tensor(float(len(values)), dtype=torch.float64), values.sum(), (values**2).sum()])
 
 
 def whiten(advantages: Tensor, batch_moments: Tensor) -> Tensor:
-    """`(A - mean) / (std + 1e-4)` with mean and (unbiased) deviation of a whole batch, given its `moments`."""
+    """Return `(A - mean) / (std + 1e-4)` with mean and (unbiased) deviation of a whole batch, given its `moments`."""
     count, total, squares = map(float, batch_moments)
     mean = total / count
     variance = max(0.0, squares - count * mean**2) / max(1.0, count - 1)

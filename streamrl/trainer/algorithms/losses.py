@@ -46,7 +46,7 @@ def behavior_weight(
     cap: float,
     floor: float = 0.0,
 ) -> BehaviorWeight:
-    """Importance weight w of tokens that π_b sampled, for an objective centred at π_p.
+    """Return the importance weight w of tokens that π_b sampled, for an objective centred at π_p.
 
     `level`, with `ρ_t = π_p / π_b` of one token:
 
@@ -139,7 +139,7 @@ def cispo(
 
 
 def behavior_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
-    """`[tokens]`: a penalty that estimates KL(π_b || π) from tokens that π_b sampled, with ρ = π / π_b:
+    """Return `[tokens]`: a penalty that estimates KL(π_b || π) from tokens that π_b sampled, with ρ = π / π_b:
 
         ρ - 1 - log ρ        (for ρ > 2 continued as a straight line in log ρ)
 
@@ -169,7 +169,7 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
 
 
 def sum_of_sequence(values: Tensor, sequence: Tensor, sequences: int, *, mean: bool) -> Tensor:
-    """`[sequences]`: the sum, or the mean, of `values` over the tokens of each response."""
+    """Return `[sequences]`: the sum, or the mean, of `values` over the tokens of each response."""
     total = values.new_zeros(sequences).index_add(0, sequence, values)
     if not mean:
         return total
@@ -177,7 +177,7 @@ def sum_of_sequence(values: Tensor, sequence: Tensor, sequences: int, *, mean: b
 
 
 def tokens_of_sequence(sequence: Tensor, sequences: int) -> Tensor:
-    """`[sequences]`: how many tokens each response has, at least 1."""
+    """Return `[sequences]`: how many tokens each response has, at least 1."""
     return torch.bincount(sequence, minlength=sequences).clamp(min=1)
 
 

@@ -93,7 +93,7 @@ class TreeBlocks(NamedTuple):
 
 
 def _dense(visible_until: NDArray[np.int64]) -> Tensor | None:
-    """The mask of a few columns, for `MaskBlock`; None if it is plainly causal."""
+    """Return the mask of a few columns, for `MaskBlock`; None if it is plainly causal."""
     if (visible_until == len(visible_until)).all():
         return None
     sees = torch.from_numpy(attention_mask(visible_until[None])[0, 0])
@@ -101,7 +101,7 @@ def _dense(visible_until: NDArray[np.int64]) -> Tensor | None:
 
 
 def tree_tiles(visible_until: Tensor, *, tile: int = TILE, behind: int = 0) -> BlockMask:
-    """The tree mask of a row as `flex_attention` wants it, from its `visible_until` `[length]`; `behind` as in
+    """Return the tree mask of a row as `flex_attention` wants it, from its `visible_until` `[length]`; `behind` as in
     `TreeBlocks`.
 
     Which tiles are seen follows from the least and the largest value in each tile of keys, so that nothing of the size
@@ -207,14 +207,14 @@ class TreeMask:
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
-    """`tensors` in the dtype in which torch's own attention would compute with them."""
+    """Return `tensors` in the dtype in which torch's own attention would compute with them."""
     kind = tensors[0].device.type
     wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[0].dtype
     return (tensor.to(wanted) for tensor in tensors)
 
 
 def _in_one_row(tensor: Tensor) -> Tensor:
-    """`[1, heads, rows · length, head_dim]` from `[rows, heads, length, head_dim]`."""
+    """Return `[1, heads, rows · length, head_dim]` from `[rows, heads, length, head_dim]`."""
     return tensor.transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
 
 
@@ -331,14 +331,14 @@ def _differentiated(
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, tiles: BlockMask, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, as `_flash`, of all columns."""
+    """Return the output and log-sum-exp, as `_flash`, of all columns."""
     options: dict[str, Any] = {"block_mask": tiles, "scale": scale, "enable_gqa": True}
     found, more = _compiled_flex_attention()(query, key, value, **options, return_aux=AuxRequest(lse=True))
     return found, more.lse
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, block: MaskBlock, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Output `[1, heads, queries, head_dim]` and log-sum-exp `[1, heads, queries]` of one block."""
+    """Return the output `[1, heads, queries, head_dim]` and log-sum-exp `[1, heads, queries]` of one block."""
     found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query[:, :, block.queries],
         key[:, :, block.keys],
@@ -357,6 +357,6 @@ def _mask_for(query: Tensor, block: MaskBlock) -> Tensor | None:
 
 
 def _laid_out_as_projected(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor of the shape of `like`, in memory `[1, length, heads, head_dim]` as the projections around the
-    attention want it."""
+    """Return an empty tensor of the shape of `like`, in memory `[1, length, heads, head_dim]` as the projections around
+    the attention want it."""
     return torch.empty_like(like.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)

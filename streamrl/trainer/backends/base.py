@@ -48,7 +48,7 @@ class Ranks:
         return self.rank == self.layout.head(self.coordinates.data)
 
     def add_up(self, values: Tensor) -> Tensor:
-        """`values` of all heads, added; the others' do not count. Collective."""
+        """Return `values` of all heads, added; the others' do not count. Collective."""
         if self.layout.world == 1:
             return values
         total = values.to(self._device, copy=True) if self.is_head else torch.zeros_like(values, device=self._device)
@@ -174,12 +174,13 @@ class WholeWeights(Protocol):
     """Named tensors that are spread over the ranks of one layout, and can be had whole."""
 
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Hugging Face name and whole shape of every weight, tied ones once, in the order of `gather_weights`."""
+        """Return the Hugging Face name and whole shape of every weight, tied ones once, in the order of
+        `gather_weights`."""
         ...
 
     def weight_senders(self, *, most: int) -> list[int]:
-        """For each of `weight_specs` the rank that is to send it to others, so that about `most` ranks have as much to
-        send as each other; with 1 it is rank 0."""
+        """Return, for each of `weight_specs`, the rank that is to send it to others, so that about `most` ranks have as
+        much to send as each other; with 1 it is rank 0."""
         ...
 
     def gather_weights(
@@ -207,7 +208,7 @@ class ParallelModel(WholeWeights, Protocol):
         ...
 
     def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[ModelOutput] | None:
-        """Outputs of `micros`, without a gradient; None where `gives_output` is False. Collective.
+        """Return the outputs of `micros`, without a gradient; None where `gives_output` is False. Collective.
 
         `temperature`: another than `ModelSpec.temperature`.
         """
@@ -231,7 +232,7 @@ class ParallelModel(WholeWeights, Protocol):
         ...
 
     def weight_parts(self) -> list[Part]:
-        """What this rank saves of the weights, as they are now and not copied: of all ranks together each number
+        """Return what this rank saves of the weights, as they are now and not copied: of all ranks together each number
         once."""
         ...
 
@@ -246,7 +247,7 @@ class ParallelModel(WholeWeights, Protocol):
         ...
 
     def optimizer_parts(self) -> list[Part]:
-        """What this rank saves of the optimizer's tensors `exp_avg/WEIGHT` and `exp_avg_sq/WEIGHT`, as
+        """Return what this rank saves of the optimizer's tensors `exp_avg/WEIGHT` and `exp_avg_sq/WEIGHT`, as
         `weight_parts`."""
         ...
 
@@ -276,7 +277,7 @@ class AdaptedModel(ParallelModel, Protocol):
     """A model of which an adapter is trained (`ModelSpec.lora`): what is called its weights above are the adapter's."""
 
     def merged(self) -> WholeWeights:
-        """The model's own weights with the adapter added, each as it is when it is gathered."""
+        """Return the model's own weights with the adapter added, each as it is when it is gathered."""
         ...
 
     def without_adapter(self) -> AbstractContextManager[None]:
@@ -305,7 +306,8 @@ def read_weights(folder: Path, specs: Specs, parts: Iterable[Part], *, head: Hea
 
 
 def checked(folder: Path, specs: Specs, *, head: Head) -> TensorFiles:
-    """The files of the checkpoint in `folder`, which has the weights `specs`; raises `ModelError` as `read_weights`."""
+    """Return the files of the checkpoint in `folder`, which has the weights `specs`; raises `ModelError` as
+    `read_weights`."""
     files = TensorFiles(folder, MODEL)
     optional = {SCORE} - set(files.names()) if head == "scalar" else set()
     files.check([spec for spec in specs if spec[0] not in optional])

@@ -54,7 +54,7 @@ class ContextGroup:
         self._rank = 0 if group is None else dist.get_rank(group)
 
     def share(self, micro: MicroBatch) -> Share:
-        """This rank's part of `micro`, whose rows are filled up so that each rank has as many columns."""
+        """Return this rank's part of `micro`, whose rows are filled up so that each rank has as many columns."""
         owner = micro.column_index % self.size
         counts = np.bincount(owner, minlength=self.size)
         most = int(counts.max())
@@ -79,12 +79,12 @@ class ContextGroup:
         return Share(mine, self._own(real), most, places)
 
     def visible_until(self, micro: MicroBatch) -> NDArray[np.int64]:
-        """That of `micro`, with padding behind it until each rank has as many columns."""
+        """Return `visible_until` of `micro`, with padding behind it until each rank has as many columns."""
         found = self._filled(micro.visible_until)
         return np.maximum(found, np.arange(found.shape[1]) + 1)
 
     def _filled(self, array: NDArray[Scalar], *, fill: int = 0) -> NDArray[Scalar]:
-        """`array` `[rows, length, ...]` with columns of `fill` behind it, until each rank has as many."""
+        """Return `array` `[rows, length, ...]` with columns of `fill` behind it, until each rank has as many."""
         behind = [(0, 0), (0, -array.shape[1] % self.size), *[(0, 0)] * (array.ndim - 2)]
         return np.pad(array, behind, constant_values=fill)
 
@@ -92,21 +92,21 @@ class ContextGroup:
         return self._filled(array, fill=fill)[:, self._rank :: self.size]
 
     def _seen_of(self, visible_until: NDArray[np.int64], source: int) -> NDArray[np.int64]:
-        """For each column of rank `source`, the first of this rank's columns, counted among these, that is behind it
-        and no longer sees it. `visible_until`: of all columns (last axis)."""
+        """Return, for each column of rank `source`, the first of this rank's columns, counted among these, that is
+        behind it and no longer sees it. `visible_until`: of all columns (last axis)."""
         return -(-(visible_until[..., source :: self.size] - self._rank) // self.size)
 
     def seen(self, visible_until: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], int]]:
-        """What this rank's queries see of the keys that it has in each step of `around`, from `visible_until`
-        `[columns]` of all of them: until which query a key is seen, and how far a query has to be behind it at least
-        (0 or 1), both counted among a rank's columns."""
+        """Return what this rank's queries see of the keys that it has in each step of `around`, from `visible_until`
+        `[columns]` of all of them: until which query a key is seen, and how far a query has to be behind it at least (0
+        or 1), both counted among a rank's columns."""
         if not self.ring:
             return [(visible_until, 0)]
         sources = [(self._rank - step) % self.size for step in range(self.size)]
         return [(self._seen_of(visible_until, source), int(source > self._rank)) for source in sources]
 
     def around(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's keys and values; in a ring then those of the one before it, and so on. Collective."""
+        """Yield this rank's keys and values; in a ring then those of the one before it, and so on. Collective."""
         if not self.ring:
             yield key, value
             return
@@ -135,7 +135,7 @@ class ContextGroup:
         return arrived
 
     def gather(self, own: Tensor, share: Share) -> Tensor:
-        """`[predicted]` of the whole micro-batch on every rank, from each rank's `[own_predicted]`. Collective.
+        """Return `[predicted]` of the whole micro-batch on every rank, from each rank's `[own_predicted]`. Collective.
 
         Every rank computes the same loss from it, and in the backward pass goes on with the gradient of its own part.
         """
@@ -146,7 +146,8 @@ class ContextGroup:
         return whole[torch.from_numpy(share.places).to(own.device)]
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
-        """All columns of this rank's heads, `[rows, own_heads, length, head_dim]`, from its columns of all heads.
+        """Return all columns of this rank's heads, `[rows, own_heads, length, head_dim]`, from its columns of all
+        heads.
 
         Where there are more ranks than key heads, several get the same one. Collective.
         """
@@ -162,7 +163,7 @@ class ContextGroup:
         return torch.split(columns, [tensor.shape[2] for tensor in by_rank], 1)
 
     def to_columns(self, mixed: Tensor) -> Tensor:
-        """The inverse of `to_heads`, of the attention's output. Collective."""
+        """Undo `to_heads`, on the attention's output. Collective."""
         if self._group is None:
             return mixed
         sent = torch.unflatten(mixed, 2, (-1, self.size)).permute(3, 0, 1, 2, 4)

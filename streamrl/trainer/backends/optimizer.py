@@ -122,7 +122,7 @@ class AdamW:
                 self._masters[name].copy_(weight)
 
     def on_device(self) -> list[Tensor]:
-        """What lives where the weights do, besides them."""
+        """Return what lives where the weights do, besides them."""
         return [] if self._offloaded else [moment for found in self._moments.values() for moment in found.values()]
 
     def parts(self, spread: Spread) -> list[Part]:
@@ -141,12 +141,12 @@ class _Updates(msgspec.Struct, frozen=True):
 
 
 def updates_file(updates: int) -> dict[str, bytes]:
-    """The file that says how many optimizer steps there were: its name and content."""
+    """Return the file that says how many optimizer steps there were: its name and content."""
     return {UPDATES: msgspec.json.encode(_Updates(updates))}
 
 
 def load_updates(folder: Path) -> int:
-    """How many optimizer steps the state in `folder` comes after."""
+    """Return how many optimizer steps the state in `folder` comes after."""
     try:
         return msgspec.json.decode((folder / UPDATES).read_bytes(), type=_Updates).updates
     except (OSError, msgspec.DecodeError) as error:
@@ -154,12 +154,12 @@ def load_updates(folder: Path) -> int:
 
 
 def named(key: str, part: Part) -> Part:
-    """The part of a moment, which is named like its weight, by its name in the files."""
+    """Return the part of a moment, which is named like its weight, by its name in the files."""
     return part._replace(name=f"{key}/{part.name}")
 
 
 def state_specs(specs: Specs) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of the optimizer's tensors; `specs`: of the weights."""
+    """Return the names and shapes of the optimizer's tensors; `specs`: of the weights."""
     return [(f"{key}/{name}", shape) for key in MOMENTS for name, shape in specs]
 
 
@@ -179,8 +179,8 @@ def read_state(folder: Path, moments: Mapping[str, Iterable[Part]], specs: Specs
 
 
 def checked_state(folder: Path, specs: Specs) -> TensorFiles:
-    """The files of an optimizer's state, which is that of a model with the weights `specs`; raises `ModelError` as
-    `read_state`."""
+    """Return the files of an optimizer's state, which is that of a model with the weights `specs`; raises `ModelError`
+    as `read_state`."""
     load_updates(folder)
     try:
         files = TensorFiles(folder, OPTIMIZER)

@@ -82,19 +82,19 @@ class Shards:
         return [(name, shard.shape) for name, shard in self._weights.items()]
 
     def local(self) -> dict[str, Tensor]:
-        """This rank's part of each weight."""
+        """Return this rank's part of each weight."""
         return {name: shard.local for name, shard in self._weights.items()}
 
     def gather(
         self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors from `parts`, one after another, each on the rank that `to` names for it (rank 0 without it);
-        empty ones elsewhere. What travels does so as `dtype`. Collective when sharded."""
+        """Yield whole tensors from `parts`, one after another, each on the rank that `to` names for it (rank 0 without
+        it); empty ones elsewhere. What travels does so as `dtype`. Collective when sharded."""
         for name, target in zip(self._weights, to or [0] * len(self._weights), strict=True):
             yield name, self.whole(name, parts[name], dtype=dtype, to=target)
 
     def whole(self, name: str, part: Tensor, *, dtype: torch.dtype | None, to: int) -> Tensor:
-        """The tensor of which each rank has `part`, as `gather` gives it. Collective when sharded."""
+        """Return the tensor of which each rank has `part`, as `gather` gives it. Collective when sharded."""
         mine = part.detach()
         if self._group is None:
             return mine if self._rank == to else mine.new_empty(0)
@@ -125,7 +125,7 @@ class Shards:
             raise ModelError(f"{len(missing)} weights are missing, for example {min(missing)}")
 
     def parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
-        """What `tensors`, shaped as this rank's part of each weight, are parts of; without those of no rows."""
+        """Return what `tensors`, shaped as this rank's part of each weight, are parts of; without those of no rows."""
         return [
             Part(name, shard.shape, (self._first_row(shard.shape[0]), *(0,) * (len(shard.shape) - 1)), tensors[name])
             for name, shard in self._weights.items()
@@ -133,7 +133,7 @@ class Shards:
         ]
 
     def own_parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
-        """Those of `parts` that this rank saves: where all ranks have everything, each saves some tensors."""
+        """Return the parts that this rank saves: where all ranks have everything, each saves some tensors."""
         parts = self.parts(tensors)
         if self._group is not None:
             return parts
@@ -368,7 +368,7 @@ class TorchModel:
         return ModelOutput(self._context.gather(values, share), self._context.gather(entropy, share))
 
     def _others_have_more(self, mine: int) -> int:
-        """How many micro-batches more another rank has: sharded ranks have to go through layers together."""
+        """Return how many micro-batches more another rank has: sharded ranks have to go through layers together."""
         if not self._sharded:
             return 0
         most = torch.tensor(mine, device=self._spec.device)
@@ -467,7 +467,7 @@ class _Net(nn.Module):
         ids: Tensor,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
-        """`(values, entropy)` of `ModelOutput`."""
+        """Return `(values, entropy)` of `ModelOutput`."""
         hidden = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, tree=tree
         ).last_hidden_state
@@ -523,7 +523,8 @@ AttentionInterface.register(TREE_ATTENTION, _attend)
 
 
 def on_meta(folder: Path, *, head: Head, dtype: torch.dtype = torch.float32) -> Any:
-    """The transformers model of a checkpoint without memory; raises `ModelError` for one that cannot be trained."""
+    """Return the transformers model of a checkpoint without memory; raises `ModelError` for one that cannot be
+    trained."""
     kind = AutoModelForCausalLM if head == "tokens" else AutoModelForSequenceClassification
     options = {} if head == "tokens" else {"num_labels": 1}
     try:
@@ -539,7 +540,7 @@ def on_meta(folder: Path, *, head: Head, dtype: torch.dtype = torch.float32) -> 
 
 
 def _context_group(config: Any, *, world: int, context: int) -> ContextGroup:
-    """That of this rank. Collective."""
+    """Return the ranks that share rows with this one. Collective."""
     if context == 1:
         return ContextGroup()
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -50,6 +50,6 @@ class BatchFormer:
         return [batch[a:b] for a, b in pairwise(cuts)]
 
     def tokens_in_loss(self, meta: SampleMeta, *, policy_version: int) -> int:
-        """Tokens of a group that enter the loss at `policy_version`."""
+        """Return how many tokens of a group enter the loss at `policy_version`."""
         over_age = count_over_age(meta.version_counts, policy_version=policy_version, max_staleness=self.max_staleness)
         return meta.sampled_tokens - over_age

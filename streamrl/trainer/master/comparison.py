@@ -47,7 +47,7 @@ def response_to_compare(metas: Sequence[SampleMeta]) -> Sibling | None:
 
 
 def compared_figures(scores: Sequence[Scores], trained: Sequence[float], *, sampled: Sequence[int]) -> dict[str, float]:
-    """Absolute differences, in nats, for each gserver that has scored, and over all of them.
+    """Return the absolute differences, in nats, for each gserver that has scored, and over all of them.
 
     `trained`: the trainer's log-probabilities of the sampled tokens; `sampled`: their places in those of `scores`.
     """
@@ -73,7 +73,7 @@ def compared_figures(scores: Sequence[Scores], trained: Sequence[float], *, samp
 
 
 class Comparison:
-    """That of one version: begun with the step that is trained from it, read when the next one is served.
+    """The comparison of one version: begun with the step that is trained from it, read when the next one is served.
 
     Nothing here ends the run or holds it up: what cannot be compared is told and counted.
     """

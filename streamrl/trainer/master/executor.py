@@ -120,7 +120,8 @@ class ModelFunctionCall:
         return list(replies.values())
 
     def _sampled(self, metas: Sequence[SampleMeta], *, policy_version: int) -> frozenset[int]:
-        """Groups of which the run keeps every token: some of the batch by chance, but the same ones each time."""
+        """Return the groups of which the run keeps every token: some of the batch by chance, but the same ones each
+        time."""
         chance = random.Random(policy_version)
         return frozenset(chance.sample([meta.seq for meta in metas], min(self._kept_per_step, len(metas))))
 
@@ -225,7 +226,7 @@ class FunctionExecutor:
     async def _infer_in_parts(
         self, call: ModelFunctionCall, batch: Sequence[SampleMeta], *, policy_version: int
     ) -> float:
-        """In calls of at most the MFC's own batch size."""
+        """Compute in calls of at most the MFC's own batch size; return the seconds of computation."""
         size = call.mfc.groups or len(batch)
         seconds = 0.0
         for start in range(0, len(batch), size):

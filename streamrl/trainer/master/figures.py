@@ -57,7 +57,7 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
 
 
 def masked_ages(batch: Sequence[SampleMeta], *, policy_version: int, max_staleness: int) -> dict[int, int]:
-    """Age in versions → sampled tokens of the batch that are older than `max_staleness`."""
+    """Return how many sampled tokens of the batch are older than `max_staleness`, by their age in versions."""
     ages: dict[int, int] = {}
     for meta in batch:
         for version, count in meta.version_counts.items():
@@ -121,7 +121,7 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
 
 
 def effective_sample_size(sums: Mapping[str, float], count: str, weight: str, *, part: str = "") -> float:
-    """Kish's effective sample size as a share of the sample: `(Σw)² / (n · Σw²)`, from 1/n to 1.
+    """Return Kish's effective sample size as a share of the sample: `(Σw)² / (n · Σw²)`, from 1/n to 1.
 
     n is `sums[count]`, Σw `sums[weight]`, Σw² `sums[weight_squares]`, each with `part` appended.
     """
@@ -129,7 +129,7 @@ def effective_sample_size(sums: Mapping[str, float], count: str, weight: str, *,
 
 
 def sample_of_lengths(batch: Sequence[SampleMeta]) -> list[list[int]]:
-    """`StepReport.response_lengths` of a training batch."""
+    """Return `StepReport.response_lengths` of a training batch."""
     lengths: list[list[int]] = []
     counted = 0
     for meta in batch:
@@ -141,7 +141,7 @@ def sample_of_lengths(batch: Sequence[SampleMeta]) -> list[list[int]]:
 
 
 def token_ages(trained: Sequence[Trained]) -> dict[int, int]:
-    """Age in versions → tokens that entered the policy's loss, over all ranks."""
+    """Return how many tokens entered the policy's loss, by their age in versions, over all ranks."""
     ages: dict[int, int] = {}
     for rank in trained:
         for age, count in rank.token_ages.items():
@@ -172,8 +172,8 @@ def _of_critic(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, fl
 
 
 def _of_parts(sums: Mapping[str, float]) -> dict[str, float]:
-    """Means over the tokens of one age (`policy_shift_mean/age_0`), or of one sign of the advantage and direction
-    (`clip_share/positive_outward`): whatever `sums` has of each."""
+    """Return the means over the tokens of one age (`policy_shift_mean/age_0`), or of one sign of the advantage and
+    direction (`clip_share/positive_outward`): whatever `sums` has of each."""
     metrics: dict[str, float] = {}
     for part, tokens in sorted((n.removeprefix("tokens"), v) for n, v in sums.items() if n.startswith("tokens/")):
         if tokens:

@@ -96,7 +96,7 @@ class History:
         self.rewards.append(reward)
 
     def reached(self, groups: GroupTable, *, data_rows: int) -> progress.Progress:
-        """For a checkpoint."""
+        """Return how far the run has come, for a checkpoint."""
         return progress.Progress(
             policy_version=self.policy_version,
             trained=groups.trained.ranges(),

@@ -409,7 +409,7 @@ class Master:
         return more
 
     def _admitted_staleness(self) -> int | None:
-        """By which groups are to be admitted from now on; None: as configured."""
+        """Return the `max_staleness` by which groups are to be admitted from now on; None: as configured."""
         configured = self._config.staleness.max_staleness
         found = self._history.watch.staleness(configured)
         return found if found < configured else None

@@ -120,7 +120,7 @@ class SynchronousGeneration:
         return stored
 
     async def _ask(self, worker: int, call: RolloutCall, reply: type[Reply]) -> Reply | None:
-        """The reply, unless the worker does not live: the manager gives its groups to somebody else."""
+        """Return the reply, unless the worker does not live: the manager gives its groups to somebody else."""
         try:
             return await self._channel.call(worker, call, reply, timeout=self._timeout)
         except PeerLost as error:

@@ -97,7 +97,7 @@ class ModelWorkers:
         return dict.fromkeys(self._workers, call)
 
     def _needs_world(self) -> bool:
-        """Megatron wants a process group even for one process."""
+        """Whether a process group is needed even for one process: Megatron wants it."""
         return any(role_config(self._config.trainer, role).backend == "megatron" for role in ROLES)
 
 

@@ -69,13 +69,13 @@ class Actor:
         self._compares = algorithm.kl_coef > 0
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
-        """Log-probabilities of all sampled tokens (0 elsewhere), packed like each group; None where the model
-        gives no output. Collective."""
+        """Return the log-probabilities of all sampled tokens (0 elsewhere), packed like each group; None where the
+        model gives no output. Collective."""
         with self._inferring():
             return infer_packed(self.model, groups, self._trainer)
 
     def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
-        """Credit of `items`, which are all that this rank has of a batch. Collective.
+        """Return the credit of `items`, which are all that this rank has of a batch. Collective.
 
         `given`: they bring advantages of the user's.
         """
@@ -141,7 +141,7 @@ class Actor:
             self._kl.update(kl / tokens)
 
     def state(self) -> RoleState:
-        """Optimizer and KL coefficient."""
+        """Return the optimizer's state and the KL coefficient."""
         files = updates_file(self.model.updates) | {KL_FILE: msgspec.json.encode(self._kl.next_value)}
         return RoleState(self.model.optimizer_parts(), files)
 
@@ -232,7 +232,7 @@ class Actor:
 
 
 def _tokens_of_episode(item: TrainItem) -> NDArray[np.int64]:
-    """`[tokens]`: how many tokens of the same episode enter the loss."""
+    """Return `[tokens]`: how many tokens of the same episode enter the loss."""
     episodes = np.repeat(item.group.episodes, item.group.seqlens)
     counts: NDArray[np.int64] = np.bincount(episodes[item.trainable], minlength=int(episodes[-1]) + 1)
     return counts[episodes]
@@ -262,7 +262,7 @@ def _keep_outputs(
 def _logprobs_of(
     wanted: Sibling, micro: MicroBatch, output: ModelOutput, groups: Sequence[TrajectoryGroup]
 ) -> list[float]:
-    """Log-probabilities of the first `MOST_COMPARED` sampled tokens of a response, if it is in `micro`."""
+    """Return the log-probabilities of the first `MOST_COMPARED` sampled tokens of a response, if it is in `micro`."""
     numbers = [number for number, group in enumerate(groups) if group.seq == wanted.seq]
     if not numbers:
         return []

@@ -58,7 +58,7 @@ def assign_credit(
 
 
 def _by_response(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
-    """One advantage for all tokens of a response."""
+    """Return one advantage for all tokens of a response."""
     group = item.group
     lengths = torch.from_numpy(group.seqlens.astype(np.int64))
     rewards = _rewards(item)
@@ -106,7 +106,7 @@ def _episodes(item: TrainItem) -> Tensor:
 
 
 def _divergence(item: TrainItem, algorithm: AlgorithmConfig) -> Tensor:
-    """`[tokens]`: the KL from the reference at each sampled token, as its own policy saw it; 0 elsewhere."""
+    """Return `[tokens]`: the KL from the reference at each sampled token, as its own policy saw it; 0 elsewhere."""
     group = item.group
     behavior = torch.from_numpy(group.packed_behavior_logprobs.copy())
     reference = torch.from_numpy(needed(item.ref_logprobs, "ref_logprobs"))

@@ -59,8 +59,8 @@ class Critic:
         self._device = device
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
-        """Values of the states in which the sampled tokens were sampled (0 elsewhere), packed like each group;
-        None where the model gives no output. Collective."""
+        """Return the values of the states in which the sampled tokens were sampled (0 elsewhere), packed like each
+        group; None where the model gives no output. Collective."""
         return infer_packed(self.model, groups, self._trainer)
 
     def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
@@ -146,7 +146,7 @@ class RewardModel:
         self._trainer = trainer
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
-        """`[siblings]` scores of each group; None where the model gives no output. Collective."""
+        """Return `[siblings]` scores of each group; None where the model gives no output. Collective."""
         packed = infer_packed(self.model, groups, self._trainer, positions="ends")
         if packed is None:
             return None

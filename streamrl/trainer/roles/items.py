@@ -86,14 +86,14 @@ class Minibatch(msgspec.Struct, frozen=True):
 
 
 def needed(array: NDArray[np.float32] | None, key: str) -> NDArray[np.float32]:
-    """`array`, which the graph should have given."""
+    """Return `array`, which the graph should have given."""
     if array is None:
         raise TrainingError(f"a group came to a training step without its {key}; does the graph give it?")
     return array
 
 
 def at_targets(micro: MicroBatch, arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Values of the predicted tokens of `micro`, from one packed array for each group."""
+    """Return the values of the predicted tokens of `micro`, from one packed array for each group."""
     offsets = np.concatenate(([0], np.cumsum([len(a) for a in arrays])))[:-1]
     values: NDArray[Any] = np.concatenate(arrays)[offsets[micro.group_index] + micro.target_index]
     return values
@@ -106,7 +106,7 @@ def pack_for(
     *,
     positions: Positions = "sampled",
 ) -> list[MicroBatch]:
-    """`groups` in micro-batches of the size that is configured."""
+    """Return `groups` in micro-batches of the size that is configured."""
     return pack(
         groups,
         max_tokens=trainer.max_tokens_per_microbatch,
@@ -133,7 +133,7 @@ def infer_packed(
 def unpack(
     micros: Sequence[MicroBatch], outputs: Sequence[ModelOutput], groups: Sequence[TrajectoryGroup]
 ) -> list[NDArray[np.float32]]:
-    """Output values as one packed array for each group, 0 where nothing was predicted."""
+    """Return the output values as one packed array for each group, 0 where nothing was predicted."""
     result = [np.zeros(group.tokens, dtype=np.float32) for group in groups]
     for micro, output in zip(micros, outputs, strict=True):
         values = output.values.float().cpu().numpy()

@@ -71,7 +71,7 @@ class Assembly:
         return layout_of(self._config.trainer, role)
 
     def describe(self) -> dict[str, str]:
-        """Role → backend and layout."""
+        """Return the backend and layout of each role."""
         trainer = self._config.trainer
         return {
             name: f"{role_config(trainer, name).backend}, {self.layout(name)}" for name in ROLES if name in self.roles
@@ -192,7 +192,7 @@ def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, 
 
 
 def fingerprints(assembly: Assembly) -> dict[str, str]:
-    """Role → fingerprint of its weights, of the roles that are trained; on rank 0, elsewhere nothing. Collective."""
+    """Return the fingerprint of the weights of each role that is trained; on rank 0, elsewhere nothing. Collective."""
     found = {}
     for name, role in assembly.roles.items():
         if isinstance(role, Critic) or role is assembly.actor:

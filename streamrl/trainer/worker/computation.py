@@ -88,11 +88,11 @@ class Computation:
             self._keeper.close()
 
     def stats(self) -> dict[str, float]:
-        """Counters, for people."""
+        """Return counters, for people."""
         return self._keeper.stats() if self._keeper is not None else {}
 
     def describe(self) -> dict[str, str]:
-        """Role → backend and layout."""
+        """Return the backend and layout of each role."""
         return self._assembly.describe()
 
     def model(self, role: str) -> ParallelModel:
@@ -103,7 +103,7 @@ class Computation:
         return found.model
 
     def carry_out(self, call: Computed) -> msgspec.Struct:
-        """Hooks and call, in order."""
+        """Carry out a call between its hooks, in order."""
         if isinstance(call, Save):
             return self._save(call)
         if isinstance(call, FinishSave):
@@ -368,7 +368,7 @@ def call_users_function(
 
 
 def _comparable(group: TrajectoryGroup, version: int) -> NDArray[np.bool_]:
-    """`[tokens]`: sampled tokens of responses that `version` wrote alone.
+    """Return `[tokens]`: sampled tokens of responses that `version` wrote alone.
 
     Where weights changed in the middle, the rest may attend to keys and values of the old ones
     (`weights.pause_mode`), so the two sides differ without anything being wrong.

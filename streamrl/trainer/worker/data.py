@@ -346,8 +346,8 @@ class WorkerData:
         )
 
     def response(self, which: Sibling) -> tuple[list[int], list[int]]:
-        """Prompt and response of a group that this worker received, and the positions of the first `MOST_COMPARED`
-        sampled tokens, of which the last one ends it; both empty if the group is gone."""
+        """Return the prompt and response of a group that this worker received, and the positions of the first
+        `MOST_COMPARED` sampled tokens, of which the last one ends it; both empty if the group is gone."""
         group = self._dataset.find(which.seq)
         if group is None:
             return [], []

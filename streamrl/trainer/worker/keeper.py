@@ -186,7 +186,7 @@ def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts) -> K
 
 
 def token_uses(item: TrainItem, outputs: Outputs | None, algorithm: AlgorithmConfig) -> NDArray[np.uint8]:
-    """`[tokens]`: what became of each token of a group, as an index in `TOKEN_USES`."""
+    """Return `[tokens]`: what became of each token of a group, as an index in `TOKEN_USES`."""
     group = item.group
     sampled = group.packed_loss_mask
     uses = np.where(sampled, TRAINED, ENVIRONMENT).astype(np.uint8)
@@ -210,7 +210,7 @@ def token_uses(item: TrainItem, outputs: Outputs | None, algorithm: AlgorithmCon
 
 
 def _beyond_limits(item: TrainItem, outputs: Outputs, algorithm: AlgorithmConfig) -> NDArray[np.bool_]:
-    """`[trainable]`: where the behaviour weight is outside the limits, as `objective` finds it."""
+    """Return `[trainable]`: where the behaviour weight is outside the limits, as `objective` finds it."""
     group = item.group
     proximal = outputs.logprobs if item.proximal_logprobs is None else item.proximal_logprobs
     responses = np.repeat(np.arange(group.size), group.seqlens)

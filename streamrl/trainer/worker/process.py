@@ -276,7 +276,7 @@ class ModelWorker:
                         ordered.put_nowait((call_id, call))
 
     def stats(self) -> dict[str, float]:
-        """Counters, for people."""
+        """Return counters, for people."""
         return self._dataset.stats() | (self._computation.stats() if self._computation is not None else {})
 
     async def close(self) -> None:

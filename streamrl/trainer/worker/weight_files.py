@@ -138,7 +138,7 @@ class WeightFiles:
         return Snapshot(folder=str(self._latest), machine=self._machine, adapter=self._adapter is not None)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
-        """Everything is there already."""
+        """Return the checksums: everything is there already."""
         return self._sums
 
     def abort(self) -> None:

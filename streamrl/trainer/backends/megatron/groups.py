@@ -152,7 +152,8 @@ class LayoutGroups:
 
 
 def layout_groups(layout: Layout, *, timeout_seconds: float) -> LayoutGroups:
-    """Those of `layout`, made with the first model. Collective over the default group; `release` them after."""
+    """Return the process groups of `layout`, made with the first model. Collective over the default group; `release`
+    them after."""
     with _lock:
         if layout not in _sets:
             _sets[layout] = LayoutGroups(layout, timeout_seconds)

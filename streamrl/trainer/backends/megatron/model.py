@@ -189,7 +189,7 @@ class MegatronModel:
         self._groups.release()
 
     def _context_group(self) -> ContextGroup:
-        """The ranks with which this one shares rows."""
+        """Return the ranks with which this one shares rows."""
         tensor, context = self._layout.tensor, self._layout.context
         if context == 1:
             return ContextGroup()
@@ -198,7 +198,7 @@ class MegatronModel:
         return ContextGroup(parallel_state.get_context_parallel_group(), ring=ring)
 
     def _build(self) -> Any:
-        """The network of this stage, on the device, with no weights yet."""
+        """Return the network of this stage, on the device, with no weights yet."""
         if self._spec.device.type == "cuda":
             torch.cuda.set_device(self._spec.device)
         network = Network(

@@ -74,7 +74,8 @@ class Trainable:
         return Update(grad_norm=norm, lr=lr)
 
     def _grad_norm(self) -> float:
-        """Of all gradients of the model. A stage without experts takes part in the sum over those of others."""
+        """Return the norm of all gradients of the model. A stage without experts takes part in the sum over those of
+        others."""
         squares = 0.0
         for experts in (False, True) if self._has_experts else (False,):
             part = self._parts.get(experts)

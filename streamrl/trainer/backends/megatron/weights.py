@@ -51,7 +51,7 @@ class Cut(Protocol):
         ...
 
     def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
-        """The shard of tensor rank `rank` of `size`, from its first row on; `shapes`: of the whole tensors."""
+        """Return the shard of tensor rank `rank` of `size`, from its first row on; `shapes`: of the whole tensors."""
         ...
 
 
@@ -131,8 +131,8 @@ class Weight(msgspec.Struct, frozen=True):
         return self.share is None or self.share == layout.expert_rank(rank)
 
     def replica(self, layout: Layout, rank: int) -> tuple[int, int] | None:
-        """How many ranks hold the same of it as `rank`, and which of them that is; None: `rank` has nothing that is to
-        be taken from it, since it holds nothing or what tensor rank 0 has as well."""
+        """Return how many ranks hold the same of it as `rank`, and which of them that is; None: `rank` has nothing that
+        is to be taken from it, since it holds nothing or what tensor rank 0 has as well."""
         place = layout.coordinates(rank)
         if not self.is_held(layout, rank):
             return None
@@ -143,7 +143,7 @@ class Weight(msgspec.Struct, frozen=True):
         return layout.data * layout.context, place.data * layout.context + place.context
 
     def blocks(self, rank: int, size: int) -> list[Block]:
-        """What the shard of tensor rank `rank` of `size` is made of, from its first row on."""
+        """Return what the shard of tensor rank `rank` of `size` is made of, from its first row on."""
         return self.cut.blocks([shape for _, shape in self.sources], rank, size)
 
     def shard_shape(self, size: int) -> tuple[int, ...]:
@@ -152,14 +152,14 @@ class Weight(msgspec.Struct, frozen=True):
         return (sum(block.size[0] for block in blocks), *blocks[0].size[1:])
 
     def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        """The shard of tensor rank `rank` of `size`."""
+        """Return the shard of tensor rank `rank` of `size`."""
         shard = wholes[0].new_zeros(self.shard_shape(size))
         for block, rows in self._rows(rank, size):
             shard[rows] = wholes[block.source][_box(block)]
         return shard
 
     def join(self, shards: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Hugging Face names and whole tensors, from the shards by tensor rank."""
+        """Yield the Hugging Face names and whole tensors, from the shards by tensor rank."""
         wholes = [shards[0].new_empty(shape) for _, shape in self.sources]
         for rank, shard in enumerate(shards):
             for block, rows in self._rows(rank, len(shards)):
@@ -168,8 +168,8 @@ class Weight(msgspec.Struct, frozen=True):
             yield name, whole
 
     def parts(self, flat: Tensor, first: int, *, rank: int, size: int) -> Iterator[Part]:
-        """What the elements `flat` of the flattened shard of tensor rank `rank`, of which the first is number `first`,
-        are of whole tensors."""
+        """Yield what the elements `flat` of the flattened shard of tensor rank `rank`, of which the first is number
+        `first`, are of whole tensors."""
         begin = 0
         for block in self.blocks(rank, size):
             length = math.prod(block.size)
@@ -181,7 +181,7 @@ class Weight(msgspec.Struct, frozen=True):
             begin += length
 
     def _rows(self, rank: int, size: int) -> Iterator[tuple[Block, slice]]:
-        """Each block with its place in the shard."""
+        """Yield each block with its place in the shard."""
         row = 0
         for block in self.blocks(rank, size):
             yield block, slice(row, row + block.size[0])
@@ -239,7 +239,7 @@ def stage_weights(shape: ModelShape, head: Head, *, stage: int, layout: Layout) 
 
 
 def _layer_weights(shape: ModelShape, local: int, number: int, *, layout: Layout) -> Iterator[Weight]:
-    """Of layer `number`, which is `local` in its stage."""
+    """Yield the weights of layer `number`, which is `local` in its stage."""
     megatron, theirs = f"decoder.layers.{local}.", f"model.layers.{number}."
     hidden, d = shape.hidden_size, shape.head_dim
     rows = {"q": shape.heads * d, "k": shape.kv_heads * d, "v": shape.kv_heads * d}
@@ -349,7 +349,7 @@ class WholeTensors:
         self._ranges: list[list[tuple[int, int]]] = [[tuple(row) for row in found.tolist()] for found in tables]
 
     def senders(self, *, most: int) -> list[int]:
-        """The rank that is to send each tensor on, one of its pipeline stage unless `most` is 1."""
+        """Return the rank that is to send each tensor on, one of its pipeline stage unless `most` is 1."""
         if most == 1:
             return [0] * len(self.shapes)
         chosen: dict[str, int] = {}
@@ -418,11 +418,12 @@ class WholeTensors:
             raise ModelError(f"{len(missing)} weights are missing, the first of them {missing[0]}")
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of all tensors of the model."""
+        """Return the name and shape of all tensors of the model."""
         return list(self.shapes.items())
 
     def parts(self, number: int, flat: Tensor, first: int = 0) -> Iterator[Part]:
-        """What `flat`, elements from number `first` on of a flattened parameter of this stage, is of whole tensors."""
+        """Return what `flat`, elements from number `first` on of a flattened parameter of this stage, is of whole
+        tensors."""
         rank = self._layout.coordinates(self._rank).tensor
         yield from self._stages[self._stage][number].parts(flat, first, rank=rank, size=self._layout.tensor)
 
@@ -433,7 +434,7 @@ class WholeTensors:
             raise ModelError(f"{name} has the shape {tuple(whole.shape)}; the model's has {self.shapes[name]}")
 
     def _receive(self, stage: int, number: int, weight: Weight, piece: Piece, dtype: torch.dtype) -> list[Tensor]:
-        """The shards of one parameter, by tensor rank; one, where they are the same."""
+        """Return the shards of one parameter, by tensor rank; one, where they are the same."""
         cuts = 1 if weight.cut.parallel_dim is None else self._layout.tensor
         shape = weight.shard_shape(cuts)
         shards, pending = [], []

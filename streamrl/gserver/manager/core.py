@@ -148,10 +148,9 @@ class Manager:
             samples=config.evaluation.samples,
             changed=signals.evaluations,
             rerouting=rerouting,
-            evaluator=lambda index: self.members.caller("evaluator", index),
+            members=self.members,
+            state=self._state,
             on_training_over=self.groups.stop,
-            on_told=self.members.tell_over,
-            over=lambda: self._state.over,
             long_poll_seconds=long_poll_seconds,
         )
         self.elastic = ElasticPools(

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 
 from streamrl.gserver.manager.admission import Rerouting
 from streamrl.gserver.manager.gserver import Gserver, Route, Work
-from streamrl.gserver.manager.registry import Member
+from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.routing import Fleet
-from streamrl.gserver.manager.run_state import Wakeup
+from streamrl.gserver.manager.run_state import RunState, Wakeup
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.transport.control import (
     Done,
@@ -44,24 +44,21 @@ class Evaluations:
         samples: int,
         changed: Wakeup,
         rerouting: Rerouting,
-        evaluator: Callable[[int], Member],
+        members: Members,
+        state: RunState,
         on_training_over: Callable[[], None],
-        on_told: Callable[[Member], None],
-        over: Callable[[], bool],
         long_poll_seconds: float,
     ) -> None:
-        """`samples`: responses to each prompt. `evaluator` takes the index of a registered evaluator, counts the call
-        as a sign of life, and returns it. `over` returns whether the run is over; `on_told` is given each process that
-        is told so. `on_training_over` is called when the master waits for nothing but the last evaluation."""
+        """`samples`: responses to each prompt. `on_training_over` is called when the master waits for nothing but the
+        last evaluation."""
         self._queue = EvaluationQueue()
         self._fleet = fleet
         self._prompt = Work(samples, 0)
         self._changed = changed
         self._rerouting = rerouting
-        self._evaluator = evaluator
+        self._members = members
+        self._state = state
         self._on_training_over = on_training_over
-        self._on_told = on_told
-        self._over = over
         self._long_poll = long_poll_seconds
         self._routes: dict[str, dict[int, Route]] = {}
         """Evaluator → its prompts that have a gserver, each with its route."""
@@ -76,20 +73,20 @@ class Evaluations:
 
     async def next(self, message: NextEvaluation) -> NextEvaluationReply:
         """Wait for an evaluation for the evaluator, for a long poll at most."""
-        member = self._evaluator(message.evaluator)
+        member = self._members.caller("evaluator", message.evaluator)
         await self._changed.until(
-            lambda: self._over() or self._queue.has_for(member.name) or member.silent, timeout=self._long_poll
+            lambda: self._state.over or self._queue.has_for(member.name) or member.silent, timeout=self._long_poll
         )
-        if self._over():
-            self._on_told(member)
+        if self._state.over:
+            self._members.tell_over(member)
             return NextEvaluationReply(task=None, stop=True)
         return NextEvaluationReply(task=None if member.silent else self._queue.take(member.name), stop=False)
 
     async def route(self, message: EvaluationRoute) -> RouteReply:
         """Free the gservers of prompts that are done, and find one for the prompt that begins, or lost its own."""
-        member = self._evaluator(message.evaluator)
+        member = self._members.caller("evaluator", message.evaluator)
         self._release(member.name, message.done)
-        if self._over():
+        if self._state.over:
             return RouteReply(gserver="")
         found = await self._rerouting.find(
             lambda avoid: self._assign(member.name, message.prompt, avoid=avoid), failed=message.failed
@@ -98,7 +95,7 @@ class Evaluations:
 
     async def result(self, message: EvaluationResult) -> Done:
         """Take in what an evaluation found; none of its prompts is under way any more."""
-        member = self._evaluator(message.evaluator)
+        member = self._members.caller("evaluator", message.evaluator)
         self._release(member.name, list(self._routes.get(member.name, ())))
         self._queue.done(message.number, message.report)
         self._changed.notify()
@@ -107,8 +104,8 @@ class Evaluations:
     async def reports(self, after: int) -> EvaluationReports:
         """Wait for reports after the first `after`, for a long poll at most."""
         reports = self._queue.reports
-        await self._changed.until(lambda: len(reports) > after or self._over(), timeout=self._long_poll)
-        return EvaluationReports(reports=reports[after:], stop=self._over())
+        await self._changed.until(lambda: len(reports) > after or self._state.over, timeout=self._long_poll)
+        return EvaluationReports(reports=reports[after:], stop=self._state.over)
 
     def lost(self, evaluator: str) -> None:
         """`evaluator` fell silent, or another process took its place."""

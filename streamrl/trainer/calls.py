@@ -2,7 +2,7 @@
 
 | call | carried out | by |
 |---|---|---|
-| `Spec`, `DescribeModel`, `HaveScored`, `ClearDataCache` | at once, whatever is being computed | any worker |
+| `Spec`, `HaveScored`, `ClearDataCache` | at once, whatever is being computed | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
 | `FinishSave` | after what came before it | worker 0 |
@@ -82,12 +82,6 @@ PUBLICATION_STEPS = 7
 
 class Spec(msgspec.Struct, frozen=True, tag=True):
     """Say what you are and what you have counted."""
-
-
-class DescribeModel(msgspec.Struct, frozen=True, tag=True):
-    """Say what model a role has."""
-
-    role: str
 
 
 class OpenStore(msgspec.Struct, frozen=True, tag=True):
@@ -195,7 +189,6 @@ class FinishSave(msgspec.Struct, frozen=True, tag=True):
 
 Call = (
     Spec
-    | DescribeModel
     | OpenStore
     | Initialize
     | Inference
@@ -210,26 +203,14 @@ Call = (
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker is, and how many groups it has stored, refused and holds."""
+    """What a worker is, and what it has counted."""
 
-    rank: int
-    device: str
-    pid: int
     roles: dict[str, str]
-    """Role → backend and layout, for people."""
-    stored: int
+    """Backend, layout and size of the model of each role, for people."""
     duplicated: int
+    """Groups that came again after they had been stored."""
     refused: int
-    held: int
-
-
-class ModelFacts(msgspec.Struct, frozen=True):
-    """What model a role has."""
-
-    parameters: int
-    """Number of parameters of the whole model."""
-    tensors: int
-    hidden_size: int
+    """Groups that could not belong to the run."""
 
 
 class StoreOpened(msgspec.Struct, frozen=True):

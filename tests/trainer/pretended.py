@@ -30,13 +30,11 @@ from streamrl.trainer.calls import (
     CallDone,
     ClearDataCache,
     DataTransfer,
-    DescribeModel,
     FinishSave,
     Function,
     HaveScored,
     Inference,
     Initialize,
-    ModelFacts,
     OpenStore,
     Publish,
     Published,
@@ -199,9 +197,7 @@ class Workers:
         await asyncio.sleep(0)  # the wire
         match next(iter(calls.values())):
             case Spec():
-                return {worker: WorkerSpec(worker, "cpu", 1, {"actor": "pretended"}, 0, 0, 0, 0) for worker in calls}
-            case DescribeModel():
-                return dict.fromkeys(calls, ModelFacts(1, 1, 1))
+                return {worker: WorkerSpec({"actor": "pretended"}, 0, 0) for worker in calls}
             case OpenStore():
                 return dict.fromkeys(calls, StoreOpened("here", 1))
             case ClearDataCache():

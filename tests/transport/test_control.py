@@ -377,7 +377,7 @@ async def test_a_member_leaves_a_manager_that_stays_silent() -> None:
         await stopped(membership)
         assert isinstance(membership.lost, PeerLost)
         assert str(membership.lost).startswith(
-            "rollout/2 has lost the manager: the heartbeat of rollout/2: the manager cannot"
+            "rollout/2 has lost the manager: the heartbeat of rollout/2: the manager "
         )
 
 

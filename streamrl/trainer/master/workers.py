@@ -22,11 +22,9 @@ from streamrl.trainer.calls import (
     Call,
     CallDone,
     ClearDataCache,
-    DescribeModel,
     FinishSave,
     HaveScored,
     Initialize,
-    ModelFacts,
     OpenStore,
     Publish,
     Published,
@@ -68,9 +66,8 @@ class ModelWorkers:
             store = await self._channel.call(0, OpenStore(), StoreOpened, timeout=patience)
         call = Initialize(store_host=store.host, store_port=store.port)
         await self._channel.request(self._all(call), CallDone, timeout=patience)
-        for role, layout in (await self.specs())[0].roles.items():
-            facts = await self._channel.call(0, DescribeModel(role), ModelFacts, timeout=patience)
-            log.info("%s: %.1f million parameters, %s", role, facts.parameters / 1e6, layout)
+        for role, what in (await self.specs())[0].roles.items():
+            log.info("%s: %s", role, what)
 
     async def specs(self) -> list[WorkerSpec]:
         """Return what each worker is and has counted."""

@@ -22,7 +22,7 @@ from streamrl.models import check_checkpoint, initial_checkpoint
 from streamrl.records import progress
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import AdaptedModel, Head, ModelSpec, ParallelModel, Ranks, WholeWeights
-from streamrl.trainer.layout import ROLES, Layout, layout_of
+from streamrl.trainer.layout import Layout, layout_of
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic, RewardModel
 
@@ -69,13 +69,6 @@ class Assembly:
 
     def layout(self, role: str) -> Layout:
         return layout_of(self._config.trainer, role)
-
-    def describe(self) -> dict[str, str]:
-        """Return the backend and layout of each role."""
-        trainer = self._config.trainer
-        return {
-            name: f"{role_config(trainer, name).backend}, {self.layout(name)}" for name in ROLES if name in self.roles
-        }
 
     def _actor(self) -> Role:
         algorithm = self._config.algorithm

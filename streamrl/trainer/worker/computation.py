@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from streamrl.config import Config
+from streamrl.config.trainer import role_config
 from streamrl.device import rounding
 from streamrl.errors import ConfigError, DeadlineExceeded, TrainingError
 from streamrl.importing import load_object
@@ -35,6 +37,7 @@ from streamrl.trainer.calls import (
     TrainStep,
 )
 from streamrl.trainer.graph import MFC, Graph
+from streamrl.trainer.layout import ROLES
 from streamrl.trainer.replay.recording import FORMAT, RankRecording, Recorder, RecordWriter, code
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.advantages import Credit
@@ -92,8 +95,13 @@ class Computation:
         return self._keeper.stats() if self._keeper is not None else {}
 
     def describe(self) -> dict[str, str]:
-        """Return the backend and layout of each role."""
-        return self._assembly.describe()
+        """Return the backend, layout and size of the model of each role, in words."""
+        found: dict[str, str] = {}
+        for name in (role for role in ROLES if role in self._assembly.roles):
+            numbers = sum(math.prod(shape) for _, shape in self.model(name).weight_specs())
+            backend = role_config(self._config.trainer, name).backend
+            found[name] = f"{backend}, {self._assembly.layout(name)}, {numbers / 1e6:.1f} million parameters"
+        return found
 
     def model(self, role: str) -> ParallelModel:
         """Return the model of `role`; raises `TrainingError` if there is none."""

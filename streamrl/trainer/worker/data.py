@@ -124,7 +124,6 @@ class DataManager:
         of all groups; nobody else at this store uses it.
         """
         self.rank = rank
-        self._world_size = world_size
         self._host, self._port = host, port
         self._timeout = timeout_seconds
         self._backend_timeout = timeout_seconds * (NCCL_PATIENCE if backend == "nccl" else 1)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 import threading
 import time
 import traceback
@@ -39,13 +38,11 @@ from streamrl.trainer.calls import (
     Call,
     CallDone,
     ClearDataCache,
-    DescribeModel,
     FinishSave,
     Function,
     HaveScored,
     Inference,
     Initialize,
-    ModelFacts,
     OpenStore,
     Publish,
     Published,
@@ -263,7 +260,7 @@ class ModelWorker:
             while True:
                 call_id, call = await channel.receive()
                 match call:
-                    case Spec() | DescribeModel() | HaveScored() | ClearDataCache():
+                    case Spec() | HaveScored() | ClearDataCache():
                         tasks.create_task(self._answer(channel, call_id, call))
                     case Publish():
                         self._weights_free.clear()
@@ -323,8 +320,6 @@ class ModelWorker:
         match call:
             case Spec():
                 return self._spec()
-            case DescribeModel():
-                return self._model_facts(call.role)
             case ClearDataCache():
                 self._data.discard(call.seqs, come_again=call.come_again)
                 return CallDone(compute_seconds=0.0)
@@ -449,23 +444,9 @@ class ModelWorker:
     def _spec(self) -> WorkerSpec:
         stats = self._dataset.stats()
         return WorkerSpec(
-            rank=self._index,
-            device=str(self._device),
-            pid=os.getpid(),
             roles=self._computation.describe() if self._computation else {},
-            stored=int(stats["groups_stored_total"]),
             duplicated=int(stats["groups_duplicated_total"]),
             refused=int(stats["groups_refused_total"]),
-            held=int(stats["groups_held"]),
-        )
-
-    def _model_facts(self, role: str) -> ModelFacts:
-        model = self._ready.model(role)
-        specs = model.weight_specs()
-        return ModelFacts(
-            parameters=sum(int(torch.Size(shape).numel()) for _, shape in specs),
-            tensors=len(specs),
-            hidden_size=model.hidden_size,
         )
 
     @property

@@ -55,7 +55,7 @@ class ReadyGroups:
         return len(self._oldest_versions)
 
     def add(self, seq: int, oldest_version: int) -> None:
-        """A group is ready; one that is here already takes the place of the old one."""
+        """Enter a group that is ready; one that is here already takes the place of the old one."""
         self.discard(seq)
         self._oldest_versions[seq] = oldest_version
         self._order.add(seq)
@@ -238,7 +238,7 @@ class Ledger:
         return 2 * self._drops.get(seq, 0) + (self.state(seq) == "accepted")
 
     def take_change(self, fate: Fate) -> bool:
-        """The trainer took a group, or let go of one that was too old: its prompt goes back.
+        """Note that the trainer took a group, or let go of one that was too old, whose prompt goes back.
 
         Whatever the ledger thought of it ends with that: a lease that runs or ran out, even a rejection. Return
         False, and change nothing, when this or something later was told before.
@@ -273,12 +273,12 @@ class Ledger:
         return True
 
     def renew(self, worker: str, *, now: float) -> None:
-        """`worker` was heard of: all its leases start anew."""
+        """Start all leases of `worker` anew: it was heard of."""
         if worker in self._leases:
             self._renewed[worker] = now
 
     def release(self, worker: str) -> list[GroupOut]:
-        """`worker` is gone: its prompts go back. Return their groups by sequence number."""
+        """Take back the prompts of `worker`, which is gone; return their groups by sequence number."""
         return self._give_back(list(self._leases.get(worker, {}).values()))
 
     def expire(self, *, now: float) -> list[GroupOut]:
@@ -294,7 +294,7 @@ class Ledger:
         )
 
     def advance(self, version: int) -> None:
-        """The policy is now at `version`."""
+        """Count from now on by policy version `version`."""
         if version < self.policy_version:
             raise ValueError(f"policy version went back from {self.policy_version} to {version}")
         self.policy_version = version

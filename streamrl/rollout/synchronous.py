@@ -46,7 +46,7 @@ class ScoringGate:
         self._open.set()
 
     def end(self, *, stored: bool) -> None:
-        """The group is stored with the trainer, or it was given up."""
+        """Note that the group is stored with the trainer, or that it was given up."""
         self._stored = stored
         self._generated.set()
         self._ended.set()

@@ -421,7 +421,7 @@ class CreditBook:
         return seq in self._reserved or stored + len(self._reserved) < self.capacity
 
     def note_stored(self, seq: int) -> list[bytes]:
-        """`seq` is stored: return who else offered it, and need not send it any more."""
+        """Note that `seq` is stored; return who else offered it, and need not send it any more."""
         self._reserved.pop(seq, None)
         return list(self._waiting.pop(seq, ()))
 

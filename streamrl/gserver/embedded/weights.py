@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from streamrl.architecture import Architecture
-from streamrl.checksum import WeightsChecksum, copy_and_sum, dtype_name, tensor_sums, weights_checksum
+from streamrl.checksum import WeightsChecksum, copy_and_sum, tensor_sums, weights_checksum
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.products import Matrix, Packer, packs
 from streamrl.safetensors_files import MODEL, TensorFiles
@@ -322,10 +322,6 @@ class Parameters:
         if self.compute_dtype == self.dtype:
             return weights_checksum(self.named)
         return weights_checksum({name: tensor.to(self.dtype) for name, tensor in self.named.items()})
-
-    @property
-    def dtype_name(self) -> str:
-        return dtype_name(self.dtype)
 
     def _layer(self, prefix: str, *, sparse: bool) -> LayerWeights:
         a = self.architecture

@@ -172,7 +172,7 @@ class Admissions:
             )
 
     def _unroute(self, group: GroupOut | None) -> None:
-        """Nobody makes `group` any more."""
+        """Free the gserver of `group`, which nobody makes any more."""
         if group is not None and group.route is not None:
             self._fleet.release(group.route)
             group.route = None

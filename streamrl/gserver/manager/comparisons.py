@@ -48,7 +48,7 @@ class Comparisons:
         """Gserver that is being asked → about which version, and the request."""
 
     async def ask(self, message: Compare) -> Done:
-        """The trainer names a response to score."""
+        """Take in a response that the trainer wants scored."""
         self._asked = message
         self.look()
         return Done()

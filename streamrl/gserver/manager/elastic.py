@@ -89,7 +89,7 @@ class ElasticPools:
         return Done()
 
     async def left(self, message: Leave) -> Done:
-        """A process says that it has left."""
+        """Take in that a process has left."""
         member = self._registry.get(message.role, message.index)
         if member is not None and member.pid == message.pid:
             self._remove(member)

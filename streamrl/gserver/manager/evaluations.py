@@ -64,7 +64,7 @@ class Evaluations:
         """Evaluator → its prompts that have a gserver, each with its route."""
 
     async def ask(self, message: Evaluate) -> Done:
-        """The master wants an evaluation."""
+        """Queue an evaluation that the master wants."""
         if message.training_over:
             self._on_training_over()
         self._queue.ask(message)
@@ -108,7 +108,7 @@ class Evaluations:
         return EvaluationReports(reports=reports[after:], stop=self._state.over)
 
     def lost(self, evaluator: str) -> None:
-        """`evaluator` fell silent, or another process took its place."""
+        """Take back what `evaluator` had, which fell silent, or whose place another process took."""
         self._release(evaluator, list(self._routes.get(evaluator, ())))
         self._queue.give_back(evaluator)
         self._changed.notify()

@@ -193,7 +193,7 @@ class GserverLoad:
         return requests * (1 + self.tokens_per_request / mean_tokens) / 2 if mean_tokens else requests
 
     def change(self, before: Work, after: Work, *, now: float) -> None:
-        """A group that had `before` in flight here has `after` now."""
+        """Note that a group which had `before` in flight here has `after` now."""
         more = after.requests - before.requests
         self.routed = Work(self.routed.requests + more, self.routed.tokens + after.tokens - before.tokens)
         if self._measured is not None:
@@ -292,7 +292,7 @@ class Gserver(Member):
         self._info: ServerInfo | None = None
 
     def handle(self, event: GserverEvent) -> None:
-        """`event` happened to it."""
+        """Change its state, now that `event` has happened."""
         state = next_state(self.state, event)
         if state is not self.state:
             self.state = state

@@ -232,12 +232,12 @@ class Members:
         return member
 
     def tell_over(self, member: Member) -> None:
-        """`member` is told, in the reply that is under way, that the run is over."""
+        """Note that `member` is told, in the reply that is under way, that the run is over."""
         member.told = True
         self._signals.told.notify()
 
     def notice_silence(self, *, now: float) -> None:
-        """Those who said nothing for too long count as silent."""
+        """Mark those who said nothing for too long as silent."""
         for member in self._registry.notice_silence(now=now):
             log.warning("%s has been silent for %.0f s", member.name, member.last_heard.seconds(now=now))
             self._fell_silent(member)

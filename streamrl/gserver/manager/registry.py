@@ -147,7 +147,7 @@ class Registry:
         return before
 
     def remove(self, role: Role, index: int) -> None:
-        """Nobody has this place any more."""
+        """Take this place from whoever has it."""
         member = self._members[role].pop(index, None)
         if member is not None:
             self._live[role] -= not member.silent
@@ -194,7 +194,7 @@ class Registry:
         return [member for member in self._all() if not member.silent and not member.told]
 
     def hear(self, member: Member, *, now: float) -> bool:
-        """`member` said something. Return whether it had been silent; one that gave up stays so."""
+        """Note that `member` said something; return whether it had been silent. One that gave up stays so."""
         member.last_heard.hear(now=now)
         if not member.silent or member.gave_up:
             return False
@@ -206,7 +206,7 @@ class Registry:
         return True
 
     def give_up(self, member: Member) -> None:
-        """`member` says that it ends; whoever takes its place is another process."""
+        """Note that `member` says that it ends; whoever takes its place is another process."""
         member.gave_up = True
         self._fall_silent(member)
 
@@ -222,7 +222,7 @@ class Registry:
         return next_silence(member.last_heard for member in self._all() if not member.silent)
 
     def excuse(self, seconds: float) -> None:
-        """For so long nobody could be heard: it counts as nobody's silence."""
+        """Count `seconds`, in which nobody could be heard, as nobody's silence."""
         for member in self._all():
             member.last_heard.excuse(seconds)
 

@@ -44,7 +44,7 @@ class Fleet:
         self._speed_sum = 0.0
 
     def join(self, gserver: Gserver) -> None:
-        """`gserver` takes its place. One that leaves, or whose place another takes, is dropped when its state says so;
+        """Give `gserver` its place. One that leaves, or whose place another takes, is dropped when its state says so;
         what was routed to it stays so until it is routed anew."""
         self._gservers[gserver.index] = gserver
         gserver.on_change = self._refresh
@@ -91,7 +91,7 @@ class Fleet:
         return [gserver for gserver in reached if gserver.failed_version != version] or reached
 
     def updated(self, members: Collection[Gserver]) -> None:
-        """Only `members` have, or are about to have, the current weights; looks at all."""
+        """Note that only `members` have, or are about to have, the current weights; looks at all."""
         for gserver in self.all():
             if gserver not in members:
                 gserver.handle(GserverEvent.PASSED_OVER)
@@ -139,7 +139,7 @@ class Fleet:
         return choice
 
     def change(self, route: Route, work: Work, *, now: float) -> None:
-        """What is routed has `work` in flight now."""
+        """Note what of `route` is in flight now."""
         before, route.work = route.work, work
         gserver = route.gserver
         gserver.load.change(before, work, now=now)
@@ -149,7 +149,7 @@ class Fleet:
         self._refresh(gserver)
 
     def release(self, route: Route) -> None:
-        """What was routed is no longer in flight."""
+        """Note that nothing of `route` is in flight any more."""
         route.gserver.routes.discard(route)
         self.change(route, NO_WORK, now=0.0)
 
@@ -211,7 +211,7 @@ class LeastLoadedHeap(Generic[Item]):
         return key in self._items
 
     def put(self, key: int, cost: float, item: Item) -> None:
-        """`item` has this cost now."""
+        """Enter `item`, or give it this cost."""
         known = self._items.get(key)
         self._items[key] = (cost, item)
         if known is None or known[0] != cost:
@@ -221,7 +221,7 @@ class LeastLoadedHeap(Generic[Item]):
                 heapq.heapify(self._heap)
 
     def remove(self, key: int) -> None:
-        """There is no item of this `key`, or no longer."""
+        """Take out the item of this `key`, if there is one."""
         self._items.pop(key, None)
 
     def first(self, *, excluding: int | None = None) -> Item | None:

@@ -121,8 +121,8 @@ class GroupTable:
     # --- groups come, grow and go ---
 
     def put_batch(self, metas: Iterable[SampleMeta]) -> list[SampleMeta]:
-        """Groups arrived at the DP heads that their metadata name. One that is held already takes the place of the
-        old one, and is read again.
+        """Enter groups that arrived at the DP heads that their metadata name. One that is held already takes the
+        place of the old one, and is read again.
 
         Return those that were given up before they came: they are not taken, and their heads should let go of them.
         """
@@ -151,8 +151,8 @@ class GroupTable:
         *,
         rewards: Mapping[int, list[float]] | None = None,
     ) -> None:
-        """An MFC gave `keys` for the groups of `shares`, at the heads of `layout`; those that left meanwhile are
-        passed over.
+        """Note that an MFC gave `keys` for the groups of `shares`, at the heads of `layout`; those that left
+        meanwhile are passed over.
 
         `rewards`: of each trajectory, by sequence number, where the MFC gave those.
         """
@@ -169,7 +169,7 @@ class GroupTable:
         self.wake()
 
     def trained_on(self, seqs: Iterable[int]) -> dict[int, list[int]]:
-        """These were trained on. Return the groups that each worker has to let go of."""
+        """Note that these were trained on; return the groups that each worker has to let go of."""
         done = list(seqs)
         for seq in done:
             self.trained.add(seq)
@@ -206,7 +206,7 @@ class GroupTable:
             self._ready.add(seq, group.meta.oldest_version)
 
     def _find_growth(self, before: frozenset[str], added: frozenset[str]) -> Growth:
-        """All groups grow in the same few ways, so each way is worked out once."""
+        """Return what `added` makes of `before`: all groups grow in the same few ways, so each is worked out once."""
         keys = before | added
         growth = Growth(
             keys,
@@ -239,14 +239,14 @@ class GroupTable:
         return [Fate(seq, self.changes(seq)) for seq in sorted(self._untold)]
 
     def told(self, news: Iterable[Fate]) -> None:
-        """The manager knows `news`."""
+        """Note that the manager knows `news`."""
         for fate in news:
             if fate.changes == self.changes(fate.seq):
                 self._untold.discard(fate.seq)
         self.wake()
 
     def give_up(self, rejections: Iterable[Fate]) -> None:
-        """The manager calls these rejected; one that had come to the trainer before it could know is kept."""
+        """Note that the manager calls these rejected; one that had come to the trainer before it could know is kept."""
         for fate in rejections:
             if fate.changes == self.changes(fate.seq):
                 self.given_up.add(fate.seq)

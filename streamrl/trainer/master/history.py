@@ -87,11 +87,11 @@ class History:
         return self._seconds_before + time.time() - self._began
 
     def begin(self) -> None:
-        """The models are loaded; time counts from here."""
+        """Count time from here: the models are loaded."""
         self._began = time.time()
 
     def add_step(self, *, reward: float) -> None:
-        """A step is done, with a batch of this mean reward; the policy is a new version."""
+        """Note that a step is done, with a batch of this mean reward: the policy is a new version."""
         self.policy_version += 1
         self.rewards.append(reward)
 

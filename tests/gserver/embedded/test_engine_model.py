@@ -139,7 +139,7 @@ async def test_bfloat16_is_computed_in_what_the_processor_has(
         await engine._do(lambda: engine._weights.served.update(new))
         served = await engine.checksum()
         [output] = await generate(engine, [job("a", prompt(20))])
-        assert engine._weights.served.dtype_name == "bfloat16"
+        assert engine._weights.served.dtype == torch.bfloat16
         assert engine._weights.served.compute_dtype == (torch.bfloat16 if native else torch.float32)
     rounded = {name: tensor.bfloat16() for name, tensor in new.items()}
     assert served == weights_checksum(rounded)

@@ -10,10 +10,10 @@ the key of an episode that has ended. What is sent are the recorded messages, mu
 from the wire's types; and those, mutated (`tests/hostile.py`).
 
 The ports of torch's process groups ask nobody for a key. They are knocked at: nobody is to answer once a group has
-formed. Where a store at which ranks meet does answer (not on Linux, or with a GPU), it is sent commands of its
-protocol, whole and broken, in all three ways alike. With `--engine sglang` the gserver is a real SGLang server, with
-the sockets by which its processes meet; it is sent no requests to generate from one who may, since a token that its
-model does not have ends it.
+formed. Where a store at which ranks meet does answer (SGLang's, or where ours are not closed), it is sent commands of
+its protocol, whole and broken, in all three ways alike, and gloo is sent a few streams. With `--engine sglang` the
+gserver is a real SGLang server, with the sockets by which its processes meet; it is sent no requests to generate from
+one who may, since a token that its model does not have ends it.
 
 Nothing may be accepted, no process end, and no group be trained on twice or get lost. After each way comes a pause of
 the same length: what a process grows by under messages is held against what it grows by without. A rollout worker may
@@ -111,7 +111,9 @@ KNOCKS = 5
 """At ports of torch's that are to answer nobody: how often somebody tries, in each way."""
 KNOCK_SECONDS = 0.5
 MOST_STREAMS = 500
-"""That a port of `torch` is sent, if it does answer: gloo keeps a connection for each."""
+"""That gloo is sent where it is not closed: it keeps a connection for each."""
+STORE_SECONDS = 5.0
+"""For which a store may think about a question."""
 SETTLE_SECONDS = 2.0
 GROWTH_MB = 32.0
 """A process that goes on growing by so much more under messages than without keeps some of them. The first way does not
@@ -153,7 +155,7 @@ class Port(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Whose port it is; `store` (it answers) or `torch` (closed): torch's."""
+        """Whose port it is; `store`, `gloo`, or `torch` (closed): torch's."""
         name, _, of_torch = self.process.partition(" ")
         return of_torch or name.partition("/")[0]
 
@@ -281,11 +283,24 @@ class Run:
 
 
 def torchs(numbers: Sequence[int]) -> dict[int, str]:
-    """What of torch's listens at each of these ports: one that answers is a store, the others are closed (`torch`)."""
+    """What of torch's listens at each of these ports: a `store`, which says how many keys it has; gloo, which takes a
+    connection and says nothing; or something that is closed (`torch`)."""
     connections = knocked([("127.0.0.1", number) for number in numbers])
-    for connection in filter(None, connections):
-        connection.close()
-    return {n: "store" if answered else "torch" for n, answered in zip(numbers, connections, strict=True)}
+    return {
+        number: "torch" if connection is None else "store" if is_store(connection) else "gloo"
+        for number, connection in zip(numbers, connections, strict=True)
+    }
+
+
+def is_store(connection: socket.socket) -> bool:
+    """Whether a store is at the other end; closes the connection."""
+    with connection:
+        connection.settimeout(STORE_SECONDS)
+        try:
+            connection.sendall(hostile.STORE_QUESTION)
+            return len(connection.recv(8)) == 8
+        except OSError:
+            return False
 
 
 def knocked(addresses: Sequence[tuple[str, int]]) -> list[socket.socket | None]:
@@ -585,12 +600,13 @@ def fuzz_zmq(port: Port, messages: Messages, *, identities: Sequence[bytes], cou
 
 
 def fuzz_torch(port: Port, *, count: int, seed: int) -> Counter[str]:
-    """Send `count` commands to a store, or knock at all ports of a process that are to be closed; for a thread."""
+    """Send `count` commands to a store, or a few streams to gloo, or knock at all ports of a process that are to be
+    closed; for a thread."""
     found: Counter[str] = Counter()
     dice = random.Random(seed)
     addresses = [(str(urlsplit(each).hostname), urlsplit(each).port or 0) for each in (port.address, *port.more)]
     while found["sent"] < count and found["no answer"] < KNOCKS * len(addresses):
-        for connection in knocked(addresses if port.role == "torch" else [dice.choice(addresses)]):
+        for connection in knocked([dice.choice(addresses)] if port.role == "store" else addresses):
             if connection is None:
                 found["sent"] += 1
                 found["no answer"] += 1
@@ -609,7 +625,7 @@ def fuzz_torch(port: Port, *, count: int, seed: int) -> Counter[str]:
                 except OSError:
                     found["cut off"] += 1
             found["sent"] += hostile.STREAM_COMMANDS if port.role == "store" else 1
-        if port.role == "torch" and found["streams"] >= MOST_STREAMS:
+        if port.role != "store" and found["streams"] >= MOST_STREAMS:
             break
     return found
 

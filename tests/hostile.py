@@ -135,6 +135,8 @@ def mutated_head(raw: bytes, dice: random.Random) -> bytes:
 
 STORE_MAGIC = 0x3C85F7CE
 """What a client of torch's TCP store says first."""
+STORE_QUESTION = b"\0" + STORE_MAGIC.to_bytes(4, "little") + b"\7"
+"""How many keys a store has; it answers with eight bytes."""
 STORE_NAMES = [b"world/0", b"data-0.1/0", b"weights/0/1", b"", b"x" * 3000, *(b"k%d" % i for i in range(40))]
 """Of keys: a few, so that a store that keeps what it is told does not grow by that."""
 STREAM_COMMANDS = 15

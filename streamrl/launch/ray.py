@@ -143,6 +143,8 @@ class Places:
             _, waiting = await asyncio.wait(waiting, timeout=seconds - PLACE_WARNING_SECONDS)
         if waiting:
             names = ", ".join(sorted(ready[future] for future in waiting))
+            for future in waiting:
+                future.cancel()  # else it fails when its group is given back, and nobody looks
             raise DeadlineExceeded(
                 f"waited {seconds:.0f} s for Ray to find room for the placement groups of {names} in vain: "
                 f"{self._missing()}"

@@ -171,6 +171,7 @@ def test_a_cluster_without_room_is_told_by_what_is_missing(cluster: Cluster, tmp
     command = launch(cluster, tmp_path, gserver__threads=20, manager__join_timeout_seconds=2)
     assert command.exit_code() == 1, command.output
     assert "find room for the placement groups of gserver in vain: CPU: the run needs 47, the cluster's" in command.said
+    assert "Traceback" not in command.output
 
 
 def test_without_a_cluster_the_command_says_so(tmp_path: Path) -> None:

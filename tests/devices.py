@@ -7,7 +7,9 @@ import os
 import pytest
 import torch
 
-DEVICE = torch.device(os.environ.get("STREAMRL_TEST_DEVICE", "cuda"))
+NAME = os.environ.get("STREAMRL_TEST_DEVICE", "cuda")
+DEVICE = torch.device(NAME, 0) if NAME == "cuda" else torch.device(NAME)
+"""With its number, as models and engines get it in a run."""
 ON_DEVICE = [
     pytest.mark.cuda,
     pytest.mark.skipif(

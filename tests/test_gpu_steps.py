@@ -60,6 +60,18 @@ def test_what_is_missing_is_skipped_by_name(gpu, tmp_path):
     assert "Qwen2.5-7B" in json.loads(answer.read_text())["skipped"]
 
 
+def test_ways_of_weights_are_skipped_one_by_one(gpu, tmp_path):
+    """What the machine lacks for one of them takes none of the others along."""
+    (tmp_path / gpu.BILLION).mkdir()
+    (tmp_path / gpu.BILLION / "config.json").write_text("{}")
+    answer = tmp_path / "answer.json"
+    ways = {step.name: step for step in gpu.STEPS if step.name.startswith("publication")}
+    assert len(ways) == 3
+    for name in ("publication 1B, CUDA IPC", "publication 1B, NCCL"):
+        gpu.answer_step(ways[name], place(gpu, tmp_path), answer)
+        assert json.loads(answer.read_text())["skipped"].endswith("needs a CUDA device")
+
+
 def test_a_step_that_hangs_is_killed_with_what_it_started(gpu, tmp_path, monkeypatch):
     pids = tmp_path / "pids"
     script = (

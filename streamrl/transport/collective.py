@@ -14,14 +14,16 @@ from __future__ import annotations
 import math
 import os
 import socket
+import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,12 +41,12 @@ from streamrl.transport.control import Broadcast, PublishBeginReply, Sender, Ten
 from streamrl.transport.group_sockets import closed_after_forming, open_for_good, open_while_forming
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-WATCH_SECONDS = 0.001
-"""Between two looks at what NCCL does."""
 FIRST_KNOCK_SECONDS = 0.1
 """For so long a store is asked for an answer the first time; then for twice as long, and so on."""
 AT_ONCE = 4
 """Broadcasts that are under way together."""
+
+Result = TypeVar("Result")
 
 
 def open_store(host: str) -> Any:
@@ -203,6 +205,9 @@ def broadcasts(
     """
     on_the_way: deque[tuple[str, Tensor, Any]] = deque()
 
+    def begin(tensor: Tensor) -> Any:
+        return dist.broadcast(tensor, src=0, group=group, async_op=True)
+
     def first() -> tuple[str, Tensor]:
         name, tensor, work = on_the_way.popleft()
         with _failing(name):
@@ -213,9 +218,13 @@ def broadcasts(
         return name, tensor
 
     try:
-        for name, tensor in tensors:
+        for number, (name, tensor) in enumerate(tensors):
             with _failing(name):
-                on_the_way.append((name, tensor, dist.broadcast(tensor, src=0, group=group, async_op=True)))
+                if watched_seconds is None or number:
+                    work = begin(tensor)
+                else:
+                    work = in_thread_on(tensor.device, partial(begin, tensor), seconds=watched_seconds)
+                on_the_way.append((name, tensor, work))
             if len(on_the_way) == AT_ONCE:
                 yield first()
         while on_the_way:
@@ -226,18 +235,47 @@ def broadcasts(
 
 
 def watch(work: Any, group: Any, *, seconds: float) -> None:
-    """Wait until `work` is through; abort `group` and raise `RuntimeError` if that takes longer than `seconds`.
+    """Wait until `work` is through; abort `group` and raise `RuntimeError` if it fails, or takes longer than `seconds`.
 
-    For NCCL: waiting for its work puts the current stream behind it and returns, whether or not it ever ends. So it is
-    asked again and again: its work tells nobody when it is through.
+    For NCCL: without a deadline of its own, waiting for its work puts the current stream behind it and returns, whether
+    or not it ever ends, or has failed.
     """
-    end = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > end:
-            c10d._abort_process_group(group)
-            raise RuntimeError(f"nothing came within {seconds:g} s, and the group was aborted")
-        time.sleep(WATCH_SECONDS)
-    work.wait()
+    began = time.monotonic()
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        c10d._abort_process_group(group)
+        late = time.monotonic() - began >= seconds
+        what = f"nothing came within {seconds:g} s" if late else str(error)
+        raise RuntimeError(f"{what}, and the group was aborted") from error
+
+
+def in_thread_on(device: torch.device, call: Callable[[], Result], *, seconds: float) -> Result:
+    """Return what `call` returns, called in a thread of its own on the current stream; raise `RuntimeError` when it is
+    not through after `seconds`.
+
+    NCCL forms its communicator in a group's first operation, and blocks who begins that until all ranks are there: for
+    ever, where one is gone. The thread is left to itself then.
+    """
+    answers: list[Result] = []
+    failures: list[Exception] = []
+    stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
+
+    def run() -> None:
+        try:
+            with stream:
+                answers.append(call())
+        except Exception as error:  # raised where it is waited for
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="forms a communicator", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise failures[0]
+    if not answers:
+        raise RuntimeError(f"not all ranks of the group were there within {seconds:g} s")
+    return answers[0]
 
 
 def wait_for_pending(pending: list[Any]) -> None:

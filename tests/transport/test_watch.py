@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from streamrl.errors import PublicationError
 from streamrl.transport.collective import NCCL_ERROR_HANDLING, broadcasts, destroy_group, form_group, open_store
@@ -51,11 +56,35 @@ def test_a_broadcast_that_does_not_come_ends_by_the_watch_and_not_by_the_group()
         destroy_group(group)
 
 
+def test_a_group_whose_ranks_are_not_all_there_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL waits for a communicator, in the first broadcast."""
+    waits = threading.Event()
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: waits.wait(TIMEOUT))
+    with pytest.raises(PublicationError, match=r"broadcast of a failed: not all ranks of the group .* within 0\.1 s"):
+        list(broadcasts([("a", torch.zeros(4))], None, watched_seconds=0.1))
+    waits.set()
+
+
+class _Failed:
+    """Work of NCCL's that has failed: it says so to whoever gives a deadline."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("a remote process has gone")
+
+
+def test_work_that_has_failed_is_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[Any] = []
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: _Failed())
+    monkeypatch.setattr(c10d, "_abort_process_group", aborted.append)
+    with pytest.raises(
+        PublicationError, match="broadcast of a failed: a remote process has gone, and the group was ab"
+    ):
+        list(broadcasts([("a", torch.zeros(4))], "g", watched_seconds=5.0))
+    assert aborted == ["g"]
+
+
 def test_errors_of_a_weight_group_are_left_to_us_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    from torch.distributed import distributed_c10d as c10d
-
     seen = []
     monkeypatch.setenv(NCCL_ERROR_HANDLING, "3")
 

@@ -31,6 +31,7 @@ LONGEST_FIRST = (
     "tests/e2e/test_learning",
     HOSTS,
     "tests/e2e/",
+    "tests/test_stale_loop",
     "tests/trainer/backends/",
 )
 """Tests of these take much longer than all others: whoever begins with one of them last would be waited for. Some wait

@@ -1,8 +1,8 @@
 """A whole run learns from scratch, synchronously.
 
-That asynchronous ones do, and keep it, is in `test_stale_learning`; that other backends compute the same, in
-`tests/trainer/backends` and, in whole runs, `test_graphs`; that SGLang samples from the policy, in
-`tests/gserver/contract` and `test_sglang`; what the policies for over-age tokens do, in `test_over_age`.
+That asynchronous ones do is in `test_stale_learning`, that they keep it there and in `tests/test_stale_loop.py`; that
+other backends compute the same, in `tests/trainer/backends` and, in whole runs, `test_graphs`; that SGLang samples from
+the policy, in `tests/gserver/contract` and `test_sglang`; what the policies for over-age tokens do, in `test_over_age`.
 """
 
 from __future__ import annotations

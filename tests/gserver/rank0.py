@@ -38,7 +38,7 @@ class Rank0:
 
     async def answer(self) -> Any:
         assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), 60)
+        line = await asyncio.wait_for(self._process.stdout.readline(), 180)
         assert line, "the publisher has ended"
         return json.loads(line)
 

@@ -278,7 +278,7 @@ async def test_a_hanging_receive_does_not_keep_the_process(folder: Path, publish
     try:
         assert process.stdin is not None
         assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.readline(), 60) == b"receiving\n"
+        assert await asyncio.wait_for(process.stdout.readline(), 180) == b"receiving\n"
         assert await publisher.answer() == "formed"
         process.stdin.write(b"\n")
         await process.stdin.drain()

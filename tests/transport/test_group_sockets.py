@@ -18,7 +18,7 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError
 from streamrl.transport.collective import Broadcaster, broadcast, destroy_group, form_group, open_store
 from streamrl.transport.control import PublishBeginReply
-from streamrl.transport.group_sockets import closed_after_forming, open_for_good, possible
+from streamrl.transport.group_sockets import closed_after_forming, open_for_good, possible, shut
 from tests import hostile
 from tests.forked import Forked
 
@@ -150,6 +150,18 @@ def test_the_store_of_weight_groups_is_open_only_while_one_forms() -> None:
         assert not answers(port)
         ranks.end()
     sender.close()
+
+
+@CLOSING
+def test_who_is_connected_to_a_store_may_use_it_when_it_is_shut() -> None:
+    store = open_store("127.0.0.1")
+    connected = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+    shut(store.port)
+    assert not answers(store.port)
+    connected.set("a", "1")
+    assert store.get("a") == b"1"
+    store.set("b", "2")
+    assert connected.get("b") == b"2"
 
 
 @CLOSING

@@ -209,11 +209,14 @@ class Run:
                 await asyncio.sleep(0.2)
         return await self.client.status()
 
-    def check(self) -> None:
-        """Exit if a process has ended."""
-        for role, process in self._begun.items():
-            if process.returncode is not None:
-                raise SystemExit(f"{role} has ended:\n{(self._folder / f'{role}.log').read_text()[-6000:]}")
+    def check(self, ports: Sequence[Port] = ()) -> None:
+        """Exit if a process has ended, of those that were begun or that listen at `ports`."""
+        ended = [role for role, process in self._begun.items() if process.returncode is not None]
+        ended += [port.process for port in ports if not psutil.pid_exists(port.pid)]
+        for name in ended:
+            role = {"master": "trainer", "model_worker": "trainer"}.get(name.partition("/")[0], name.partition("/")[0])
+            log = (self._folder / f"{role}.log").read_text()
+            raise SystemExit(f"{name} has ended:\n{log[-6000:]}")
 
     def steps(self) -> list[dict[str, Any]]:
         path = self.config.run_dir / "metrics.jsonl"
@@ -743,11 +746,11 @@ async def fuzz(messages: int, folder: Path, console: Console, engine: str) -> li
                     try:
                         rows += await sending.all_ports(way, 100 * seed)
                     except OSError:
-                        run.check()  # rather who has ended, and with which words
+                        run.check(ports)  # rather who has ended, and with which words
                         raise
                     await asyncio.sleep(SETTLE_SECONDS)
                 seconds = time.monotonic() - began
-                run.check()
+                run.check(ports)
                 made[quiet] += len(run.steps()) - steps
                 for name, size in memory(ports).items():
                     grown[name][quiet].append(round(size - before[name], 1))

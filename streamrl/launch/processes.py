@@ -58,10 +58,12 @@ class ProcessPlan(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
+        """Its role and number, for example `rollout/0`."""
         return f"{self.role}/{self.index}"
 
     @property
     def log_name(self) -> str:
+        """Name of its log file."""
         return f"{self.role}-{self.index}.log"
 
     @property

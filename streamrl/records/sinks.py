@@ -78,9 +78,11 @@ class MetricsWriter:
         self._sinks = sinks
 
     def write(self, report: StepReport) -> None:
+        """Write down a training step."""
         self._append(self._steps, report.finite())
 
     def write_evaluation(self, report: EvaluationReport) -> None:
+        """Write down an evaluation."""
         self._append(self._evaluations, report)
 
     def _append(self, file: LineFile, report: msgspec.Struct) -> None:
@@ -162,6 +164,7 @@ class SinkProcess:
 
     @property
     def pid(self) -> int:
+        """The process's id."""
         return self._process.pid
 
     def tell(self) -> None:

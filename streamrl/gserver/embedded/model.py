@@ -38,6 +38,7 @@ class Extension(msgspec.Struct, frozen=True):
 
     @property
     def wanted(self) -> int:
+        """For how many of its tokens hidden states are returned."""
         return len(self.tokens) if self.last is None else min(self.last, len(self.tokens))
 
 
@@ -232,6 +233,7 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
+        """Memory of all slots."""
         return sum(tensor.nbytes for tensor in self._kept())
 
     @property

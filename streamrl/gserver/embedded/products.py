@@ -63,6 +63,7 @@ class Matrix:
 
     @property
     def packed(self) -> bool:
+        """Whether there is a packed copy of the weights as they are now."""
         return self._packed is not None
 
     def unpack(self) -> None:

@@ -589,7 +589,7 @@ class Step(NamedTuple):
     seconds: float
     """Its deadline."""
     tests: str = ""
-    """The tests marked `cuda` of this file; or else:"""
+    """The tests marked `cuda` of this file or folder; or else:"""
     measure: Callable[[Place], list[Row]] | None = None
 
 
@@ -601,7 +601,7 @@ STEPS = (
     Step("models", 90, measure=models),
     Step("tests: engine", 100, tests="tests/gserver/embedded/test_on_cuda.py"),
     Step("tests: backend", 120, tests="tests/trainer/backends/test_on_cuda.py"),
-    Step("tests: weights", 100, tests="tests/trainer/worker/test_on_cuda.py"),
+    Step("tests: weights", 100, tests="tests/trainer/worker"),
     Step("tests: learning", 150, tests="tests/e2e/test_on_cuda.py"),
     Step("training 1B", 75, measure=of_shape(training, BILLION)),
     Step("generation 1B", 60, measure=of_shape(generation, BILLION)),

@@ -111,7 +111,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     microbatch_tokens: int = 8192
     """Tokens of rows that are computed together (`trainer.max_tokens_per_microbatch`); a longer row is alone."""
     senders: int = 8
-    """Model workers that broadcast a part of the weights each, at most (`weights.senders`)."""
+    """Model workers that broadcast a part of the weights each, at most: what `weights.senders` has to be set to over
+    NCCL, or with SGLang servers."""
     roles: Roles = ONLY_POLICY
 
 
@@ -664,8 +665,9 @@ def shown(plan: CapacityPlan) -> RenderableType:
         )
     update = best.update
     lines = [
-        f"weight update: {update.weights / GIB:.1f} GiB in bfloat16, of which each of {update.senders} senders sends "
-        f"{update.sent_per_link / GIB:.1f} and each GPU of a gserver receives {update.received_per_link / GIB:.1f}: "
+        f"weight update: {update.weights / GIB:.1f} GiB in bfloat16, of which with weights.senders = {update.senders} "
+        f"each sender sends {update.sent_per_link / GIB:.1f} and each GPU of a gserver receives "
+        f"{update.received_per_link / GIB:.1f}: "
         f"{update.seconds:.1f} s at {machine.link / 1e9:.0f} GB/s for a GPU",
         f"checkpoint: {best.checkpoint / GIB:,.1f} GiB (float32 weights and both moments of all that is trained)",
     ]

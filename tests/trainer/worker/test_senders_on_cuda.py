@@ -17,7 +17,7 @@ from streamrl.config import WeightsConfig
 from streamrl.gserver.server.receiver import Expected, WeightReceiver
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.worker.weight_source import Senders, WeightSource
-from streamrl.transport.collective import Broadcaster, open_store
+from streamrl.transport.collective import Broadcaster, join_store, open_store
 from streamrl.transport.control import Broadcast, PublishBeginReply
 from streamrl.transport.generation import InitWeightsUpdateGroup, Meeting, ReceiveWeights
 from tests.devices import DEVICE, ON_DEVICE
@@ -46,7 +46,7 @@ def gpu(number: int) -> torch.device:
 def _send(rank: int, port: int, folder: Path, answers: Any) -> None:
     if DEVICE.type == "cuda":
         torch.cuda.set_device(rank)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    store = join_store("127.0.0.1", port, timeout=DEADLINE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE))
     config = WeightsConfig(bucket_mb=0.02, timeout_seconds=DEADLINE)
     source = WeightSource(

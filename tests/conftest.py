@@ -25,12 +25,15 @@ ON_SGLANG = (
 HOSTS = "tests/hosts/"
 TOGETHER = (CONTRACT, *ON_SGLANG)
 """Tests that share servers which take long to start."""
+CLUSTERS = ("tests/launch/test_ray.py", "tests/launch/test_slurm.py")
+"""The tests of each share a cluster."""
 LONGEST_FIRST = (
     CONTRACT,
     *ON_SGLANG,
     "tests/e2e/test_learning",
     HOSTS,
     "tests/e2e/",
+    *CLUSTERS,
     "tests/test_stale_loop",
     "tests/trainer/backends/",
 )
@@ -49,11 +52,14 @@ def pytest_collection_finish() -> None:
 
 
 class Scheduling(LoadScopeScheduling):
-    """Each test to whatever process is free next, but those of `TOGETHER` to one. The last process leaves those of
-    `LONGEST_FIRST` to the others while there are any else: so whole runs do not all come at the same time."""
+    """Each test to whatever process is free next, but those of `TOGETHER` to one, and those of a cluster. The last
+    process leaves those of `LONGEST_FIRST` to the others while there are any else: so whole runs do not all come at the
+    same time."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return CONTRACT if nodeid.startswith(TOGETHER) else nodeid
+        if nodeid.startswith(TOGETHER):
+            return CONTRACT
+        return next((file for file in CLUSTERS if nodeid.startswith(file)), nodeid)
 
     def _assign_work_unit(self, node: Any) -> None:
         if node is self.nodes[-1] and len(self.nodes) > 1:

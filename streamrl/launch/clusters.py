@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+import tempfile
 from asyncio.subprocess import PIPE
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
@@ -97,18 +98,22 @@ async def said_by(*words: str, given: str = "", seconds: float, otherwise: str) 
     Raises `ConfigError` where there is no such command, with what to do `otherwise`, `DeadlineExceeded` after
     `seconds`, and `StreamRLError` with what it says if it fails.
     """
-    try:
-        process = await asyncio.create_subprocess_exec(*words, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no {words[0]} on this machine: {otherwise}") from error
+    with tempfile.TemporaryFile() as entered:  # a pipe breaks when the command ends before all was written
+        entered.write(given.encode())
+        entered.seek(0)
+        try:
+            process = await asyncio.create_subprocess_exec(*words, stdin=entered, stdout=PIPE, stderr=PIPE)
+        except FileNotFoundError as error:
+            raise ConfigError(f"there is no {words[0]} on this machine: {otherwise}") from error
     try:
         async with asyncio.timeout(seconds):
-            said, wrong = await process.communicate(given.encode())
+            said, wrong = await process.communicate()
     except TimeoutError as error:
         raise DeadlineExceeded(f"waited {seconds:.0f} s for an answer to `{shlex.join(words)}` in vain") from error
     finally:
         if process.returncode is None:
             process.kill()
+            await process.wait()
     if process.returncode:
         raise StreamRLError(f"{shlex.join(words)}: {wrong.decode().strip() or f'exit code {process.returncode}'}")
     return said.decode().strip()

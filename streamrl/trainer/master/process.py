@@ -332,6 +332,8 @@ class Master:
         stop = self._tell(before)
         if save or stop:
             self.membership.waiting_for = f"checkpoint {self.policy_version}"
+            if self._publication is not None:
+                await self._publication  # the step is written down then: who goes on from here has its figures
             await self._checkpoints.save(self._history.reached(self._groups, data_rows=self._control.data_rows))
             self.membership.waiting_for = ""
         if stop:

@@ -265,6 +265,20 @@ def test_checkpoints_come_after_the_right_steps_and_say_how_far_the_run_was(tmp_
     assert run.workers.events[-2].name == "FinishSave"
 
 
+def test_a_step_is_written_down_before_its_checkpoint_is(tmp_path):
+    """Else a run that is killed between the two goes on without the step's figures."""
+    config = configured(tmp_path, run={"total_train_steps": 5}, trainer={"save_every_steps": 2})
+    written = []
+
+    def seconds(name, count):
+        if name == "Save":
+            written.append(len((config.run_dir / "metrics.jsonl").read_text().splitlines()))
+        return 30.0 if name == "Publish" else 0.0
+
+    whole_run(config, Script(seconds=seconds))
+    assert written == [2, 4, 5]
+
+
 def moving_away(*, first):
     """Figures of a policy that is near its data, and from the step from version `first` on far from it."""
 

@@ -35,6 +35,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -71,6 +72,7 @@ from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER  # noqa: E402
 from tests import hostile  # noqa: E402
 from tests.gserver.installed import sglang_python  # noqa: E402
 from tests.hostile import Request  # noqa: E402
+from tests.processes import lives  # noqa: E402
 
 WAYS = ("no key", "a worker's key", "a stolen identity")
 WORKER = 77
@@ -212,11 +214,11 @@ class Run:
     def check(self, ports: Sequence[Port] = ()) -> None:
         """Exit if a process has ended, of those that were begun or that listen at `ports`."""
         ended = [role for role, process in self._begun.items() if process.returncode is not None]
-        ended += [port.process for port in ports if not psutil.pid_exists(port.pid)]
+        ended += [port.process for port in ports if not lives(port.pid)]
         for name in ended:
             role = {"master": "trainer", "model_worker": "trainer"}.get(name.partition("/")[0], name.partition("/")[0])
             log = (self._folder / f"{role}.log").read_text()
-            raise SystemExit(f"{name} has ended:\n{log[-6000:]}")
+            raise SystemExit(f"{name} has ended:\n{log[-12000:]}")
 
     def steps(self) -> list[dict[str, Any]]:
         path = self.config.run_dir / "metrics.jsonl"
@@ -288,22 +290,24 @@ class Run:
 def torchs(numbers: Sequence[int]) -> dict[int, str]:
     """What of torch's listens at each of these ports: a `store`, which says how many keys it has; gloo, which takes a
     connection and says nothing; or something that is closed (`torch`)."""
-    connections = knocked([("127.0.0.1", number) for number in numbers])
-    return {
-        number: "torch" if connection is None else "store" if is_store(connection) else "gloo"
-        for number, connection in zip(numbers, connections, strict=True)
-    }
-
-
-def is_store(connection: socket.socket) -> bool:
-    """Whether a store is at the other end; closes the connection."""
-    with connection:
-        connection.settimeout(STORE_SECONDS)
-        try:
+    found = dict.fromkeys(numbers, "torch")
+    asked: dict[socket.socket, int] = {}
+    for number, connection in zip(numbers, knocked([("127.0.0.1", n) for n in numbers]), strict=True):
+        if connection is not None:
+            found[number] = "gloo"
             connection.sendall(hostile.STORE_QUESTION)
-            return len(connection.recv(8)) == 8
-        except OSError:
-            return False
+            asked[connection] = number
+    deadline = time.monotonic() + STORE_SECONDS
+    waiting = set(asked)
+    while waiting and (left := deadline - time.monotonic()) > 0:
+        for connection in select.select(waiting, [], [], left)[0]:
+            waiting.remove(connection)
+            with suppress(OSError):
+                if len(connection.recv(8)) == 8:
+                    found[asked[connection]] = "store"
+    for connection in asked:
+        connection.close()
+    return found
 
 
 def knocked(addresses: Sequence[tuple[str, int]]) -> list[socket.socket | None]:
@@ -730,7 +734,7 @@ async def fuzz(messages: int, folder: Path, console: Console, engine: str) -> li
         await run.begin()
         status = await run.until_steps(10)
         taps.recording = False
-        ports = run.ports(status)
+        ports = await asyncio.to_thread(run.ports, status)  # the taps go on meanwhile
         console.print(f"{len(ports)} ports: {', '.join(port.process for port in ports)}")
         granted = await run.join()
         sending = await asyncio.to_thread(Sending, ports, taps, granted, messages=messages, engine=engine)
@@ -739,6 +743,7 @@ async def fuzz(messages: int, folder: Path, console: Console, engine: str) -> li
         for seed, way in enumerate(WAYS):
             seconds = 0.0
             for quiet in (False, True):
+                run.check(ports)
                 began, before, steps = time.monotonic(), memory(ports), len(run.steps())
                 if quiet:
                     await asyncio.sleep(seconds)
@@ -749,8 +754,8 @@ async def fuzz(messages: int, folder: Path, console: Console, engine: str) -> li
                         run.check(ports)  # rather who has ended, and with which words
                         raise
                     await asyncio.sleep(SETTLE_SECONDS)
-                seconds = time.monotonic() - began
                 run.check(ports)
+                seconds = time.monotonic() - began
                 made[quiet] += len(run.steps()) - steps
                 for name, size in memory(ports).items():
                     grown[name][quiet].append(round(size - before[name], 1))

@@ -60,6 +60,8 @@ STREAMS = {
 }
 BY_NAME_ONLY = {"staleness", "delay", "gpu"}
 """Benchmarks that take the better part of a day, or need a GPU: run only when they are named."""
+SCRIPTS = {"fuzz_sglang": "fuzz"}
+"""What measures a benchmark, where it has another name."""
 COMPUTED = ""
 """In place of a benchmark: the table is computed, and nothing was measured."""
 GPU_FIGURES = {
@@ -432,6 +434,11 @@ def fuzz(results: Results) -> str:
     return f"{markdown(header, lines)}\n\n{trained}{lost}. {minutes}"
 
 
+def fuzz_of_sglang(results: Results) -> str:
+    """The same with a real SGLang server."""
+    return fuzz(results)
+
+
 def scale(results: Results) -> str:
     """What more rollout workers and gservers cost the manager, with the same groups in flight."""
     lines = []
@@ -724,6 +731,7 @@ TABLES = (
     Table("docs/agents.md", "bench_agents_trainer", agents_trainer),
     Table("docs/clusters.md", "bench_scale", scale),
     Table("docs/security.md", "fuzz", fuzz),
+    Table("docs/security.md", "fuzz_sglang", fuzz_of_sglang),
     Table("docs/page.md", "bench_page", page_views),
     Table("docs/page.md", "bench_page", page_cost),
     Table("docs/staleness.md", "staleness", staleness_verdict),
@@ -820,6 +828,8 @@ def commands(benchmark: str, options: argparse.Namespace) -> list[list[str]]:
             ]
         case "bench_demo":
             return [["--repeats", "3"]]
+        case "fuzz_sglang":
+            return [["--engine", "sglang", "--messages", "5000"]]
         case _:
             return [[]]
 
@@ -827,7 +837,8 @@ def commands(benchmark: str, options: argparse.Namespace) -> list[list[str]]:
 def run(benchmark: str, options: argparse.Namespace) -> None:
     """Measure all of it. Exit if a part fails: what was kept before stays then."""
     for arguments in commands(benchmark, options):
-        command = [sys.executable, str(ROOT / "benchmarks" / f"{benchmark}.py"), *arguments]
+        script = f"{SCRIPTS.get(benchmark, benchmark)}.py"
+        command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
         print("$", *command, flush=True)
         if subprocess.run(command, cwd=ROOT, check=False).returncode:
             raise SystemExit(f"{' '.join(command)} failed; nothing of {benchmark} is kept")

@@ -138,6 +138,17 @@ def serve_only_what_a_run_needs() -> None:
     routes[:] = [route for route in routes if getattr(route, "path", "") in CALLS]
 
 
+def refuse_keys_that_are_no_ascii() -> None:
+    """Have SGLang refuse them like any other wrong key: by itself it fails at them (500), with a traceback."""
+    compare_as_bytes(importlib.import_module("sglang.srt.utils.auth"))
+
+
+def compare_as_bytes(auth: Any) -> None:
+    """Have SGLang's module `auth` compare keys as bytes."""
+    compare = auth.secrets.compare_digest
+    auth.secrets = types.SimpleNamespace(compare_digest=lambda shown, key: compare(shown.encode(), key.encode()))
+
+
 def find_streamrl() -> None:
     """Have modules of streamrl found from this file, also where it is not installed."""
     package = types.ModuleType("streamrl")
@@ -245,6 +256,7 @@ if __name__ in ("__main__", "__mp_main__"):
 
 if __name__ == "__main__":
     show_keys_to_sglang_alone()
+    refuse_keys_that_are_no_ascii()
     serve_only_what_a_run_needs()
     gc.freeze()
     gc.enable()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from streamrl.gserver.sglang import entry
 from streamrl.gserver.sglang.command import CPU_FLAGS, Launch, command, environment
 from streamrl.gserver.sglang.monitor import Figures
 from streamrl.transport.keys import GserverKeys
+from tests.gserver.installed import sglang_python
 
 ON_CPU = Launch(
     model_dir=Path("model"),
@@ -137,3 +139,32 @@ def test_figures_are_summed_over_labels_and_time() -> None:
     stats = figures.stats()
     assert stats["running"] == 0.0
     assert (stats["busy_seconds_total"], stats["slot_seconds_total"]) == (2.0, 6.0)
+
+
+@pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
+def test_a_key_that_is_no_ascii_is_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In SGLang's own module, which needs nothing else of SGLang."""
+    libraries = Path(str(sglang_python())).parents[1] / "lib"
+    (file,) = libraries.glob("python*/site-packages/sglang/srt/utils/auth.py")
+    found = spec_from_file_location("auth_of_sglang", file)
+    assert found is not None
+    assert found.loader is not None
+    auth: Any = module_from_spec(found)
+    monkeypatch.setitem(sys.modules, found.name, auth)  # its dataclass looks there
+    found.loader.exec_module(auth)
+    entry.compare_as_bytes(auth)
+
+    def allowed(shown: str) -> bool:
+        decision = auth.decide_request_auth(
+            method="POST",
+            path="/pause_generation",
+            authorization_header=f"Bearer {shown}",
+            api_key="one",
+            admin_api_key="another",
+            auth_level=auth.AuthLevel.ADMIN_FORCE,
+        )
+        return bool(decision.allowed)
+
+    assert allowed("another")
+    assert not allowed("one")
+    assert not allowed("anothe\xff")

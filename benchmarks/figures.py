@@ -829,7 +829,7 @@ def commands(benchmark: str, options: argparse.Namespace) -> list[list[str]]:
         case "bench_demo":
             return [["--repeats", "3"]]
         case "fuzz_sglang":
-            return [["--engine", "sglang", "--messages", "5000"]]
+            return [["--engine", "sglang", "--messages", "1000"]]
         case _:
             return [[]]
 

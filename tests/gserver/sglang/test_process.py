@@ -131,15 +131,15 @@ async def test_one_that_answers_nothing_says_where_it_hangs(
 async def test_one_whose_scheduler_hangs_is_lost_though_its_front_answers(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for name in ("ANSWER_SECONDS", "FIGURES_SECONDS", "SCHEDULER_SECONDS"):
-        monkeypatch.setattr(monitor, name, 0.2)
+    for name, seconds in {"ANSWER_SECONDS": 1.0, "FIGURES_SECONDS": 0.2, "SCHEDULER_SECONDS": 0.2}.items():
+        monkeypatch.setattr(monitor, name, seconds)
     config = sglang_config(stuck_seconds=1.0, update_seconds=1.0)
     async with started(config, folder) as (served, url):
         failing = asyncio.create_task(served.failed())
         await asyncio.sleep(3)  # longer than a hung one is waited for
         assert not failing.done()
         pids = (await ask(f"{url}/stall-scheduler"))["pids"]
-        with pytest.raises(PeerLost, match=r"the scheduler of the SGLang server at .* has not answered for 2 s"):
+        with pytest.raises(PeerLost, match=r"the scheduler of the SGLang server at .* has not answered for \d+ s"):
             await asyncio.wait_for(failing, 30)
         assert (await ask(url))["pids"] == pids  # the front does
     assert "in schedule" in caplog.text

@@ -119,7 +119,7 @@ async def test_one_that_answers_nothing_says_where_it_hangs(
         await asyncio.sleep(1)
         assert not failing.done()
         unanswered = asyncio.create_task(ask(f"{url}/stall"))
-        with pytest.raises(PeerLost, match="has not answered for 3 s"):
+        with pytest.raises(PeerLost, match=r"has not answered for \d+ s"):
             await asyncio.wait_for(failing, 30)
         unanswered.cancel()
         await asyncio.gather(unanswered, return_exceptions=True)

@@ -11,7 +11,8 @@ With P groups in a training batch and `max_staleness` η:
   *accepted* counts every group that was finished and kept since the run began, and *trained* those
   that made the present policy version: v · P, or what a resumed run had trained on, perhaps with another
   P, and P for each version since. The gate bounds the average age of tokens. While a run is slowed it
-  has a smaller η (`admitted_staleness`);
+  has a smaller η (`admitted_staleness`). Where batches are taken in admission order, prompts that came
+  back start again though there is no room, once nothing runs any more: the next batch waits for them;
 - **selection** bounds the age of every token: none older than η versions enters a loss.
 
 Where the number of groups ends the run (`ends_after`), no group starts that its last batch does not need.
@@ -126,7 +127,11 @@ class Ledger:
     Of each group that is out it has one record; the accepted are only counted.
     """
 
-    def __init__(self, *, groups_per_batch: int, max_staleness: int, lease_seconds: float) -> None:
+    def __init__(
+        self, *, groups_per_batch: int, max_staleness: int, lease_seconds: float, in_order: bool = False
+    ) -> None:
+        """`in_order`: batches are taken in admission order (`over_age = "wait"`)."""
+        self.in_order = in_order
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.admitted_staleness = max_staleness
@@ -200,7 +205,12 @@ class Ledger:
             left = max(0, self.ends_after - len(self.rejected) - before)
             whole_batches = -(-left // self.groups_per_batch)
             bound = min(bound, before + whole_batches * self.groups_per_batch)
-        return max(0, bound - self.accepted - self.running)
+        room = max(0, bound - self.accepted - self.running)
+        if self.in_order and not room and not self.running:
+            # They lost their places when the run was slowed, or to others that started in the place of groups which
+            # were given up, and which the trainer had after all.
+            return min(self.returned, self.groups_per_batch)
+        return room
 
     def next_expiry(self) -> float | None:
         """Return when the next lease runs out unless it is renewed."""

@@ -52,7 +52,9 @@ class Run(RuleBasedStateMachine):
     def open(self, batch: int, staleness: int, over_age: OverAge, faults: bool) -> None:
         self.batch, self.staleness, self.over_age, self.faults = batch, staleness, over_age, faults
         self.admitted_staleness = staleness
-        self.ledger = Ledger(groups_per_batch=batch, max_staleness=staleness, lease_seconds=LEASE)
+        self.ledger = Ledger(
+            groups_per_batch=batch, max_staleness=staleness, lease_seconds=LEASE, in_order=over_age == "wait"
+        )
         self.now = 0.0
         self.lost: set[str] = set()
         # what the ledger ought to know
@@ -61,6 +63,7 @@ class Run(RuleBasedStateMachine):
         self.returned: set[int] = set()
         self.accepted: set[int] = set()
         self.rejected: set[int] = set()
+        self.overruled = False  # one was given up that the trainer had: another has started in its place
         self.changes: Counter[int] = Counter()
         # the workers: versions of the tokens so far
         self.generating: dict[tuple[str, int], list[int]] = {}
@@ -81,6 +84,18 @@ class Run(RuleBasedStateMachine):
     def bound(self) -> int:
         return (self.ledger.policy_version + self.admitted_staleness + 1) * self.batch
 
+    @property
+    def gate(self) -> int:
+        """How many new groups may start."""
+        return max(0, self.bound - len(self.accepted) - len(self.leased))
+
+    @property
+    def room(self) -> int:
+        """How many groups may start: in order also those that came back, when nothing runs and none may start anew."""
+        if self.over_age == "wait" and not self.gate and not self.leased:
+            return min(self.batch, len(self.returned))
+        return self.gate
+
     @rule(staleness=st.integers(0, 3))
     def slow(self, staleness: int) -> None:
         """The run is slowed, or less so: what runs goes on, and teardown sees that it never gets stuck."""
@@ -92,17 +107,17 @@ class Run(RuleBasedStateMachine):
     def admit(self, worker: str, count: int) -> None:
         if worker in self.lost:
             return
-        room, fresh = self.ledger.room, self.ledger.next_seq
-        assert room == max(0, self.bound - len(self.accepted) - len(self.leased))
+        room, gate, fresh = self.room, self.gate, self.ledger.next_seq
+        assert self.ledger.room == room
         again = sorted(self.returned)[: min(count, room)]
         admitted = [group.seq for group in self.ledger.admit(worker, count, now=self.now)]
-        assert admitted == [*again, *range(fresh, fresh + min(count, room) - len(again))]
+        assert admitted == [*again, *range(fresh, fresh + min(count, gate) - len(again))]
         for seq in admitted:
             self.returned.discard(seq)
             self.leased[seq] = worker
             self.expires[seq] = self.now + LEASE
             self.generating[worker, seq] = []
-        if admitted:
+        if len(admitted) > len(again):
             assert self.ledger.accepted + self.ledger.running <= self.bound
 
     @precondition(lambda self: self.generating)
@@ -145,7 +160,7 @@ class Run(RuleBasedStateMachine):
         worker, seq = data.draw(st.sampled_from(sorted(self.generating)))
         del self.generating[worker, seq]
         if self.ledger.holder(seq) in (worker, None):  # the manager sees to that
-            room = self.ledger.room
+            gate = self.gate
             took_place = seq in self.leased
             effective = self.ledger.reject(seq)
             assert effective is (took_place or seq in self.returned)
@@ -154,8 +169,9 @@ class Run(RuleBasedStateMachine):
                 assert self.ledger.rejections[-1] == Fate(seq, self.changes[seq])
                 take_out(self, seq)
                 self.rejected.add(seq)
-                free = self.bound - len(self.accepted) - len(self.leased)
-                assert self.ledger.room == max(0, free) >= room, "a rejection gives the place back"
+                self.overruled |= seq in self.known
+                assert self.ledger.room == self.room
+                assert self.gate >= gate, "a rejection gives the place back"
 
     @precondition(lambda self: self.faults)
     @rule(worker=workers)
@@ -292,7 +308,7 @@ class Run(RuleBasedStateMachine):
         for seq, tokens in zip(selection.batch, batch, strict=True):
             young = {v: n for v, n in tokens.version_counts.items() if version - v <= self.staleness}
             assert sum(young.values()) == tokens.sampled_tokens - over_age[seq]
-            if self.over_age != "mask":
+            if self.over_age == "drop" or (self.over_age == "wait" and not self.overruled):
                 assert over_age[seq] == 0, "every token of every group is young enough"
             if self.staleness == 0 and not self.faults:
                 assert set(tokens.version_counts) == {version}, "on-policy"
@@ -363,6 +379,28 @@ def take_out(run: Run, seq: int) -> None:
 
 TestRun = Run.TestCase
 TestRun.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+def test_a_prompt_that_training_waits_for_starts_again_when_the_run_was_slowed_meanwhile() -> None:
+    ledger = Ledger(groups_per_batch=1, max_staleness=1, lease_seconds=LEASE, in_order=True)
+    ledger.admit("rollout/0", 2, now=0.0)
+    assert ledger.take_change(Fate(1, 1))
+    ledger.admitted_staleness = 0
+    ledger.release("rollout/0")
+    assert ledger.room == 1
+    assert [group.seq for group in ledger.admit("rollout/1", 5, now=0.0)] == [0], "and no new one"
+    assert ledger.room == 0
+
+
+def test_a_prompt_that_training_waits_for_starts_again_when_another_has_its_place() -> None:
+    ledger = Ledger(groups_per_batch=2, max_staleness=0, lease_seconds=LEASE, in_order=True)
+    ledger.admit("rollout/0", 2, now=0.0)
+    assert ledger.reject(1)
+    assert [group.seq for group in ledger.admit("rollout/0", 5, now=0.0)] == [2]
+    assert ledger.take_change(Fate(2, 1))
+    assert ledger.take_change(Fate(1, 1)), "the trainer had it"
+    ledger.release("rollout/0")
+    assert [group.seq for group in ledger.admit("rollout/1", 5, now=0.0)] == [0]
 
 
 class Agreement(RuleBasedStateMachine):

@@ -430,6 +430,7 @@ class _Run:
             groups_per_batch=config.trainer.batch_groups,
             max_staleness=config.staleness.max_staleness,
             lease_seconds=math.inf,
+            in_order=config.staleness.over_age == "wait",
         )
         self._fleet = Fleet()
         self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet, group_size=config.rollout.group_size)

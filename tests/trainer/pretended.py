@@ -443,7 +443,10 @@ class Manager(Signal):
         super().__init__()
         trainer, run = config.trainer, config.run
         self.ledger = Ledger(
-            groups_per_batch=trainer.batch_groups, max_staleness=config.staleness.max_staleness, lease_seconds=1e9
+            groups_per_batch=trainer.batch_groups,
+            max_staleness=config.staleness.max_staleness,
+            lease_seconds=1e9,
+            in_order=config.staleness.over_age == "wait",
         )
         self.version = 0
         """What gservers serve."""

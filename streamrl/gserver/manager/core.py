@@ -75,6 +75,7 @@ class Manager:
             groups_per_batch=config.trainer.batch_groups,
             max_staleness=config.staleness.max_staleness,
             lease_seconds=lease,
+            in_order=config.staleness.over_age == "wait",
         )
         self._fleet = Fleet(on_capacity=signals.capacity)
         self._admissions = Admissions(

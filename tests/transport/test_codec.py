@@ -83,7 +83,7 @@ def keeps_the_rules(group: TrajectoryGroup, vocab_size: int) -> bool:
     if not all(abs(reward) <= LARGEST_REWARD for reward in group.rewards):
         return False
     episodes = group.episodes.tolist()
-    if sorted(episodes) != episodes or set(episodes) != set(range(episodes[-1] + 1)):
+    if sorted(episodes) != episodes or sorted(set(episodes)) != list(range(len(set(episodes)))):
         return False
     if not {len(group.scores), len(group.reward_parts)} <= {0, episodes[-1] + 1}:
         return False

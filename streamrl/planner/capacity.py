@@ -283,12 +283,12 @@ def trainer_memory(
 
 
 class Held(NamedTuple):
-    """Weights of a model on the fullest rank."""
+    """How many weights of a model the fullest rank has."""
 
     whole: float
-    """Of its tensor, pipeline and expert rank."""
+    """In the part of its tensor, pipeline and expert rank."""
     own: float
-    """What is left of these where data and context ranks share them."""
+    """Of these, those that it keeps where data and context ranks share them."""
 
 
 def _ends(shape: Shape, layout: TrainerLayout) -> int:

@@ -43,7 +43,7 @@ class Shape(Architecture, frozen=True, kw_only=True):
 
     @property
     def experts(self) -> int:
-        """Of a layer that has some; 0: none has."""
+        """Experts in a layer of experts; 0: the model has no such layer."""
         return 0 if self.moe is None else self.moe.experts
 
     @property

@@ -100,8 +100,8 @@ IDLE = MicroBatch(
 those that are spread over them, or whose experts are."""
 
 Positions = Literal["sampled", "ends"]
-"""What is predicted: each sampled token, from the position before it; or something about each trajectory as a whole,
-from its last token."""
+"""The positions whose output is used: `sampled`, the one before each sampled token, which predicts it; `ends`, the last
+token of each trajectory, for a value of the trajectory as a whole."""
 
 
 def pack(

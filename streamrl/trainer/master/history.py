@@ -75,7 +75,7 @@ class History:
         self.rewards: list[float] = []
         """Mean reward of each step; of a resumed run from a little before its beginning."""
         self.watch = CollapseWatch()
-        """What is remembered of the figures of the steps so far."""
+        """Judges the run's health by the figures of the steps so far."""
         self._began = time.time()
         self._seconds_before = 0.0
         if begun is not None:

@@ -91,7 +91,7 @@ class RecordedStep(msgspec.Struct):
     calls: list[BatchCall]
     """What the rank was asked to compute on the batch, in order, without the transfers of data."""
     answers: list[Trained]
-    """Answers to the `TrainStep`s among `calls`."""
+    """What the rank returned for each `TrainStep` in `calls`, in order."""
     groups: list[TrajectoryGroup]
     """The groups that this rank trained on. Of those that reached another rank first, `worker`, `finish_reasons` and
     `generation_seconds` are blank; when read back, of all."""

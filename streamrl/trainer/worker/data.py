@@ -95,7 +95,7 @@ class Parcel(NamedTuple):
     offsets: list[int]
     """Where each array begins."""
     flat: Tensor
-    """What is sent, or room for what is received: uint8 `[bytes]` on the device."""
+    """The bytes to send, or the buffer to receive into: uint8 `[bytes]` on the device."""
 
 
 class DataManager:

@@ -53,7 +53,7 @@ class WeightMemory:
         self._folder = Path(tempfile.mkdtemp(prefix="streamrl-cuda-", dir=root))
         self._sets: list[Tensor] = []
         self._handles: list[cuda_memory.Handle] = []
-        """Of the sets; made once, since torch keeps an entry and an event for each that it makes."""
+        """One for each set, made once: torch keeps an entry and an event for every handle that it makes."""
         self._beside = SideStream(device)
         self._version = 0
         self._sums: dict[str, str] = {}

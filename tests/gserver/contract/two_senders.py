@@ -33,10 +33,10 @@ def send_a_part(rank: int, port: int, sending: Sending, answers: Any) -> None:
     from streamrl.trainer.backends.torch import TorchModel
     from streamrl.trainer.worker.publisher import Carriers, Publisher
     from streamrl.trainer.worker.publisher import sending as way_of
-    from streamrl.trainer.worker.weight_source import Senders, WeightSource
-    from streamrl.transport.collective import Broadcaster
+    from streamrl.trainer.worker.weight_source import Senders
     from streamrl.transport.manager_client import ControlClient
     from tests.trainer.backends.reference import make_spec
+    from tests.trainer.senders import one_of_two
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -46,16 +46,12 @@ def send_a_part(rank: int, port: int, sending: Sending, answers: Any) -> None:
     senders, in_turn = way_of(config, world=2, backend="gloo")
     model = TorchModel(make_spec(sending.model_dir, shard=True), world=2)
     model.load_weights([(name, weight * FACTOR) for name, weight in model_weights(sending.model_dir)])
-    own = Broadcaster(
-        config.weights, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), whole_buckets=in_turn
-    )
-    source = WeightSource(
+    source, _ = one_of_two(
         model,
+        config.weights,
         rank=rank,
-        world=2,
-        timeout_seconds=TIMEOUT_SECONDS,
         dtype=torch.float32,
-        own=own,
+        timeout_seconds=TIMEOUT_SECONDS,
         most_senders=senders,
         in_turn=in_turn,
     )

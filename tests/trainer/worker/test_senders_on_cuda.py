@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from streamrl.config import WeightsConfig
 from streamrl.gserver.server.receiver import Expected, WeightReceiver
 from streamrl.trainer.backends.torch import TorchModel
-from streamrl.trainer.worker.weight_source import Senders, WeightSource
-from streamrl.transport.collective import Broadcaster, join_store, open_store
+from streamrl.trainer.worker.weight_source import Senders
+from streamrl.transport.collective import join_store, open_store
 from streamrl.transport.control import Broadcast, PublishBeginReply
 from streamrl.transport.generation import InitWeightsUpdateGroup, Meeting, ReceiveWeights
 from tests.devices import DEVICE, ON_DEVICE
 from tests.forked import Forked
 from tests.trainer.backends.reference import make_spec, save_models
+from tests.trainer.senders import one_of_two
 from tests.trainer.worker.kept import Kept
 
 pytestmark = [
@@ -49,15 +50,15 @@ def _send(rank: int, port: int, folder: Path, answers: Any) -> None:
     store = join_store("127.0.0.1", port, timeout=DEADLINE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE))
     config = WeightsConfig(bucket_mb=0.02, timeout_seconds=DEADLINE)
-    source = WeightSource(
+    source, _ = one_of_two(
         TorchModel(make_spec(folder, device=gpu(rank)), world=2),
+        config,
         rank=rank,
-        world=2,
-        timeout_seconds=DEADLINE,
         dtype=torch.bfloat16,
-        own=Broadcaster(config, backend=BACKEND, dtype=torch.bfloat16, device=gpu(rank), whole_buckets=True),
-        most_senders=2,
+        timeout_seconds=DEADLINE,
         in_turn=True,
+        backend=BACKEND,
+        device=gpu(rank),
     )
     senders = Senders(torch.bfloat16)
     for version in VERSIONS:

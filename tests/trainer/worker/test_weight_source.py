@@ -33,6 +33,7 @@ from streamrl.transport.generation import InitWeightsUpdateGroup, Meeting, Recei
 from tests.forked import Forked
 from tests.trainer.backends.reference import make_spec, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
+from tests.trainer.senders import one_of_two
 from tests.trainer.worker.kept import Kept
 
 CASES = [
@@ -55,9 +56,8 @@ def _publish(rank: int, port: int, models: Path) -> None:
     from streamrl.config import WeightsConfig
     from streamrl.trainer.backends.megatron.model import MegatronModel
     from streamrl.trainer.backends.torch import TorchModel
-    from streamrl.trainer.worker.weight_source import Senders, WeightSource
+    from streamrl.trainer.worker.weight_source import Senders
     from streamrl.transport import collective
-    from streamrl.transport.collective import Broadcaster
     from streamrl.transport.control import PublishBeginReply
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
@@ -86,18 +86,8 @@ def _publish(rank: int, port: int, models: Path) -> None:
         in_turn = case.endswith(IN_TURN)
         model: Any = made[case.removesuffix(IN_TURN)]()
         config = WeightsConfig(bucket_mb=BUCKET_MB, delta=True)
-        own = Broadcaster(
-            config, backend="gloo", dtype=torch.bfloat16, device=torch.device("cpu"), whole_buckets=in_turn
-        )
-        source = WeightSource(
-            model,
-            rank=rank,
-            world=2,
-            timeout_seconds=TIMEOUT_SECONDS,
-            dtype=torch.bfloat16,
-            own=own,
-            most_senders=2,
-            in_turn=in_turn,
+        source, own = one_of_two(
+            model, config, rank=rank, dtype=torch.bfloat16, timeout_seconds=TIMEOUT_SECONDS, in_turn=in_turn
         )
         senders = Senders(torch.bfloat16)
         weights = load_file(models / "llama" / "model.safetensors")
@@ -233,25 +223,20 @@ def _publish_with_one_that_dies(rank: int, port: int, models: Path, answers: Any
 
     from streamrl.config import WeightsConfig
     from streamrl.trainer.backends.torch import TorchModel
-    from streamrl.trainer.worker.weight_source import Senders, WeightSource
-    from streamrl.transport.collective import Broadcaster
+    from streamrl.trainer.worker.weight_source import Senders
     from streamrl.transport.control import PublishBeginReply
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     limit = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
     model: Any = TorchModel(make_spec(models / "llama"), world=2)
-    own = Broadcaster(
-        WeightsConfig(bucket_mb=BUCKET_MB), backend="gloo", dtype=torch.bfloat16, device=torch.device("cpu")
-    )
-    source = WeightSource(
-        _Dying(model, after=len(model.weight_specs()) // 2) if rank else model,  # type: ignore[arg-type]
+    source, _ = one_of_two(
+        _Dying(model, after=len(model.weight_specs()) // 2) if rank else model,
+        WeightsConfig(bucket_mb=BUCKET_MB),
         rank=rank,
-        world=2,
-        timeout_seconds=TIMEOUT_SECONDS,
         dtype=torch.bfloat16,
-        own=own,
-        most_senders=2,
+        timeout_seconds=TIMEOUT_SECONDS,
+        in_turn=False,
     )
     if rank:
         source.serve()
@@ -303,30 +288,16 @@ def _meet_only_one(rank: int, port: int, models: Path, in_turn: bool, answers: A
 
     from streamrl.config import WeightsConfig
     from streamrl.trainer.backends.torch import TorchModel
-    from streamrl.trainer.worker.weight_source import Senders, WeightSource
-    from streamrl.transport.collective import Broadcaster
+    from streamrl.trainer.worker.weight_source import Senders
     from streamrl.transport.control import PublishBeginReply
 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     limit = timedelta(seconds=TIMEOUT_SECONDS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
     model: Any = TorchModel(make_spec(models / "llama", shard=True), world=2)
-    own = Broadcaster(
-        WeightsConfig(bucket_mb=BUCKET_MB, timeout_seconds=MEETING_SECONDS),
-        backend="gloo",
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        whole_buckets=in_turn,
-    )
-    source = WeightSource(
-        model,
-        rank=rank,
-        world=2,
-        timeout_seconds=TIMEOUT_SECONDS,
-        dtype=torch.bfloat16,
-        own=own,
-        most_senders=2,
-        in_turn=in_turn,
+    config = WeightsConfig(bucket_mb=BUCKET_MB, timeout_seconds=MEETING_SECONDS)
+    source, _ = one_of_two(
+        model, config, rank=rank, dtype=torch.bfloat16, timeout_seconds=TIMEOUT_SECONDS, in_turn=in_turn
     )
     if rank:
         source.serve()

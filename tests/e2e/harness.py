@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -251,6 +251,19 @@ def processes_of(run_dir: Path) -> list[psutil.Process]:
         except psutil.Error:
             continue
     return found
+
+
+def listening_by_role(run_dir: Path) -> Iterator[tuple[str, str, int]]:
+    """The role, address and port of each socket that a process of the run listens at."""
+    for process in processes_of(run_dir):
+        with contextlib.suppress(psutil.Error):
+            words = process.cmdline()
+            if "streamrl" not in words:  # it is just being started
+                continue
+            role = words[words.index("streamrl") + 1]
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    yield role, connection.laddr.ip, connection.laddr.port
 
 
 def process_of(run_dir: Path, role: str) -> psutil.Process:

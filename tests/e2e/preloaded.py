@@ -211,9 +211,8 @@ def _show_as(command: Sequence[str]) -> None:
     every variable anew."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end_of_arguments, _, end = map(int, fields[45:49])
-    text = " ".join(command).encode()[: end - begin - 1]
-    ctypes.memset(begin, 0, end - begin)
-    ctypes.memmove(begin, text.ljust(end_of_arguments - begin + 1), max(len(text), end_of_arguments - begin + 1))
+    text = " ".join(command).encode()[: end - begin - 1].ljust(end_of_arguments - begin + 1)
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)  # at once: somebody may be reading it
 
 
 def _end(code: Any) -> None:

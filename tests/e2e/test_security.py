@@ -16,7 +16,7 @@ import pytest
 from streamrl.config import from_dict
 from streamrl.transport.keys import GserverKeys
 from streamrl.transport.secret import VARIABLE, Secret
-from tests.e2e.harness import COPY_SCRATCH, SMALL, assert_exactly_once, overrides, processes_of, start
+from tests.e2e.harness import COPY_SCRATCH, SMALL, assert_exactly_once, listening_by_role, overrides, start
 
 SECRET = "fd1c0ffee-what-nobody-may-see-4711"
 PAGE = Path(__file__).parents[2] / "docs" / "security.md"
@@ -57,12 +57,8 @@ def test_the_secret_is_nowhere_and_the_sockets_are_the_documented_ones(
             for process in psutil.process_iter():
                 with contextlib.suppress(psutil.Error):
                     seen.update(process.cmdline())
-            for process in processes_of(run_dir):
-                with contextlib.suppress(psutil.Error, ValueError):
-                    words = process.cmdline()
-                    role = words[words.index("streamrl") + 1]
-                    listening = (c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN)
-                    sockets.setdefault(role, set()).update(c.laddr.port for c in listening)
+            for role, _, port in listening_by_role(run_dir):
+                sockets.setdefault(role, set()).add(port)
 
     watcher = threading.Thread(target=watch)
     watcher.start()

@@ -9,8 +9,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
-
 from streamrl import config as configuration
 from streamrl.models import ensure_checkpoint
 from tests.e2e.harness import (
@@ -20,8 +18,8 @@ from tests.e2e.harness import (
     assert_exactly_once,
     assert_rollouts,
     largest_difference,
+    listening_by_role,
     overrides,
-    processes_of,
     run,
     start_command,
     steps,
@@ -99,13 +97,7 @@ def watching_sockets(run_dir: Path) -> Iterator[set[tuple[str, str]]]:
 
     def watch() -> None:
         while not over.wait(0.5):
-            for process in processes_of(run_dir):
-                with contextlib.suppress(psutil.Error):
-                    words = process.cmdline()
-                    role = words[words.index("streamrl") + 1]
-                    for connection in process.net_connections("inet"):
-                        if connection.status == psutil.CONN_LISTEN:
-                            found.add((role, connection.laddr.ip))
+            found.update((role, address) for role, address, _ in listening_by_role(run_dir))
 
     watcher = threading.Thread(target=watch)
     watcher.start()

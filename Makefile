@@ -53,7 +53,7 @@ demo: $(INSTALLED)
 # pytest-xdist would wait for ever for the tests that it had been given.
 test: export OMP_NUM_THREADS := 1
 test: lint $(VENVS_FOR_TESTS) $(SLURM_FOR_TESTS)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --max-worker-restart=0
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --max-worker-restart=0 --durations=25
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

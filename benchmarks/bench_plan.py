@@ -4,7 +4,8 @@
 
 Each case is calibrated as a user's configuration is, by a short run of its own; then come runs of the same settings and
 of others, and each is compared with what the planner says of it from that one calibration: of the same steps, so that a
-short run, in which staleness still builds up, is not measured by what it would settle at. Runs of a case are kept in
+short run, in which staleness still builds up, is not measured by what it would settle at. Where a run learns, its later
+steps have other responses, and groups that need no gradient: they are compared apart, as what planning cannot know. Runs of a case are kept in
 FOLDER if one is given; those that are there already are not made again, so predictions can be compared again with runs
 that were made on a quiet machine. What other work took of the machine's cores during a run is left out of those that
 its prediction has. Generation is SIMULATED in the case whose name says so. Last: how long a thousand gservers take.
@@ -61,7 +62,7 @@ class Case(NamedTuple):
 
 ETA = "staleness.max_staleness"
 CASES = (
-    Case("copy_scratch", "copy_scratch", {}, (({}, 80), ({ETA: 0}, 50))),
+    Case("copy_scratch", "copy_scratch", {}, (({}, 80), ({ETA: 0}, 50)), learns=True),
     Case("smollm2_addition", "smollm2_addition", {}, (({}, 16),), learns=True),
     Case("chain_sum", "chain_sum", {}, (({}, 8),), learns=True),
     Case(
@@ -108,6 +109,8 @@ class Stretch(NamedTuple):
     """What a run did from the end of one step to that of another."""
 
     name: str
+    learned: bool
+    """The policy is no longer the one that was calibrated."""
     steps: Sequence[StepReport]
     """The first one only begins it."""
 
@@ -138,10 +141,10 @@ def stretches(case: Case, run_dir: Path, *, calibrated: int) -> Iterator[Stretch
     """Yield the stretches of a run in a case that was calibrated with so many steps after the first."""
     steps = read_run(run_dir).steps
     if case.learns:
-        yield Stretch(f"steps 2 to {calibrated + 1}", steps[: calibrated + 1])
-        yield Stretch(f"steps {calibrated + 2} to {len(steps)}", steps[calibrated:])
+        yield Stretch(f"steps 2 to {calibrated + 1}", False, steps[: calibrated + 1])
+        yield Stretch(f"steps {calibrated + 2} to {len(steps)}", True, steps[calibrated:])
     else:
-        yield Stretch(f"steps {len(steps) // 5 + 1} to {len(steps)}", steps[len(steps) // 5 - 1 :])
+        yield Stretch(f"steps {len(steps) // 5 + 1} to {len(steps)}", False, steps[len(steps) // 5 - 1 :])
 
 
 def compared(case: Case, folder: Path, console: Console) -> Iterator[dict[str, Any]]:
@@ -163,6 +166,7 @@ def compared(case: Case, folder: Path, console: Console) -> Iterator[dict[str, A
                 "simulated_generation": config.gserver.engine == "simulated",
                 "changed": words(changed),
                 "stretch": stretch.name,
+                "learned": stretch.learned,
                 "predicted": predicted,
                 "actual": actual,
                 "rate_error": rate,
@@ -211,6 +215,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
         "case",
         "changed",
         "stretch",
+        "policy",
         "groups/s",
         "actual",
         "error",
@@ -227,6 +232,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             row["case"],
             " ".join(row["changed"]),
             row["stretch"],
+            "has learned" if row["learned"] else "as calibrated",
             f"{predicted['groups_per_second']:.2f}",
             f"{actual['groups_per_second']:.2f}",
             f"{row['rate_error']:+.0%}",

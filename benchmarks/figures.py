@@ -373,7 +373,7 @@ def checkpoint(results: Results) -> str:
 
 def plan(results: Results) -> str:
     """What was predicted, and what runs then did."""
-    header = "case", "changed from the calibration", "compared", "groups per second", "mean age", "masked", "met"
+    header = "case | changed from the calibration | compared | policy | groups per second | mean age | masked | met"
     rows = []
     for row in results["rows"]:
         told, did = row["predicted"], row["actual"]
@@ -382,6 +382,7 @@ def plan(results: Results) -> str:
                 row["case"],
                 " ".join(f"`{word}`" for word in row["changed"]) or "nothing",
                 row["stretch"],
+                "has learned" if row["learned"] else "as calibrated",
                 f"{told['groups_per_second']:.2f} for {did['groups_per_second']:.2f} ({row['rate_error']:+.0%})",
                 f"{told['mean_token_age']:.2f} for {did['mean_token_age']:.2f}",
                 f"{told['masked_share']:.1%} for {did['masked_share']:.1%}",
@@ -390,10 +391,14 @@ def plan(results: Results) -> str:
         )
     large = results["settings"]["thousand_gservers"]
     settings = results["settings"]
-    rates = sum(abs(row["rate_error"]) <= settings["rate_tolerance"] for row in results["rows"])
     ages = sum(abs(row["age_error"]) <= settings["age_tolerance"] for row in results["rows"])
+    met = []
+    for learned in (False, True):
+        mine = [row for row in results["rows"] if row["learned"] is learned]
+        met.append(f"{sum(abs(row['rate_error']) <= settings['rate_tolerance'] for row in mine)} of {len(mine)}")
     return (
-        f"{markdown(header, rows)}\n\nThroughput is met in {rates} of {len(rows)}, the mean age in {ages}. "
+        f"{markdown(header.split(' | '), rows)}\n\nThroughput is met in {met[0]} rows whose policy is the calibrated one, and in "
+        f"{met[1]} where it has learned; the mean age in {ages} of {len(rows)}. "
         f"{large['gservers']:,} gservers with {large['responses']:,} responses are simulated in "
         f"{large['seconds']:.1f} s ({large['events']:,} events)."
     )

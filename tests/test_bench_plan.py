@@ -25,7 +25,7 @@ def made(steps: int, *, eta: int) -> list[StepReport]:
 
 @pytest.mark.parametrize(("first", "last", "age"), [(1, 3, 1.5), (2, 4, 2.0), (5, 12, 2.0)])
 def test_a_stretch_of_a_run_is_compared_with_the_same_steps_of_the_plan(first: int, last: int, age: float) -> None:
-    stretch = bench_plan.Stretch("", made(12, eta=2)[first - 1 : last])
+    stretch = bench_plan.Stretch("", False, made(12, eta=2)[first - 1 : last])
     predicted = stretch.predicted(settings_of(eta=2), costs_of(train=SECONDS))
     actual = stretch.figures()
     assert actual == {

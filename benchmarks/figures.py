@@ -397,10 +397,11 @@ def plan(results: Results) -> str:
         mine = [row for row in results["rows"] if row["learned"] is learned]
         met.append(f"{sum(abs(row['rate_error']) <= settings['rate_tolerance'] for row in mine)} of {len(mine)}")
     return (
-        f"{markdown(header.split(' | '), rows)}\n\nThroughput is met in {met[0]} rows whose policy is the calibrated one, and in "
-        f"{met[1]} where it has learned; the mean age in {ages} of {len(rows)}. "
+        f"{markdown(header.split(' | '), rows)}\n\n"
+        f"Throughput is met in {met[0]} rows whose policy is the calibrated one, and in {met[1]} where it has learned; "
+        f"the mean age in {ages} of {len(rows)}. "
         f"{large['gservers']:,} gservers with {large['responses']:,} responses are simulated in "
-        f"{large['seconds']:.1f} s ({large['events']:,} events)."
+        f"{large['seconds']:.1f} s of processor time ({large['events']:,} events)."
     )
 
 

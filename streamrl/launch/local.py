@@ -33,6 +33,7 @@ from streamrl.launch.files import keep_in_order
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.processes import (
     COMPONENTS,
+    Helper,
     PlanRole,
     ProcessPlan,
     checkpoint_command,
@@ -40,7 +41,6 @@ from streamrl.launch.processes import (
     fitted,
     page_command,
     plan,
-    thread_environment,
     visible_gpus,
 )
 from streamrl.launch.supervise import Child, Children, Restarts, restarts_of, until_finished
@@ -200,9 +200,7 @@ class Launcher:
     async def _show_page(self, children: Children) -> None:
         """Have the run shown in a browser; it goes on without if that fails."""
         try:
-            environment = thread_environment(1)
-            words = page_command(self._config.run_dir)
-            url = await children.ask(words, name="page", environment=environment, timeout=PAGE_SECONDS)
+            url = await children.ask(Helper("page", 1), page_command(self._config.run_dir), timeout=PAGE_SECONDS)
         except (StreamRLError, OSError) as error:
             self._display.note(f"the run is not shown in a browser: {error}")
         else:
@@ -213,23 +211,14 @@ class Launcher:
             self._starting.append(asyncio.create_task(self._show_page(children), name="the start of the page"))
         if self._one_disk:
             self._display.note(f"preparing the model {self._config.model.path}")
-            self._model_dir = Path(
-                await children.ask(
-                    checkpoint_command(self._config_file, components=self._components),
-                    name="checkpoint",
-                    environment=thread_environment(self._config.trainer.threads),
-                    timeout=CHECKPOINT_SECONDS,
-                )
-            )
+            helper = Helper("checkpoint", self._config.trainer.threads)
+            words = checkpoint_command(self._config_file, components=self._components)
+            self._model_dir = Path(await children.ask(helper, words, timeout=CHECKPOINT_SECONDS))
         manager, *others = self._plan
         self._display.note("starting the manager")
-        self._manager_url = await children.ask(
-            command(manager, config_file=self._config_file, components=self._components),
-            name=manager.name,
-            environment=manager.environment,
-            process=manager,
-            timeout=self._config.manager.join_timeout_seconds,
-        )
+        words = command(manager, config_file=self._config_file, components=self._components)
+        timeout = self._config.manager.join_timeout_seconds
+        self._manager_url = await children.ask(manager, words, timeout=timeout)
         self._display.note(f"manager at {self._manager_url}; starting {len(others)} processes")
         starting = [asyncio.create_task(self._start(children, process)) for process in others]
         try:

@@ -22,13 +22,13 @@ from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.local import CHECKPOINT_SECONDS, STATUS_SECONDS
 from streamrl.launch.processes import (
     COMPONENTS,
+    Helper,
     ProcessPlan,
     TrainerShare,
     checkpoint_command,
     command,
     plan_pool,
     plan_trainer,
-    thread_environment,
     threads_of,
     visible_gpus,
 )
@@ -54,8 +54,7 @@ async def _model_folder(
 ) -> Path:
     """Have a child make, or fetch, the folder with the run's first weights; raises as `Children.ask` does."""
     words = checkpoint_command(config_file, overrides=overrides, manager_url=manager_url, components=components)
-    environment = thread_environment(threads)
-    return Path(await children.ask(words, name="checkpoint", environment=environment, timeout=CHECKPOINT_SECONDS))
+    return Path(await children.ask(Helper("checkpoint", threads), words, timeout=CHECKPOINT_SECONDS))
 
 
 # --- the trainer ---

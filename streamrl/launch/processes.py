@@ -73,6 +73,24 @@ class ProcessPlan(msgspec.Struct, frozen=True):
         return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else variables
 
 
+class Helper(msgspec.Struct, frozen=True):
+    """A process that a launcher starts besides those of the run, and that takes no part in it."""
+
+    name: str
+    threads: int
+    """CPU threads of its tensor operations."""
+
+    @property
+    def log_name(self) -> str:
+        """Name of its log file."""
+        return f"{self.name}.log"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What its environment must hold before it starts."""
+        return thread_environment(self.threads)
+
+
 def thread_environment(threads: int) -> dict[str, str]:
     """Variables that numeric libraries read once, when they load."""
     return {

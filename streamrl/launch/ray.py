@@ -35,7 +35,7 @@ from streamrl.launch.clusters import Needs, needs
 from streamrl.launch.display import Display
 from streamrl.launch.local import Launcher, resumed
 from streamrl.launch.process import run_until_stopped
-from streamrl.launch.processes import COMPONENTS, PlanRole, ProcessPlan, plan
+from streamrl.launch.processes import COMPONENTS, Helper, PlanRole, ProcessPlan, plan
 from streamrl.launch.supervise import Child, Children
 from streamrl.records import progress
 from streamrl.retry import Retry
@@ -87,13 +87,8 @@ class Keeper:
     async def ask(self, process: bytes, words: Sequence[str], timeout: float) -> tuple[int, str]:
         """Start the manager, and return its id and its URL, on the address by which Ray reaches this node."""
         planned = msgspec.json.decode(process, type=ProcessPlan)
-        url = await self._children.ask(
-            [sys.executable, *words, "--host", ray.util.get_node_ip_address()],
-            name=planned.name,
-            environment=planned.environment,
-            process=planned,
-            timeout=timeout,
-        )
+        words = [sys.executable, *words, "--host", ray.util.get_node_ip_address()]
+        url = await self._children.ask(planned, words, timeout=timeout)
         (self._child,) = self._children.running
         return self._child.pid, url
 
@@ -256,7 +251,7 @@ class KeptChildren(Children):
         settings = configuration.to_toml(config)
         self._arguments = (os.getcwd(), str(config.run_dir / "config.toml"), settings, secret.revealed)
 
-    async def start(self, process: ProcessPlan, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> Child:
+    async def start(self, process: ProcessPlan, command: Sequence[str]) -> Child:
         """Start `process` where Ray puts its actor. Until Ray has noticed that a node is gone, it may put it there: so
         an actor that is lost at once is made anew. Raises `ProcessDied` when none comes up."""
         retry = Retry(f"to start an actor for {process.name}", patience=self._patience)
@@ -271,22 +266,16 @@ class KeptChildren(Children):
                 if not await retry.pause(lost):
                     raise lost from error
 
-    async def ask(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        environment: Mapping[str, str],
-        process: ProcessPlan | None = None,
-        timeout: float,
-    ) -> str:
-        assert process is not None
+    async def ask(self, process: ProcessPlan | Helper, command: Sequence[str], *, timeout: float) -> str:
+        """As on one machine; a helper is started here, beside the launcher."""
+        if isinstance(process, Helper):
+            return await super().ask(process, command, timeout=timeout)
         actor = self._places.actor(process, *self._arguments)
         try:
             pid, url = await actor.ask.remote(msgspec.json.encode(process), command[1:], timeout)
         except RayError as error:
             ray.kill(actor)
-            raise ProcessDied(f"{name} did not come up: {_first_line(error)}") from error
+            raise ProcessDied(f"{process.name} did not come up: {_first_line(error)}") from error
         self._watch(process, actor, pid)
         return str(url)
 

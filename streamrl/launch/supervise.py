@@ -20,7 +20,7 @@ import math
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 from streamrl import essential
@@ -29,7 +29,7 @@ from streamrl.config import Config, GserverConfig
 from streamrl.errors import DeadlineExceeded, ProcessDied, StreamRLError
 from streamrl.launch.files import last_lines
 from streamrl.launch.process import STACKS_SIGNAL
-from streamrl.launch.processes import STOP_ORDER, PlanRole, ProcessPlan
+from streamrl.launch.processes import STOP_ORDER, Helper, PlanRole, ProcessPlan
 from streamrl.retry import Retry
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
@@ -130,43 +130,21 @@ class Children:
         """All that were started, in that order."""
         return list(self._ends)
 
-    async def start(self, process: ProcessPlan, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> Child:
+    async def start(self, process: ProcessPlan, command: Sequence[str]) -> Child:
         """Start `process` with `command`; its end is told by `next_exit`."""
-        return await self._spawn(
-            command,
-            process=process,
-            name=process.name,
-            log_name=process.log_name,
-            environment=process.environment,
-            pass_fds=pass_fds,
-        )
+        return await self._spawn(process, command)
 
-    async def ask(
-        self,
-        command: Sequence[str],
-        *,
-        name: str,
-        environment: Mapping[str, str],
-        process: ProcessPlan | None = None,
-        timeout: float,
-    ) -> str:
-        """Start a process that is to tell one line (`--answer-fd`), and wait for that line.
+    async def ask(self, process: ProcessPlan | Helper, command: Sequence[str], *, timeout: float) -> str:
+        """Start `process` with `command`, and return the one line that it tells (`--answer-fd`).
 
         Raises `ProcessDied` if it ends without one, `DeadlineExceeded` after `timeout` seconds.
         """
         reader_fd, writer_fd = os.pipe()
         try:
-            child = await self._spawn(
-                [*command, "--answer-fd", str(writer_fd)],
-                process=process,
-                name=name,
-                log_name=process.log_name if process else f"{name}.log",
-                environment=environment,
-                pass_fds=[writer_fd],
-            )
+            child = await self._spawn(process, [*command, "--answer-fd", str(writer_fd)], pass_fds=[writer_fd])
         finally:
             os.close(writer_fd)
-        answer = await _read_line(reader_fd, timeout=timeout, waits_for=f"{name} to be ready")
+        answer = await _read_line(reader_fd, timeout=timeout, waits_for=f"{process.name} to be ready")
         if not answer:
             await child.ended.wait()
             raise ProcessDied(child.obituary())
@@ -208,16 +186,10 @@ class Children:
         await asyncio.wait(ends)
 
     async def _spawn(
-        self,
-        command: Sequence[str],
-        *,
-        process: ProcessPlan | None,
-        name: str,
-        log_name: str,
-        environment: Mapping[str, str],
-        pass_fds: Sequence[int],
+        self, process: ProcessPlan | Helper, command: Sequence[str], *, pass_fds: Sequence[int] = ()
     ) -> Child:
-        log_file = self._logs / log_name if self._logs else None
+        log_file = self._logs / process.log_name if self._logs else None
+        environment = process.environment
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(log_file.open("ab")) if log_file else None
             if self._secret is not None:
@@ -234,10 +206,11 @@ class Children:
                 # Its own session: Ctrl-C on the terminal reaches the launcher alone, which stops all in order.
                 start_new_session=True,
             )
-        child = Child(process, name=name, handle=handle, log_file=log_file)
-        log.debug("%s started as pid %d", name, child.pid)
-        self.untold += process is not None
-        self._ends[child] = essential.begin(self._see_end(child), name=f"end of {name}")
+        member = process if isinstance(process, ProcessPlan) else None
+        child = Child(member, name=process.name, handle=handle, log_file=log_file)
+        log.debug("%s started as pid %d", child.name, child.pid)
+        self.untold += member is not None
+        self._ends[child] = essential.begin(self._see_end(child), name=f"end of {child.name}")
         return child
 
     async def _see_end(self, child: Child) -> int:

@@ -23,7 +23,7 @@ from streamrl.launch.processes import ProcessPlan
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import in_words
 from streamrl.records.health import ENOUGH, Finding, RunFigures
-from streamrl.records.metrics import StepReport
+from streamrl.records.metrics import StepReport, mean_age
 from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status
 
 # --- the run so far ---
@@ -236,7 +236,6 @@ def duration(seconds: float) -> str:
 def step_line(step: StepReport, *, steps: int | None = None) -> str:
     """One step on one line, for logs."""
     m = step.metrics
-    tokens = sum(step.token_ages.values())
     parts = [f"step {step.step}" + (f"/{steps}" if steps else "")]
     for label, metric, form in (
         ("reward", "reward_mean", ".3f"),
@@ -250,9 +249,8 @@ def step_line(step: StepReport, *, steps: int | None = None) -> str:
         if metric in m:
             unit = " s" if metric.endswith("_seconds") else ""
             parts.append(f"{label} {m[metric]:{form}}{unit}")
-    if tokens:
-        mean_age = sum(age * count for age, count in step.token_ages.items()) / tokens
-        parts.append(f"age {mean_age:.1f} (max {max(age for age, count in step.token_ages.items() if count)})")
+    if (age := mean_age(step.token_ages)) is not None:
+        parts.append(f"age {age:.1f} (max {max(age for age, count in step.token_ages.items() if count)})")
     if "tokens_per_second" in m:
         parts.append(f"{m['tokens_per_second']:.0f} tok/s")
     return "  ".join(parts)

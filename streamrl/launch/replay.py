@@ -24,7 +24,7 @@ from streamrl.launch.process import run_until_stopped
 from streamrl.launch.processes import plan, visible_gpus
 from streamrl.launch.supervise import Children
 from streamrl.processor import avoid_broken_instructions
-from streamrl.records.metrics import StepReport
+from streamrl.records.metrics import StepReport, mean_age
 from streamrl.records.sinks import check_installed
 from streamrl.report.reading import read_run
 from streamrl.trainer.replay.plan import OUTCOME, ReplayOutcome, Stretch, changes, stretch
@@ -158,7 +158,7 @@ def comparison_table(outcome: ReplayOutcome, folder: Path) -> Table:
                 ("clip_share", ".0%"),
             )
         ]
-        table.add_row(str(number), f"{now.metrics['reward_mean']:.3f}", f"{_mean_age(now):.2f}", *figures)
+        table.add_row(str(number), f"{now.metrics['reward_mean']:.3f}", f"{mean_age(now.token_ages):.2f}", *figures)
     return table
 
 
@@ -166,8 +166,3 @@ def _pair(before: StepReport | None, now: StepReport, name: str, form: str) -> s
     was = before.metrics.get(name) if before is not None else None
     new = now.metrics.get(name)
     return " → ".join("–" if value is None else f"{value:{form}}" for value in (was, new))
-
-
-def _mean_age(step: StepReport) -> float:
-    tokens = sum(step.token_ages.values())
-    return sum(age * count for age, count in step.token_ages.items()) / tokens if tokens else 0.0

@@ -28,14 +28,15 @@ from streamrl.gserver.manager.admission import Admissions
 from streamrl.gserver.manager.gserver import Gserver, GserverEvent, Work
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
+from streamrl.records.metrics import mean_age
+from streamrl.rollout.generation import REPORT_SECONDS
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.batches import BatchFormer
+from streamrl.trainer.master.figures import sampled_ages
 from streamrl.trainer.master.groups import GroupTable
 from streamrl.transport.generation import ServerInfo
 from streamrl.types import SampleMeta
 
-IN_FLIGHT_SECONDS = 0.02
-"""How long rollout workers collect what they tell the manager of requests that ended (`rollout/in_flight.py`)."""
 TIE = 1e-9
 """Seconds that rounding may put between two things that happen together."""
 
@@ -585,7 +586,7 @@ class _Run:
         group.left -= 1
         worker = self._workers[group.worker]
         if not worker.untold:
-            self.at(self.now + IN_FLIGHT_SECONDS, partial(self._tell, worker))
+            self.at(self.now + REPORT_SECONDS, partial(self._tell, worker))
         worker.untold[group.seq] = group
         if self.costs.reward_seconds or self.costs.reward_wait_seconds:
             self._rewards_waiting.append(group)
@@ -712,13 +713,11 @@ class _Run:
         self._form_batch()
 
     def _count(self, batch: list[SampleMeta]) -> None:
-        for meta in batch:
-            self._finished += 1
-            self._sampled += meta.sampled_tokens
-            for version, tokens in meta.version_counts.items():
-                age = self._version - version
-                if age <= self._former.max_staleness:
-                    self._ages[age] = self._ages.get(age, 0) + tokens
+        self._finished += len(batch)
+        for age, tokens in sampled_ages(batch, policy_version=self._version).items():
+            self._sampled += tokens
+            if age <= self._former.max_staleness:
+                self._ages[age] = self._ages.get(age, 0) + tokens
 
     def _published(self, version: int) -> None:
         """The weights are staged everywhere: pause, swap, resume."""
@@ -758,7 +757,7 @@ class _Run:
             slots_used=self._slot_seconds / (gserver_seconds * self.config.gserver.max_running),
             cores_busy=(self.cores.used - self._used_before) / (cores * seconds) if cores is not None else None,
             token_ages={age: count / tokens for age, count in sorted(self._ages.items())} if tokens else {},
-            mean_token_age=sum(age * count for age, count in self._ages.items()) / tokens if tokens else 0.0,
+            mean_token_age=mean_age(self._ages) or 0.0,
             masked_share=1 - tokens / self._sampled if self._sampled else 0.0,
             dropped_share=self._dropped / max(1, self._dropped + self._finished),
             mean_group_seconds=self._group_seconds / max(1, self._arrived),

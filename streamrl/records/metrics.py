@@ -71,6 +71,12 @@ class Final(msgspec.Struct, frozen=True, kw_only=True):
     """Sampled tokens of the groups that were discarded as too old."""
 
 
+def mean_age(token_ages: Mapping[int, float]) -> float | None:
+    """Return the mean of `token_ages` (age in versions → tokens); None: there are no tokens."""
+    tokens = sum(token_ages.values())
+    return sum(age * count for age, count in token_ages.items()) / tokens if tokens else None
+
+
 def finite(values: Mapping[str, float]) -> dict[str, float]:
     """`values` without infinities and what is not a number."""
     return {name: value for name, value in values.items() if math.isfinite(value)}

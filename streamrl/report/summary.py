@@ -16,7 +16,7 @@ from rich.table import Table
 from streamrl.records.collapse import HEALTHY, HealthState
 from streamrl.records.evaluation import EvaluationReport, pass_figures
 from streamrl.records.health import Finding, findings
-from streamrl.records.metrics import Final, StepReport
+from streamrl.records.metrics import Final, StepReport, mean_age
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
 from streamrl.report.reading import Records, figures, generation_busy, read_run, time_range, total, total_ages, values
 from streamrl.transport.control import Status
@@ -155,7 +155,6 @@ def summarize(records: Records, *, name: str) -> Summary:
     rewards = values(steps, "reward_mean")
     tenth = max(1, len(rewards) // 10)
     ages = total_ages(steps)
-    aged = sum(ages.values())
     trained = sum(values(steps, "tokens_trained"))
     masked = sum(values(steps, "tokens_masked"))
     generated = _counted(records, "gserver", "tokens_generated_total")
@@ -182,7 +181,7 @@ def summarize(records: Records, *, name: str) -> Summary:
         max_staleness=config.staleness.max_staleness if config else None,
         over_age=config.staleness.over_age if config else None,
         oldest_token_age=max(ages) if ages else None,
-        mean_token_age=sum(age * count for age, count in ages.items()) / aged if aged else None,
+        mean_token_age=mean_age(ages),
         masked_share=ratio(masked, trained + masked),
         tokens_generated=int(generated),
         tokens_trained=int(trained),

@@ -56,14 +56,20 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
     }
 
 
-def masked_ages(batch: Sequence[SampleMeta], *, policy_version: int, max_staleness: int) -> dict[int, int]:
-    """Return how many sampled tokens of the batch are older than `max_staleness`, by their age in versions."""
+def sampled_ages(batch: Sequence[SampleMeta], *, policy_version: int) -> dict[int, int]:
+    """Return how many tokens of the batch were sampled, by their age in versions, the youngest first."""
     ages: dict[int, int] = {}
     for meta in batch:
         for version, count in meta.version_counts.items():
-            if (age := policy_version - version) > max_staleness:
-                ages[age] = ages.get(age, 0) + count
+            age = policy_version - version
+            ages[age] = ages.get(age, 0) + count
     return dict(sorted(ages.items()))
+
+
+def masked_ages(batch: Sequence[SampleMeta], *, policy_version: int, max_staleness: int) -> dict[int, int]:
+    """Return how many sampled tokens of the batch are older than `max_staleness`, by their age in versions."""
+    ages = sampled_ages(batch, policy_version=policy_version)
+    return {age: count for age, count in ages.items() if age > max_staleness}
 
 
 def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:

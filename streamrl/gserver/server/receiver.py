@@ -177,9 +177,12 @@ class WeightReceiver:
         """Receive what `message` announces, in its order; all or nothing."""
         staged = self._expecting()
         self._group(message.group_name)
-        self._check(message.names, message.dtypes, message.shapes)
+        if not len(message.names) == len(message.dtypes) == len(message.shapes):
+            raise Refused("names, dtypes and shapes must be lists of equal length, one entry for each tensor")
+        bucket = list(map(TensorSpec, message.names, message.dtypes, message.shapes))
+        self._check(bucket)
         try:
-            await self.exclusively(lambda: self._receive_one(message, staged))
+            await self.exclusively(lambda: self._receive_one(message, bucket, staged))
         except PublicationError:
             self._drop(staged)
             raise
@@ -190,19 +193,7 @@ class WeightReceiver:
         """Receive from all senders at once what `message` announces, bucket by bucket. `on_progress` is called, in any
         thread, with how many buckets of each sender are staged. Whole buckets are kept when it fails."""
         staged = self._expecting()
-        groups, _ = self._group(message.group_name)
-        if not len(groups) == len(message.senders) == len(message.first_buckets) > 0:
-            raise Refused(f"{len(groups)} senders have met; senders and first_buckets must be lists of as many entries")
-        for buckets in message.senders:
-            for bucket in buckets:
-                self._check(*_columns(bucket))
-        here = staged.buckets or [0] * len(groups)
-        if len(here) != len(groups) or any(a > b for a, b in zip(message.first_buckets, here, strict=True)):
-            raise Refused(f"the buckets before {message.first_buckets} are not here, only those before {here}")
-        left = [len(buckets) - first for buckets, first in zip(message.senders, message.first_buckets, strict=True)]
-        if message.turns and sorted(message.turns) != [n for n, count in enumerate(left) for _ in range(count)]:
-            raise Refused(f"turns must name each sender once for each bucket that it sends: {left} of them")
-
+        threads = self._planned(message, staged)
         failure: asyncio.Future[StreamRLError] = asyncio.get_running_loop().create_future()
 
         async def receive_from(senders: Sequence[int]) -> None:
@@ -217,9 +208,7 @@ class WeightReceiver:
             if self._pending:
                 await in_thread(partial(wait_for_pending, self._pending))
             staged.buckets = list(message.first_buckets)
-            at_once = [[sender] * count for sender, count in enumerate(left)]
-            every = [receive_from(senders) for senders in ([message.turns] if message.turns else at_once)]
-            for fault in await asyncio.gather(*every, return_exceptions=True):
+            for fault in await asyncio.gather(*map(receive_from, threads), return_exceptions=True):
                 if fault is not None:
                     raise fault
             await in_thread(partial(self._make_ready, staged))
@@ -235,14 +224,30 @@ class WeightReceiver:
         await receiving
         staged.version = message.weight_version
 
+    def _planned(self, message: ReceiveWeights, staged: Staged) -> list[list[int]]:
+        """Return, for each thread that is to receive, whose bucket comes next and next: of all senders in turn, or of
+        one. Raises `Refused` for a message that does not fit the model, the senders that have met, or what is here."""
+        groups, _ = self._group(message.group_name)
+        if not len(groups) == len(message.senders) == len(message.first_buckets) > 0:
+            raise Refused(f"{len(groups)} senders have met; senders and first_buckets must be lists of as many entries")
+        for buckets in message.senders:
+            for bucket in buckets:
+                self._check(bucket)
+        here = staged.buckets or [0] * len(groups)
+        if len(here) != len(groups) or any(a > b for a, b in zip(message.first_buckets, here, strict=True)):
+            raise Refused(f"the buckets before {message.first_buckets} are not here, only those before {here}")
+        left = [len(buckets) - first for buckets, first in zip(message.senders, message.first_buckets, strict=True)]
+        if message.turns and sorted(message.turns) != [n for n, count in enumerate(left) for _ in range(count)]:
+            raise Refused(f"turns must name each sender once for each bucket that it sends: {left} of them")
+        return [message.turns] if message.turns else [[sender] * count for sender, count in enumerate(left)]
+
     def _receive_from(
         self, senders: Sequence[int], message: ReceiveWeights, staged: Staged, on_progress: Callable[[list[int]], None]
     ) -> None:
         """Receive the next bucket of each of `senders`, one after another."""
         for number in senders:
-            names, dtypes, shapes = _columns(message.senders[number][staged.buckets[number]])
-            as_deltas = message.base is not None
-            self._receive(message.group_name, names, dtypes, shapes, staged, sender=number, as_deltas=as_deltas)
+            bucket = message.senders[number][staged.buckets[number]]
+            self._receive(message.group_name, bucket, staged, sender=number, as_deltas=message.base is not None)
             staged.buckets[number] += 1
             on_progress(list(staged.buckets))
 
@@ -395,7 +400,7 @@ class WeightReceiver:
         for file in sorted(folder.glob("*.safetensors")):
             weights |= mapped(file)
         for name, tensor in weights.items():
-            self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
+            self._check([_spec(name, tensor)])
         if not weights.keys() >= self._expected.shapes.keys() or not self._aside.adopt(weights):
             return False
         staged.sums |= self._copiers.each(lambda _, tensor: tensor_sums(tensor), weights.items())
@@ -406,7 +411,7 @@ class WeightReceiver:
         if (folder / cuda_memory.FILE).exists():
             shared = cuda_memory.read(folder)
             for name, tensor in shared.views(self._open_shared(shared.handle)):
-                self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
+                self._check([_spec(name, tensor)])
                 yield name, tensor
             return
         files = sorted(folder.glob("*.safetensors"))
@@ -416,50 +421,43 @@ class WeightReceiver:
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118 - no mapping
                     tensor = opened.get_tensor(name)
-                    self._check([name], [dtype_name(tensor.dtype)], [list(tensor.shape)])
+                    self._check([_spec(name, tensor)])
                     yield name, tensor
 
-    def _check(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        if not len(names) == len(dtypes) == len(shapes) > 0:
-            raise Refused("names, dtypes and shapes must be lists of equal length, one entry for each tensor")
-        unknown = [f"{n}: {d}" for n, d in zip(names, dtypes, strict=True) if d not in DTYPES]
+    def _check(self, bucket: Sequence[TensorSpec]) -> None:
+        """Raise `Refused` for tensors that the model does not have."""
+        if not bucket:
+            raise Refused("a bucket has no tensors; it needs at least one")
+        unknown = [f"{spec.name}: {spec.dtype}" for spec in bucket if spec.dtype not in DTYPES]
         if unknown:
             raise Refused(f"dtypes must be {', '.join(DTYPES)}; got {_some(unknown)}")
         if self._expected is None:
             return
         problems = []
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        for spec in bucket:
+            name, shape = spec.name, tuple(spec.shape)
             if name in self._expected.ignored:
                 continue
             if name not in self._expected.shapes:
                 problems.append(f"{name} is unknown")
-            elif tuple(shape) != self._expected.shapes[name]:
+            elif shape != self._expected.shapes[name]:
                 problems.append(f"{name} has shape {list(shape)} instead of {list(self._expected.shapes[name])}")
-            elif DTYPES[dtype] != self._expected.dtype:
-                problems.append(f"{name} is {dtype}, served as {dtype_name(self._expected.dtype)}")
+            elif DTYPES[spec.dtype] != self._expected.dtype:
+                problems.append(f"{name} is {spec.dtype}, served as {dtype_name(self._expected.dtype)}")
         if problems:
             raise Refused(f"{len(problems)} tensors do not fit the model: {_some(problems)}")
 
-    def _receive_one(self, message: UpdateWeightsFromDistributed, staged: Staged) -> None:
-        """Receive what one call of SGLang's API announces."""
+    def _receive_one(self, message: UpdateWeightsFromDistributed, bucket: Sequence[TensorSpec], staged: Staged) -> None:
+        """Receive the `bucket` that one call of SGLang's API announces."""
         self._check_current(staged)
         wait_for_pending(self._pending)
-        self._receive(
-            message.group_name,
-            message.names,
-            message.dtypes,
-            message.shapes,
-            staged,
-            flattened=message.load_format == "flattened_bucket",
-        )
+        self._receive(message.group_name, bucket, staged, flattened=message.load_format == "flattened_bucket")
         self._make_ready(staged)
 
     def _receive(
         self,
         group_name: str,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
+        bucket: Sequence[TensorSpec],
         staged: Staged,
         *,
         sender: int = 0,
@@ -469,11 +467,10 @@ class WeightReceiver:
         """Receive and keep one bucket. `flattened`: all of it comes in one broadcast."""
         groups, device = self._groups[group_name]
         try:
-            specs = list(zip(names, dtypes, shapes, strict=True))
             if as_deltas:
-                arriving = self._deltas(groups[sender], device, specs, sender=sender)
+                arriving = self._deltas(groups[sender], device, bucket, sender=sender)
             else:
-                arriving = self._arriving(groups[sender], device, specs, sender=sender, flattened=flattened)
+                arriving = self._arriving(groups[sender], device, bucket, sender=sender, flattened=flattened)
             with self._beside.after_computation():
                 self._keep(arriving, staged)
         except PublicationError:
@@ -489,15 +486,15 @@ class WeightReceiver:
         self,
         group: Any,
         device: torch.device,
-        specs: Sequence[tuple[str, str, Sequence[int]]],
+        bucket: Sequence[TensorSpec],
         *,
         sender: int,
         flattened: bool,
     ) -> Iterator[tuple[str, Tensor | Delta | None]]:
         """Yield the tensors, as soon as each is here."""
-        names = [name for name, _, _ in specs]
+        names = [spec.name for spec in bucket]
         places = {} if flattened else self._places(names, device)
-        others = [(name, DTYPES[dtype], shape) for name, dtype, shape in specs if name not in places]
+        others = [(spec.name, DTYPES[spec.dtype], spec.shape) for spec in bucket if spec.name not in places]
         sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in others]
         flat = self._room(sum(sizes), device, sender=sender)
         if flattened:
@@ -515,27 +512,27 @@ class WeightReceiver:
                 yield name, views.get(name)
 
     def _deltas(
-        self, group: Any, device: torch.device, specs: Sequence[tuple[str, str, Sequence[int]]], *, sender: int
+        self, group: Any, device: torch.device, bucket: Sequence[TensorSpec], *, sender: int
     ) -> Iterator[tuple[str, Tensor | Delta | None]]:
         """Yield the deltas of those tensors that have changed little, and the others, as `Broadcaster` sends them."""
-        counts = torch.empty(len(specs), dtype=torch.int64, device=device)
-        what = f"what has changed of {len(specs)} weights from {specs[0][0]} on"
+        counts = torch.empty(len(bucket), dtype=torch.int64, device=device)
+        what = f"what has changed of {len(bucket)} weights from {bucket[0].name} on"
         self._come([(what, counts)], group)
-        changed = dict(zip([name for name, _, _ in specs], counts.tolist(), strict=True))
-        for name, _, shape in specs:
-            if not -1 <= changed[name] <= math.prod(shape):
-                raise PublicationError(f"{changed[name]} numbers of {name} {list(shape)} are said to have changed")
-        few = [spec for spec in specs if changed[spec[0]] >= 0]
-        sizes = [changed[name] for name, _, _ in few]
+        changed = dict(zip([spec.name for spec in bucket], counts.tolist(), strict=True))
+        for spec in bucket:
+            if not -1 <= (count := changed[spec.name]) <= math.prod(spec.shape):
+                raise PublicationError(f"{count} numbers of {spec.name} {spec.shape} are said to have changed")
+        few = [spec for spec in bucket if changed[spec.name] >= 0]
+        sizes = [changed[spec.name] for spec in few]
         places = torch.empty(sum(sizes), dtype=torch.int32, device=device)
-        values = torch.empty(sum(sizes), dtype=DTYPES[specs[0][1]], device=device)
+        values = torch.empty(sum(sizes), dtype=DTYPES[bucket[0].dtype], device=device)
         if len(places):
             self._come([(what, places), (what, values)], group)
         end = 0
-        for (name, _, _), size in zip(few, sizes, strict=True):
+        for spec, size in zip(few, sizes, strict=True):
             begin, end = end, end + size
-            yield name, Delta(places[begin:end], values[begin:end])
-        others = [spec for spec in specs if changed[spec[0]] < 0]
+            yield spec.name, Delta(places[begin:end], values[begin:end])
+        others = [spec for spec in bucket if changed[spec.name] < 0]
         if others:
             yield from self._arriving(group, device, others, sender=sender, flattened=False)
 
@@ -589,9 +586,8 @@ async def in_thread(call: Callable[[], Result]) -> Result:
     return await future
 
 
-def _columns(bucket: Sequence[TensorSpec]) -> tuple[list[str], list[str], list[list[int]]]:
-    """Return the names, dtypes and shapes of a bucket."""
-    return [spec.name for spec in bucket], [spec.dtype for spec in bucket], [spec.shape for spec in bucket]
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, dtype_name(tensor.dtype), list(tensor.shape))
 
 
 def _aligned(content: Tensor, dtype: torch.dtype) -> Tensor:

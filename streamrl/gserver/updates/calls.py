@@ -1,7 +1,7 @@
-"""What the manager asks of a gserver for its weights: calls in SGLang's API, each with a deadline.
+"""The calls that the manager makes to a gserver about its weights: SGLang's API, each with a deadline.
 
-Every call raises a `StreamRLError`: `PeerLost` for a gserver that is gone, `DeadlineExceeded` for one that does not
-reply in time, `PeerError` or `PublicationError` for one that refuses.
+A call that fails raises a `StreamRLError`: `PeerLost` if the gserver is gone, `DeadlineExceeded` if it does not reply
+in time, `PeerError` or `PublicationError` if it refuses.
 """
 
 from __future__ import annotations
@@ -47,21 +47,22 @@ from streamrl.transport.generation import (
 log = logging.getLogger(__name__)
 
 UNKNOWN_ACTION = "Unsupported action"
-"""SGLang's reply when /weights_checker is asked for something that it does not know."""
+"""In SGLang's reply to an action that its /weights_checker does not know."""
 MOST_OLD_ADAPTERS = 32
-"""So many adapters that are not named any more may stay loaded for requests that still have them."""
+"""So many old adapters may stay loaded for requests that still have them."""
 NOTHING = "nothing"
-"""Stands for the checksum of a tensor that did not come."""
+"""In place of the checksum of a tensor that was not received."""
 FORMING_MARGIN_SECONDS = 5.0
+"""At most so much longer than a gserver waits for its weight group to meet, the manager waits for its reply."""
 PROBE_SECONDS = 5.0
-"""A gserver that does not reply to a simple question for so long counts as lost."""
+"""Deadline of a question that a live gserver answers at once."""
 
 
 class WeightCalls:
-    """One method for each call; `timeout` is the deadline of each, in seconds."""
+    """One method for each call. `gserver` is whom it is made to; `timeout`, in seconds, is its deadline."""
 
     def __init__(self, client: GenerationClient, *, timeout: float, request_seconds: float = 0.0) -> None:
-        """`request_seconds`: no request to a gserver lasts longer."""
+        """`request_seconds`: the longest that a request to a gserver may last."""
         self._client = client
         self._request_seconds = request_seconds
         self._timeout = timeout
@@ -69,7 +70,7 @@ class WeightCalls:
         self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Give up calls that are made in the background."""
+        """Cancel the calls that are under way in the background."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
@@ -77,29 +78,29 @@ class WeightCalls:
     # What it is
 
     async def info(self, gserver: Gserver) -> ServerInfo:
-        """Return what it can do; a gserver that lives replies at once."""
+        """Return what the gserver can do. One that lives replies at once."""
         return await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._probe_timeout)
 
     async def label(self, gserver: Gserver) -> str:
-        """Return the name of the weights that it serves: its version, as text, or another name."""
+        """Return what the gserver calls the weights that it serves: a version, as text, or another name."""
         model = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=self._probe_timeout)
         return model.weight_version
 
     async def wait_until_idle(self, gserver: Gserver) -> None:
-        """Wait until it is done with the calls that were made before, given up or not: SGLang's scheduler takes one
-        after another, and has a part in this reply."""
+        """Wait until the gserver has finished all earlier calls, also those that were given up. SGLang's scheduler
+        takes calls in order, and this one waits for it."""
         await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._timeout)
 
     # The weight group
 
     async def join_group(self, gserver: Gserver, message: InitWeightsUpdateGroup) -> None:
+        """Have the gserver join a weight group; it replies when all ranks have met."""
         # A little longer than the gserver itself waits for the others: it knows what went wrong.
-        """Have it meet the others in a weight group."""
         margin = min(FORMING_MARGIN_SECONDS, self._timeout / 4)
         await self._post(gserver, "/init_weights_update_group", message, timeout=self._timeout + margin)
 
     def leave_group(self, name: str, members: Iterable[Gserver]) -> None:
-        """Have `members` leave the group, in the background: nothing depends on it, and a failure is only logged."""
+        """Have `members` leave the group `name`, in the background: nothing depends on it; failures are logged."""
         for gserver in members:
             self._in_background(self._leave_group(gserver, name))
 
@@ -117,18 +118,19 @@ class WeightCalls:
     # One gserver sends to another
 
     async def offer(self, gserver: Gserver, *, group: str, version: int) -> Broadcast:
-        """Have it get ready to send its weights, which have to be those of `version`, in `group`."""
+        """Have the gserver prepare to send its weights in `group`, and return how; it refuses unless it serves
+        `version`."""
         message = OfferWeights(group_name=group, version=version)
         return await self._client.post(gserver.address, "/offer_weights", message, Broadcast, timeout=self._timeout)
 
     async def send(self, gserver: Gserver, *, group: str, buckets: int) -> None:
-        """Have it send the weights that it has offered, which are so many `buckets`."""
+        """Have the gserver send the weights that it has offered, `buckets` in all; return when they are sent."""
         await self._post(gserver, "/send_weights", SendWeights(group_name=group), timeout=(buckets + 1) * self._timeout)
 
     # The steps of an update
 
     async def begin(self, gserver: Gserver, *, transfer: str = "") -> None:
-        """`transfer`: names weights of which a gserver with a stage keeps what it has."""
+        """Begin an update. A gserver with a stage keeps what it has staged of the weights that `transfer` names."""
         message = BeginWeightUpdate(transfer=transfer)
         try:
             await self._post(gserver, "/begin_weight_update", message)
@@ -141,13 +143,13 @@ class WeightCalls:
     async def receive_all(
         self, gserver: Gserver, message: ReceiveWeights, on_progress: Callable[[list[int]], None]
     ) -> None:
-        """Have it receive all weights into its stage, in one call whose deadline is that of a bucket. `on_progress` is
-        told how many buckets of each sender it has."""
+        """Have the gserver receive all weights into its stage. One call, in which the deadline is that of each bucket;
+        `on_progress` is called with how many buckets of each sender are there."""
         await self._client.receive_weights(gserver.address, message, on_progress, timeout=self._timeout)
 
     async def receive(self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, flush_cache: bool) -> None:
-        """Have it receive the next broadcasts in `group`, one for each tensor of `bucket`, over the weights that it
-        serves."""
+        """Have the gserver receive the next broadcasts in `group`, one for each tensor of `bucket`, and write them over
+        the weights that it serves."""
         message = UpdateWeightsFromDistributed(
             names=[spec.name for spec in bucket],
             dtypes=[spec.dtype for spec in bucket],
@@ -158,15 +160,15 @@ class WeightCalls:
         await self._post(gserver, "/update_weights_from_distributed", message)
 
     async def load(self, gserver: Gserver, folder: str, *, version: int | None, flush_cache: bool) -> None:
-        """Have it read the weights in `folder`: into its stage where an update has begun, else over those that it
-        serves; `version` is None then, and told later."""
+        """Have the gserver read the weights of `version` in `folder`: into its stage if it has one, else over those
+        that it serves; `version` is None then, and `name` tells it later."""
         message = UpdateWeightsFromDisk(
             model_path=folder, weight_version=None if version is None else str(version), flush_cache=flush_cache
         )
         await self._post(gserver, "/update_weights_from_disk", message)
 
     async def load_adapter(self, gserver: Gserver, folder: str, *, name: str) -> None:
-        """Have an SGLang server load the adapter in `folder` under `name`, beside those that are in use."""
+        """Have an SGLang server load the adapter in `folder` under `name`, beside the adapters that are in use."""
         try:
             loaded = await self._load_adapter(gserver, folder, name)
         except PeerError as refused:
@@ -181,9 +183,10 @@ class WeightCalls:
         gserver.adapters = {other: gserver.adapters.get(other, math.inf) for other in (*ours, name)}
 
     def unload_old_adapters(self, gserver: Gserver, *, serves: str) -> None:
-        """From now on requests name the adapter `serves`. Have it unload those that no request can have any more.
+        """Have the gserver, whose requests name the adapter `serves` from now on, unload those that none can still
+        have.
 
-        In the background: nothing depends on it, and a failure is only logged.
+        In the background: nothing depends on it; failures are logged.
         """
         now = time.monotonic()
         old = {name: min(since, now) for name, since in gserver.adapters.items() if name != serves}
@@ -211,9 +214,10 @@ class WeightCalls:
         await self._client.post(gserver.address, "/unload_lora_adapter", message, LoadedAdapters, timeout=self._timeout)
 
     async def verify(self, gserver: Gserver, trained: Mapping[str, str]) -> None:
-        """Compare what it received with `trained` (name → checksum; empty: nothing is compared).
+        """Compare the checksums of the weights that the gserver received with `trained` (name → checksum); an empty
+        `trained` compares nothing.
 
-        Raises `PublicationError` when they differ.
+        Raises `PublicationError` when one differs.
         """
         if not trained:
             return
@@ -232,8 +236,8 @@ class WeightCalls:
             _compare(gserver, {name: rank.checksums.get(name, NOTHING) for name in trained}, trained)
 
     async def received(self, gserver: Gserver) -> list[RankSums] | None:
-        """Return, for each rank of a gserver without a stage, the checksums of the tensors that came last; None if it
-        cannot tell, for example because somebody else started it."""
+        """Return the checksums of the tensors that each rank of a gserver without a stage received last; None if it
+        cannot tell, for example because it was started by somebody else."""
         if not gserver.tells_received:
             return None
         message = WeightsChecker(action="received")
@@ -250,24 +254,24 @@ class WeightCalls:
         return sums.ranks
 
     async def pause(self, gserver: Gserver, mode: PauseMode) -> None:
-        """Have it stop between two steps."""
+        """Have the gserver stop generating, between two steps; `mode` says what becomes of its requests."""
         await self._post(gserver, "/pause_generation", PauseGeneration(mode=mode))
 
     async def name(self, gserver: Gserver, label: str) -> None:
-        """Have it call the weights that it serves `label`."""
+        """Have the gserver call the weights that it serves `label`."""
         message = UpdateWeightVersion(new_version=label, abort_all_requests=False)
         await self._post(gserver, "/update_weight_version", message)
 
     async def end(self, gserver: Gserver) -> None:
-        """End the update: a gserver with a stage serves the staged weights from here on."""
+        """End the update: a gserver with a stage swaps the staged weights in."""
         await self._post(gserver, "/end_weight_update")
 
     async def abort_requests(self, gserver: Gserver, *, timeout: float) -> None:
-        """Have it end all requests with the tokens that they have."""
+        """Have the gserver end all requests, each with the tokens that it has."""
         await self._post(gserver, "/abort_request", AbortRequest(abort_all=True), timeout=timeout)
 
     async def resume(self, gserver: Gserver, *, timeout: float) -> None:
-        """Have it go on after a pause."""
+        """Have the gserver go on generating after a pause."""
         await self._post(gserver, "/continue_generation", timeout=timeout)
 
     async def _post(
@@ -281,7 +285,8 @@ class WeightCalls:
 def _compare(
     gserver: Gserver, found: Mapping[str, str], trained: Mapping[str, str], *, unknown: Sequence[str] = ()
 ) -> None:
-    """`unknown`: tensors that came and were not trained."""
+    """Raise `PublicationError` unless the checksums that were `found` are those that were `trained` and no `unknown`
+    tensors came."""
     wrong = [name for name, checksum in found.items() if trained.get(name, checksum) != checksum]
     if wrong or unknown:
         raise PublicationError(

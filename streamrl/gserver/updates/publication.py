@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightUpdates:
-    """Serves the publisher's calls."""
+    """What the publisher calls: it begins an update, commits it, and asks which gservers need a resync."""
 
     def __init__(
         self,
@@ -61,9 +61,10 @@ class WeightUpdates:
         on_unrecoverable: Callable[[str], None],
         version: int = 0,
     ) -> None:
-        """`changed` is notified when a gserver is heard of, or may lack the current weights. `on_version` is told a new
-        version as soon as the first gserver serves it, `on_record` every attempt that has ended, `on_unrecoverable`
-        why no gserver that lives can be brought to the current weights. `version`: what gservers start with."""
+        """`changed` is notified when a gserver is heard of, or may lack the current weights. `on_version` is called
+        with a new version as soon as the first gserver serves it, `on_record` with the record of every attempt that has
+        ended, `on_unrecoverable` with the reason why no live gserver can be brought to the current weights. `version`:
+        the one that gservers start with."""
         self.version = version
         self.completed = 0
         """Updates that took effect."""
@@ -101,38 +102,30 @@ class WeightUpdates:
         return self._running is not None and not self._running.done()
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the update in progress, and the figures of the last one."""
+        """Return the state of the update in progress, the counts of updates, and the record of the last one."""
         now = self._update.status() if self._update else {"state": Stage.IDLE.value}
         last = msgspec.to_builtins(self.last) if self.last else None
         return {**now, "completed": self.completed, "failed": self.failed, "last": last}
 
     async def places(self) -> GserverPlaces:
-        """Return on which machines and GPUs the gservers are that are not silent."""
+        """Return the machines and the GPUs of all gservers that are not silent."""
         heard = [g for g in self._fleet.all() if not g.silent]
         return GserverPlaces(machines=sorted({g.machine for g in heard}), gpus=sorted({g.gpu for g in heard}))
 
     async def begin(self, message: PublishBegin) -> PublishBeginReply:
-        """Start an update and name its group; an update still in progress is rolled back first.
+        """Choose the gservers that take part, start their update, and return the group in which they wait.
 
-        Raises `PublicationError` when the version is not newer, when no gserver replies within
-        `weights.timeout_seconds`, or when none can read the snapshot.
+        An update that is still in progress is rolled back first. A resync that no gserver needs any more starts
+        nothing: the group that is returned has no member but the publisher.
+
+        Raises `PublicationError` when the version is not newer than the one served, when no gserver replies within
+        `weights.timeout_seconds`, or when none of them can read the snapshot.
         """
         async with self._beginning:
-            if self._update is not None and self._running is not None and self.under_way:
-                self._update.abort("the publisher began another update")
-                await asyncio.wait({self._running})
-            if message.resync:
-                members = await self._members_to_resync(message.version)
-                if not members:
-                    return PublishBeginReply(group_name="", world_size=1)
-            elif message.version <= self.version:
-                raise PublicationError(
-                    f"version {message.version} cannot be published: the gservers are at {self.version}"
-                )
-            else:
-                members = await self._members_of_update(message)
-                for member in members:
-                    member.overtaken_resyncs = 0
+            await self._until_ended(lambda update: update.abort("the publisher began another update"))
+            members = await (self._members_to_resync if message.resync else self._members_of_update)(message)
+            if not members:
+                return PublishBeginReply(group_name="", world_size=1)
             members, first_buckets = self._resumed(message.weights, members)
             base = _common_base(message.weights, members)
             group = self._group_of(members, message)
@@ -157,8 +150,11 @@ class WeightUpdates:
             )
 
     async def commit(self, message: PublishCommit) -> PublishReply:
-        """The publisher has sent everything, or failed. Return how the update went, the same however often this is
-        called; raises `PublicationError` when there is no such update."""
+        """Note that the publisher has sent everything, or why it could not; wait for the end of the update and return
+        its outcome. Another call for the same update returns the same outcome.
+
+        Raises `PublicationError` when no such update was begun.
+        """
         update, running = self._update, self._running
         named = (message.version, message.group_name)
         if update is None or running is None or (update.version, update.group.name) != named:
@@ -169,7 +165,7 @@ class WeightUpdates:
         return await asyncio.shield(running)
 
     async def resync_needed(self, *, timeout: float) -> ResyncNeeded:
-        """Wait, at most `timeout` seconds, for gservers that only the publisher can resync; return them."""
+        """Return the gservers that only the publisher can resync; wait up to `timeout` seconds for the first."""
         needed = self.resyncs.from_publisher
         await self._changed.until(lambda: bool(needed()) or self.resyncs.closing, timeout=timeout)
         return ResyncNeeded(
@@ -177,13 +173,14 @@ class WeightUpdates:
         )
 
     async def close(self) -> None:
-        """Roll back what is in progress and resume everyone."""
-        await asyncio.gather(self.resyncs.close(), self._leave_update())
+        """Roll back the update in progress, end all resyncs, and resume every gserver that they have paused."""
+        await asyncio.gather(self.resyncs.close(), self._until_ended(WeightUpdate.leave))
         await self._calls.close()
 
-    async def _leave_update(self) -> None:
+    async def _until_ended(self, end: Callable[[WeightUpdate], None]) -> None:
+        """Call `end` with the update that is under way, if one is, and wait until it has ended."""
         if self._update is not None and self._running is not None and self.under_way:
-            self._update.leave()
+            end(self._update)
             await asyncio.wait({self._running})
 
     async def _run(self, update: WeightUpdate, message: PublishBegin) -> PublishReply:
@@ -223,16 +220,18 @@ class WeightUpdates:
 
     # Who takes part
 
-    async def _members_to_resync(self, version: int) -> list[Gserver]:
-        """Return the gservers that only the publisher can bring to `version`, and that reply."""
-        lacking = self.resyncs.from_publisher() if version == self.version else []
+    async def _members_to_resync(self, message: PublishBegin) -> list[Gserver]:
+        """Return the gservers that only the publisher can bring to the version served, and that reply; perhaps none."""
+        lacking = self.resyncs.from_publisher() if message.version == self.version else []
         live = await self._responding(lacking)
         self.resyncs.failed(gserver for gserver in lacking if gserver not in live)
         return live
 
     async def _members_of_update(self, message: PublishBegin) -> list[Gserver]:
-        """Return the gservers that reply now; wait for one if there is none."""
+        """Return the gservers that reply now, at least one: wait for it if there is none. Raises as `begin` does."""
         version = message.version
+        if version <= self.version:
+            raise PublicationError(f"version {version} cannot be published: the gservers are at {self.version}")
         deadline = time.monotonic() + self._config.timeout_seconds
         seen = self._fleet.news
         while True:
@@ -242,6 +241,8 @@ class WeightUpdates:
                 candidates = _able_to_read(message.weights, candidates)
             live = await self._responding(candidates)
             if live:
+                for gserver in live:
+                    gserver.overtaken_resyncs = 0
                 return live
             log.warning("weights v%d wait for a gserver: none of %d replies", version, len(candidates))
             left = max(deadline - time.monotonic(), 0)
@@ -267,9 +268,12 @@ class WeightUpdates:
         return True
 
     def _resumed(self, weights: Broadcast | Snapshot, members: list[Gserver]) -> tuple[list[Gserver], list[int]]:
-        """Return who takes part in an attempt, and with which bucket each sender begins: if some have staged a part of
-        these weights in an attempt before, only those, with the first bucket that one of them lacks. The others, which
-        came meanwhile, are resynced afterwards."""
+        """Return which of `members` take part in this attempt, and the bucket with which each sender begins (empty: the
+        first).
+
+        If an earlier attempt left a part of these weights staged, the gservers that have it take part alone, and each
+        sender goes on with the first bucket that one of them lacks. The others are resynced afterwards.
+        """
         if not isinstance(weights, Broadcast) or weights.transfer == self._distrusted:
             return members, []
         infos = {gserver: gserver.info.staged for gserver in members if gserver.info is not None}
@@ -278,7 +282,7 @@ class WeightUpdates:
         return (list(staged), first_buckets) if any(first_buckets) else (members, [])
 
     def _group_of(self, members: list[Gserver], message: PublishBegin) -> WeightGroup:
-        """Return the group in use if it still fits, else a new one."""
+        """Return the weight group of `members`: the one in use if it is theirs and sound, else a new one."""
         name = f"weights-{self._run_name}-{next(self._group_numbers)}"
         if isinstance(message.weights, Snapshot):
             return WeightGroup(name, tuple(members))
@@ -293,6 +297,7 @@ class WeightUpdates:
         return self._group
 
     def _destroy(self, group: WeightGroup) -> None:
+        """Have the members of `group` leave it, in the background."""
         members = [gserver for gserver in group.members if self._fleet.is_member(gserver)]
         self._calls.leave_group(group.name, members)
         with_a_group_for_each = [gserver for gserver in members if not stages_weights(gserver)]
@@ -301,7 +306,8 @@ class WeightUpdates:
 
 
 def _common_base(weights: Broadcast | Snapshot, members: list[Gserver]) -> int | None:
-    """Return the version from which deltas may be sent: all members serve it, and can apply them."""
+    """Return the version from which deltas may be sent, one that all `members` serve and can apply deltas to; None:
+    weights have to be sent whole."""
     if not isinstance(weights, Broadcast) or weights.base is None:
         return None
     infos = [gserver.info for gserver in members]
@@ -314,7 +320,7 @@ def _is_of(weights: Broadcast, staged: StagedWeights) -> bool:
 
 
 def _able_to_read(snapshot: Snapshot, gservers: list[Gserver]) -> list[Gserver]:
-    """Return the gservers that can read the snapshot; raises `PublicationError` when there are only others."""
+    """Return those of `gservers` that can read the snapshot; raises `PublicationError` when none of them can."""
     able = [g for g in gservers if snapshot.readable_by(g.machine, g.gpu)]
     far = ", ".join(f"{g.name} on {g.host}" for g in gservers if g not in able)
     memory, several = ("memory of the trainer's GPU", "GPUs") if snapshot.gpu else ("shared memory", "hosts")

@@ -1,6 +1,7 @@
-"""Resync: brings gservers that lack the current weights up to them, without the others.
+"""Resync: brings single gservers up to the current weights, while the others serve on.
 
-A gserver lacks them that came late, came back, or failed in an update. Three sources are tried in this order:
+A gserver lacks the current weights if it joined late, came back, or failed in an update. Three sources are tried in
+this order:
 
 - *files*, where the current weights lie in files that it can read: the gserver reads them at once;
 - *another gserver* that serves them, where it cannot: it sends them in a process group of two, to one gserver
@@ -40,7 +41,7 @@ from streamrl.transport.control import Broadcast, Snapshot
 log = logging.getLogger(__name__)
 
 MOST_OVERTAKEN = 2
-"""Resyncs of a gserver to weights that are replaced before it has them, until it waits for an update."""
+"""So many resyncs of a gserver may be overtaken by newer weights; then it waits for the next update."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class CurrentWeights:
 
     version: int
     snapshot: Snapshot | None
-    """What can be read at any time; None: they were broadcast."""
+    """Where they can be read at any time; None: they were broadcast."""
     checksums: dict[str, str]
     """Name → checksum of each weight as it was trained."""
 
@@ -59,7 +60,7 @@ class CurrentWeights:
 
 
 class Resyncs:
-    """Call `start` after everything that may leave a gserver behind."""
+    """All resyncs of a run. Call `start` after whatever may have left a gserver behind."""
 
     def __init__(
         self,
@@ -72,9 +73,9 @@ class Resyncs:
         updating: Callable[[], bool],
         on_unrecoverable: Callable[[str], None],
     ) -> None:
-        """`version` tells which one is served, `updating` whether an update by the publisher is under way: no resync
-        starts meanwhile. `changed` is notified when a gserver may lack or have weights that it did not before.
-        `on_unrecoverable` is told why no gserver that lives can be brought to the current weights."""
+        """`version` returns the version that is served, `updating` whether an update by the publisher is under way: no
+        resync starts meanwhile. `changed` is notified when a gserver may have come to need a resync, or has had one.
+        `on_unrecoverable` is called with the reason why no live gserver can be brought to the current weights."""
         self.closing = False
         """Whether `close` was called: no resync starts any more."""
         self._config = config
@@ -95,19 +96,19 @@ class Resyncs:
 
     @property
     def addresses(self) -> set[str]:
-        """Where a resync is under way. By address, because a server that was joined outlives the gserver that joined
-        it: the next gserver there waits until what was begun for the one before has ended."""
+        """The addresses of gservers that are being resynced. Addresses, because a server that a run has joined outlives
+        its gserver: the next gserver there waits until the resync of the one before has ended."""
         return {gserver.address for gserver in self._running}
 
     def weights_served(self, current: CurrentWeights) -> None:
-        """An update has taken effect: these are the weights that are served now."""
+        """Take over `current` after an update that took effect; what failed before is forgotten."""
         self._current = current
         self._tried.clear()
         for gserver in self._fleet.all():
             gserver.clear_failures()
 
     def heard(self, gserver: Gserver) -> None:
-        """A heartbeat of `gserver` has come: if its resync has failed just now, it has not died of it."""
+        """Note a heartbeat of `gserver`: if its resync has failed, it did not die of it, so the failure counts."""
         if gserver.resync_failed:
             gserver.resync_failed = False
             gserver.failed_resyncs += 1
@@ -115,12 +116,12 @@ class Resyncs:
             self.fail_if_unrecoverable()
 
     def failed(self, gservers: Iterable[Gserver]) -> None:
-        """The publisher could not resync `gservers`."""
+        """Note that the publisher could not resync `gservers`."""
         for gserver in gservers:
             gserver.resync_failed = True
 
     def from_publisher(self) -> list[Gserver]:
-        """Return the gservers to which only the publisher can send the current weights."""
+        """Return the gservers that lack the current weights and can get them from the publisher alone."""
         if self._updating() or self.closing:
             return []
         current = self._current
@@ -131,7 +132,7 @@ class Resyncs:
         return [g for g in self._lacking() if not current.readable_by(g) and not self._able_to_send(g)]
 
     def start(self) -> None:
-        """Resync those that lack the current weights and have a source."""
+        """Begin to resync the gservers that lack the current weights, as far as there is a source for them."""
         self._changed.notify()
         current = self._current
         if self._updating() or self.closing or current is None or current.version != self._version():
@@ -149,7 +150,7 @@ class Resyncs:
                     self._begin(gserver, partial(self._from_gserver, gserver, sender, current))
 
     def fail_if_unrecoverable(self) -> None:
-        """The run ends when every gserver that lives has failed too often to take the current weights."""
+        """Call `on_unrecoverable` if every live gserver has failed to take the current weights as often as it may."""
         heard = [g for g in self._fleet.all() if not g.silent]
         failed = [g for g in heard if g.failed_resyncs >= self._config.attempts]
         if heard and len(failed) == len(heard) and not self._updating():
@@ -160,7 +161,7 @@ class Resyncs:
             )
 
     async def close(self) -> None:
-        """Start no further resync; resume the gservers that are paused for one, and end."""
+        """Start no further resync, resume the gservers that one has paused, and wait until all have ended."""
         self.closing = True
         for gserver, task in self._running.items():
             if gserver in self._updates:
@@ -170,7 +171,7 @@ class Resyncs:
         await asyncio.gather(*self._running.values(), return_exceptions=True)
 
     def _lacking(self) -> list[Gserver]:
-        """Return the gservers that live, do not serve the current weights, and may be resynced now."""
+        """Return the live gservers that do not serve the current weights and may be resynced now."""
         busy = self.addresses
         others = self._fleet.serving_count
         return [
@@ -184,7 +185,7 @@ class Resyncs:
         ]
 
     def _able_to_send(self, gserver: Gserver) -> list[Gserver]:
-        """Return the gservers that could send to `gserver`; some may be sending to another at the moment."""
+        """Return the gservers that can send to `gserver` and have not tried; some may be sending to another now."""
         tried = self._tried.get(gserver, [])
         if len(tried) >= self._config.attempts:
             return []
@@ -230,7 +231,7 @@ class Resyncs:
     async def _send(
         self, gserver: Gserver, sender: Gserver, current: CurrentWeights, weights: Broadcast, *, group: str
     ) -> str:
-        """Have `sender` send and `gserver` receive; return why it failed, or an empty string."""
+        """Have `sender` send and `gserver` receive; return why that failed, or an empty string."""
         update = self._update(gserver, current, weights, group=group)
         updating = asyncio.create_task(update.run(), name=f"update of {gserver.name}")
         sending = asyncio.create_task(
@@ -263,7 +264,7 @@ class Resyncs:
         return update
 
     def _still_lacks(self, gserver: Gserver, current: CurrentWeights) -> bool:
-        """Whether `gserver` does not serve the weights in question, and these are still the current ones."""
+        """Whether `current` are still the current weights and `gserver` does not serve them."""
         return gserver.evicted and self._current is current
 
     def _new_name(self) -> str:

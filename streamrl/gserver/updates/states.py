@@ -1,4 +1,4 @@
-"""The states of one weight update, pure: events go in, actions come out; no I/O and no clock.
+"""The states of one weight update. Pure: events go in, actions come out; there is no I/O and no clock.
 
     prepare ──────▶ (commit) ──────▶ check ──────▶ apply ─────▶ done
        │                │              │             │ nobody swapped
@@ -26,7 +26,7 @@ Who = TypeVar("Who", bound=Hashable)
 
 
 class Stage(Enum):
-    """How far an update is; in the order of an update that succeeds."""
+    """How far an update has come, in the order in which one that succeeds passes through."""
 
     IDLE = "idle"
     FORMING = "forming"
@@ -49,15 +49,15 @@ class Step(Enum):
     JOIN = "join"
     """Meet the others in the weight group."""
     BEGIN = "begin"
-    """Get ready to receive."""
+    """Prepare to receive."""
     RECEIVE = "receive"
-    """Take the new weights: into the stage, or straight over those that are served where there is none."""
+    """Receive the new weights: into the stage or, where there is none, over those that are served."""
     VERIFY = "verify"
     """Show that the new weights are those that were trained."""
     PAUSE = "pause"
     """Pause generation."""
     MARK = "mark"
-    """Call the weights mixed, before they are: whatever is sampled from them can be told apart."""
+    """Call the served weights mixed before they are, so that tokens that are sampled from them can be recognised."""
     SWAP = "swap"
     """Serve the new weights from here on."""
     ASK = "ask"
@@ -87,18 +87,19 @@ class MemberPlan:
     check: tuple[Step, ...] = ()
     apply: tuple[Step, ...] = (Step.PAUSE, Step.SWAP)
     mixes: Step | None = None
-    """From this step on, until the swap is through, the weights that it serves may be of two versions."""
+    """The step from which on, until its swap has succeeded, the weights that it serves may be of two versions."""
 
 
 Way = Literal["broadcast", "snapshot", "adapter"]
-"""How weights come: by broadcast, in files, or in files as an adapter."""
+"""How the weights travel: by broadcast, in files, or as an adapter in files."""
 
 
 def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool = False) -> MemberPlan:
-    """Return the steps of a gserver that has a stage for weights (`staged`), or has none (real SGLang).
+    """Return the steps that one gserver takes.
 
-    `joined`: it is in the weight group already. `verified`: what it received is compared. `cut`: its requests are to
-    end when an adapter comes; else each goes on with the one that it has.
+    `staged`: it keeps new weights beside those that it serves until the swap; real SGLang cannot. `joined`: it is in
+    the weight group already. `verified`: the weights that it received are compared with those that were trained.
+    `cut`: requests end when a new adapter comes; otherwise each goes on with the adapter that it began with.
     """
     join = (Step.JOIN,) if way == "broadcast" and not joined else ()
     check = (Step.VERIFY,) if verified else ()
@@ -114,31 +115,31 @@ def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool 
 
 @dataclass(frozen=True, eq=False)
 class Action(Generic[Who]):
-    """Ask `who` to take `step`, and report how it went: `succeeded`, `failed` or (ASK) `serves`."""
+    """`who` is to take `step`; its outcome is to be reported by `succeeded`, `failed` or, for ASK, `serves`."""
 
     who: Who
     step: Step
 
 
 Serves = Literal["old", "new", "other"]
-"""Which weights a gserver says that it serves."""
+"""The weights that a gserver says it serves: those of before the update, those of the update, or neither."""
 
 
 class MemberHealth(Enum):
-    """What was seen of one gserver while an update went on."""
+    """What an update has seen of one gserver."""
 
     FINE = "fine"
-    """It did its part, or was at it when another failed."""
+    """It did its part, or was doing it when another failed."""
     SLOW = "slow"
-    """It did not reply to a call of the update in time, yet replies otherwise."""
+    """A call of the update timed out, but it replies to other calls."""
     REFUSED = "refused"
-    """It replied with a failure, or with nonsense."""
+    """It replied with an error, or with something that makes no sense."""
     LOST = "lost"
     """It does not reply at all."""
 
 
 class Phase(Enum):
-    """Where the update as a whole is."""
+    """The part of the update that all gservers are in."""
 
     PREPARE = "prepare"
     CHECK = "check"
@@ -168,7 +169,7 @@ class _Member(Generic[Who]):
 
 
 class UpdateStates(Generic[Who]):
-    """One update over the gservers of `plans`. Every event returns the actions to take next."""
+    """One update of the gservers in `plans`. Every event returns the actions to take next; none of them raises."""
 
     def __init__(self, plans: Mapping[Who, MemberPlan]) -> None:
         self.phase = Phase.PREPARE
@@ -201,12 +202,12 @@ class UpdateStates(Generic[Who]):
 
     @property
     def evicted(self) -> frozenset[Who]:
-        """The gservers that do not serve what stands now; complete when the update has ended."""
+        """The gservers that are left without the weights that the others serve; complete when the update has ended."""
         return frozenset(self._evicted)
 
     @property
     def blamed(self) -> frozenset[Who]:
-        """The gservers because of which something failed: better left out of the next attempt."""
+        """The gservers that made the update fail: the next attempt had better do without them."""
         return frozenset(self._blamed)
 
     @property
@@ -216,13 +217,13 @@ class UpdateStates(Generic[Who]):
 
     @property
     def outstanding(self) -> list[Action[Who]]:
-        """The actions whose replies are awaited; any other that was handed out before does not matter any more."""
+        """The actions whose outcome is awaited; any other that was returned before no longer matters."""
         return [member.now for member in self._members.values() if member.now is not None]
 
     @property
     def awaits(self) -> Literal["commit", "others", ""]:
-        """What has a deadline now, after which `overdue` is to be called: the publisher's commit, or the other
-        gservers' part after a first failure; empty: nothing."""
+        """What has a deadline now: the publisher's commit, or what the other gservers still have to do after a first
+        failure; empty: nothing. `overdue` is to be called when it has passed."""
         if self.phase is Phase.PREPARE and not self._problems() and all(m.through for m in self._members.values()):
             return "commit"
         return "others" if self.phase in (Phase.PREPARE, Phase.CHECK) and self._problems() else ""
@@ -241,12 +242,12 @@ class UpdateStates(Generic[Who]):
     # Events
 
     def start(self) -> list[Action[Who]]:
-        """Begin; the first event but for an early `commit` or `abort`."""
+        """Begin the update. Only `commit` and `abort` may come before."""
         self._started = True
         return self._go_on([action for member in self._members.values() for action in self._next(member)])
 
     def succeeded(self, action: Action[Who]) -> list[Action[Who]]:
-        """The step was taken."""
+        """`action` was carried out."""
         member = self._reply_to(action)
         if member is None:
             return []
@@ -257,7 +258,7 @@ class UpdateStates(Generic[Who]):
         return self._go_on(self._next(member))
 
     def failed(self, action: Action[Who], health: MemberHealth, reason: str) -> list[Action[Who]]:
-        """The step was not taken, or nobody knows whether it was; `reason` says why."""
+        """`action` was not carried out, or perhaps it was and the reply was lost; `reason` says what went wrong."""
         member = self._reply_to(action)
         if member is None:
             return []
@@ -275,24 +276,24 @@ class UpdateStates(Generic[Who]):
         return self._go_on(self._next(member))
 
     def serves(self, action: Action[Who], what: Serves) -> list[Action[Who]]:
-        """The reply to ASK has come."""
+        """The gserver replied to `action`, an ASK, that it serves `what`."""
         member = self._reply_to(action)
         return [] if member is None else self._told(member, what)
 
     def commit(self) -> list[Action[Who]]:
-        """The publisher has sent everything."""
+        """The publisher has sent all weights."""
         self._committed = True
         return self._go_on([]) if self._started else []
 
     def abort(self, reason: str) -> list[Action[Who]]:
-        """The publisher gives up, which it cannot after its commit."""
+        """The publisher gives up for `reason`. After its commit this changes nothing."""
         if self._committed or self.phase is not Phase.PREPARE:
             return []
         self._publisher_failed = True
         return self._roll_back(reason)
 
     def overdue(self, reason: str) -> list[Action[Who]]:
-        """What `awaits` names did not come in time; `reason` is for a commit that is missing."""
+        """The deadline of what `awaits` names has passed; `reason` is what to say of a commit that is missing."""
         match self.awaits:
             case "commit":
                 return self.abort(reason)
@@ -301,7 +302,7 @@ class UpdateStates(Generic[Who]):
         return []
 
     def leave(self, reason: str) -> list[Action[Who]]:
-        """End as soon as possible: only resume the gservers that this update has paused."""
+        """End as soon as possible, for `reason`: only resume the gservers that this update has paused."""
         if self.ended or self._left_early:
             return []
         self._left_early = True
@@ -312,7 +313,7 @@ class UpdateStates(Generic[Who]):
     # Transitions
 
     def _reply_to(self, action: Action[Who]) -> _Member[Who] | None:
-        """Return the gserver that replied to `action`, or None if the update has gone on without it."""
+        """Return the gserver that `action` was for; None if the update has gone on without its outcome."""
         member = self._members[action.who]
         if member.now is not action:
             return None
@@ -349,7 +350,7 @@ class UpdateStates(Generic[Who]):
         return member.now
 
     def _told(self, member: _Member[Who], what: Serves | None) -> list[Action[Who]]:
-        """`member` told which weights it serves; None: it did not reply."""
+        """Take in which weights `member` says it serves; None: it did not reply."""
         member.serves = what
         if what is None:
             member.health = MemberHealth.LOST
@@ -361,7 +362,7 @@ class UpdateStates(Generic[Who]):
         return self._go_on(self._next(member))
 
     def _go_on(self, actions: list[Action[Who]]) -> list[Action[Who]]:
-        """Change the phase if all are through with it; return the actions that follow, else `actions`."""
+        """Enter the next phase if all are through with this one; return its first actions, or else `actions`."""
         members = self._members.values()
         match self.phase:
             case Phase.PREPARE | Phase.CHECK if self._problems():
@@ -415,7 +416,7 @@ class UpdateStates(Generic[Who]):
         return []
 
     def _resume_only(self, member: _Member[Who]) -> list[Action[Who]]:
-        """Resume `member` if it is paused; drop whatever else it was to do."""
+        """Drop what `member` was to do; resume it if it is paused."""
         member.now, member.left, member.through = None, [], not member.paused
         return self._next(member) if member.paused else []
 

@@ -41,9 +41,9 @@ from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup,
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 1.0
-"""After a first failure the other gservers have so long to do their part, to tell cause from effect."""
+"""Time that the other gservers have, after a first failure, to do their part: it tells cause from effect."""
 CLOSING_SECONDS = 2.0
-"""Deadline for a gserver to be resumed when the manager itself leaves."""
+"""Deadline, in seconds, for each gserver to be resumed when the manager itself leaves."""
 
 
 @dataclass(eq=False)
@@ -88,7 +88,7 @@ class UpdateRecord(msgspec.Struct, kw_only=True):
 
 
 class WeightUpdate:
-    """Carries one update through; `run` it once."""
+    """One attempt to bring a group of gservers to a version; `run` it once."""
 
     def __init__(
         self,
@@ -104,10 +104,11 @@ class WeightUpdate:
         base: int | None = None,
         on_swapped: Callable[[int], None] | None = None,
     ) -> None:
-        """In a broadcast, `first_buckets` are those with which each sender begins (empty: the first), and `base` is the
-        version from which deltas are sent (None: weights are sent whole). `current` tells the version that gservers
-        have to serve to be given groups; it may grow beyond `version` before this update ends. `on_swapped` is told
-        `version` as soon as the first gserver serves it."""
+        """`old_version` is what a gserver may serve that has not swapped. `current` returns the version that gservers
+        must serve to be given groups; it may pass `version` before this update ends. `first_buckets` and `base` are for
+        a broadcast: the bucket with which each sender begins (empty: the first), and the version from which deltas are
+        sent (None: weights are sent whole). `on_swapped` is called with `version` as soon as the first gserver serves
+        it."""
         self.version = version
         self.group = group
         self.record = UpdateRecord(
@@ -151,7 +152,7 @@ class WeightUpdate:
         return self._states.lost
 
     def status(self) -> dict[str, Any]:
-        """Return how far the update and each of its gservers is, for people."""
+        """Return the state of the update and of each gserver in it, to be shown."""
         return {
             "state": self._states.stage.value,
             "version": self.version,
@@ -161,7 +162,8 @@ class WeightUpdate:
         }
 
     def commit(self, error: str, checksums: dict[str, str]) -> None:
-        """The publisher has sent everything, or failed with `error`."""
+        """Note that the publisher has sent all weights, with these `checksums` (name → checksum); roll back if it
+        failed instead (`error`)."""
         if error:
             self.abort(f"the publisher failed: {error}")
         elif not self._ended.is_set():
@@ -169,16 +171,16 @@ class WeightUpdate:
             self._begin(self._states.commit())
 
     def abort(self, reason: str) -> None:
-        """Roll back, unless the publisher has committed."""
+        """Roll back for `reason`, unless the publisher has committed."""
         self._begin(self._states.abort(reason))
 
     def leave(self) -> None:
-        """The manager is leaving: resume the gservers that this update has paused, and end."""
+        """End soon, because the manager itself leaves: only resume the gservers that this update has paused."""
         self._resume_timeout = min(self._resume_timeout, CLOSING_SECONDS)
         self._begin(self._states.leave("the manager leaves"))
 
     async def run(self) -> PublishReply:
-        """Carry the whole transaction through; return what the publisher is told."""
+        """Carry the whole transaction out, and return its outcome. Nothing that a gserver does makes it raise."""
         self._begin(self._states.start())
         await self._ended.wait()
         return PublishReply(
@@ -189,7 +191,7 @@ class WeightUpdate:
         )
 
     def _begin(self, actions: Iterable[Action[Gserver]]) -> None:
-        """Begin `actions`, cut off those that do not matter any more, and record how far the update is."""
+        """Begin `actions`, cancel those that no longer matter, and record how far the update has come."""
         for action in actions:
             name = f"{action.step.value} on {action.who.name}"
             self._tasks[action] = essential.begin(self._carry_out(action), name=name)
@@ -202,6 +204,7 @@ class WeightUpdate:
         self._set_alarm()
 
     def _record(self) -> None:
+        """Bring the record, the group and the gservers up to what the states say."""
         self._record_stage(self._states.stage)
         if self._states.phase not in (Phase.PREPARE, Phase.ENDED) and not self.record.error:
             self.group.formed = True
@@ -235,7 +238,7 @@ class WeightUpdate:
         self._ended.set()
 
     def _set_alarm(self) -> None:
-        """Have the states told when what they await is overdue."""
+        """Set the timer for what the states await, if that is new: when it fires they are told that it is overdue."""
         awaits = self._states.awaits
         if awaits == self._alarm_for:
             return
@@ -251,7 +254,7 @@ class WeightUpdate:
             )
 
     async def _carry_out(self, action: Action[Gserver]) -> None:
-        """Take one action, and begin what follows from how it went."""
+        """Carry one action out, tell the states how it went, and begin the actions that they answer with."""
         gserver = action.who
         try:
             if action.step is Step.ASK:
@@ -373,12 +376,12 @@ class WeightUpdate:
         )
 
     def _flushes(self, gserver: Gserver) -> bool:
-        """Return whether to have the cache flushed: SGLang refuses to while requests stay in place; a swap of staged
-        weights does not have to be told."""
+        """Whether `gserver` is to be asked to flush its cache. SGLang refuses that while requests stay in place; one
+        that stages weights knows by itself what to forget in the swap."""
         return not stages_weights(gserver) and self._config.pause_mode != "in_place"
 
     def _writes_over(self, gserver: Gserver) -> bool:
-        """Return whether new weights are written over those that it serves."""
+        """Whether `gserver` writes new weights over those that it serves."""
         return not stages_weights(gserver) and _way(self._weights) != "adapter"
 
     @property
@@ -386,7 +389,7 @@ class WeightUpdate:
         return self._weights.transfer if isinstance(self._weights, Broadcast) else ""
 
     def _meaning(self, label: str) -> Serves:
-        """Return which weights a gserver means that calls them `label`."""
+        """Return which weights those are that a gserver calls `label`."""
         if serves(label, self.version):
             return "new"
         return "old" if serves(label, self._old_version) else "other"
@@ -405,7 +408,7 @@ def _adapter(version: int) -> str:
 
 
 def stages_weights(gserver: Gserver) -> bool:
-    """Return whether it takes new weights in beside those that it serves."""
+    """Whether `gserver` can take in new weights beside those that it serves."""
     return gserver.info is not None and gserver.info.staged_weight_update
 
 

@@ -116,17 +116,11 @@ class Members:
         sender = f"{who} (process {message.pid} on {message.host})"
         self._config.check_shared(message.settings, message.config_digest, who=sender)
         self._check_model(message, who=who)
-        self._check_beginning(message, who=who)
-        if self._open and is_loopback(host_of(message.address)):
-            raise ConfigError(
-                f"{who} (process {message.pid} on {message.host}) announces {message.address}, which only its own "
-                "machine reaches, while the manager is open to others: join with the manager's address that others "
-                "use in place of localhost, leave the hosts in the configuration empty, or give --advertise ADDRESS"
-            )
+        self._check_beginning(message, sender=sender)
+        self._check_address(message, sender=sender)
         now = time.monotonic()
-        registered = self._registry.registered(message)
-        if registered is not None:
-            member = registered
+        member = self._registry.registered(message)
+        if member is not None:
             self._hear(member, now=now)
         else:
             self._check_free(message, now=now)
@@ -142,11 +136,6 @@ class Members:
         return self._access.grant(
             member, policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds
         )
-
-    def _recorded(self, member: Member) -> dict[str, float]:
-        """Return what the timeline keeps of its figures: of a gserver that serves, also which policy version."""
-        serves = isinstance(member, Gserver) and member.serving
-        return {**member.stats, "policy_version": float(self._policy_version())} if serves else member.stats
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         """Take in a sign of life with its figures. One with an error ends the run, unless others can do without its
@@ -165,18 +154,7 @@ class Members:
                 self._fell_silent(member)
             if self._state.over:
                 self.tell_over(member)
-            self._timeline.add(
-                HeartbeatEntry(
-                    time=time.time(),
-                    role=member.role,
-                    index=member.index,
-                    stats=self._recorded(member),
-                    waiting_for=member.waiting_for,
-                )
-            )
-            if member.role == "master":  # of which there is one, so the manager beats as often
-                own = {**self._own_stats(), **processor_seconds(), MACHINE_SECONDS: machine_seconds()}
-                self._timeline.add(HeartbeatEntry(time=time.time(), role="manager", index=0, stats=own))
+            self._write_down(member)
         return HeartbeatReply(
             stop=self._state.over,
             policy_version=self._policy_version(),
@@ -242,6 +220,28 @@ class Members:
             log.warning("%s has been silent for %.0f s", member.name, member.last_heard.seconds(now=now))
             self._fell_silent(member)
 
+    def _write_down(self, member: Member) -> None:
+        """Add the last heartbeat of `member` to the timeline, with one of the manager for each of the master."""
+        stats = member.stats
+        if isinstance(member, Gserver) and member.serving:
+            stats = {**stats, "policy_version": float(self._policy_version())}
+        role, index, waiting_for = member.role, member.index, member.waiting_for
+        self._timeline.add(
+            HeartbeatEntry(time=time.time(), role=role, index=index, stats=stats, waiting_for=waiting_for)
+        )
+        if role == "master":  # of which there is one, so the manager beats as often
+            own = {**self._own_stats(), **processor_seconds(), MACHINE_SECONDS: machine_seconds()}
+            self._timeline.add(HeartbeatEntry(time=time.time(), role="manager", index=0, stats=own))
+
+    def _check_address(self, message: Register, *, sender: str) -> None:
+        """Raise `ConfigError` for a process that others cannot reach, where they have to."""
+        if self._open and is_loopback(host_of(message.address)):
+            raise ConfigError(
+                f"{sender} announces {message.address}, which only its own machine reaches, while the manager is open "
+                "to others: join with the manager's address that others use in place of localhost, leave the hosts in "
+                "the configuration empty, or give --advertise ADDRESS"
+            )
+
     def _check_free(self, message: Register, *, now: float) -> None:
         """Raise `PeerError` when the place that the process asks for belongs to another one that is not gone."""
         holder = self._registry.get(message.role, message.index)
@@ -295,21 +295,21 @@ class Members:
                 "run.resume_from) names on the two differ; bring copies of one checkpoint to all hosts"
             )
 
-    def _check_beginning(self, message: Register, *, who: str) -> None:
+    def _check_beginning(self, message: Register, *, sender: str) -> None:
         """The ledger and the trainer count from the same groups and versions, or not at all."""
         if message.role not in TRAINER:
             return
         if message.joined_before not in ("", self._access.manager):
             raise PeerError(
-                f"{who} (process {message.pid} on {message.host}) has trained under another manager, which is gone: "
-                "start the trainer again (--resume) to go on from the checkpoint that this one goes on from"
+                f"{sender} has trained under another manager, which is gone: start the trainer again (--resume) to go "
+                "on from the checkpoint that this one goes on from"
             )
         ours = self._resume_point.identity
         if message.begins_from != ours:
             raise ConfigError(
-                f"{who} (process {message.pid} on {message.host}) goes on from {message.begins_from or 'no checkpoint'}"
-                f", and the manager from {ours or 'no checkpoint'}: start both with the same run.resume_from; with "
-                "--resume the trainer takes the manager's"
+                f"{sender} goes on from {message.begins_from or 'no checkpoint'}, and the manager from "
+                f"{ours or 'no checkpoint'}: start both with the same run.resume_from; with --resume the trainer takes "
+                "the manager's"
             )
 
     def _goes_on_without(self, member: Member) -> bool:

@@ -44,3 +44,9 @@ def without_begun(text: str, *words: str) -> str:
 def _begun(text: str, word: str) -> int:
     """Return how many characters at the end of `text` may be the beginning of `word`."""
     return next((n for n in range(min(len(text), len(word) - 1), 0, -1) if text.endswith(word[:n])), 0)
+
+
+def before_stop(text: str, stop: str) -> str:
+    """Return what is before the last `stop` in `text`; all of it where there is none."""
+    before, found, _ = text.rpartition(stop) if stop else ("", "", "")
+    return before if found else text

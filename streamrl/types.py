@@ -128,12 +128,6 @@ class TrajectoryGroup(msgspec.Struct):
         reward_parts: Sequence[dict[str, float]] = (),
     ) -> TrajectoryGroup:
         """Pack trajectories that share their first `prompt_length` tokens into a group."""
-        scored = any(t.score is not None for t in trajectories)
-        width = max(0 if t.routed_experts is None else t.routed_experts.shape[1] for t in trajectories)
-        routed = [
-            np.full((len(t.input_ids), width), NO_EXPERT, np.uint8) if t.routed_experts is None else t.routed_experts
-            for t in trajectories
-        ]
         group = cls(
             seq=seq,
             worker=worker,
@@ -149,9 +143,9 @@ class TrajectoryGroup(msgspec.Struct):
             episodes=np.array(episodes, dtype=np.int32),
             gserver=gserver,
             reward_parts=list(reward_parts),
-            packed_routed_experts=np.concatenate(routed).reshape(-1),
+            packed_routed_experts=_packed_experts(trajectories),
         )
-        if scored:
+        if any(t.score is not None for t in trajectories):
             said = [t.reward if t.score is None else t.score for t in trajectories]
             group.scores = _means(said, group.episodes.tolist())
         return group
@@ -279,6 +273,16 @@ def _means(rewards: Sequence[float], episodes: Sequence[int]) -> list[float]:
     """Return the mean of the `rewards` of each episode."""
     of_episodes = groupby(zip(episodes, rewards, strict=True), key=itemgetter(0))
     return [fmean(reward for _, reward in of_one) for _, of_one in of_episodes]
+
+
+def _packed_experts(trajectories: Sequence[Trajectory]) -> NDArray[np.uint8]:
+    """Return `TrajectoryGroup.packed_routed_experts`; `NO_EXPERT` for trajectories of which nothing is known."""
+    width = max(0 if t.routed_experts is None else t.routed_experts.shape[1] for t in trajectories)
+    routed = [
+        np.full((len(t.input_ids), width), NO_EXPERT, np.uint8) if t.routed_experts is None else t.routed_experts
+        for t in trajectories
+    ]
+    return np.concatenate(routed).reshape(-1)
 
 
 def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:

@@ -141,15 +141,10 @@ class Generator:
         response = _PartialResponse(prompt=len(input_ids))
         endings = self._endings.and_also(tokens=stop_token_ids, strings=stop)
         retry = Retry(
-            f"request {rid}",
-            patience=self._patience,
-            first_pause=FIRST_PAUSE_SECONDS,
-            warn_after=WARNING_SECONDS,
+            f"request {rid}", patience=self._patience, first_pause=FIRST_PAUSE_SECONDS, warn_after=WARNING_SECONDS
         )
         while True:
-            gserver = route.gserver
-            version = self._policy_version()
-            before = len(response.ids)
+            gserver, version, before = route.gserver, self._policy_version(), len(response.ids)
             budget = min(max_new_tokens - before, self._tokens_per_request)
             request = GenerateRequest(
                 input_ids=[*input_ids, *response.ids],
@@ -159,7 +154,7 @@ class Generator:
                 return_routed_experts=self._return_routed_experts,
                 lora_path=adapter_name(version) if self._named_adapters else None,
             )
-            broken: StreamRLError | None = None
+            broken = False
             try:
                 if on_tokens is None:
                     reply = await self._siblings.generate(route, gserver, request)
@@ -173,40 +168,29 @@ class Generator:
                 response.interruptions += 1
                 continue
             mixed = serves_mixed_weights(reply)
-            reply = unmixed(reply)
-            if self._named_adapters:
-                reply = of_version(reply, version)
-            reply = with_version_spans(reply, oldest=version)
+            reply = (of_version if self._named_adapters else with_version_spans)(unmixed(reply), version)
             finish = check_reply(reply, budget=budget, peer=gserver)
             response.extend(reply)
-            if broken is not None:
-                log.info("request %s goes on elsewhere after %d tokens: %s", rid, len(response.ids), broken)
-                await route.replace(gserver)
+            if reply.output_ids:
+                retry.succeeded()
             if ending := endings.overlooked(response.ids, earlier=before, reported=finish.type == "stop"):
                 length, matched = ending
-                retry.succeeded()
                 return response.up_to(length, finish_reason="stop", matched=matched)
             incomplete = len(response.ids) < max_new_tokens
             if finish.type == "abort" and incomplete:
                 response.interruptions += 1
-                if reply.output_ids:
-                    retry.succeeded()
-                else:
+                if not reply.output_ids:
                     await _pause(retry, rid, PeerError(f"gserver {gserver} aborted the request: {finish.message}"))
-                if mixed:
+                if mixed or broken:
                     await route.replace(gserver)
-                continue
-            if finish.type == "length" and len(reply.output_ids) == budget and incomplete:
-                retry.succeeded()
-                continue  # with the next part
-            retry.succeeded()
-            reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
-            return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
+            elif not (finish.type == "length" and len(reply.output_ids) == budget and incomplete):  # not only a part
+                reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
+                return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
 
     async def _streamed(
         self, gserver: str, request: GenerateRequest, on_tokens: OnTokens
-    ) -> tuple[GenerateReply, StreamRLError | None]:
-        """Return the reply whose tokens were told, and why it breaks off, if it does.
+    ) -> tuple[GenerateReply, bool]:
+        """Return the reply whose tokens were told, and whether it broke off.
 
         Tokens of a stream that breaks off have been told, so they are kept, as those of a reply that was aborted.
         Raises as `GenerationClient.generate_streamed` does where none was told.
@@ -230,14 +214,15 @@ class Generator:
             if latest is None:
                 raise
             meta = latest.meta_info
+            log.info("the stream of %s broke off after %d tokens: %s", request.rid, len(latest.output_ids), error)
             cut = FinishReason(type="abort", message=f"the stream broke off: {error}")
-            return msgspec.structs.replace(latest, meta_info=msgspec.structs.replace(meta, finish_reason=cut)), error
+            return msgspec.structs.replace(latest, meta_info=msgspec.structs.replace(meta, finish_reason=cut)), True
         told = latest.output_ids if latest is not None else []
         kept = unmixed(reply).output_ids
         if kept[: len(told)] != told:
             raise WireError(f"{gserver} takes back some of {len(told)} tokens that it has streamed")
         on_tokens(kept[len(told) :])
-        return reply, None
+        return reply, False
 
     def _params(
         self,
@@ -472,7 +457,7 @@ def unmixed(reply: GenerateReply) -> GenerateReply:
     )
 
 
-def with_version_spans(reply: GenerateReply, *, oldest: int) -> GenerateReply:
+def with_version_spans(reply: GenerateReply, oldest: int) -> GenerateReply:
     """Return `reply` with spans of versions, also for an engine that names only the version at the reply's end.
 
     `oldest`: a policy version that was served when the request was made, or an older one. Where the engine does not

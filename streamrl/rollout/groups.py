@@ -54,15 +54,7 @@ class GroupMaker:
         sibling's number, before each of its scores.
         """
         started = time.monotonic()
-        prompt = self._prompts.prompt(seq)
-        limit = self._config.data.max_prompt_tokens
-        if len(prompt.input_ids) > limit:
-            raise DataError(
-                f"the prompt (row {prompt.index}) has {len(prompt.input_ids)} tokens, "
-                f"more than data.max_prompt_tokens = {limit}"
-            )
-        if not prompt.input_ids:
-            raise DataError(f"the prompt (row {prompt.index}) has no tokens")
+        prompt = self._prompt(seq)
         try:
             async with asyncio.TaskGroup() as tasks:
                 siblings = [
@@ -73,19 +65,31 @@ class GroupMaker:
                 ]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        of_episodes = [task.result()[0] for task in siblings]
-        parts = [task.result()[1] for task in siblings]
-        trajectories = [trajectory for found in of_episodes for trajectory in found]
+        episodes = [task.result() for task in siblings]
+        trajectories = [trajectory for found, _ in episodes for trajectory in found]
+        parts = [of_reward for _, of_reward in episodes]
         return TrajectoryGroup.from_trajectories(
             seq=seq,
             worker=self._worker,
             prompt_length=shared_prefix(trajectories),
             trajectories=trajectories,
             generation_seconds=time.monotonic() - started,
-            episodes=[episode for episode, found in enumerate(of_episodes) for _ in found],
+            episodes=[episode for episode, (found, _) in enumerate(episodes) for _ in found],
             gserver=route.name,
             reward_parts=parts if any(parts) else [],
         )
+
+    def _prompt(self, seq: int) -> Prompt:
+        """Return the prompt of `seq`; raises `DataError` when it has no tokens, or too many."""
+        prompt = self._prompts.prompt(seq)
+        tokens, limit = len(prompt.input_ids), self._config.data.max_prompt_tokens
+        if not tokens:
+            raise DataError(f"the prompt (row {prompt.index}) has no tokens")
+        if tokens > limit:
+            raise DataError(
+                f"the prompt (row {prompt.index}) has {tokens} tokens, more than data.max_prompt_tokens = {limit}"
+            )
+        return prompt
 
     async def _sibling(
         self, prompt: Prompt, sibling: int, route: GroupRoute, before_scoring: BeforeScoring | None

@@ -35,6 +35,7 @@ from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generation, Generator, GroupRoute, OnTokens, first_known, of_all_tokens
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
+from streamrl.stop_strings import before_stop
 from streamrl.types import NO_VERSION, Prompt, Trajectory
 
 OWN_WORKFLOWS = {
@@ -133,12 +134,12 @@ class Session:
 
     def response(self, generation: Generation, *, turn: int = 1) -> Response:
         """Return what the reward function gets to see of `generation`; `turn` counts the policy's turns from 1."""
-        text = self.chat.decode(generation.output_ids)
-        if isinstance(generation.matched, str) and generation.matched:
-            before, stop, _ = text.rpartition(generation.matched)
-            text = before if stop else text
+        text, matched = self.chat.decode(generation.output_ids), generation.matched
         return Response(
-            text=text, finish_reason=generation.finish_reason, output_tokens=len(generation.output_ids), turn=turn
+            text=before_stop(text, matched) if isinstance(matched, str) else text,
+            finish_reason=generation.finish_reason,
+            output_tokens=len(generation.output_ids),
+            turn=turn,
         )
 
     @property

@@ -85,12 +85,10 @@ class Admissions:
         return self._tickets.get(worker, OrderedDict()).get(ticket)
 
     def take(self, worker: str, count: int, *, workers: int, ticket: str, now: float) -> list[Admission]:
-        """Admit up to `count` groups for `worker`, leaving room for the others of `workers` live ones."""
-        given = self.given(worker, ticket)
-        if given is not None:
+        """Admit up to `count` groups for `worker`, leaving room for the others of `workers` live ones. Return what was
+        admitted, now or under this `ticket` before; empty: there is no room now."""
+        if given := self.given(worker, ticket):
             return given
-        if not self.possible:
-            return []
         share = math.ceil(self._ledger.room / max(1, workers))
         admissions: list[Admission] = []
         while len(admissions) < min(count, share) and self._fleet.has_capacity:
@@ -283,24 +281,17 @@ class GroupCalls:
             self._compare_data_rows(member, message.data_rows)
 
         def attempt() -> list[Admission] | None:
-            given = self._admissions.given(member.name, message.ticket)
-            if given is not None or not (self._admitting and self._admissions.possible):
-                return given
-            return self._admissions.take(
-                member.name,
-                message.count,
-                workers=self._live_workers(),
-                ticket=message.ticket,
-                now=time.monotonic(),
-            )
+            name, count, ticket = member.name, message.count, message.ticket
+            if not self._admitting:
+                return self._admissions.given(name, ticket)
+            workers, now = self._live_workers(), time.monotonic()
+            return self._admissions.take(name, count, workers=workers, ticket=ticket, now=now) or None
 
-        admissions = None if self._state.over else await self._signals.admissions.find(attempt, timeout=self._long_poll)
+        found = None if self._state.over else await self._signals.admissions.find(attempt, timeout=self._long_poll)
         if self._state.over:
             self._members.tell_over(member)
-            admissions = None
-        return AdmitReply(
-            admissions=admissions or [], policy_version=self._ledger.policy_version, stop=self._state.over
-        )
+            found = None
+        return AdmitReply(admissions=found or [], policy_version=self._ledger.policy_version, stop=self._state.over)
 
     async def route(self, message: AskRoute) -> RouteReply:
         """Name a gserver in place of the one that failed; none after a long poll, or once the run is over."""

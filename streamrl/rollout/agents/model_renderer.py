@@ -22,12 +22,12 @@ from streamrl.rollout.agents.rendering import (
     Renderer,
     SampledTokens,
     TemplateRenderer,
-    before_stop,
     settled,
     to_template,
     up_to_stop,
 )
 from streamrl.rollout.chat import ChatTokenizer
+from streamrl.stop_strings import before_stop
 
 log = logging.getLogger(__name__)
 

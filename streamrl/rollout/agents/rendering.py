@@ -18,7 +18,7 @@ import msgspec
 from streamrl.errors import UNDECODABLE, ConfigError, DataError
 from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.stop_strings import without_begun
+from streamrl.stop_strings import before_stop, without_begun
 
 _TOOL_CALL_TAG = "<tool_call>"
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -142,12 +142,6 @@ class TemplateRenderer:
     def _opening(self, prompt_ids: Sequence[int]) -> str:
         """Return the tag of reasoning that the template has opened for the model, if it has."""
         return THINK if self._chat.decode(prompt_ids[-_OPENING_TOKENS:]).rstrip().endswith(THINK) else ""
-
-
-def before_stop(text: str, stop: str) -> str:
-    """Return what is before the last `stop` in `text`; all of it where there is none."""
-    before, found, _ = text.rpartition(stop) if stop else ("", "", "")
-    return before if found else text
 
 
 def parse_text(text: str, *, tools: Sequence[dict[str, Any]]) -> Message:

@@ -22,12 +22,13 @@ from streamrl.errors import AgentError, DataError, StreamRLError
 from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, OnPiece
 from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, MessagePiece, RequestRefused, Told
 from streamrl.rollout.agents.pipe import Endpoint, Score
-from streamrl.rollout.agents.rendering import Renderer, SampledTokens, before_stop, settled
+from streamrl.rollout.agents.rendering import Renderer, SampledTokens, settled
 from streamrl.rollout.agents.runner import Agents
 from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall, discounted
 from streamrl.rollout.generation import OnTokens
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.workflows import Session
+from streamrl.stop_strings import before_stop
 from streamrl.types import Prompt, Trajectory
 
 LOOKS = 32

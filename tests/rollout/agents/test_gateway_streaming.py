@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from streamrl.rollout.agents import gateway as module
 from streamrl.rollout.agents.messages import Completion, Message, MessagePiece, RequestRefused, ToolCall
-from streamrl.rollout.agents.rendering import before_stop, certain_text, parse_text
+from streamrl.rollout.agents.rendering import certain_text, parse_text
+from streamrl.stop_strings import before_stop
 
 ASKED: Any = [{"role": "user", "content": "hello"}]
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -39,6 +39,8 @@ PATH = re.compile(
 ROW = re.compile(r"^\| .* \| `([\w/]+\.py)` \| ([`\w., ]+) \|$", re.MULTILINE)
 """In a table of docs/paths.md: what happens, the file, its functions."""
 NAME = re.compile(r"`(streamrl(?:\.\w+)+)`")
+MOST_LINES = {"A prompt, from its data source to the gradient": 1340, "A weight update": 560, "A gserver dies": 350}
+"""Lines of code to read on each path of docs/paths.md. Who needs more looks first for what does not belong there."""
 
 
 def paths_of(text: str) -> set[str]:
@@ -92,24 +94,30 @@ def test_the_check_itself() -> None:
     assert not can_be_imported("streamrl.no_such_module")
 
 
-def defined_in(tree: ast.Module | ast.ClassDef, prefix: str = "") -> set[str]:
-    """Names of the functions and classes in `tree`, those in classes with the classes' names before them."""
-    found = set()
+def defined_in(tree: ast.Module | ast.ClassDef, prefix: str = "") -> dict[str, int]:
+    """Names of the functions and classes in `tree`, those in classes with the classes' names before them → lines."""
+    found: dict[str, int] = {}
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found.add(prefix + node.name)
+            first = min(decorator.lineno for decorator in (*node.decorator_list, node))
+            found[prefix + node.name] = (node.end_lineno or first) - first + 1
         if isinstance(node, ast.ClassDef):
             found |= defined_in(node, f"{prefix}{node.name}.")
     return found
 
 
-def lacking(text: str) -> list[str]:
-    """Functions that the tables in `text` name and that are not in the files beside them."""
-    found = []
+def named_in(text: str) -> dict[str, int | None]:
+    """Functions that the tables in `text` name, each with its file → lines; None: it is not in that file."""
+    found: dict[str, int | None] = {}
     for path, names in ROW.findall(text):
         there = defined_in(ast.parse((ROOT / "streamrl" / path).read_text()))
-        found += [f"{path}: {name}" for name in re.findall(r"`([\w.]+)`", names) if name not in there]
+        found |= {f"{path}: {name}": there.get(name) for name in re.findall(r"`([\w.]+)`", names)}
     return found
+
+
+def lacking(text: str) -> list[str]:
+    """Functions that the tables in `text` name and that are not in the files beside them."""
+    return [name for name, lines in named_in(text).items() if lines is None]
 
 
 def test_the_paths_through_the_code_lead_through_functions_that_there_are() -> None:
@@ -118,3 +126,10 @@ def test_the_paths_through_the_code_lead_through_functions_that_there_are() -> N
     assert len(ROW.findall(text)) == len(rows) > 50
     assert lacking(text) == []
     assert lacking("| a | `ledger.py` | `Ledger.admit`, `Ledger.adm` |") == ["ledger.py: Ledger.adm"]
+
+
+def test_the_paths_through_the_code_stay_short() -> None:
+    sections = re.split(r"^## ", (ROOT / "docs" / "paths.md").read_text(), flags=re.MULTILINE)[1:]
+    lines = {part.split("\n")[0]: sum(count or 0 for count in named_in(part).values()) for part in sections}
+    assert lines.keys() == MOST_LINES.keys()
+    assert {title: count for title, count in lines.items() if count > MOST_LINES[title]} == {}

@@ -516,15 +516,6 @@ class GenerationClient:
         if len(requests) == 1:
             on_reply(0, await self.generate(url, requests[0]))
             return
-        batch = GenerateRequest(
-            input_ids=[request.input_ids for request in requests],  # type: ignore[misc]
-            sampling_params=[_told_at_its_end(request.sampling_params) for request in requests],  # type: ignore[arg-type]
-            rid=[request.rid for request in requests],  # type: ignore[misc]
-            return_logprob=requests[0].return_logprob,
-            return_routed_experts=requests[0].return_routed_experts,
-            lora_path=[request.lora_path for request in requests] if any(r.lora_path for r in requests) else None,  # type: ignore[misc]
-            stream=True,
-        )
         unanswered = set(range(len(requests)))
 
         def take(data: bytes) -> None:
@@ -540,7 +531,7 @@ class GenerationClient:
 
         async with self._unless_given_up(url):
             await http.follow(
-                self._opened(), url + "/generate", batch, take, timeout=self._timeout, peer=f"gserver {url}"
+                self._opened(), url + "/generate", _batch(requests), take, timeout=self._timeout, peer=f"gserver {url}"
             )
         if unanswered:
             answered = len(requests) - len(unanswered)
@@ -663,6 +654,19 @@ def _decoded_part(url: str, data: bytes) -> StreamPart:
     if part.error:
         raise PeerError(f"gserver {url} failed: {part.error.message}", status=part.error.code or 500)
     return part
+
+
+def _batch(requests: Sequence[GenerateRequest]) -> GenerateRequest:
+    """Return one request for a response to each of `requests`, told when it is finished."""
+    return GenerateRequest(
+        input_ids=[request.input_ids for request in requests],  # type: ignore[misc]
+        sampling_params=[_told_at_its_end(request.sampling_params) for request in requests],  # type: ignore[arg-type]
+        rid=[request.rid for request in requests],  # type: ignore[misc]
+        return_logprob=requests[0].return_logprob,
+        return_routed_experts=requests[0].return_routed_experts,
+        lora_path=[request.lora_path for request in requests] if any(r.lora_path for r in requests) else None,  # type: ignore[misc]
+        stream=True,
+    )
 
 
 def _told_at_its_end(params: SamplingParams) -> SamplingParams:

@@ -250,7 +250,7 @@ class Ledger:
     def take_change(self, fate: Fate) -> bool:
         """Note that the trainer took a group, or let go of one that was too old, whose prompt goes back.
 
-        Whatever the ledger thought of it ends with that: a lease that runs or ran out, even a rejection. Return
+        This overrides whatever the ledger knew of the group: a lease that runs or ran out, even a rejection. Return
         False, and change nothing, when this or something later was told before.
         """
         seq = fate.seq

@@ -248,7 +248,7 @@ class Restarts:
         return len(self._times[name])
 
     def allow(self, name: str, *, now: float) -> float | None:
-        """`name` died: how long to wait before it is started again; None: it has died too often."""
+        """Return the seconds to wait before `name`, which has died, is started again; None: it has died too often."""
         recent = [time for time in self._times[name] if now - time < self.window]
         self._times[name] = recent
         if len(recent) >= self.most:
@@ -257,7 +257,7 @@ class Restarts:
         return float(min(self._delay * 2 ** (len(recent) - 1), LONGEST_DELAY_SECONDS))
 
     def rest(self, name: str, *, now: float) -> float | None:
-        """`name` has died too often: how long to wait until it may be started again; None: it never may."""
+        """Return the seconds until `name`, which has died too often, may be started again; None: it never may."""
         if not self.most:
             return None
         begin = self._times[name][-self.most] + self.window
@@ -303,7 +303,8 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
 
 
 async def end_who_is_silent(children: Children, client: ControlClient) -> None:
-    """End those by force that hang, or were stopped: their work is done by others already, and they are replaced."""
+    """End by force the children that the manager has not heard of, since they hang or were stopped: others do their
+    work already, and they are started again."""
     changes = 0
     retry = Retry("to ask the manager who is silent", patience=math.inf, warn_after=UNHEARD_SECONDS)
     ending: dict[Child, asyncio.Task[None]] = {}

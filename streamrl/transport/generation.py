@@ -623,7 +623,7 @@ class GenerationClient:
 
     @asynccontextmanager
     async def _unless_given_up(self, url: str) -> AsyncIterator[None]:
-        """Around a call of `url`; raises `PeerLost` if `url` is given up before or meanwhile."""
+        """Around a call of `url`: raise `PeerLost` if `url` has been given up, or is while the call is under way."""
         if url in self._given_up:
             raise PeerLost(f"gserver {url} is silent: it is not asked")
         calls = self._calls.setdefault(url, set())

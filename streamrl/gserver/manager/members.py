@@ -138,8 +138,8 @@ class Members:
         )
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        """Take in a sign of life with its figures. One with an error ends the run, unless others can do without its
-        sender, which then counts as silent."""
+        """Record a heartbeat and its figures; return what its sender has to know. A heartbeat with an error ends the
+        run, unless others can do the sender's work: it counts as silent then."""
         now = time.monotonic()
         member = self._registry.get(message.role, message.index)
         if message.error and (member is None or not self._goes_on_without(member)):

@@ -211,7 +211,7 @@ class Registry:
         self._fall_silent(member)
 
     def notice_silence(self, *, now: float) -> list[Member]:
-        """Mark those who said nothing for too long; return the newly silent."""
+        """Mark members that have not been heard of for too long as silent; return the newly silent."""
         gone = [member for member in self._all() if not member.silent and member.last_heard.is_silent(now=now)]
         for member in gone:
             self._fall_silent(member)

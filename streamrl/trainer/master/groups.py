@@ -121,10 +121,10 @@ class GroupTable:
     # --- groups come, grow and go ---
 
     def put_batch(self, metas: Iterable[SampleMeta]) -> list[SampleMeta]:
-        """Enter groups that arrived at the DP heads that their metadata name. One that is held already takes the
-        place of the old one, and is read again.
+        """Enter groups that arrived at the DP heads that their metadata name. A group that is in the table already is
+        replaced, and its MFCs run again.
 
-        Return those that were given up before they came: they are not taken, and their heads should let go of them.
+        Return those that were given up before they came: they are not entered, and their heads should discard them.
         """
         unwanted: list[SampleMeta] = []
         for meta in metas:

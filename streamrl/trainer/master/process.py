@@ -442,7 +442,7 @@ class Master:
         )
 
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
-        """Wait for a batch; drop what is too old on the way. Empty: the run is over, no batch will be full."""
+        """Return the next batch once there is one; drop groups that are too old meanwhile. Empty: the run is over."""
 
         def select(ready: ReadyGroups) -> Selection:
             if self._publication is not None and self._publication.done():

@@ -34,8 +34,8 @@ class Credit(NamedTuple):
 def assign_credit(
     items: Sequence[TrainItem], algorithm: AlgorithmConfig, *, kl_coef: float, given: bool, add_up: AddUp
 ) -> list[Credit]:
-    """Credit of `items`, all that this rank has of a batch, be it none; whitened over the batch where the algorithm
-    says so. Collective, with the same `given` on all ranks.
+    """Return the credit of `items`, which are all that this rank has of a batch, perhaps none; it is whitened over the
+    batch where the algorithm says so. Collective, with the same `given` on all ranks.
 
     `given`: the items bring advantages of the user's, which are taken as they are. With `kl_in = "reward"` the
     estimated KL from the reference, times `kl_coef`, is taken from the reward: of each token, where tokens have

@@ -111,7 +111,7 @@ class Computation:
         return found.model
 
     def carry_out(self, call: Computed) -> msgspec.Struct:
-        """Carry out a call between its hooks, in order."""
+        """Carry out the hooks before a call, the call, and the hooks after it; return the call's result."""
         if isinstance(call, Save):
             return self._save(call)
         if isinstance(call, FinishSave):

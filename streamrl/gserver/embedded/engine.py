@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import Empty, Queue
 from typing import Any, TypeVar
 
 import torch
@@ -140,7 +140,8 @@ class EmbeddedEngine:
             device=device,
             timeout=update_timeout,
         )
-        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # No SimpleQueue: Python 3.11's waits for ever where a time to wait is over before the waiting has begun.
+        self._commands: Queue[Callable[[], None] | None] = Queue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_began: float | None = None
         """When the thread began what it is doing; None: it waits for work."""

@@ -84,6 +84,11 @@ class Refused(StreamRLError):
 class ProcessDied(StreamRLError):
     """A process that streamrl started ended before its time."""
 
+    def __init__(self, text: str, *, reason: str = "") -> None:
+        """`reason`: the same in one line, for a run's records; empty: the first line of `text`."""
+        super().__init__(text)
+        self.reason = reason or text.partition("\n")[0]
+
 
 class EssentialFailed(StreamRLError):
     """A task or thread that its process cannot do without failed."""

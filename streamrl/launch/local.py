@@ -43,7 +43,7 @@ from streamrl.launch.processes import (
     plan,
     visible_gpus,
 )
-from streamrl.launch.supervise import Child, Children, Restarts, restarts_of, until_finished
+from streamrl.launch.supervise import Child, Children, Restarts, ending_written, restarts_of, until_finished
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.transport.control import Status
@@ -172,7 +172,7 @@ class Launcher:
         self._config_file.write_text(configuration.to_toml(self._config))
         self._children = self._make_children(logs, self._secret)
         try:
-            with self._display:
+            with ending_written(self._config.run_dir), self._display:
                 try:
                     await self._start_and_watch(self._children)
                 finally:

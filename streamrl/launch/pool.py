@@ -12,6 +12,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +33,15 @@ from streamrl.launch.processes import (
     threads_of,
     visible_gpus,
 )
-from streamrl.launch.supervise import Child, Children, Restarts, end_who_is_silent, restarts_of, until_finished
+from streamrl.launch.supervise import (
+    Child,
+    Children,
+    Restarts,
+    end_who_is_silent,
+    ending_written,
+    restarts_of,
+    until_finished,
+)
 from streamrl.records.sinks import check_installed
 from streamrl.transport.control import AskPlace, Drain
 from streamrl.transport.manager_client import ControlClient
@@ -96,21 +105,24 @@ async def run_trainer(
             )
         client = ControlClient.of(config, manager_url, timeout=STATUS_SECONDS)
         try:
-            for process in plan_trainer(config, share=share, master=master, gpus=visible_gpus()):
-                words = command(
-                    process,
-                    config_file=config_file,
-                    overrides=overrides,
-                    manager_url=manager_url,
-                    model_dir=model_dir,
-                    advertise=advertise,
-                    components=components,
-                )
-                await children.start(process, words)
-            await until_finished(children, client=client)
+            with ending_written(config.run_dir) if master else nullcontext():
+                try:
+                    for process in plan_trainer(config, share=share, master=master, gpus=visible_gpus()):
+                        words = command(
+                            process,
+                            config_file=config_file,
+                            overrides=overrides,
+                            manager_url=manager_url,
+                            model_dir=model_dir,
+                            advertise=advertise,
+                            components=components,
+                        )
+                        await children.start(process, words)
+                    await until_finished(children, client=client)
+                finally:
+                    await children.stop()
         finally:
             await client.close()
-            await children.stop()
     finally:
         children.close()
 

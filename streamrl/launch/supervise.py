@@ -20,7 +20,7 @@ import math
 import os
 import signal
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from streamrl import essential
@@ -30,8 +30,9 @@ from streamrl.errors import DeadlineExceeded, ProcessDied, StreamRLError
 from streamrl.launch.files import last_lines
 from streamrl.launch.process import STACKS_SIGNAL
 from streamrl.launch.processes import STOP_ORDER, Helper, PlanRole, ProcessPlan
+from streamrl.records.metrics import write_ending
 from streamrl.retry import Retry
-from streamrl.transport.control import Status
+from streamrl.transport.control import FinishRun, Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import DESCRIPTOR, Secret
 
@@ -45,6 +46,9 @@ REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator")
 """Roles whose work others do when a process is lost, until another takes its place."""
 UNHEARD_SECONDS = 30.0
 """A manager that has not said for so long who is silent is worth a warning."""
+TELL_SECONDS = 3.0
+"""How long the manager may take to hear that the run has failed."""
+STOPPED = "it was asked to end, by Ctrl-C or another signal"
 CULPRIT_SECONDS = 3.0
 """How long a process that gave up may take to end, so that its log is complete."""
 
@@ -106,6 +110,12 @@ class Child:
             return f"{text}; its log {self.log_file} is empty"
         return "\n".join([f"{text}; last lines of {self.log_file}:", *(f"  {line}" for line in lines)])
 
+    def reason(self) -> str:
+        """How it ended, in one line, with the last that it said if it ended by itself."""
+        text = f"{self.name} (pid {self.pid}) {self.how_it_ended}"
+        said = self.obituary().splitlines()[1:]
+        return f"{text}: {said[-1].strip()}" if said and (self.exit_code or 0) > 0 else text
+
 
 class Children:
     """All processes of one launcher. `stop` them before the launcher ends."""
@@ -155,6 +165,14 @@ class Children:
         child = await self._exits.get()
         self.untold -= 1
         return child
+
+    def others_ended(self) -> list[Child]:
+        """Return those whose end `next_exit` has not told yet; it will not."""
+        ended = []
+        while not self._exits.empty():
+            ended.append(self._exits.get_nowait())
+        self.untold -= len(ended)
+        return ended
 
     async def stop(self, *, grace_seconds: float = GRACE_SECONDS) -> None:
         """Stop all, in order: SIGTERM, and SIGKILL for those that are there after `grace_seconds`."""
@@ -296,10 +314,30 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
     watching = essential.begin(end_who_is_silent(children, client), name="the watch over silence")
     try:
         await _until_the_master_has_ended(children, client, goes_on)
+    except ProcessDied as died:
+        await _tell(client, died.reason)
+        raise
     finally:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     await _let_leave(children)
+
+
+@contextlib.contextmanager
+def ending_written(run_dir: Path) -> Iterator[None]:
+    """Write into the run's records why it ended, if what is inside, up to the end of the last process, raises."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        failed = essential.failure()
+        write_ending(run_dir, "failed" if failed else "stopped", str(failed) if failed else STOPPED)
+        raise
+    except ProcessDied as died:
+        write_ending(run_dir, "failed", died.reason)
+        raise
+    except Exception as error:
+        write_ending(run_dir, "failed", f"{type(error).__name__}: {error}")
+        raise
 
 
 async def end_who_is_silent(children: Children, client: ControlClient) -> None:
@@ -341,7 +379,7 @@ async def _until_the_master_has_ended(children: Children, client: ControlClient,
         status = await _status(client)
         state = "unknown" if status is None else status.state
         if status is not None and state == "failed":
-            raise ProcessDied(await _failure(children, child, status.message))
+            raise await _failure(children, child, status.message)
         # A manager that does not answer may have left already; if it broke, its own exit code tells.
         if child.exit_code == 0 and state in ("finished", "unknown"):
             log.debug("%s left", child.name)
@@ -351,7 +389,8 @@ async def _until_the_master_has_ended(children: Children, client: ControlClient,
             log.info("%s has left the run, as it was asked to", child.name)
         elif not (child.exit_code != 0 and await goes_on(child, status)):
             early = "the run was not over, but " if child.exit_code == 0 else ""
-            raise ProcessDied(early + child.obituary())
+            unheard = "" if status is not None or child.process.role == "manager" else "; the manager does not answer"
+            raise ProcessDied(early + child.obituary(), reason=early + child.reason() + unheard)
 
 
 def _members(children: Children) -> list[Child]:
@@ -390,14 +429,33 @@ def _is_no_member(child: Child, status: Status | None) -> bool:
     return child.name not in names
 
 
-async def _failure(children: Children, first: Child, message: str) -> str:
-    """Return what to tell of a run that gave up with `message`; `first` is the first process seen to end."""
+async def _tell(client: ControlClient, reason: str) -> None:
+    """Tell the manager that the run has failed, before survivors say what that did to them."""
+    try:
+        async with asyncio.timeout(TELL_SECONDS):
+            await client.finish_run(FinishRun(reason="", error=reason))
+    except (StreamRLError, TimeoutError) as error:  # it may be the one that died
+        log.debug("the manager cannot be told why the run failed: %s", error)
+
+
+async def _failure(children: Children, first: Child, message: str) -> ProcessDied:
+    """Return what to tell of a run that gave up with `message`; `first` is the first process seen to end.
+
+    One that was killed could not tell: then what the others told is what its death did to them.
+    """
+    killed = next((child for child in (first, *children.others_ended()) if _was_killed(child)), None)
+    if killed is not None:
+        told = f"{killed.reason()}; then {message}"
+        return ProcessDied(f"the run failed: {told}\n{killed.obituary()}", reason=told)
     culprit = next((child for child in children.known if message.startswith(f"{child.name}:")), first)
     if culprit.exit_code is None:
         with_end = asyncio.create_task(culprit.ended.wait())
         await asyncio.wait([with_end], timeout=CULPRIT_SECONDS)
         with_end.cancel()
     text = f"the run failed: {message}"
-    if culprit.exit_code == 0:
-        return text
-    return f"{text}\n{culprit.obituary()}"
+    return ProcessDied(text if culprit.exit_code == 0 else f"{text}\n{culprit.obituary()}", reason=message)
+
+
+def _was_killed(child: Child) -> bool:
+    """Whether somebody else than its launcher ended it: a person, or the kernel for want of memory."""
+    return child.exit_code == -signal.SIGKILL and not child.ended_because

@@ -241,8 +241,7 @@ class Run:
         heard = self.end
         live = now - heard < LIVE_SECONDS
         if self.final is not None and not (live and heard * 1e9 > self._final_stamp + 5e9):
-            status: Mapping[str, Any] = self.final.status or {}
-            told, message = str(status.get("state", "")), str(status.get("message", ""))
+            told, message = self.final.ending
             if told == "failed":
                 return "failed", message
             return ("finished", message) if told == "finished" else ("stopped", message or "stopped before its end")

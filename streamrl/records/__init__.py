@@ -7,7 +7,7 @@
 | `tensorboard/`, `wandb/` | sinks of the master | `records/sinks.py` |
 | `evaluations.jsonl` | master | `records/evaluation.py`: one `EvaluationReport` a line |
 | `timeline.jsonl` | manager | `records/timeline.py`: one heartbeat or weight update a line |
-| `final.json` | master | `records/metrics.py`: `Final`, how the run stood at its end |
+| `final.json` | master, launcher | `records/metrics.py`: `Final`, how the run stood at its end, and why it ended |
 | `checkpoints/*/state/progress.json` | model worker 0 | `records/progress.py`: `Progress`, what a run resumes from |
 | `logs/*.log` | each process | – |
 

@@ -1,15 +1,22 @@
-"""What the master writes of a run: a line of `metrics.jsonl` for each training step, `final.json` at the end."""
+"""What the master writes of a run: a line of `metrics.jsonl` for each training step, `final.json` at the end, to which
+the launcher adds how the run ended."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from streamrl.errors import UNDECODABLE
 from streamrl.records.collapse import HEALTHY, Health
 
+log = logging.getLogger(__name__)
+
+Ending = Literal["failed", "stopped"]
 METRICS_FILE = "metrics.jsonl"
 FINAL_FILE = "final.json"
 LENGTHS_KEPT = 256
@@ -49,15 +56,19 @@ class StepReport(msgspec.Struct, frozen=True):
 class Final(msgspec.Struct, frozen=True, kw_only=True):
     """`final.json`: the manager's last status and the master's own counts, in groups unless said otherwise."""
 
-    status: dict[str, Any] | None
+    state: str = ""
+    """How the run ended, as its launcher saw it: `failed` or `stopped`; empty: as in `status`."""
+    message: str = ""
+    """Why, in a line, where there is a `state`."""
+    status: dict[str, Any] | None = None
     """The manager's last `Status` (`transport/control.py`) after the master reported everything; None if it did not
     reply."""
     policy_version: int = 0
     train_seconds: float = 0.0
     """Since the first step, without times in which the run was down."""
-    groups_trained: int
-    """Groups that entered a training step."""
-    groups_held: int
+    groups_trained: int | None = None
+    """Groups that entered a training step; None: the master ended before it could tell, as of all that follows."""
+    groups_held: int = 0
     """Groups stored with the trainer that no step used."""
     groups_duplicated: int = 0
     """Groups that arrived again after they had been stored; refused."""
@@ -69,6 +80,38 @@ class Final(msgspec.Struct, frozen=True, kw_only=True):
     """What happened to tokens older than that: `mask`, `wait` or `drop`."""
     tokens_dropped: int = 0
     """Sampled tokens of the groups that were discarded as too old."""
+
+    @property
+    def ending(self) -> tuple[str, str]:
+        """How the run ended, and why in words; empty where nobody told."""
+        if self.state:
+            return self.state, self.message
+        status = self.status or {}
+        return str(status.get("state", "")), str(status.get("message", ""))
+
+
+def write_final(run_dir: Path, final: Final) -> None:
+    """Leave `final.json` in `run_dir`; that it cannot be written is only logged: what the run made is elsewhere."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / FINAL_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(final)))
+    except OSError as error:
+        log.error("%s cannot be written: %s", FINAL_FILE, error)
+
+
+def write_ending(run_dir: Path, state: Ending, message: str) -> None:
+    """Add to `final.json` how the run ended, as who started its processes saw it.
+
+    The master writes that file, but one that is killed writes none, without the manager it has no reason, and the
+    reason that survivors tell may be what the first death did to them.
+    """
+    try:
+        final = msgspec.json.decode((run_dir / FINAL_FILE).read_bytes(), type=Final)
+    except (OSError, *UNDECODABLE):
+        final = Final()
+    if state == "stopped" and final.ending[0] == "finished":
+        return  # asked to end when all was done
+    write_final(run_dir, msgspec.structs.replace(final, state=state, message=message))
 
 
 def mean_age(token_ages: Mapping[int, float]) -> float | None:

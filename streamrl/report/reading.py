@@ -103,7 +103,8 @@ def _config(file: Path) -> Config | None:
 
 def figures(records: Records) -> RunFigures:
     """Return what the health of a run is judged by: its latest figures."""
-    steps, status = records.steps, records.status
+    steps = records.steps
+    state, message = records.final.ending if records.final is not None else ("", "")
     recent = steps[-WINDOW:]
     free, size = None, None
     if records.final is None and records.folder.is_dir():  # one that is over needs no more room
@@ -125,8 +126,8 @@ def figures(records: Records) -> RunFigures:
         },
         failed_updates=sum(not update.done for update in records.publications),
         config=records.config,
-        state=status.state if status is not None else "",
-        message=status.message if status is not None else "",
+        state=state,
+        message=message,
         disk_free=free,
         disk_bytes=size,
     )

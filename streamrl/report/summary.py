@@ -161,18 +161,19 @@ def summarize(records: Records, *, name: str) -> Summary:
     episodes = _counted(records, "rollout", "agent_episodes_total")
     agents = _counted(records, "rollout", "agent_seconds_total")
     step_seconds = sum(values(steps, "step_seconds"))
-    state = status.state if status else "unknown"
+    state, message = final.ending if final else ("", "")
+    trained_groups = final.groups_trained if final else None
     return Summary(
         run=name,
-        state="stopped" if state in ("joining", "running") else state,
-        message=status.message if status else "",
+        state="stopped" if state in ("joining", "running") else state or "unknown",
+        message=message,
         steps=len(steps),
         reward_first=mean(rewards[:tenth]),
         reward_final=mean(rewards[-tenth:]),
         evaluations=records.evaluations,
         train_seconds=seconds,
         seconds_per_step=seconds / len(steps) if steps else None,
-        groups_trained=final.groups_trained if final else int(sum(values(steps, "groups"))),
+        groups_trained=int(sum(values(steps, "groups"))) if trained_groups is None else trained_groups,
         groups_lost=groups_lost(final, status) if final and status and state == "finished" else None,
         groups_duplicated=final.groups_duplicated if final else None,
         groups_rejected=status.ledger.rejected if status else None,
@@ -232,7 +233,7 @@ def groups_lost(final: Final, status: Status) -> int:
     """Return how many groups are missing in the sum that `Summary` explains."""
     ledger = status.ledger
     on_their_way = ledger.running + ledger.returned
-    return ledger.next_seq - ledger.rejected - on_their_way - final.groups_trained - final.groups_held
+    return ledger.next_seq - ledger.rejected - on_their_way - (final.groups_trained or 0) - final.groups_held
 
 
 def summary_table(summary: Summary) -> Table:

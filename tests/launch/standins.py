@@ -21,7 +21,7 @@ from aiohttp import web
 from streamrl.config import Config
 from streamrl.errors import ModelError
 from streamrl.records.metrics import StepReport
-from streamrl.transport.control import LedgerStatus, ProcessStatus, Status
+from streamrl.transport.control import Done, FinishRun, LedgerStatus, ProcessStatus, Status
 
 log = logging.getLogger("streamrl.standin")
 
@@ -66,6 +66,11 @@ async def manager(config: Config, *, host: str, port: int, advertise: str, on_re
         await over.wait()
         return web.Response()
 
+    async def fail(request: web.Request) -> web.Response:
+        found = msgspec.json.decode(await request.read(), type=FinishRun)
+        log.error("told that the run failed: %s", found.error)
+        return web.Response(body=msgspec.json.encode(Done()), content_type="application/json")
+
     app = web.Application()
 
     given: Counter[str] = Counter()
@@ -76,7 +81,10 @@ async def manager(config: Config, *, host: str, port: int, advertise: str, on_re
         return web.json_response({"index": given[role] - 1})
 
     app.add_routes(
-        [web.get("/status", status), web.post("/place", place), web.post("/end", end), web.get("/wait", wait)]
+        [
+            *(web.get("/status", status), web.post("/place", place), web.post("/end", end), web.get("/wait", wait)),
+            web.post("/finish_run", fail),
+        ]
     )
     runner = web.AppRunner(app, shutdown_timeout=0.2)
     await runner.setup()

@@ -42,6 +42,10 @@ class Launched:
     def ends(self) -> int:
         return self.command.exit_code(seconds=PATIENCE)
 
+    def ended(self) -> tuple[str, str]:
+        summary = json.loads((self.run_dir / "summary.json").read_text())
+        return summary["state"], summary["message"]
+
     def said(self) -> str:
         return self.command.output
 
@@ -98,6 +102,7 @@ def test_ctrl_c_stops_everything(launch: Callable[..., Launched]) -> None:
     assert time.monotonic() - begin < 10
     assert alive(pids) == []
     assert "run trial" in run.said()  # the summary of what was done
+    assert run.ended() == ("stopped", "it was asked to end, by Ctrl-C or another signal")
     assert "Traceback" not in run.said()
 
 
@@ -200,6 +205,7 @@ def test_run_that_gives_up_names_the_culprit(launch: Callable[..., Launched]) ->
     assert run.ends() == 1
     assert "the run failed: gserver/0: ModelError: out of memory" in run.said()
     assert "gserver-0.log" in run.said()
+    assert run.ended() == ("failed", "gserver/0: ModelError: out of memory")
 
 
 def test_failed_checkpoint_in_a_folder_of_its_own(launch: Callable[..., Launched], tmp_path: Path) -> None:
@@ -211,6 +217,20 @@ def test_failed_checkpoint_in_a_folder_of_its_own(launch: Callable[..., Launched
     assert run.pids() == {}
     assert "trial-3" in run.said()
     assert 'name = "trial-3"' in (tmp_path / "runs" / "trial-3" / "config.toml").read_text()
+
+
+@pytest.mark.parametrize("victim", MEMBERS)
+def test_records_name_who_was_killed_whoever_it_was(launch: Callable[..., Launched], victim: str) -> None:
+    never = ("gserver.max_restarts=0", "rollout.restarts=0")
+    run = launch('data.args={master="wait"}', *never)
+    pids = run.until_all_run()
+    os.kill(pids[victim], signal.SIGKILL)
+    assert run.ends() == 1
+    name = victim.rstrip("0")
+    why = f"{name}/0 (pid {pids[victim]}) was ended by SIGKILL (out of memory?)"
+    assert run.ended() == ("failed", why)
+    if victim != "manager":  # the others are to hear it before they are stopped
+        assert f"told that the run failed: {why}" in (run.run_dir / "logs" / "manager-0.log").read_text()
 
 
 def test_rollout_worker_is_replaced(launch: Callable[..., Launched]) -> None:

@@ -1,13 +1,55 @@
-"""When a process that died is started again."""
+"""When a process that died is started again, and which one is to blame."""
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any, cast
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.launch.supervise import LONGEST_DELAY_SECONDS, Restarts
+from streamrl.errors import ProcessDied
+from streamrl.launch.processes import ProcessPlan
+from streamrl.launch.supervise import LONGEST_DELAY_SECONDS, Children, Restarts, until_finished
+from streamrl.transport.control import FinishRun, Status
+from streamrl.transport.manager_client import ControlClient
+from tests.launch.statuses import status
 
 ROUNDING = 1e-6
+
+
+class _FailedRun:
+    """What a launcher asks of the manager of a run that a model worker has said to have failed."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    async def status(self) -> Status:
+        return status(1, state="failed", message="model_worker/1: RuntimeError: Connection closed by peer")
+
+    async def silence(self, after: int) -> None:
+        await asyncio.Event().wait()
+
+    async def finish_run(self, message: FinishRun) -> None:
+        self.told.append(message.error)
+
+
+async def test_one_that_was_killed_is_to_blame_before_those_that_lost_it() -> None:
+    """The other rank tells what a broken connection did to it, and may tell that first, or end first."""
+    children, client = Children(logs=None), _FailedRun()
+    workers = [ProcessPlan("model_worker", index, 1, "cpu", (), "") for index in range(2)]
+    started = [
+        await children.start(worker, ["sh", "-c", do])
+        for worker, do in zip(workers, ("kill -9 $$", "exit 1"), strict=True)
+    ]
+    await asyncio.gather(*(child.ended.wait() for child in started))
+    with pytest.raises(ProcessDied) as died:
+        await until_finished(children, client=cast(ControlClient, cast(Any, client)))
+    killed = f"model_worker/0 (pid {started[0].pid}) was ended by SIGKILL (out of memory?)"
+    assert died.value.reason == f"{killed}; then model_worker/1: RuntimeError: Connection closed by peer"
+    assert client.told == [died.value.reason]
+    children.close()
 
 
 def test_each_waits_twice_as_long_until_there_were_too_many() -> None:

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
-from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.records.metrics import METRICS_FILE, Final, StepReport, write_ending, write_final
 from streamrl.records.sinks import MetricsWriter
 from streamrl.report.reading import read_run
 from tests.evaluations import make_report
@@ -88,3 +88,25 @@ def test_evaluations_have_a_file_of_their_own_once_there_is_one(tmp_path: Path) 
         make_report(4, pass_at={1: 0.25, 2: 0.5})
     ]
     writer.close()
+
+
+def test_how_a_run_ended_is_added_to_what_the_master_wrote(tmp_path: Path) -> None:
+    status = {"state": "failed", "message": "master/0: StreamRLError: it was stopped"}
+    write_final(tmp_path, Final(status=status, groups_trained=5))
+    write_ending(tmp_path, "failed", "model_worker/0 was killed")
+    final = msgspec.json.decode((tmp_path / "final.json").read_bytes(), type=Final)
+    assert final.ending == ("failed", "model_worker/0 was killed")
+    assert (final.status, final.groups_trained) == (status, 5)
+
+
+def test_how_a_run_ended_is_known_also_where_the_master_wrote_nothing(tmp_path: Path) -> None:
+    write_ending(tmp_path, "failed", "master/0 was killed")
+    final = msgspec.json.decode((tmp_path / "final.json").read_bytes(), type=Final)
+    assert (final.ending, final.groups_trained) == (("failed", "master/0 was killed"), None)
+
+
+def test_a_run_that_was_done_when_it_was_stopped_is_finished(tmp_path: Path) -> None:
+    write_final(tmp_path, Final(status={"state": "finished", "message": "60 steps are done"}))
+    write_ending(tmp_path, "stopped", "by Ctrl-C")
+    final = msgspec.json.decode((tmp_path / "final.json").read_bytes(), type=Final)
+    assert final.ending == ("finished", "60 steps are done")

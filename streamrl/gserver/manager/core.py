@@ -178,13 +178,14 @@ class Manager:
         return Done()
 
     async def finish_run(self, message: FinishRun) -> Done:
-        """End the run, as failed where the message has an error."""
+        """End the run, as failed where the message has an error: a launcher says which process has died; the master
+        alone says that all is done."""
         if message.error:
             self._state.end("failed", message.error)
         else:
             self._state.end("finished", message.reason)
-        for master in self._registry.of("master"):
-            self.members.tell_over(master)
+            for master in self._registry.of("master"):
+                self.members.tell_over(master)
         return Done()
 
     async def fail_run(self, message: FailRun) -> Done:

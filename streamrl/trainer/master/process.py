@@ -22,7 +22,7 @@ from streamrl.ledger import ReadyGroups, Selection
 from streamrl.records import progress, rollouts_writer
 from streamrl.records.collapse import Health, advice
 from streamrl.records.evaluation import EvaluationReport
-from streamrl.records.metrics import FINAL_FILE, Final, StepReport
+from streamrl.records.metrics import Final, StepReport, write_final
 from streamrl.records.sinks import MetricsWriter, start_sinks
 from streamrl.trainer.calls import EvaluateHook, SaveHook, Stored, Trained, WorkerSpec
 from streamrl.trainer.graph import graph_of
@@ -258,12 +258,7 @@ class Master:
             over_age=self._config.staleness.over_age,
             tokens_dropped=self._history.tokens_dropped,
         )
-        folder = self._config.run_dir
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / FINAL_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(final)))
-        except OSError as error:  # the run was done, and what it made is elsewhere
-            log.error("final.json cannot be written: %s", error)
+        write_final(self._config.run_dir, final)
 
     async def close(self) -> None:
         """End what is under way, and the sinks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -221,46 +221,37 @@ class Computation:
         self._seed(mfc.role, call.policy_version)
         self._blocked = 0.0
         found = StepStatistics()
-        ages: dict[int, int] = {}
         batch = [seq for minibatch in call.minibatches for seq in minibatch.seqs]
+        items = {seq: self._item(seq, call, mfc.inputs, updated=False) for seq in batch}
         credit = role.begin_step(
-            [self._item(seq, call, mfc.inputs, updated=False) for seq in batch],
-            policy_version=call.policy_version,
-            given="advantages" in mfc.inputs,
+            list(items.values()), policy_version=call.policy_version, given="advantages" in mfc.inputs
         )
         credits = dict(zip(batch, credit, strict=True))
-        kept: dict[int, TrainItem] = {}
         for number, minibatch in enumerate(call.minibatches * self._config.algorithm.epochs):
-            items = [self._item(seq, call, mfc.inputs, updated=number > 0) for seq in minibatch.seqs]
             first_epoch = number < len(call.minibatches)
-            if first_epoch and isinstance(role, Actor):
-                for item in items:
-                    _count_ages(ages, item)
-            wanted = frozenset(call.kept).intersection(minibatch.seqs) if first_epoch else frozenset()
-            kept |= {item.group.seq: item for item in items if item.group.seq in wanted}
             role.train_step(
-                items,
+                [self._item(seq, call, mfc.inputs, updated=True) if number else items[seq] for seq in minibatch.seqs],
                 [credits[seq] for seq in minibatch.seqs],
                 Minibatch(
                     loss_tokens=minibatch.loss_tokens,
                     episodes=minibatch.episodes,
                     compared=call.compared if number == 0 else None,  # later the weights have changed
                     lr_scale=call.lr_scale,
-                    kept=wanted,
+                    kept=frozenset(call.kept).intersection(minibatch.seqs) if first_epoch else frozenset(),
                 ),
                 found,
                 before_update=self._wait_for_publication,
             )
         if isinstance(role, Actor):
             role.end_step(found.sums)
-            self._keep(call, kept, credits, found.outputs)
+            self._keep(call, items, credits, found.outputs)
         told = self._is_head(mfc.role)
         return Trained(
             compute_seconds=time.monotonic() - began - self._blocked,
             blocked_seconds=self._blocked,
             sums=found.sums if told else {},
             maxima=found.maxima,
-            token_ages=ages if told else {},
+            token_ages=_token_ages(items.values()) if told and isinstance(role, Actor) else {},
             update_seconds=found.update_seconds,
             compared=found.compared,
         )
@@ -388,7 +379,8 @@ def _comparable(group: TrajectoryGroup, version: int) -> NDArray[np.bool_]:
     return sampled & ~np.repeat(mixed, group.seqlens)
 
 
-def _count_ages(ages: dict[int, int], item: TrainItem) -> None:
-    found, counts = np.unique(item.age[item.trainable], return_counts=True)
-    for age, count in zip(found.tolist(), counts.tolist(), strict=True):
-        ages[age] = ages.get(age, 0) + count
+def _token_ages(items: Iterable[TrainItem]) -> dict[int, int]:
+    """Return how many tokens of `items` enter the loss, by their age in versions."""
+    ages = [item.age[item.trainable] for item in items]
+    found, counts = np.unique(np.concatenate([np.zeros(0, np.int32), *ages]), return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))

@@ -225,8 +225,9 @@ class WeightReceiver:
         staged.version = message.weight_version
 
     def _planned(self, message: ReceiveWeights, staged: Staged) -> list[list[int]]:
-        """Return, for each thread that is to receive, whose bucket comes next and next: of all senders in turn, or of
-        one. Raises `Refused` for a message that does not fit the model, the senders that have met, or what is here."""
+        """Return, for each thread that is to receive, the senders of its buckets, in order: one thread for all of them
+        where they take turns, else one for each. Raises `Refused` for a message that does not fit the model, the
+        senders that have met, or what is here."""
         groups, _ = self._group(message.group_name)
         if not len(groups) == len(message.senders) == len(message.first_buckets) > 0:
             raise Refused(f"{len(groups)} senders have met; senders and first_buckets must be lists of as many entries")

@@ -410,7 +410,7 @@ class Server:
                 await response.write(b"".join(map(_event, parts)))
         except StreamRLError as error:  # the status line is gone, so the error becomes an event
             await response.write(_event(_error(error)))
-        await response.write(DONE)
+        await response.write_eof(DONE)
         return response
 
     def _part(
@@ -535,17 +535,21 @@ class Server:
             while not (await asyncio.wait({receiving}, timeout=RECEIVED_SECONDS))[0]:
                 if here != told:
                     told = here
-                    await _tell(response, request, Received(told))
+                    if not response.prepared:
+                        await response.prepare(request)
+                    await response.write(_event(Received(told)))
             error = receiving.exception()
             if isinstance(error, StreamRLError) and response.prepared:  # the status line is gone: it becomes an event
-                await _tell(response, request, Received(here, str(error)))
+                last = Received(here, str(error))
             elif error is not None:
                 raise error
             else:
-                await _tell(response, request, Received(here))
+                last = Received(here)
         finally:
             receiving.cancel()  # what has begun goes on to its end
-        await response.write(DONE)
+        if not response.prepared:
+            await response.prepare(request)
+        await response.write_eof(_event(last) + DONE)  # at once: the manager has one thing to wake up for
         return response
 
     async def _offer(self, message: OfferWeights) -> Broadcast:
@@ -634,13 +638,6 @@ DONE = b"data: [DONE]\n\n"
 
 def _event(content: msgspec.Struct) -> bytes:
     return b"data: " + _encode(content) + b"\n\n"
-
-
-async def _tell(response: web.StreamResponse, request: web.Request, content: msgspec.Struct) -> None:
-    """Write an event; the first one begins the answer."""
-    if not response.prepared:
-        await response.prepare(request)
-    await response.write(_event(content))
 
 
 @web.middleware

@@ -133,6 +133,8 @@ class WeightReceiver:
         """Broadcasts that were on the way when one failed, and may still write."""
         self._beside = SideStream(device)
         self._busy = asyncio.Lock()
+        self._counting = threading.Lock()
+        """Held by whoever counts a bucket: one of the senders' threads sees that it was the last."""
         self._copiers = Copiers()
         if aside is not None:
             checksum.make_ready()
@@ -211,7 +213,6 @@ class WeightReceiver:
             for fault in await asyncio.gather(*map(receive_from, threads), return_exceptions=True):
                 if fault is not None:
                     raise fault
-            await in_thread(partial(self._make_ready, staged))
 
         # The first failure is told at once; what other senders send meanwhile still comes, and the next call waits.
         receiving = asyncio.create_task(self.apart(receive))
@@ -245,12 +246,16 @@ class WeightReceiver:
     def _receive_from(
         self, senders: Sequence[int], message: ReceiveWeights, staged: Staged, on_progress: Callable[[list[int]], None]
     ) -> None:
-        """Receive the next bucket of each of `senders`, one after another."""
+        """Receive the next bucket of each of `senders`, one after another; prepare the set after the last of all."""
         for number in senders:
             bucket = message.senders[number][staged.buckets[number]]
             self._receive(message.group_name, bucket, staged, sender=number, as_deltas=message.base is not None)
-            staged.buckets[number] += 1
-            on_progress(list(staged.buckets))
+            with self._counting:
+                staged.buckets[number] += 1
+                here = list(staged.buckets)
+            on_progress(here)
+            if here == [len(buckets) for buckets in message.senders]:
+                self._make_ready(staged)
 
     async def load(self, folder: Path, version: str | None) -> None:
         """Take the tensors of the safetensors files in `folder`, which are read as they are copied."""
@@ -277,8 +282,6 @@ class WeightReceiver:
                 f"{len(missing)} of {len(self._expected.shapes)} tensors were not received: {_some(missing)}; "
                 "the old weights are kept, begin again"
             )
-        if self._aside is not None:
-            await self.exclusively(self._aside.make_ready)
         return staged
 
     async def close(self) -> None:

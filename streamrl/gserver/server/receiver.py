@@ -565,7 +565,11 @@ class WeightReceiver:
 
 
 async def in_thread(call: Callable[[], Result]) -> Result:
-    """Run `call` in a daemon thread: one that hangs in a collective does not keep the process alive."""
+    """Run `call` in a thread of its own, for it may hang in a collective.
+
+    No daemon thread: the interpreter would be taken down around it, and its return from C++ then ends the process with
+    SIGABRT. Who still hangs when the gserver has ended is left by `launch/process.py: run_component`.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()
 
@@ -586,7 +590,7 @@ async def in_thread(call: Callable[[], Result]) -> Result:
         if not loop.is_closed():
             loop.call_soon_threadsafe(resolve, result, failure)
 
-    threading.Thread(target=run, name="weight receiver", daemon=True).start()
+    threading.Thread(target=run, name="weight receiver").start()
     return await future
 
 

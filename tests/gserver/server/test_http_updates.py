@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 
 from streamrl.checksum import weights_checksum
 from tests.gserver.rank0 import Rank0, rank0
+from tests.gserver.server import hanging_gserver
 from tests.gserver.serving import Client, serving
 from tests.gserver.tiny import make_model, prompt, response_logprobs, save, weights_of
 
@@ -268,21 +270,22 @@ async def test_a_checkpoint_of_another_shape_is_refused(folder: Path, tmp_path: 
         await client.post("/generate", {"input_ids": prompt(9)})
 
 
-async def test_a_hanging_receive_does_not_keep_the_process(folder: Path, publisher: Rank0) -> None:
+async def test_a_hanging_receive_does_not_keep_the_process(folder: Path, publisher: Rank0, new_file: str) -> None:
     port = await publisher.form()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.gserver.server.hanging_gserver", str(folder), str(port), publisher.group),
-        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     try:
-        assert process.stdin is not None
         assert process.stdout is not None
-        assert await asyncio.wait_for(process.stdout.readline(), 180) == b"receiving\n"
         assert await publisher.answer() == "formed"
-        process.stdin.write(b"\n")
-        await process.stdin.drain()
-        assert await asyncio.wait_for(process.wait(), 15) == 0
+        assert await publisher.ask("send", file=new_file, names=[hanging_gserver.FIRST], flat=False) == "sent"
+        assert await asyncio.wait_for(process.stdout.readline(), 180) == b"receiving\n"
+        process.terminate()
+        _, told = await asyncio.wait_for(process.communicate(), 60)  # the broadcast has 600 s
+        assert process.returncode == 128 + signal.SIGTERM, told.decode()
+        assert b"weight receiver did not end" in told
     finally:
         if process.returncode is None:
             process.kill()

@@ -164,10 +164,11 @@ class RewardConfig(Section, frozen=True):
     """How a response is scored (`rew_inf`)."""
 
     function: str = "reasoning_gym"
-    """`reasoning_gym`, `math_verify`, or `module:function(response, prompt) -> float`."""
+    """`reasoning_gym`, `math_verify`, or `module:function(response, prompt) -> float`; it may be a coroutine."""
     args: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
     processes: Positive = 1
+    """Each of which scores one response at a time."""
     timeout_seconds: PositiveFloat = 10.0
     """Longest time of one call; a process that takes longer is killed and replaced."""
     environment: list[str] = []

@@ -87,6 +87,16 @@ async def test_failures_are_told_apart_and_the_pool_goes_on() -> None:
         assert await rewards.score(response("pid"), prompt()) == pid
 
 
+async def test_a_coroutine_scores_fails_and_hangs_like_any_function() -> None:
+    async with pool("tests.rollout.user_code:async_reward", timeout=2.0) as rewards:
+        assert [await rewards.score(response("good"), prompt()) for _ in range(2)] == [1.0, 1.0]
+        with pytest.raises(RewardError, match=r"LookupError: no such thing"):
+            await rewards.score(response("raise"), prompt())
+        with pytest.raises(RewardTimeout):
+            await rewards.score(response("hang"), prompt())
+        assert await rewards.score(response("good"), prompt()) == 1.0
+
+
 @pytest.mark.parametrize(("text", "status"), [("exit 7", "exit code 7"), ("abort", "SIGABRT"), ("sysexit", "3")])
 async def test_a_crash_is_reported_and_the_process_replaced(text: str, status: str) -> None:
     async with pool() as rewards:
@@ -163,7 +173,7 @@ async def test_close_ends_calls_that_run_and_wait() -> None:
     [
         ("tests.rollout.nothing:reward", {}, "no module tests.rollout.nothing"),
         ("tests.rollout.user_code:rewards", {}, "has no rewards"),
-        ("tests.rollout.user_code:async_reward", {}, "not async"),
+        ("tests.rollout.user_code:not_a_function", {}, "is an? int, not a function"),
         (USER_REWARD, {"size": 1}, "cannot be called.*size"),
         ("math_verify", {"size": 1}, "unexpected keyword argument"),
         ("my_reward", {}, "module:name"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -80,8 +81,23 @@ def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
     return scale
 
 
+_calls: asyncio.Queue[str] | None = None
+
+
 async def async_reward(response: Response, prompt: Prompt) -> float:
+    """How many calls there were; with something that belongs to one event loop, as clients do."""
+    global _calls
+    if _calls is None:
+        _calls = asyncio.Queue()
+    if response.text == "raise":
+        raise LookupError("no such thing")
+    await asyncio.sleep(600 if response.text == "hang" else 0)
+    asyncio.get_running_loop().call_soon(_calls.put_nowait, response.text)
+    await _calls.get()
     return 1.0
+
+
+not_a_function = 5
 
 
 def length_reward(response: Response, prompt: Prompt) -> float:

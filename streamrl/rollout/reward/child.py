@@ -8,6 +8,9 @@ ends with the process.
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import inspect
 import math
 import os
 import queue
@@ -69,6 +72,8 @@ def _load(setup: Setup) -> tuple[RewardFunction | None, RewardReply]:
 def _score(function: RewardFunction, call: ScoreCall) -> RewardReply:
     try:
         value = function(call.response, call.prompt)
+        if inspect.iscoroutine(value):
+            value = _loop().run(value)
     except Exception as error:  # the user's function may raise anything: the parent reports it
         return Failure(traceback_tail(error))
     try:
@@ -78,6 +83,12 @@ def _score(function: RewardFunction, call: ScoreCall) -> RewardReply:
     if not math.isfinite(number):
         return Failure(f"it returned {number}; a reward is a finite number")
     return Reward(number)
+
+
+@functools.cache
+def _loop() -> asyncio.Runner:
+    """The event loop of all calls of a coroutine function, where it may keep what belongs to one, as a client does."""
+    return asyncio.Runner()
 
 
 def _read(stream: BinaryIO, calls: queue.SimpleQueue[RewardCall]) -> None:

@@ -40,8 +40,8 @@ def load_reward(setup: Setup) -> RewardFunction:
             return MathVerifyReward(**setup.args)
         case spec:
             function = load_object(spec, key="rollout.reward.function")
-            if not callable(function) or inspect.iscoroutinefunction(function):
-                raise ConfigError(f"rollout.reward.function = {spec!r}: must be a plain function (not async)")
+            if not callable(function):
+                raise ConfigError(f"rollout.reward.function = {spec!r}: is a {type(function).__name__}, not a function")
             try:
                 inspect.signature(function).bind("response", "prompt", **setup.args)
             except TypeError as error:

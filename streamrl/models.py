@@ -96,8 +96,10 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
     Raises `ModelError`, which names what is missing.
     """
     if not folder.is_dir():
+        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder))  # as others load a model by; nothing is fetched here
+        fetch = f" (hf download {folder} --local-dir FOLDER fetches one)" if of_hub else ""
         raise ModelError(
-            f"model.path = {str(folder)!r} is no folder; give the folder of a Hugging Face checkpoint, "
+            f"model.path = {str(folder)!r} is no folder; give the folder of a Hugging Face checkpoint{fetch}, "
             f'"{SMOLLM2}", or "{SCRATCH}"'
         )
     missing = []

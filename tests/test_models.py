@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from streamrl.config import Config, LoraConfig, from_dict
 from streamrl.errors import ModelError
 from streamrl.lora import adapter_settings
-from streamrl.models import SMOLLM2, ensure_checkpoint, load_tokenizer, weights_fingerprint
+from streamrl.models import SMOLLM2, check_checkpoint, ensure_checkpoint, load_tokenizer, weights_fingerprint
 from tests.forked import Forked, forking
 
 SCRATCH = {"alphabet": "0123456789+= ", "hidden_size": 32, "head_dim": 8}
@@ -181,3 +181,10 @@ def test_concurrent_makers_make_it_once(tmp_path: Path) -> None:
         makers.end()
     assert len(folders) == 1
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [Path(folders.pop()).name]
+
+
+def test_a_name_of_the_hub_is_told_how_to_become_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"is no folder; .*\(hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER"):
+        check_checkpoint(Path("Qwen/Qwen2.5-0.5B"))
+    with pytest.raises(ModelError, match=r"is no folder; give the folder of a Hugging Face checkpoint, "):
+        check_checkpoint(tmp_path / "nowhere")

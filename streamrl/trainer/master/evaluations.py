@@ -63,6 +63,18 @@ class EvaluationRequests:
         while not over:
             over = await self._take_in()
 
+    async def take_what_is_done(self) -> None:
+        """Take in what was reported by now; an evaluation that is still under way is not waited for."""
+        status = (await self._client.status()).evaluation
+        if status is not None and status.done > self._known:
+            await self._take_in()
+        unfinished = max(self._asked, default=None)
+        if unfinished is not None and unfinished not in self._reported:
+            log.warning(
+                "the run ends before the evaluation of version %d is done; evaluation.at_end has it waited for",
+                unfinished,
+            )
+
     async def wait_for(self, version: int) -> str:
         """Wait until `version` is reported; return what to add to the reason why the run ended, empty if all is well.
 

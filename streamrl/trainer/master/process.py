@@ -233,6 +233,8 @@ class Master:
         if at_end:
             self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
             unwritten += await self._evaluations.wait_for(self.policy_version)
+        elif self._config.evaluation.enabled:
+            await self._evaluations.take_what_is_done()
         if sinks := self._metrics.waits_for:
             self.membership.waiting_for = f"{sinks} to take the last figures"
             await asyncio.to_thread(self._metrics.close)

@@ -74,6 +74,23 @@ async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
         assert await evaluations.wait_for(9) == ""
 
 
+async def test_the_end_takes_what_was_reported_meanwhile_and_waits_for_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with desk(evaluating(tmp_path, every_steps=1)) as (evaluations, run, written):
+        await evaluations.ask(8)
+        task = await take(run)
+        assert task is not None
+        await tell(run, task)
+        await asyncio.wait_for(evaluations.take_what_is_done(), 5)
+        assert written == [make_report(8)]
+        assert not caplog.records
+        await evaluations.ask(9)
+        await asyncio.wait_for(evaluations.take_what_is_done(), 5)
+    assert written == [make_report(8)]
+    assert "the run ends before the evaluation of version 9 is done" in caplog.text
+
+
 async def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with desk(evaluating(tmp_path, at_end=True, end_timeout_seconds=0.2)) as (evaluations, _, _):
         await evaluations.ask(9)

@@ -55,7 +55,9 @@ WAITING = 0.5
 PAUSED = 0.1
 """Share of a step's time that weight updates cost generation, or hold up the optimizer."""
 REJECTED = 0.1
-"""Share of groups that were given up."""
+"""Share of groups that were given up, of held-out prompts that failed, or of responses that could not be scored."""
+MOSTLY_UNSCORED = 0.5
+"""Share of the responses that could not be scored, beyond which rewards tell nothing."""
 OFTEN_RESTARTED = 3
 """Restarts of one process, as many as `gserver.max_restarts` and `rollout.restarts` allow in a row by default."""
 LEAST_DISK = 2**30
@@ -287,6 +289,16 @@ def _data(run: RunFigures) -> Iterator[Finding]:
             "workers say why",
             ["rollout.reward.timeout_seconds", "data.max_prompt_tokens"],
         )
+    rollout = (run.config or Config()).rollout
+    unscored = _sum(run, "rollout/", "reward_errors_total") / max(1.0, done * rollout.group_size)
+    if unscored > REJECTED and "zero" in (rollout.reward.on_error, rollout.agent.on_error):
+        yield Finding(
+            "bad" if unscored > MOSTLY_UNSCORED else "warning",
+            "rewards",
+            f"{min(1.0, unscored):.0%} of the responses score 0 because scoring them failed: the logs of the rollout "
+            "workers say why",
+            ["rollout.reward.function", "rollout.reward.timeout_seconds"],
+        )
 
 
 def _staleness(run: RunFigures) -> Iterator[Finding]:
@@ -351,7 +363,10 @@ def _pace(run: RunFigures) -> Iterator[Finding]:
 
 
 def _machines(run: RunFigures) -> Iterator[Finding]:
+    anew = run.restarts.get("manager/0", 0)  # a run that was resumed: all of its processes began again then
     for name, count in sorted(run.restarts.items(), key=lambda item: -item[1]):
+        if (count := count - anew) <= 0:
+            continue
         yield Finding(
             "warning" if count >= OFTEN_RESTARTED else "note",
             "restarts",

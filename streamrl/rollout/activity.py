@@ -39,6 +39,7 @@ class Activity:
         self.groups_rejected = 0
         self.groups_uniform = 0
         self.reward_errors = 0
+        """Responses, or episodes of agents, that could not be scored."""
         self.episodes: Counter[str] = Counter()
         """Figures of agents' episodes that ended with something to train on, by name."""
         self.agent_retries: Callable[[], int] = int

@@ -77,6 +77,23 @@ def with_steps(**changed):
     return healthy(steps=[HEALTHY | changed] * WINDOW)
 
 
+def unscored(*, on_error, errors):
+    """A run of 100 groups of 8, `errors` of whose responses could not be scored."""
+    config = from_dict({"rollout": {"group_size": 8, "reward": {"on_error": on_error}}})
+    stats = {"rollout/0": {"groups_done_total": 100.0, "reward_errors_total": errors}}
+    return healthy(stats=stats, config=config)
+
+
+def test_responses_that_could_not_be_scored_and_are_not_trained_on_are_not_told_here():
+    assert not [found for found in findings(unscored(on_error="reject", errors=160.0)) if found.topic == "rewards"]
+
+
+def test_a_resumed_run_has_restarted_nobody():
+    assert findings(healthy(restarts={"manager/0": 2, "master/0": 2, "gserver/0": 2})) == []
+    (found,) = findings(healthy(restarts={"manager/0": 2, "gserver/0": 3}))
+    assert "gserver/0 was started again once" in found.text
+
+
 def test_a_healthy_run_has_nothing_to_tell():
     assert findings(healthy()) == []
     assert findings(RunFigures()) == []
@@ -150,6 +167,14 @@ def test_a_healthy_run_has_nothing_to_tell():
         (
             healthy(stats={"rollout/1": {"groups_done_total": 50.0, "groups_rejected_total": 50.0}}),
             *("warning", "rejected groups", "50% of the groups were given up (50)", "rollout.reward"),
+        ),
+        (
+            unscored(on_error="zero", errors=160.0),
+            *("warning", "rewards", "20% of the responses score 0", "rollout.reward.function"),
+        ),
+        (
+            unscored(on_error="zero", errors=800.0),
+            *("bad", "rewards", "100% of the responses score 0", "rollout.reward.function"),
         ),
         (
             with_steps(tokens_masked=100.0, tokens_trained=900.0),

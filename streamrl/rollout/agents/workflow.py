@@ -432,6 +432,7 @@ class AgentWorkflow:
                 raise episode.failure from error
             if self._config.on_error == "reject" or not episode.calls:
                 raise
+            session.activity.reward_errors += 1
             session.activity.log_reason("an episode scores 0", error)
             await session.generated()
             return Earned(Score(0.0), [])

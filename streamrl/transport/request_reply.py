@@ -13,7 +13,7 @@ master's probes find out within a beat that a connection has ended.
 
 Frames: `[kind, request id, body]`. Kinds from the master: `C` call, `P` call that waits for its `S` syn or its
 withdrawal `W`, `B` probe, `K` confirmation of all notices up to this number (body: the worker's incarnation). From a
-worker: `A` ack, `R` reply, `E` error (body: traceback text), `N` notice (number; body: the worker's incarnation, then
+worker: `A` ack, `R` reply, `E` error (body: text), `N` notice (number; body: the worker's incarnation, then
 the notice), `H` heartbeat (body: the incarnation, which tells this start of the worker from others), which is also a
 worker's first word.
 """
@@ -201,7 +201,7 @@ class RequestChannel(Generic[Notice]):
     async def request(self, calls: Mapping[int, Any], reply: type[Reply], *, timeout: float) -> dict[int, Reply]:
         """Have several workers carry out one call each, together, and return their replies by worker.
 
-        Raises `PeerError` with the traceback of the first worker that fails, `PeerLost` when one
+        Raises `PeerError` with what the first worker says that fails, `PeerLost` when one
         falls silent or is restarted, `DeadlineExceeded` after `timeout` seconds, `WireError` for another reply.
         """
         what = type(next(iter(calls.values()))).__name__
@@ -308,7 +308,7 @@ class RequestChannel(Generic[Notice]):
             future.set_result(body)
         elif kind == b"E" and not future.done():
             text = body.decode(errors="replace")
-            request.fail(PeerError(f"{self._name_of(worker)} failed in {request.what}:\n{text}"))
+            request.fail(PeerError(f"{self._name_of(worker)} failed in {request.what}: {text}"))
 
     async def _take(self, worker: int, number: int, incarnation: bytes, notice: Notice) -> None:
         """Take `notice` if it is the next one, and confirm all that were taken. Others come again in their order, as do
@@ -430,9 +430,9 @@ class ReplyChannel(Generic[Call]):
         """Send the master the result of a call."""
         await self._send(b"R", call_id, self._encoder.encode(result))
 
-    async def fail(self, call_id: int, traceback: str) -> None:
-        """Tell the master that a call failed, with its traceback."""
-        await self._send(b"E", call_id, traceback.encode())
+    async def fail(self, call_id: int, text: str) -> None:
+        """Tell the master that a call failed, and how: by a traceback where it was not expected."""
+        await self._send(b"E", call_id, text.encode())
 
     async def notify(self, notice: msgspec.Struct) -> None:
         """Send the master a notice, which it takes once and after all earlier ones, while `receive` goes on."""

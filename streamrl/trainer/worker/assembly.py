@@ -198,11 +198,17 @@ def fingerprints(assembly: Assembly) -> dict[str, str]:
 
 
 def resume(assembly: Assembly, folder: Path) -> None:
-    """Take over the states in the checkpoint `folder`. Collective."""
+    """Take over the states in the checkpoint `folder`. Collective. Raises `ModelError` where one is damaged, or not of
+    such a model."""
     state = folder / progress.STATE
     for name, role in assembly.roles.items():
         if isinstance(role, Critic) or role is assembly.actor:
-            role.load_state(state / name)
+            try:
+                role.load_state(state / name)
+            except ModelError as error:
+                raise ModelError(
+                    f"{error}; if the checkpoint is damaged, remove {folder}: --resume goes on from the one before it"
+                ) from error
 
 
 def _from_rank_0(weight: Tensor, shape: tuple[int, ...], world: int) -> Tensor:

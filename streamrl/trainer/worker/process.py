@@ -28,7 +28,7 @@ from streamrl import essential
 from streamrl.config import Config
 from streamrl.cuda_memory import gpu_identity
 from streamrl.device import compute_repeatably, compute_with, resolve_device, resolve_dtype
-from streamrl.errors import TrainingError
+from streamrl.errors import StreamRLError, TrainingError
 from streamrl.models import routing_of, vocab_size, weights_fingerprint
 from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset
@@ -310,9 +310,11 @@ class ModelWorker:
             return
         try:
             result = await self._carry_out(call)
-        except Exception:  # the one place where any failure of a call is turned into its answer
+        except Exception as error:  # the one place where any failure of a call is turned into its answer
             log.exception("%s failed", type(call).__name__)
-            await channel.fail(call_id, traceback.format_exc(limit=-6))
+            expected = isinstance(error, StreamRLError)  # says all in its words
+            text = f"{type(error).__name__}: {error}" if expected else traceback.format_exc(limit=-6)
+            await channel.fail(call_id, text)
         else:
             await channel.reply(call_id, result)
 

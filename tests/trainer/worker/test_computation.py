@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from streamrl.config import from_dict
-from streamrl.errors import DeadlineExceeded, TrainingError
+from streamrl.errors import DeadlineExceeded, ModelError, TrainingError
 from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.stream_dataset import StreamDataset
@@ -161,6 +161,10 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_asked_for(tmp_path, monke
     assert AutoModelForCausalLM.from_pretrained(folder).config.hidden_size == 32
     assert progress.read(folder).trained == [(0, 8)]
     resume(worker.assembly, folder)
+    with (folder / "state" / "actor" / "optimizer.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ModelError, match=r"not whole; .*remove .*step-000001: --resume goes on from the one before"):
+        resume(worker.assembly, folder)
 
 
 def test_a_run_goes_on_from_an_adapter_to_the_bit_and_peft_reads_it(tmp_path):

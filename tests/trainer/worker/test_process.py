@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from streamrl.config import from_dict
-from streamrl.errors import WireError
+from streamrl.errors import ModelError, WireError
 from streamrl.models import ensure_checkpoint, vocab_size
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MinibatchShare, Publish, TrainStep
@@ -19,9 +20,11 @@ from tests.groups import make_group
 
 
 class Withdrawing:
-    """The master gives up its one call before all workers have it; `withdrawn` is set once it has."""
+    """The master gives up its one call before all workers have it, unless it `goes_on`; `withdrawn` is set once that
+    is known."""
 
-    def __init__(self, call):
+    def __init__(self, call, *, goes_on=False):
+        self.goes_on = goes_on
         self.withdrawn = asyncio.Event()
         self.answered = []
         self._calls = asyncio.Queue()
@@ -32,13 +35,13 @@ class Withdrawing:
 
     async def begin(self, call_id):
         await self.withdrawn.wait()
-        return False
+        return self.goes_on
 
     async def reply(self, call_id, result):
         self.answered.append(result)
 
-    async def fail(self, call_id, traceback):
-        self.answered.append(traceback)
+    async def fail(self, call_id, text):
+        self.answered.append(text)
 
 
 async def test_weights_are_free_again_after_a_publication_that_was_withdrawn():
@@ -108,4 +111,28 @@ async def test_the_door_knows_the_run(tmp_path):
     await asyncio.gather(working, return_exceptions=True)
     await pusher.close()
     door.puller.close()
+    await worker.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ModelError("the weights cannot be read"), r"ModelError: the weights cannot be read"),
+        (KeyError("x"), r"Traceback \(most recent call last\):\n(.|\n)*KeyError: 'x'\n"),
+    ],
+)
+async def test_a_call_that_fails_is_told_in_words_or_where_nobody_expected_it_with_its_traceback(
+    monkeypatch, error, told
+):
+    async def fails(self, call):
+        raise error
+
+    monkeypatch.setattr(ModelWorker, "_carry_out", fails)
+    dataset = StreamDataset(rank=0, capacity_groups=4)
+    worker = ModelWorker(from_dict({}), index=0, model_dir=Path("."), dataset=dataset, door=None, client=None)
+    channel = Withdrawing(Publish(version=1), goes_on=True)
+    channel.withdrawn.set()
+    await worker._answer(channel, 1, Publish(version=1))
+    (answer,) = channel.answered
+    assert re.fullmatch(told, answer)
     await worker.close()

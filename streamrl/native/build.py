@@ -27,11 +27,15 @@ SWITCH = "STREAMRL_NATIVE"
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-Wno-psabi")
 """None of these lets the compiler reorder sums of floating-point numbers."""
 COMPILE_SECONDS = 60.0
-"""A compiler that takes longer has failed; compiling takes some seconds."""
+"""A compiler that takes longer is stopped; compiling takes some seconds, if nobody else wants the processor."""
 
 
 class Unavailable(Exception):
     """Why a library cannot be had."""
+
+
+class TookTooLong(Unavailable):
+    """The compiler did not end in time: on a machine that is less busy it may."""
 
 
 def shared_library(sources: Sequence[Path], *, headers: Sequence[Path] = (), options: Sequence[str] = ()) -> Path:
@@ -39,7 +43,7 @@ def shared_library(sources: Sequence[Path], *, headers: Sequence[Path] = (), opt
 
     `headers` are the files that the sources include, `options` the compiler's besides `FLAGS`. The compiler is `$CC`,
     or `cc`. Raises `Unavailable` where there is none, where it fails, and where `STREAMRL_NATIVE=0`. What has failed is
-    not tried again by the next process: the reason is kept beside the library's place.
+    not tried again by the next process (the reason is kept beside the library's place), unless it took too long.
     """
     if os.environ.get(SWITCH) == "0":
         raise Unavailable(f"{SWITCH}=0")
@@ -69,6 +73,8 @@ def shared_library(sources: Sequence[Path], *, headers: Sequence[Path] = (), opt
             made = Path(folder, library.name)
             try:
                 _output_of(*command, "-o", str(made))
+            except TookTooLong:
+                raise
             except Unavailable as reason:
                 failure.write_text(str(reason))
                 raise
@@ -91,7 +97,9 @@ def _output_of(*command: str) -> str:
     """Run a command and return what it printed; raises `Unavailable` if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired as error:
+        raise TookTooLong(f"{command[0]} did not end within {COMPILE_SECONDS:g} s; is this machine busy?") from error
+    except OSError as error:
         raise Unavailable(f"{command[0]}: {error}") from error
     if done.returncode:
         raise Unavailable(f"{command[0]} has failed: {done.stderr.strip()[-500:]}")

@@ -248,6 +248,17 @@ def test_what_cannot_be_compiled_is_tried_once(made_anew: Path, monkeypatch: pyt
     assert sum("-shared" in call for call in calls.read_text().splitlines()) == 1
 
 
+def test_what_took_too_long_to_compile_is_tried_again(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "COMPILE_SECONDS", 1.0)
+    compiler = made_anew / "compiler"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] || exec sleep 60\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
+    with pytest.raises(Unavailable, match="did not end within 1 s"):
+        shared_library([module.FOLDER / "sums.c"])
+    assert not list(made_anew.glob("*.failed"))
+
+
 def test_a_processor_without_long_vectors_computes_in_torch(
     made_anew: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -270,22 +270,36 @@ async def test_a_checkpoint_of_another_shape_is_refused(folder: Path, tmp_path: 
         await client.post("/generate", {"input_ids": prompt(9)})
 
 
-async def test_a_hanging_receive_does_not_keep_the_process(folder: Path, publisher: Rank0, new_file: str) -> None:
-    port = await publisher.form()
+@pytest.mark.parametrize("sender_dies", [False, True])
+async def test_a_hanging_receive_does_not_keep_the_process(sender_dies: bool, folder: Path, new_file: str) -> None:
+    """Nor does it break the process's end, when it fails just then."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.gserver.server.hanging_gserver", str(folder), str(port), publisher.group),
+        *(sys.executable, "-m", "tests.gserver.server.hanging_gserver", str(folder)),
+        stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
+        assert process.stdin is not None
         assert process.stdout is not None
-        assert await publisher.answer() == "formed"
-        assert await publisher.ask("send", file=new_file, names=[hanging_gserver.FIRST], flat=False) == "sent"
-        assert await asyncio.wait_for(process.stdout.readline(), 180) == b"receiving\n"
-        process.terminate()
-        _, told = await asyncio.wait_for(process.communicate(), 60)  # the broadcast has 600 s
+        assert process.stderr is not None
+        assert await asyncio.wait_for(process.stdout.readline(), 180) == b"serving\n"
+        async with rank0() as publisher:
+            port = await publisher.form()
+            process.stdin.write(f"{port} {publisher.group}\n".encode())
+            assert await publisher.answer() == "formed"
+            assert await publisher.ask("send", file=new_file, names=[hanging_gserver.FIRST], flat=False) == "sent"
+            assert await asyncio.wait_for(process.stdout.readline(), 180) == b"receiving\n"
+            process.terminate()
+            async with asyncio.timeout(60):  # the broadcast has 600 s
+                while b"a receive in weight group" not in (line := await process.stderr.readline()):
+                    assert line, "it ended otherwise"
+                if sender_dies:
+                    await publisher.kill()
+                told = await process.stderr.read()
+                await process.wait()
         assert process.returncode == 128 + signal.SIGTERM, told.decode()
-        assert b"weight receiver did not end" in told
+        assert sender_dies or b"weight receiver did not end" in told
     finally:
         if process.returncode is None:
             process.kill()

@@ -16,6 +16,7 @@ import typer
 from rich.markup import render
 
 from streamrl import cli
+from tests.e2e.preloaded import run_command
 from tests.planner.runs import write_calibration
 from tests.runs import write_run
 
@@ -25,15 +26,8 @@ HEAVY = ("torch", "transformers", "matplotlib", "numpy", "aiohttp")
 
 
 def streamrl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "streamrl", *words],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120", **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    """What `streamrl WORDS` prints; as `tests.e2e.preloaded` does it, without the time that imports take."""
+    return run_command(words, folder=ROOT, environment={**os.environ, "COLUMNS": "120", **environment})
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from multiprocessing.reduction import DupFd
@@ -76,6 +77,37 @@ class PreloadedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def run_command(
+    words: Sequence[str], *, folder: Path, environment: Mapping[str, str], seconds: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a `streamrl` command in `folder` to its end, which has to come within `seconds`.
+
+    What it starts is executed anew.
+    """
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        streams = [DupFd(file.fileno()) for file in (output, errors)]
+        process = forking().Process(target=_be, args=(words, folder, dict(environment), streams), daemon=True)
+        process.start()
+        process.join(seconds)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired([*COMMAND, *words], seconds)
+        for file in (output, errors):
+            file.seek(0)
+        return subprocess.CompletedProcess([*COMMAND, *words], process.exitcode, output.read(), errors.read())
+
+
+def _be(words: Sequence[str], folder: Path, environment: dict[str, str], streams: Sequence[Any]) -> None:
+    """The process of `run_command`."""
+    os.chdir(folder)
+    for descriptor, stream in enumerate(streams, start=1):
+        opened = stream.detach()
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    _run_command(words, environment)
 
 
 def _launch(words: Sequence[str], environment: dict[str, str], output: Any, holder: int | None) -> None:

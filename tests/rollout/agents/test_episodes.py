@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import pytest_asyncio
 from openai import AsyncOpenAI
 
 from streamrl.config import AgentConfig, Config, RolloutConfig
@@ -20,15 +21,18 @@ from streamrl.errors import AgentError, WireError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
 from streamrl.rollout.agents.rendering import TemplateRenderer
-from streamrl.rollout.agents.runner import RemoteAgents, agents_of
+from streamrl.rollout.agents.runner import Agents, RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
 from streamrl.rollout.groups import check_trajectory
 from streamrl.transport.generation import SamplingParams
 from streamrl.types import Prompt, Trajectory
+from tests.processes import lives
 from tests.rollout.agents.user_agents import FLOOD
 from tests.rollout.sessions import CHAT, PROMPT, parts, session
 
-SOLVE = AgentConfig(function="tests.rollout.agents.user_agents:solve", timeout_seconds=60)
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+SOLVE = AgentConfig(function="tests.rollout.agents.user_agents:solve", timeout_seconds=60, memory_mb=2000)
 OPENING = "{user\n1+1?}\n{assistant\n"
 
 
@@ -36,22 +40,54 @@ def task(question: str) -> Prompt:
     return msgspec.structs.replace(PROMPT, messages=[{"role": "user", "content": question}], answer=2)
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module", autouse=True)
+async def solving() -> AsyncIterator[None]:
+    """The process of `SOLVE`'s agents, for all tests: to start one costs more than an episode."""
+    _solving.append(agents_for(SOLVE))
+    try:
+        yield
+    finally:
+        await _solving.pop().close()
+
+
+_solving: list[Agents] = []
+
+
+def agents_for(config: AgentConfig) -> Agents:
+    """The agents of `config`, not yet started."""
+    return agents_of(Config(rollout=RolloutConfig(agent=config)))
+
+
 @asynccontextmanager
-async def playing(config: AgentConfig) -> AsyncIterator[AgentWorkflow]:
-    agents = agents_of(Config(rollout=RolloutConfig(agent=config)))
-    episodes = EpisodeTable()
-    renderer = TemplateRenderer(CHAT)
-    leases = agents if isinstance(agents, RemoteAgents) else None
-    gateway = Gateway(episodes, model="policy", leases=leases)
+async def started(config: AgentConfig) -> AsyncIterator[Agents]:
+    """The agents of `config`: the shared ones, if they are those of `SOLVE`; else its own, which are closed."""
+    process = (config.function, config.environment)
+    if _solving and process == (SOLVE.function, SOLVE.environment):
+        await _solving[0].start()
+        yield _solving[0]
+        return
+    agents = agents_for(config)
     try:
         await agents.start()
-        url = await gateway.start()
-        yield AgentWorkflow(
-            config, agents=agents, gateway=gateway, url=url, episodes=episodes, renderer=renderer, model="policy"
-        )
+        yield agents
     finally:
-        await gateway.close()
         await agents.close()
+
+
+@asynccontextmanager
+async def playing(config: AgentConfig) -> AsyncIterator[AgentWorkflow]:
+    episodes = EpisodeTable()
+    renderer = TemplateRenderer(CHAT)
+    async with started(config) as agents:
+        leases = agents if isinstance(agents, RemoteAgents) else None
+        gateway = Gateway(episodes, model="policy", leases=leases)
+        try:
+            url = await gateway.start()
+            yield AgentWorkflow(
+                config, agents=agents, gateway=gateway, url=url, episodes=episodes, renderer=renderer, model="policy"
+            )
+        finally:
+            await gateway.close()
 
 
 async def play(config: AgentConfig, question: str, *texts: str, **more: Any) -> list[Trajectory]:
@@ -177,16 +213,16 @@ async def test_a_plain_function_runs_in_a_thread() -> None:
         ("mapping", "a mapping with 'scores'; known: score, rewards, metrics"),
         ("exit", "the agent's process ended with exit code 7"),
         ("memory", "MemoryError"),
-        ("none", r"no score within rollout.agent.timeout_seconds = 2, after [01] answers"),
-        ("hang", r"no score within rollout.agent.timeout_seconds = 2, after [01] answers"),
-        ("spin", r"no score within rollout.agent.timeout_seconds = 2, after 0 answers"),
+        ("none", r"no score within rollout.agent.timeout_seconds = 0\.5, after [01] answers"),
+        ("hang", r"no score within rollout.agent.timeout_seconds = 0\.5, after [01] answers"),
+        ("spin", r"no score within rollout.agent.timeout_seconds = 0\.5, after 0 answers"),
         ("long", "leaves no room for an answer"),
         ("flood", r"rollout.agent.max_calls = 3"),
     ],
 )
 async def test_a_bad_episode_fails_by_name_and_the_next_one_runs(question: str, says: str) -> None:
     waiting = question in ("none", "hang", "spin")
-    config = msgspec.structs.replace(SOLVE, timeout_seconds=2 if waiting else 60, max_calls=3, memory_mb=2000)
+    config = msgspec.structs.replace(SOLVE, timeout_seconds=0.5 if waiting else 60, max_calls=3)
     async with playing(config) as workflow:
         async with session(*["Two<|im_end|>"] * 3, rewards=None) as (made, _):
             with pytest.raises(AgentError, match=says):
@@ -270,18 +306,26 @@ async def test_a_function_that_cannot_be_used_says_so() -> None:
 
 
 async def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_API_KEY", "x")
-    (without,) = await play(SOLVE, "variable MY_API_KEY", "Two<|im_end|>")
-    passed = msgspec.structs.replace(SOLVE, environment=["MY_API_KEY"])
+    monkeypatch.setenv("MY_API_KEY", "x")  # before the processes of both start
+    withheld, passed = (msgspec.structs.replace(SOLVE, environment=[name]) for name in ("OTHER_API_KEY", "MY_API_KEY"))
+    (without,) = await play(withheld, "variable MY_API_KEY", "Two<|im_end|>")
     (given,) = await play(passed, "variable MY_API_KEY", "Two<|im_end|>")
     assert (without.reward, given.reward) == (0.0, 1.0)
 
 
 async def test_what_an_agent_started_ends_with_it(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(SOLVE, timeout_seconds=2)
-    with pytest.raises(AgentError, match="no score within"):
-        await play(config, f"spawn {tmp_path}/pid")
-    assert is_gone(int((tmp_path / "pid").read_text()))
+    await assert_ends_with_its_episode(SOLVE, f"spawn {tmp_path}/pid", tmp_path / "pid")
+
+
+async def assert_ends_with_its_episode(config: AgentConfig, question: str, file: Path) -> None:
+    """The process whose id the agent writes into `file`; the episode is cancelled, as at its time limit."""
+    async with playing(config) as workflow, session(rewards=None) as (made, _):
+        episode = asyncio.create_task(workflow.run(task(question), made))
+        pid = await asyncio.to_thread(pid_in, file)
+        assert lives(pid)
+        episode.cancel()
+        await asyncio.gather(episode, return_exceptions=True)
+        assert await asyncio.to_thread(is_gone, pid)
 
 
 # --- programs ---
@@ -315,29 +359,36 @@ async def test_a_program_may_say_more_than_a_number() -> None:
         (["no-such-program"], "no-such-program ended with exit code 1.*\n.*cannot be started: no-such-program"),
         (["sh", "-c", "echo oh no; exit 3"], "sh ended with exit code 3; it said last:\noh no"),
         (["sh", "-c", "kill -9 $$"], "sh was ended by SIGKILL"),
-        (["sleep", "600"], "no score within rollout.agent.timeout_seconds = 2"),
+        (["sleep", "600"], r"no score within rollout.agent.timeout_seconds = 0\.5"),
         (["echo", "not a number"], "no score within"),
         (["echo", '{"score": 1, "reward": 2}'], "the last line that the agent printed is no score: .*reward"),
         (["echo", "nan"], "the last line that the agent printed is no score: nan"),
     ],
 )
 async def test_a_program_that_fails_says_so(command: list[str], says: str) -> None:
-    seconds = 2 if says.startswith("no score") else 60
+    seconds = 0.5 if says.startswith("no score") else 60
     with pytest.raises(AgentError, match=f"(?s){says}"):
         await play(AgentConfig(command=command, timeout_seconds=seconds), "x")
 
 
 async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
-    with pytest.raises(AgentError):
-        await play(AgentConfig(command=["sh", "-c", script], timeout_seconds=2), "x")
-    assert is_gone(int((tmp_path / "pid").read_text()))
+    await assert_ends_with_its_episode(AgentConfig(command=["sh", "-c", script]), "x", tmp_path / "pid")
 
 
 def test_a_task_is_a_row() -> None:
     row = msgspec.structs.replace(PROMPT, answer=2, metadata={"level": 3})
     question = PROMPT.messages[-1]["content"]
     assert task_of(row) == {"question": question, "messages": PROMPT.messages, "answer": 2, "level": 3}
+
+
+def pid_in(file: Path, *, seconds: float = 60.0) -> int:
+    """The process id in a file, once it is there."""
+    deadline = time.monotonic() + seconds
+    while not (file.exists() and file.read_text().strip()):
+        assert time.monotonic() < deadline, f"nothing was written into {file}"
+        time.sleep(0.02)
+    return int(file.read_text())
 
 
 def is_gone(pid: int) -> bool:

@@ -76,7 +76,7 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     process = start(COPY_SCRATCH, [*settings, "trainer.data_parallel=2", "trainer.shard=true"])
     wait_for_steps(run_dir, 9)
     process.end()
-    wait_until_gone(run_dir, seconds=15)
+    wait_until_gone(run_dir, seconds=60)
     before = steps(run_dir)
     saved = progress.read(progress.checkpoints(run_dir)[-1]).policy_version
     assert saved <= 24, "the run was nearly over when it was killed"
@@ -143,10 +143,10 @@ def test_a_killed_and_resumed_run_gives_the_losses_of_one_that_was_not_bit_for_b
     )
     wait_for_steps(tmp_path / "killed", 5)
     process_of(tmp_path / "killed", "model-worker").kill()  # the run cannot go on without: it stops, and says why
-    assert killed.exit_code(seconds=40) == 1
+    assert killed.exit_code(seconds=120) == 1
     assert "model_worker/0" in killed.said
     assert "SIGKILL" in killed.said
-    wait_until_gone(tmp_path / "killed", seconds=2)
+    wait_until_gone(tmp_path / "killed", seconds=10)
     for folder in (tmp_path / "killed" / "checkpoints").glob("step-*"):
         if folder.name > "step-000004":  # the machine was quick: as if it had been killed earlier
             shutil.rmtree(folder)
@@ -187,8 +187,8 @@ def test_a_killed_gserver_is_sent_the_weights_by_the_other_and_ctrl_c_ends_the_r
     wait_for_words(run_dir / "logs" / "manager-0.log", resynced)
     wait_for_steps(run_dir, len(steps(run_dir)) + 5)
     process.signal(signal.SIGINT)
-    assert process.exit_code(seconds=15) == 130, process.output[-4000:]
-    wait_until_gone(run_dir, seconds=2)
+    assert process.exit_code(seconds=60) == 130, process.output[-4000:]
+    wait_until_gone(run_dir, seconds=10)
     assert (run_dir / "summary.json").exists()
     assert compared(run_dir) < 1e-4
 

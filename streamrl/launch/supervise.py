@@ -311,9 +311,16 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
     `goes_on` is asked about each child that died before the end of the run. Raises `ProcessDied` when the run cannot
     go on.
     """
-    watching = essential.begin(end_who_is_silent(children, client), name="the watch over silence")
+    told: list[Status] = []
+
+    async def watch() -> None:
+        await end_who_is_silent(children, client)  # until the run is over
+        if (last := await _status(client)) is not None:
+            told.append(last)
+
+    watching = essential.begin(watch(), name="the watch over silence")
     try:
-        await _until_the_master_has_ended(children, client, goes_on)
+        await _until_the_master_has_ended(children, client, goes_on, told)
     except ProcessDied as died:
         await _tell(client, died.reason)
         raise
@@ -372,11 +379,14 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
             task.cancel()
 
 
-async def _until_the_master_has_ended(children: Children, client: ControlClient, goes_on: GoOn) -> None:
+async def _until_the_master_has_ended(
+    children: Children, client: ControlClient, goes_on: GoOn, told: Sequence[Status]
+) -> None:
+    """`told`: what the manager said when the run was over, which it does not outlive for long."""
     while True:
         child = await children.next_exit()
         assert child.process is not None
-        status = await _status(client)
+        status = await _status(client) or next(iter(told), None)
         state = "unknown" if status is None else status.state
         if status is not None and state == "failed":
             raise await _failure(children, child, status.message)
@@ -433,7 +443,7 @@ async def _tell(client: ControlClient, reason: str) -> None:
     """Tell the manager that the run has failed, before survivors say what that did to them."""
     try:
         async with asyncio.timeout(TELL_SECONDS):
-            await client.finish_run(FinishRun(reason="", error=reason))
+            await client.finish_run(FinishRun(reason="", error=reason), patience=0.0)
     except (StreamRLError, TimeoutError) as error:  # it may be the one that died
         log.debug("the manager cannot be told why the run failed: %s", error)
 

@@ -311,9 +311,10 @@ class ControlClient:
         """Report a training step."""
         await self._post_patiently("/report", message.finite(), Done)
 
-    async def finish_run(self, message: FinishRun) -> None:
+    async def finish_run(self, message: FinishRun, *, patience: float = PATIENCE_SECONDS) -> None:
         """End the run."""
-        await self._post_patiently("/finish_run", message, Done)
+        what = "POST /finish_run"
+        await patiently(lambda: self._post("/finish_run", message, Done), what=what, patience=patience)
 
     async def fail_run(self, message: FailRun) -> None:
         """Have the run stop because of an error."""

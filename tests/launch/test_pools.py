@@ -41,8 +41,8 @@ def configuration(folder: Path, master: str) -> str:
     return str(file)
 
 
-def start_manager(start: Start, config: str) -> tuple[Command, str]:
-    manager = start("manager", config, "--component", "tests.launch.standins:manager")
+def start_manager(start: Start, config: str, *settings: str) -> tuple[Command, str]:
+    manager = start("manager", config, *settings, "--component", "tests.launch.standins:manager")
     until(lambda: told(manager) or not manager.running, "the manager's URL", seconds=PATIENCE)
     (url,) = told(manager)
     return manager, url
@@ -59,7 +59,8 @@ def member(start: Start, role: str, config: str, url: str, folder: Path) -> Comm
 
 def test_a_run_of_pools(start: Start, tmp_path: Path) -> None:
     config = configuration(tmp_path, "finish")
-    manager, url = start_manager(start, config)
+    manager, url = start_manager(start, config, "run.seed=5")
+    assert f"  streamrl trainer {config} run.seed=5 --manager {url}" in manager.output
     others = [member(start, role, config, url, tmp_path) for role in ("gserver", "rollout")]
     trainer = start("trainer", config, "--manager", url)
     assert "run trial" in trainer.ends_well(seconds=PATIENCE)

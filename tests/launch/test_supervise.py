@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.errors import ProcessDied
+from streamrl.errors import PeerLost, ProcessDied
 from streamrl.launch.processes import ProcessPlan
 from streamrl.launch.supervise import LONGEST_DELAY_SECONDS, Children, Restarts, until_finished
-from streamrl.transport.control import FinishRun, Status
+from streamrl.transport.control import FinishRun, Silence, Status
 from streamrl.transport.manager_client import ControlClient
 from tests.launch.statuses import status
 
@@ -31,8 +31,37 @@ class _FailedRun:
     async def silence(self, after: int) -> None:
         await asyncio.Event().wait()
 
-    async def finish_run(self, message: FinishRun) -> None:
+    async def finish_run(self, message: FinishRun, *, patience: float) -> None:
         self.told.append(message.error)
+
+
+class _GoneManager(_FailedRun):
+    """It said that the run is over, and why, and left before any of the run's processes did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+
+    async def silence(self, after: int) -> Silence:  # type: ignore[override]
+        return Silence(changes=0, processes=[], over=True)
+
+    async def status(self) -> Status:
+        if self.asked.is_set():
+            raise PeerLost("the manager cannot be reached")
+        self.asked.set()
+        return await super().status()
+
+
+async def test_why_a_run_failed_is_known_when_its_manager_has_left_before_the_others() -> None:
+    children, client = Children(logs=None), _GoneManager()
+    master = ProcessPlan("master", 0, 1, "-", (), "")
+    waiting = asyncio.create_task(until_finished(children, client=cast(ControlClient, cast(Any, client))))
+    await client.asked.wait()
+    await children.start(master, ["sh", "-c", "exit 1"])
+    with pytest.raises(ProcessDied) as died:
+        await waiting
+    assert died.value.reason == "model_worker/1: RuntimeError: Connection closed by peer"
+    children.close()
 
 
 async def test_one_that_was_killed_is_to_blame_before_those_that_lost_it() -> None:

@@ -703,7 +703,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     colours = {eta: plt.get_cmap("viridis")(number / len(ETAS)) for number, eta in enumerate(ETAS)}
     for panel, task in zip(panels[0], tasks, strict=False):
         shown = set()
-        for row in rows:
+        for row in sorted(rows, key=lambda row: row["eta"]):
             if row["task"] == task and row["objective"] == "default" and row["over_age"] == "mask":
                 label = None if row["eta"] in shown else f"η {row['eta']}"
                 shown.add(row["eta"])

@@ -9,12 +9,10 @@ import pytest
 
 AFTERWARDS = 60
 """Steps for which a run goes on after it has learned."""
-
-
 RUNS = [(versions, seed) for versions in (4, 8) for seed in (0, 1, 2)]
 FALLING = [(4, 1), (4, 2), (8, 0)]
-"""Those in which the decoupled objective alone is below 0.9 again within `AFTERWARDS` (benchmarks/results/delay.json):
-the others hold without what the default has beside it, and are made with `-m slow`."""
+"""Those that are seen to fall without what the default has beside it: the decoupled objective alone is below 0.9 again
+within `AFTERWARDS` (benchmarks/results/delay.json). The others are made with `-m slow`."""
 
 
 @pytest.mark.timeout(600)

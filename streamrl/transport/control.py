@@ -34,7 +34,7 @@ call, and joins with it; each role has a token for its own.
 | POST /compare | model worker | the gservers that serve a version are to score a response |
 | GET /compared | master | what they have scored |
 | POST /report | master | the figures of one training step |
-| POST /finish_run | master, launcher | the run is over; every process is told at its next heartbeat |
+| POST /finish_run | master | the run is over; every process is told at its next heartbeat |
 | POST /fail_run | rollout | the run has to stop because of an error there |
 | GET /status, /metrics | all | the run's state as JSON; figures for Prometheus |
 | GET /health | anyone | 200 while the manager lives |

@@ -275,7 +275,8 @@ class GroupCalls:
             self._signals.admissions.wake()
 
     async def admit(self, message: Admit) -> AdmitReply:
-        """Start groups, as soon as there is room in the ledger and a gserver with capacity; none after a long poll."""
+        """Start groups, as soon as there is room in the ledger and a gserver with capacity; none after a long poll, and
+        none at once for who asks for none, to tell how many rows its data have."""
         member = self._members.caller("rollout", message.worker)
         if message.data_rows:
             self._compare_data_rows(member, message.data_rows)
@@ -285,7 +286,8 @@ class GroupCalls:
             if not self._admitting:
                 return self._admissions.given(name, ticket)
             workers, now = self._live_workers(), time.monotonic()
-            return self._admissions.take(name, count, workers=workers, ticket=ticket, now=now) or None
+            taken = self._admissions.take(name, count, workers=workers, ticket=ticket, now=now)
+            return taken if taken or not count else None
 
         found = None if self._state.over else await self._signals.admissions.find(attempt, timeout=self._long_poll)
         if self._state.over:

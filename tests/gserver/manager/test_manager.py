@@ -22,6 +22,7 @@ from streamrl.records.progress import Progress
 from streamrl.records.timeline import Timeline
 from streamrl.transport import manager_client
 from streamrl.transport.control import (
+    LONG_POLL_SECONDS,
     Admit,
     AskPlace,
     AskRoute,
@@ -646,6 +647,15 @@ async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what
         await waiting(run.admit())
         await run.client.reject(Reject(worker=0, seq=4, reason="no"))
         assert (await run.client.status()).ledger.room == 0  # 4 trained and 1 given up: that was the epoch
+
+
+async def test_a_worker_that_asks_for_no_group_does_not_wait_for_one(tmp_path: Path) -> None:
+    """Those of a synchronous graph do, to tell the size of the data, before they take the master's calls."""
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        async with asyncio.timeout(LONG_POLL_SECONDS / 2):
+            assert (await run.client.admit(Admit(worker=0, count=0, data_rows=5))).admissions == []
+        assert (await run.client.status()).data_rows == 5
 
 
 async def test_workers_that_see_other_data_stop_the_run(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ class WaitingQueue(Generic[Found]):
             # found in the same moment: it must not be lost
             return turn.result() if turn.done() and not turn.cancelled() else None
         finally:
-            self._waiting.pop(turn, None)
+            if self._waiting.pop(turn, None) is not None:  # it left unserved: there may be something for the next one
+                self.wake()
 
     def wake(self) -> None:
         """There may be something for the first in the queue: it is served once what is going on now is done."""

@@ -74,6 +74,19 @@ async def test_who_has_left_is_passed_over() -> None:
     assert await tasks[2] is None
 
 
+async def test_who_leaves_unserved_lets_the_next_one_try() -> None:
+    """Who asked for what there was not, while there is something for those behind."""
+    line: WaitingQueue[int] = WaitingQueue()
+    places = Places()
+    places.free = 1
+    greedy = asyncio.create_task(line.find(lambda: None, timeout=0.05))
+    await asyncio.sleep(0)
+    modest = asyncio.create_task(line.find(lambda: places.take(1), timeout=30.0))
+    assert await greedy is None
+    async with asyncio.timeout(10):
+        assert await modest == 1
+
+
 async def test_what_is_found_as_the_time_runs_out_is_not_lost() -> None:
     line: WaitingQueue[int] = WaitingQueue()
     places = Places()

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -278,18 +278,20 @@ class GroupTable:
 
         `select` sees the groups that all MFCs that read arrivals are through with, and must not change
         them. Taken groups stay in the table until `trained_on`. A wait past the warning time is logged as
-        `describe` words it.
+        `describe` words it, whatever arrives meanwhile, and again each time that it has become twice as long.
         """
-        began = time.monotonic()
+        began, warn_after = time.monotonic(), self._warning_seconds
         while True:
             selection = select(self._ready)
             if selection.batch or selection.drop:
                 return self.metas(selection.batch), self.metas(selection.drop)
-            try:
-                async with asyncio.timeout(self._warning_seconds):
+            waited = time.monotonic() - began
+            if waited >= warn_after:
+                log.warning("%s, for %.0f s now", describe(selection), waited)
+                warn_after = 2 * waited
+            with suppress(TimeoutError):
+                async with asyncio.timeout(warn_after - waited):
                     await self._changed.wait()
-            except TimeoutError:
-                log.warning("%s, for %.0f s now", describe(selection), time.monotonic() - began)
 
     def metas(self, seqs: Iterable[int]) -> list[SampleMeta]:
         """Return the metadata of held groups."""

@@ -86,6 +86,21 @@ async def test_a_long_wait_is_named(caplog):
     assert "the test waits for 2 groups, for 0 s now" in caplog.text
 
 
+async def test_a_long_wait_is_named_though_something_happens_all_the_time(caplog):
+    table = make_table(warning=0.2)
+
+    async def wake():
+        while True:
+            await asyncio.sleep(0.01)
+            table.wake()
+
+    waking = asyncio.create_task(wake())
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
+        await asyncio.wait_for(table.take_batch(two_oldest, describe), 1.0)
+    waking.cancel()
+    assert 1 <= caplog.text.count("the test waits for 2 groups") <= 3, "after 0.2 s, and again when twice as long"
+
+
 async def test_what_an_mfc_gives_is_there_for_the_batch_and_rewards_are_part_of_the_metadata():
     table = make_table(kl_coef=0.1)
     table.put_batch([make_meta(0), make_meta(1)])

@@ -158,7 +158,9 @@ def comparison_table(outcome: ReplayOutcome, folder: Path) -> Table:
                 ("clip_share", ".0%"),
             )
         ]
-        table.add_row(str(number), f"{now.metrics['reward_mean']:.3f}", f"{mean_age(now.token_ages):.2f}", *figures)
+        age = mean_age(now.token_ages)
+        told = "–" if age is None else f"{age:.2f}"
+        table.add_row(str(number), f"{now.metrics['reward_mean']:.3f}", told, *figures)
     return table
 
 

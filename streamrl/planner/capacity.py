@@ -283,12 +283,12 @@ def trainer_memory(
 
 
 class Held(NamedTuple):
-    """How many weights of a model the fullest rank has."""
+    """How many weights of a model the rank with the most has."""
 
     whole: float
-    """In the part of its tensor, pipeline and expert rank."""
+    """Weights in its tensor, pipeline and expert slice of the model."""
     own: float
-    """Of these, those that it keeps where data and context ranks share them."""
+    """The part of `whole` that this rank stores when its data and context ranks share the weights among them."""
 
 
 def _ends(shape: Shape, layout: TrainerLayout) -> int:

@@ -23,7 +23,7 @@ from streamrl.importing import load_object
 from streamrl.trainer.calls import EvaluateHook, Hook, MasterHook, Offload, ParamRealloc
 
 Interface = Literal["generate", "inference", "train_step", "function"]
-"""What is called: sampling by rollout workers, a pass without and one with gradients, or the user's function."""
+"""What an MFC does: sample on rollout workers, a forward pass, a training step, or call the user's function."""
 
 SEQUENCE_KEYS = frozenset({"packed_input_ids", "packed_loss_mask", "seqlens", "episodes", "prompt_length"})
 """What a pass over a group's tokens needs."""
@@ -52,8 +52,9 @@ class MFC(msgspec.Struct, frozen=True):
     function: str = ""
     """`module:function` of the interface `function` (docs/trainer.md)."""
     pre_hooks: tuple[Hook, ...] = ()
+    """Hooks that run before the call, in order."""
     post_hooks: tuple[Hook | MasterHook, ...] = ()
-    """What is done before and after."""
+    """Hooks that run after it, in order."""
 
 
 class Graph(msgspec.Struct, frozen=True):

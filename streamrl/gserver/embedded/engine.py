@@ -140,7 +140,7 @@ class EmbeddedEngine:
             device=device,
             timeout=update_timeout,
         )
-        # No SimpleQueue: Python 3.11's waits for ever where a time to wait is over before the waiting has begun.
+        # No SimpleQueue: Python 3.11's `get` waits for ever if its time runs out between two tries of its lock.
         self._commands: Queue[Callable[[], None] | None] = Queue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_began: float | None = None

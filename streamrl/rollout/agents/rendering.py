@@ -76,7 +76,7 @@ _FURTHER: dict[tuple[bool, str], tuple[Message, Message]] = {
         Message("tool", "ok", tool_call_id="call_1"),
     ),
 }
-"""What is tried with a template: whether an answer has reasoning, and who speaks then → the answer, and that."""
+"""Short conversations to try a template with: (whether the assistant reasons, role of what follows) → both messages."""
 
 
 class TemplateRenderer:

@@ -54,13 +54,13 @@ class Episode:
         self.name = f"{session.prompt.seq}-{session.sibling}-{secrets.token_hex(4)}"
         """Its part of the URL."""
         self.calls = 0
-        """Answers that were asked for."""
+        """How many completions the agent has requested."""
         self.rewritten = 0
         """Calls whose history has answers that the policy never gave in it: they begin a conversation anew."""
         self.rerendered = 0
         """Calls that continue a conversation whose earlier turns the model's template writes in another way then."""
         self.drifted = 0
-        """Answers whose text is other tokens than those that were sampled."""
+        """Completions whose text, tokenized again, gives other tokens than were sampled."""
         self.generation_seconds = 0.0
         """How long the agent has waited for them."""
         self.tokens = 0

@@ -195,7 +195,7 @@ class ReplayBatch:
 
     @property
     def keys(self) -> frozenset[str]:
-        """What is given about every group, besides what the stream brings."""
+        """Keys that were recorded for every group, besides those that rollout workers send with it."""
         return frozenset.intersection(*(frozenset(given) for given in self._given.values()))
 
     def group(self, seq: int) -> TrajectoryGroup:

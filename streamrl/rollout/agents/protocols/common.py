@@ -13,7 +13,7 @@ from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, RequestRefused
 
 MAX_SAMPLES = 256
-"""Answers to one request."""
+"""The most completions that one request may ask for (`n`)."""
 
 
 class CheckedRequest(msgspec.Struct, frozen=True):

@@ -145,10 +145,6 @@ class FramedChild:
             raise ConnectionError("the process is gone")
         self._stdin.write(frame)
 
-    async def drain(self) -> None:
-        """Wait until there is room for more in the pipe to the child."""
-        await self._stdin.drain()
-
     async def receive(self) -> bytes:
         """Return the body of the next frame; raises as `read_frame` does."""
         return await read_frame(self._stdout)

@@ -327,7 +327,6 @@ def check(
     from rich.text import Text
 
     from streamrl import config as configuration
-    from streamrl.launch.check import rehearse
     from streamrl.launch.dashboard import plan_table
     from streamrl.launch.process import set_up_logging
     from streamrl.launch.processes import plan, visible_gpus
@@ -341,6 +340,9 @@ def check(
     coloured = Syntax(toml, "toml", background_color="default")
     console.print(coloured if console.is_terminal else Text(toml), soft_wrap=True)
     console.print(plan_table(plan(resolved, gpus=gpus)))
+
+    from streamrl.launch.check import rehearse  # loads torch, which takes seconds: what is known without it is shown
+
     found = rehearse(resolved, gpus=gpus)
     for mark, style, lines in (("✓", "green", found.tried), ("? not tried:", "yellow", found.untried)):
         for line in lines:

@@ -236,10 +236,18 @@ def groups_lost(final: Final, status: Status) -> int:
     return ledger.next_seq - ledger.rejected - on_their_way - (final.groups_trained or 0) - final.groups_held
 
 
+def _ends_of(message: str) -> str:
+    """The first and the last line of a message that ends in a traceback; others as they are."""
+    first, *rest = message.splitlines() or [""]
+    return message if len(rest) < 2 else f"{first}\n…\n{rest[-1]}"
+
+
 def summary_table(summary: Summary) -> Table:
     """Return the summary as a table for the terminal."""
     s = summary
-    table = Table(title=escape(f"run {s.run}: {s.state}"), caption=escape(s.message) or None, title_justify="left")
+    table = Table(
+        title=escape(f"run {s.run}: {s.state}"), caption=escape(_ends_of(s.message)) or None, title_justify="left"
+    )
     for heading in ("", "figure", "meaning"):
         table.add_column(heading, justify="right" if heading == "figure" else "left", no_wrap=heading != "meaning")
 

@@ -104,12 +104,10 @@ class Activity:
     def group(self) -> Iterator[None]:
         """A group is being made while inside."""
         self.groups_running += 1
-        self._update()
         try:
             yield
         finally:
             self.groups_running -= 1
-            self._update()
 
     def generating(self) -> AbstractContextManager[None]:
         """A generation request is in flight while inside."""
@@ -206,12 +204,14 @@ class Activity:
     @contextmanager
     def _in(self, stage: str) -> Iterator[None]:
         self._under_way[stage] += 1
-        self._update()
+        if self._under_way[stage] == 1:
+            self._update()
         try:
             yield
         finally:
             self._under_way[stage] -= 1
-            self._update()
+            if not self._under_way[stage]:
+                self._update()
 
     def _update(self) -> None:
         """Tell what the process waits for: the earliest stage that has something in it."""

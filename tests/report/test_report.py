@@ -141,6 +141,25 @@ def test_figures_of_agents_are_means_over_workers_and_their_restarts(tmp_path: P
     assert "tools" in console.file.getvalue()
 
 
+@pytest.mark.parametrize(
+    ("message", "caption"),
+    [
+        ("all steps are done", "all steps are done"),
+        ("rollout/0: the reward failed:\nValueError: no 7", "rollout/0: the reward failed:\nValueError: no 7"),
+        (
+            "model_worker/0: TrainStep failed: Traceback:\n  File 'a'\n    f()\nValueError: no [7]\n",
+            "model_worker/0: TrainStep failed: Traceback:\n…\nValueError: no [7]",
+        ),
+    ],
+)
+def test_of_a_traceback_the_table_shows_where_and_what(tmp_path: Path, message: str, caption: str) -> None:
+    summary = msgspec.structs.replace(write_report(write_run(tmp_path / "run")), message=message)
+    console = Console(record=True, width=160, file=io.StringIO())
+    console.print(summary_table(summary))
+    shown = [line.strip() for line in console.export_text().splitlines()]
+    assert shown[-len(caption.splitlines()) :] == caption.splitlines()
+
+
 def test_when_the_policys_health_changed_is_in_the_summary_and_the_table(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=9)
     trouble = {step: Health("warning", 4, ["gradient norm 7.0 times the usual"], ["trainer.lr=1"]) for step in (4, 5)}

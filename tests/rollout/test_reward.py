@@ -147,6 +147,48 @@ async def test_more_calls_than_processes_wait_their_turn() -> None:
         assert [type(result) for result in results] == [float if i % 3 else RewardError for i in range(60)]
 
 
+async def quick_ones(rewards: RewardPool) -> None:
+    """Have so many calls end at once that the pool sends as many together as it ever does."""
+    assert await asyncio.gather(*(rewards.score(response("ok"), prompt()) for _ in range(600))) == [1.0] * 600
+
+
+async def test_quick_calls_are_sent_together_and_slow_ones_are_not() -> None:
+    async with pool(processes=2) as rewards:
+        await quick_ones(rewards)
+        assert len(set(await asyncio.gather(*(rewards.score(response("pid"), prompt()) for _ in range(30))))) == 1
+        await asyncio.gather(*(rewards.score(response("sleep 0.1"), prompt()) for _ in range(2)))
+        running = asyncio.create_task(rewards.score(response("sleep 5"), prompt()))
+        others = [rewards.score(response("pid"), prompt()) for _ in range(4)]
+        assert len(set(await asyncio.wait_for(asyncio.gather(*others), 4))) == 1
+        running.cancel()
+
+
+async def test_of_those_that_were_sent_together_only_the_one_that_went_wrong_fails() -> None:
+    wrong = {7: "sleep 600", 8: "raise", 19: "exit 7", 20: "nan", 33: "spin"}
+    async with pool(timeout=1.5) as rewards:
+        await quick_ones(rewards)
+        calls = [rewards.score(response(wrong.get(i, "ok")), prompt(seq=i)) for i in range(50)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        kinds = {7: RewardTimeout, 33: RewardTimeout} | dict.fromkeys((8, 19, 20), RewardError)
+        assert [type(value) for value in found] == [kinds.get(i, float) for i in range(50)]
+        assert all(f"seq {i}:" in str(found[i]) for i in wrong)
+        assert await rewards.score(response("ok"), prompt()) == 1.0
+
+
+async def test_calls_that_nobody_waits_for_any_more_are_not_begun(tmp_path: Path) -> None:
+    async with pool() as rewards:
+        await quick_ones(rewards)
+        running = asyncio.create_task(rewards.score(response("sleep 0.3"), prompt()))
+        await asyncio.sleep(0)
+        waiting = [asyncio.create_task(rewards.score(response(f"meet {tmp_path} 1"), prompt())) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        for call in waiting:
+            call.cancel()
+        assert await running == 1.0
+        assert await rewards.score(response("ok"), prompt()) == 1.0
+        assert os.listdir(tmp_path) == []
+
+
 async def test_a_cancelled_call_harms_no_other() -> None:
     async with pool() as rewards:
         pid = await rewards.score(response("pid"), prompt())
@@ -201,8 +243,10 @@ asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as worker:
         assert worker.stdout is not None
-        child = psutil.Process(int(worker.stdout.readline()))
-        worker.kill()
+        try:
+            child = psutil.Process(int(worker.stdout.readline()))
+        finally:
+            worker.kill()
     child.wait(timeout=10)
 
 
@@ -217,12 +261,14 @@ async def main():
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", script]) as worker:
-        deadline = time.monotonic() + 30
-        while not (told.exists() and told.read_text()):
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        assert lives(int(told.read_text()))
-        worker.kill()
+        try:
+            deadline = time.monotonic() + 30
+            while not (told.exists() and told.read_text()):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert lives(int(told.read_text()))
+        finally:
+            worker.kill()
     deadline = time.monotonic() + 10
     while lives(int(told.read_text())):
         assert time.monotonic() < deadline, "it outlives its worker"

@@ -15,6 +15,7 @@ import math
 import os
 import queue
 import threading
+import time
 from typing import BinaryIO
 
 import msgspec
@@ -70,19 +71,21 @@ def _load(setup: Setup) -> tuple[RewardFunction | None, RewardReply]:
 
 
 def _score(function: RewardFunction, call: ScoreCall) -> RewardReply:
+    began = time.monotonic()
     try:
         value = function(call.response, call.prompt)
         if inspect.iscoroutine(value):
             value = _loop().run(value)
     except Exception as error:  # the user's function may raise anything: the parent reports it
-        return Failure(traceback_tail(error))
+        return Failure(traceback_tail(error), time.monotonic() - began)
+    seconds = time.monotonic() - began
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return Failure(f"it returned {value!r:.200} ({type(value).__name__}); a reward is a number")
+        return Failure(f"it returned {value!r:.200} ({type(value).__name__}); a reward is a number", seconds)
     if not math.isfinite(number):
-        return Failure(f"it returned {number}; a reward is a finite number")
-    return Reward(number)
+        return Failure(f"it returned {number}; a reward is a finite number", seconds)
+    return Reward(number, seconds)
 
 
 @functools.cache

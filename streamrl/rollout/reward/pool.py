@@ -3,6 +3,10 @@
 Owns the processes. Invariants: a call ends within the time limit of its start in a process, whatever the function
 does; a process that hung or died is replaced before it is used again; after `close` no process is left, nor anything
 that the function has started in one. The function's environment has none of the user's secrets unless it is to.
+
+Each process is sent as many calls ahead as it will have scored within milliseconds, going by the longest of the last
+ones: one message for each call costs more than most reward functions do. A function that takes longer is sent one call
+after another, so that none waits behind another while a process is idle.
 """
 
 from __future__ import annotations
@@ -10,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -24,7 +29,6 @@ from streamrl.rollout.reward.protocol import (
     Ready,
     Response,
     Reward,
-    RewardCall,
     RewardReply,
     ScoreCall,
     Setup,
@@ -36,7 +40,23 @@ from streamrl.types import Prompt
 _EXIT_SECONDS = 2.0
 """A process whose pipe closed gets this long to leave its exit status."""
 
+AHEAD_SECONDS = 0.005
+"""Most that a call waits in a process for those that were sent with it, if they take as long as the last ones did."""
+MOST_AHEAD = 64
+"""Calls that are sent together."""
+FORGOTTEN = 0.01
+"""Share by which the longest call counts less after each that was shorter."""
+
 _decoder: msgspec.msgpack.Decoder[RewardReply] = msgspec.msgpack.Decoder(RewardReply)
+
+
+class _Scoring(NamedTuple):
+    """A response to be scored, and where to tell what came of it."""
+
+    frame: bytes
+    what: str
+    """What to call it in an error."""
+    outcome: asyncio.Future[float]
 
 
 class RewardPool:
@@ -54,12 +74,15 @@ class RewardPool:
         """`timeout` limits one call, `start_timeout` the import of the function; both in seconds. `environment` is the
         processes'; None: as this one's."""
         self._children = [_Child(setup, start_timeout=start_timeout, environment=environment) for _ in range(processes)]
-        self._idle: asyncio.Queue[_Child] = asyncio.Queue()
-        self._calls: set[asyncio.Task[float]] = set()
+        self._waiting: deque[_Scoring] = deque()
+        self._came = asyncio.Event()
+        self._serving: list[asyncio.Task[None]] = []
+        self._longest = AHEAD_SECONDS
+        """The longest of the last calls, in seconds."""
         self._function = setup.function
         self._timeout = timeout
         self.busy_seconds = 0.0
-        """Sum over all processes and all calls that have ended; waiting for a process is not included."""
+        """Time that the function took, over all calls that have ended."""
 
     @classmethod
     def of(cls, config: Config) -> RewardPool:
@@ -92,15 +115,19 @@ class RewardPool:
         except BaseException:
             await self.close()
             raise
-        for child in self._children:
-            self._idle.put_nowait(child)
+        self._serving = [
+            asyncio.create_task(self._serve(child), name=f"reward process {number}")
+            for number, child in enumerate(self._children)
+        ]
 
     async def close(self) -> None:
         """End every process and every call."""
-        calls = list(self._calls)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
+        for serving in self._serving:
+            serving.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        for scoring in self._waiting:
+            scoring.outcome.cancel()
+        self._waiting.clear()
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def score(self, response: Response, prompt: Prompt) -> float:
@@ -109,53 +136,90 @@ class RewardPool:
         Raises `RewardTimeout` when it takes too long, and `RewardError` when it raises, crashes or returns something
         else than a finite number.
         """
-        child = await self._idle.get()
-        call = asyncio.create_task(self._call(child, ScoreCall(response, prompt)), name=f"reward of seq {prompt.seq}")
-        self._calls.add(call)
-        call.add_done_callback(self._forget)
-        # Shielded: a process that has begun a call must end it before it can take another.
-        return await asyncio.shield(call)
-
-    async def _call(self, child: _Child, call: ScoreCall) -> float:
-        began = time.monotonic()
+        what = f"reward function {self._function}, seq {prompt.seq}"
         try:
-            return await self._score(child, call)
-        finally:
-            self.busy_seconds += time.monotonic() - began
-            self._idle.put_nowait(child)
-
-    async def _score(self, child: _Child, call: ScoreCall) -> float:
-        """Have `child` score; whatever goes wrong, it is fit for the next call, or about to be."""
-        what = f"reward function {self._function}, seq {call.prompt.seq}"
-        await child.ready()
-        try:
-            async with asyncio.timeout(self._timeout):
-                reply = await child.exchange(call)
-        except TimeoutError as error:
-            await child.replace()
-            raise RewardTimeout(
-                f"{what}: no answer within rollout.reward.timeout_seconds = {self._timeout:g}; its process was replaced"
-            ) from error
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
-            status = await child.replace(grace=_EXIT_SECONDS)
-            raise RewardError(f"{what}: its process died ({describe_exit(status)}) and was replaced") from error
+            call = frame(ScoreCall(response, prompt))
         except (TypeError, OverflowError) as error:
             raise RewardError(f"{what}: the prompt's row cannot be sent to it: {error}") from error
-        except (WireError, msgspec.DecodeError) as error:
+        scoring = _Scoring(call, what, asyncio.get_running_loop().create_future())
+        self._waiting.append(scoring)
+        self._came.set()
+        return await scoring.outcome
+
+    async def _serve(self, child: _Child) -> None:
+        """Have `child` score whatever waits, for ever."""
+        while True:
+            while not self._waiting:
+                self._came.clear()
+                await self._came.wait()
+            sent = self._take()
+            try:
+                if sent:
+                    await self._score(child, sent)
+            finally:
+                self._waiting.extendleft(reversed(sent))  # what it has not begun
+
+    def _take(self) -> deque[_Scoring]:
+        """Take what is sent together: those that have waited longest, of which some may be cancelled by now."""
+        most = max(1, min(MOST_AHEAD, int(AHEAD_SECONDS / self._longest)))
+        taken: deque[_Scoring] = deque()
+        while self._waiting and len(taken) < most:
+            scoring = self._waiting.popleft()
+            if not scoring.outcome.done():
+                taken.append(scoring)
+        return taken
+
+    async def _score(self, child: _Child, sent: deque[_Scoring]) -> None:
+        """Have `child` score those of `sent`, taking each out when it has ended.
+
+        Returns early when one has gone wrong; `child` is fit for the next call then, or about to be.
+        """
+        began = time.monotonic()
+        error: Exception
+        try:
+            await child.ready()
+            child.send(b"".join(scoring.frame for scoring in sent))
+            while sent:
+                began = time.monotonic()
+                async with asyncio.timeout(self._timeout):
+                    reply = await child.receive()
+                if isinstance(reply, Ready):
+                    raise WireError("it replied out of turn")
+                self._ended(sent.popleft(), reply)
+            return
+        except TimeoutError:
             await child.replace()
-            raise RewardError(f"{what}: its process broke the protocol and was replaced: {error}") from error
+            error = RewardTimeout(
+                f"{sent[0].what}: no answer within rollout.reward.timeout_seconds = {self._timeout:g}; "
+                "its process was replaced"
+            )
+        except (asyncio.IncompleteReadError, ConnectionError):
+            status = await child.replace(grace=_EXIT_SECONDS)
+            error = RewardError(f"{sent[0].what}: its process died ({describe_exit(status)}) and was replaced")
+        except (WireError, msgspec.DecodeError) as broken:
+            await child.replace()
+            error = RewardError(f"{sent[0].what}: its process broke the protocol and was replaced: {broken}")
+        except Exception as failed:  # it could not be started again: whoever asked is told, and the next one tries
+            error = failed
+        self._took(time.monotonic() - began)
+        failing = sent.popleft().outcome
+        if not failing.done():
+            failing.set_exception(error)
+
+    def _ended(self, scoring: _Scoring, reply: Reward | Failure) -> None:
+        """Tell who asked, unless nobody waits any more."""
+        self._took(reply.seconds)
+        if scoring.outcome.done():
+            return
         match reply:
             case Reward(value):
-                return value
+                scoring.outcome.set_result(value)
             case Failure(message):
-                raise RewardError(f"{what}: {message}")
-            case Ready():
-                raise RewardError(f"{what}: its process replied out of turn")
+                scoring.outcome.set_exception(RewardError(f"{scoring.what}: {message}"))
 
-    def _forget(self, call: asyncio.Task[float]) -> None:
-        self._calls.discard(call)
-        if not call.cancelled():
-            call.exception()  # seen, also when nobody waits for the call any more
+    def _took(self, seconds: float) -> None:
+        self.busy_seconds += seconds
+        self._longest = max(seconds, (1 - FORGOTTEN) * self._longest)
 
 
 class _Child:
@@ -178,12 +242,13 @@ class _Child:
             self.launch()
         await asyncio.shield(cast("asyncio.Task[None]", self._launching))
 
-    async def exchange(self, call: RewardCall) -> RewardReply:
-        """Send `call` and return the reply; raises `IncompleteReadError` when the process ends."""
-        process = self._running()
-        process.send(frame(call))
-        await process.drain()
-        return _decoder.decode(await process.receive())
+    def send(self, frames: bytes) -> None:
+        """Send calls; raises `ConnectionError` when the process is gone."""
+        self._running().send(frames)
+
+    async def receive(self) -> RewardReply:
+        """Return the next reply; raises `IncompleteReadError` when the process ends."""
+        return _decoder.decode(await self._running().receive())
 
     async def replace(self, *, grace: float = 0.0) -> int | None:
         """Kill the process and begin to start another; return the exit status of the first."""
@@ -209,7 +274,8 @@ class _Child:
         )
         try:
             async with asyncio.timeout(self._start_timeout):
-                reply = await self.exchange(self._setup)
+                self.send(frame(self._setup))
+                reply = await self.receive()
         except TimeoutError as error:
             await self._kill()
             raise RewardTimeout(

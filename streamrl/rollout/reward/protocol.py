@@ -1,7 +1,7 @@
 """What a rollout worker and its reward processes say to each other over a pipe.
 
 In frames (`streamrl/children.py`) with a body in msgpack. The worker sends one `Setup`, then any number of
-`ScoreCall`s; the process replies to each in turn.
+`ScoreCall`s, several at once if it likes; the process replies to each in turn, as soon as it has scored it.
 """
 
 from __future__ import annotations
@@ -62,12 +62,16 @@ class Reward(msgspec.Struct, frozen=True, tag="score"):
     """What the function returned; finite."""
 
     value: float
+    seconds: float
+    """How long the function took."""
 
 
 class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """The function could not be loaded, raised, or returned something else than a finite number."""
 
     message: str
+    seconds: float = 0.0
+    """How long the function took, if it was called."""
 
 
 RewardCall = Setup | ScoreCall

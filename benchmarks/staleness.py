@@ -154,7 +154,7 @@ step; `truncated` is the same with the limit of truncated importance sampling in
 
 ETAS = (0, 1, 2, 4, 8, 16)
 CLOSE_ETAS = (4, 8)
-"""Where the other objectives are run on the other tasks from scratch."""
+"""Where the other objectives are run on the other tasks from scratch, with one seed."""
 SMALL_ETAS = (0, 1, 2, 4, 8)
 """For SmolLM2, whose runs take minutes."""
 POLICY_ETAS = (1, 2, 4)
@@ -177,22 +177,28 @@ class Cell(NamedTuple):
 
 def study() -> list[Cell]:
     """All runs, first those that say most; a seed of all of a part comes before the next seed of it."""
-    parts: list[list[tuple[str, str, int, str]]] = [
-        [(task, "default", eta, "mask") for task in SCRATCH for eta in ETAS],
-        [(SIDE_BY_SIDE, objective, eta, "mask") for objective in OBJECTIVES if objective != "default" for eta in ETAS],
-        [(LENGTH_TASK, "default", 0, "mask")]
-        + [(LENGTH_TASK, "default", eta, over_age) for eta in POLICY_ETAS for over_age in ("mask", "wait", "drop")],
-        [(task, "default", eta, "mask") for task in PRETRAINED for eta in SMALL_ETAS],
-        [
-            (task, objective, eta, "mask")
-            for task in SCRATCH
-            if task != SIDE_BY_SIDE
-            for objective in OBJECTIVES
-            if objective != "default"
-            for eta in CLOSE_ETAS
-        ],
+    others = [objective for objective in OBJECTIVES if objective != "default"]
+    parts: list[tuple[tuple[int, ...], list[tuple[str, str, int, str]]]] = [
+        (SEEDS, [(task, "default", eta, "mask") for task in SCRATCH for eta in ETAS]),
+        (SEEDS, [(SIDE_BY_SIDE, objective, eta, "mask") for objective in others for eta in ETAS]),
+        (
+            SEEDS,
+            [(LENGTH_TASK, "default", 0, "mask")]
+            + [(LENGTH_TASK, "default", eta, over_age) for eta in POLICY_ETAS for over_age in ("mask", "wait", "drop")],
+        ),
+        (SEEDS, [(task, "default", eta, "mask") for task in PRETRAINED for eta in SMALL_ETAS]),
+        (
+            SEEDS[:1],
+            [
+                (task, objective, eta, "mask")
+                for task in SCRATCH
+                if task != SIDE_BY_SIDE
+                for objective in others
+                for eta in CLOSE_ETAS
+            ],
+        ),
     ]
-    return [Cell(*kind, seed) for part in parts for seed in SEEDS for kind in part]
+    return [Cell(*kind, seed) for seeds, part in parts for seed in seeds for kind in part]
 
 
 def quick() -> list[Cell]:

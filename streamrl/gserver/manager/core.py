@@ -237,7 +237,8 @@ class Manager:
 
     async def close(self) -> None:
         """Stop: who waits for a reply is told that the run is over, paused gservers are resumed."""
-        self._state.end("failed", "the manager was stopped")
+        if self._registry.everyone():
+            self._state.end("failed", "the manager was stopped")
         await self.comparisons.close()
         await self.elastic.close()
         await self.weights.close()

@@ -50,6 +50,12 @@ def bench_stream(rows: list[Row]) -> Iterator[tuple[str, float]]:
             yield f"{row['siblings']} × {row['tokens']} tokens: share of bare pyzmq", row["ratio_to_bare"]
 
 
+def bench_rewards(rows: list[Row]) -> Iterator[tuple[str, float]]:
+    for row in rows:
+        if row["way"] == "together":
+            yield f"{row['reward']}: gain over calls one at a time", row["gain"]
+
+
 def bench_engine(rows: list[Row]) -> Iterator[tuple[str, float]]:
     """Beside `generate`, which is always there."""
     for row in rows:
@@ -81,6 +87,7 @@ def bench_routing(rows: list[Row]) -> Iterator[tuple[str, float]]:
 
 COMPARED = {
     bench_stream: ["--quick"],
+    bench_rewards: ["--quick"],
     bench_engine: ["--quick"],
     bench_trainer: ["--quick"],
     bench_weights: ["--quick", "--sizes", "135M", "--modes", "collective", "shared_memory"],

@@ -187,6 +187,19 @@ def manager_cost(results: Results) -> str:
     )
 
 
+def rewards(results: Results) -> str:
+    rows = [
+        [
+            row["reward"],
+            row["way"],
+            *(f"{row[name]:.0f}" for name in ("worker", "processes", "seconds")),
+            f"{row['gain']:.2f}",
+        ]
+        for row in results["rows"]
+    ]
+    return markdown(["reward", "calls are sent", "worker", "reward processes", "by the clock", "gain"], rows)
+
+
 def routing(results: Results) -> str:
     rows = results["rows"]
     base = {(row["case"], row["groups"]): row["tokens_per_second"] for row in rows if row["policy"] == "round robin"}
@@ -723,6 +736,7 @@ TABLES = (
     Table("README.md", "throughput", throughput),
     Table("docs/figures.md", "demo", demo_in_full),
     Table("docs/figures.md", "bench_engine", engine),
+    Table("docs/figures.md", "bench_rewards", rewards),
     Table("docs/figures.md", "bench_stream", stream),
     Table("docs/figures.md", "bench_manager", manager),
     Table("docs/figures.md", "bench_weights", weights),

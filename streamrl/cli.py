@@ -852,7 +852,7 @@ def _secret_of(manager_url: str, file: Path | None) -> Secret | None:
 
 
 def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable[[str], None]:
-    """Where a process tells what it is ready with: the launcher that started it, or the user."""
+    """Return the function with which a process reports that it is ready: to its launcher, or to the user."""
     from streamrl.launch.role import answer
 
     return tell_user if answer_fd is None else partial(answer, answer_fd)

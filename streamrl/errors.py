@@ -62,8 +62,8 @@ class PeerError(StreamRLError):
     """Another process answered with an error."""
 
     def __init__(self, message: str, *, status: int = 0, retry_seconds: float = 0.0) -> None:
-        """`status`: HTTP's, of the answer; 0 if there was none. `retry_seconds`: after so long the answer may be
-        another one, if nothing happens before; 0: nothing is known of that."""
+        """`status`: HTTP status of the answer; 0 if there was none. `retry_seconds`: how long it may take until the
+        answer is another one; 0: unknown."""
         super().__init__(message)
         self.status = status
         self.retry_seconds = retry_seconds

@@ -142,7 +142,7 @@ class Ledger:
         self.next_seq = 0
         self._began = (0, 0)  # policy version, and groups trained on, where this process began
         self.ends_after: int | None = None
-        """The run is over once so many groups were trained on or given up; None: not by their number."""
+        """The run is over once this many groups were trained on or given up; None: their number does not end it."""
         self.accepted = 0
         """Groups finished and kept since the run began, trained ones included."""
         self.dropped = 0

@@ -177,7 +177,7 @@ class RewardConfig(Section, frozen=True):
     on_error: Literal["reject", "zero", "stop"] = "reject"
     """A function that raises, crashes or hangs: give the group up, score 0, or stop the run."""
     overlong_tokens: NonNegative = 0
-    """The last so many of `sampling.max_new_tokens` cost reward, in proportion to how many of them are used."""
+    """This many of the last `sampling.max_new_tokens` cost reward, in proportion to how many of them are used."""
     overlong_penalty: NonNegativeFloat = 1.0
     """What using all of them costs."""
 
@@ -245,7 +245,8 @@ class RolloutConfig(Section, frozen=True):
     max_concurrent_groups: Positive = 64
     """In one worker."""
     max_failures: Positive = 20
-    """So many groups in a row rejected because of errors end the worker, and the run unless others make groups."""
+    """After this many groups in a row that errors had rejected the worker ends, and the run with it, unless others make
+    groups."""
     drop_uniform_groups: bool = False
     """Give up groups whose responses all scored the same, and make others instead (they teach nothing)."""
     request_timeout_seconds: PositiveFloat = 600.0
@@ -327,8 +328,8 @@ class GserverConfig(Section, frozen=True):
     restart_delay_seconds: PositiveFloat = 1.0
     """Before the first restart; each further one waits twice as long, a minute at most."""
     stuck_seconds: PositiveFloat = 60.0
-    """An engine that has work and finishes no step for so long, or an SGLang server that answers nothing, counts as
-    hung, and its gserver ends: longer than the longest prompt takes to compute."""
+    """An engine that has work and finishes no step for this long, or an SGLang server that answers nothing, counts as
+    hung, and its gserver ends. Has to be longer than the longest prompt takes to compute."""
     deterministic: bool = False
     """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
@@ -363,12 +364,12 @@ class ManagerConfig(Section, frozen=True):
     port: NonNegative = 0
     """0: any free port (`streamrl run` only)."""
     lease_seconds: PositiveFloat = 30.0
-    """A worker silent for so long loses its groups to others."""
+    """A worker that is silent for this long loses its groups to others."""
     heartbeat_seconds: PositiveFloat = 1.0
     join_timeout_seconds: PositiveFloat = 300.0
     """How long a run waits for its processes to register."""
     drain_seconds: PositiveFloat = 60.0
-    """What runs on a gserver that is to leave may take so long to finish; then it goes on elsewhere."""
+    """How long requests on a gserver that is to leave may take to finish; the others go on elsewhere."""
 
 
 class SecurityConfig(Section, frozen=True):
@@ -446,7 +447,7 @@ class StreamConfig(Section, frozen=True):
     max_group_mb: PositiveFloat = 256.0
     """Arrays of one group, in units of 2^20 bytes."""
     resend_seconds: PositiveFloat = 10.0
-    """A group not acknowledged for so long is sent again."""
+    """A group that has not been acknowledged for this long is sent again."""
 
     @property
     def max_group_bytes(self) -> int:
@@ -636,7 +637,7 @@ class Config(Section, frozen=True):
     def check_shared(self, settings: Settings, digest: str, *, who: str) -> None:
         """Raise `ConfigError`, which names the settings that differ, unless `who` has those of `shared` alike.
 
-        `settings`, `digest`: his `shared_changes` and fingerprint.
+        `settings`, `digest`: its `shared_changes` and fingerprint.
         """
         if digest == self.digest():
             return

@@ -151,7 +151,7 @@ class AlgorithmConfig(Section, frozen=True):
     clip_low: NonNegativeFloat = 0.2
     clip_high: NonNegativeFloat = 0.28
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
-    """Bounds the objective of a negative advantage from below, by so many times the advantage."""
+    """Bounds the objective of a negative advantage from below, by this multiple of the advantage."""
     proximal: Literal["auto", "recompute", "behavior"] = "auto"
     """Centre of the clip: log-probabilities at the start of the step (`recompute`: by `actor_inf`;
     `auto`: by `actor_inf` only where several minibatches make it differ from the first forward pass),

@@ -49,7 +49,7 @@ from streamrl.transport.keys import read_key
 from streamrl.types import Prompt
 
 PROMPTS = 16
-"""So many first prompts are rendered."""
+"""How many prompts are rendered, from the first on."""
 ROWS, ROWS_SECONDS = 100_000, 10.0
 """Rows that are read at most, and for how long."""
 NAMED_ROWS = 3

@@ -38,7 +38,7 @@ STOP_ORDER: Sequence[frozenset[PlanRole]] = (
     frozenset({"gserver"}),
     frozenset({"manager"}),
 )
-"""Who is stopped together, first to last: nobody loses a peer that it still needs."""
+"""Roles that are stopped together, first to last, so that no process loses a peer that it still needs."""
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
 
 
 class TrainerShare(msgspec.Struct, frozen=True):
-    """Which part of the trainer one `streamrl trainer` is, of those that make it up together."""
+    """The part of the trainer that one `streamrl trainer` is."""
 
     node: int
     """From 0."""

@@ -50,7 +50,7 @@ GROUPS: Sequence[tuple[str, Sequence[PlanRole], str]] = (
 )
 """Placement groups: what they are called, whose bundles they hold, and Ray's strategy."""
 PLACE_WARNING_SECONDS = 30.0
-"""Ray has not found a place for a process for so long: worth a warning."""
+"""A warning is logged when Ray has not found a place for a process for this long."""
 CONNECT_SECONDS = 10.0
 """How long the head of a Ray cluster may take to answer."""
 

@@ -53,7 +53,7 @@ class Nodes(msgspec.Struct, frozen=True):
     options: Sequence[str]
     """Options of sbatch for these nodes only."""
     cores: int
-    """That what runs on one of them keeps busy."""
+    """Cores that what runs on one of them keeps busy."""
     gpus: int
     """GPUs of each node that something is computed on."""
 

@@ -45,7 +45,7 @@ LEAVE_SECONDS = 10.0
 REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator")
 """Roles whose work others do when a process is lost, until another takes its place."""
 UNHEARD_SECONDS = 30.0
-"""A manager that has not said for so long who is silent is worth a warning."""
+"""A warning is logged when the manager has not said for this long who is silent."""
 TELL_SECONDS = 3.0
 """How long the manager may take to hear that the run has failed."""
 STOPPED = "it was asked to end, by Ctrl-C or another signal"

@@ -20,7 +20,7 @@ MOST_PIECES = 1500
 """More pieces in a lane's window are drawn as shares."""
 ROLE_ORDER = ("gserver", "rollout", "evaluator", "master", "model_worker", "manager")
 SILENT_BEATS = 8.0
-"""A process whose next heartbeat comes after so many usual ones was away in between."""
+"""A process that misses this many usual heartbeats in a row counts as away in between."""
 
 
 class LanePiece(msgspec.Struct, frozen=True, array_like=True):

@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.toml"
 LIVE_SECONDS = 30.0
-"""A run that has written nothing for so long, and has no last word, is not live."""
+"""A run that has written nothing for this long, and no ending either, is not live."""
 
 LEDGER = ("ledger_room", "groups_running", "groups_returned", "groups_untrained", "admissions_waiting")
 """Figures of the manager's heartbeats that are told of each step."""

@@ -51,7 +51,7 @@ MOST_MASKED = 0.1
 STEPS, FEWEST_STEPS = 40, 8
 """Training steps of a simulation; fewer where there is very much in one."""
 EVENTS = 400_000
-"""That a simulation may have before it gets fewer steps."""
+"""Most events of a simulation; one that would have more gets fewer steps."""
 ROUNDS = 4
 """Settings that are changed one after another at most."""
 
@@ -69,7 +69,7 @@ class Option(msgspec.Struct, frozen=True):
     """Settings that were played."""
 
     settings: Settings
-    """That differ from the present ones; empty: the present ones."""
+    """The settings that differ from the present ones; empty: none does."""
     prediction: Prediction
 
     @property

@@ -35,7 +35,7 @@ from streamrl.transport.membership import MACHINE_SECONDS
 CALIBRATION_SECONDS = 60.0
 """A calibration takes no longer than that, unless the run has not made `LEAST_STEPS` by then."""
 PATIENCE_SECONDS = 180.0
-"""That long it may take in all; a run that is slower has to be given with `--from`."""
+"""Longest time that a calibration may take; for a slower run give a finished one with `--from`."""
 ENOUGH_STEPS = 24
 LEAST_STEPS = 3
 FIRST_STEPS = 1
@@ -55,13 +55,14 @@ SAME_COSTS = (
 """Keys of what costs depend on, and no simulation changes."""
 ROLES = ("manager", "master", "model_worker", "gserver", "rollout", "evaluator")
 LEAST_CORES = 0.5
-"""That are left to a run, whatever else its machine does."""
+"""Cores that a run is assumed to get at least, whatever else its machine does."""
 NOTABLE_WAIT_SECONDS = 0.005
-"""That a reward takes longer than it computes; less is waiting for a core."""
+"""From this much on, the time of a reward beyond what it computes is taken for waiting of its own; less is waiting for
+a core."""
 NOTABLE_CORES = 0.15
 """More of them in other work are worth a note."""
 END_SECONDS = 60.0
-"""A run that was told to stop may take so long to end."""
+"""How long a run that was told to stop may take to end."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +70,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     costs: Costs
     of: str
-    """Whose figures these are, for people."""
+    """What the figures are of, for people to read."""
     steps: int
     seconds: float
     """Length of the run that the figures come from."""

@@ -39,7 +39,7 @@ LOGIT_BYTES = 24
 """Bytes for one of these logits, forward and backward: in bfloat16, in float32, scaled, as a probability, its products,
 and their gradients."""
 PREFILL_TOKENS = 8192
-"""That a server computes at once."""
+"""Prompt tokens that a server computes at once."""
 MOST_RUNNING = 256
 """Responses that a server decodes together at most."""
 MOST_CONTEXT = 32

@@ -101,7 +101,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     trainer_threads: int = 1
     """With which the times above were measured."""
     cores: float | None = None
-    """That processes share, without what other work on the machine takes of them; None: enough for all of them."""
+    """Cores that the processes share, less what other work on the machine takes; None: enough for all of them."""
     gservers_on_cores: bool = False
     """Whether generation is computed there, and not on devices of its own."""
     trainer_on_cores: bool = False
@@ -112,7 +112,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     steps_per_hour: float
     tokens_trained_per_second: float
-    """That entered a loss."""
+    """Tokens that entered a loss, per second."""
     tokens_generated_per_second: float
     groups_per_second: float
     """Trained on."""
@@ -160,7 +160,7 @@ class _Processor:
     def __init__(self, cores: float) -> None:
         self.cores = cores
         self.threads = 0
-        """That compute now."""
+        """Threads that compute at the moment."""
         self.got = 0.0
         self.used = 0.0
         """Processor seconds, of all threads."""

@@ -176,7 +176,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         return rewards[-1] - rewards[-1 - PLATEAU_STEPS] > PLATEAU_GAIN * (self.best - self.worst)
 
     def _leading_signs(self) -> list[str]:
-        """That the policy has moved away from its data, which comes before the reward falls, and what goes with it."""
+        """Return the signs that the policy has moved away from its data, which precede a fall of the reward."""
         deviations = [fmean(sorted(window)[:-1]) for window in self._windows("importance_ratio_deviation")]
         if self._rises() or len(deviations) < ENOUGH:
             return []

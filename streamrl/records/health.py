@@ -25,7 +25,7 @@ good to know."""
 WINDOW = 20
 """Steps over which figures are judged."""
 ENOUGH = 5
-"""Fewer steps are not judged; so many at the beginning of a run are what later ones are compared with."""
+"""Fewest steps that are judged, and how many at the beginning of a run the later ones are compared with."""
 
 WRONG_SAMPLE = 0.5
 """Effective sample size below which half of the batch counts for nothing (Kish's definition,

@@ -395,7 +395,7 @@ class RowsFound(msgspec.Struct, frozen=True):
     """A part of all rows that a filter lets through."""
 
     total: int
-    """So many there are."""
+    """How many there are."""
     rows: list[Rollout]
 
 
@@ -405,7 +405,7 @@ class Found(msgspec.Struct, frozen=True):
     rows: list[Rollout]
     """Newest first."""
     groups: int
-    """So many were looked through."""
+    """How many were searched."""
     go_on: tuple[int, int] | None
     """Step and sequence number, for `search(..., before=go_on)`; None: all were looked through."""
 

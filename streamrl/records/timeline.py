@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 TIMELINE_FILE = "timeline.jsonl"
 MAX_BYTES = 32 * 2**20
 HEARTBEATS_PER_SECOND = 100
-"""That are written, of all processes together."""
+"""Most that are written per second, over all processes."""
 PROCESSOR_SECONDS = "processor_seconds_total"
 """The counter that each process has: where it falls, the process was started again."""
 CHILDREN_SECONDS = "children_processor_seconds_total"
@@ -76,10 +76,10 @@ class Timeline:
         self._max_bytes = max_bytes
         self._encoder = msgspec.json.Encoder()
         self._every = 1
-        """One of so many heartbeats of each process is written."""
+        """Every how many heartbeats of a process one is written."""
         self._heartbeats: Counter[tuple[str, int]] = Counter()
         self._next: dict[tuple[str, int], float] = {}
-        """Process → time from which on its next heartbeat is written."""
+        """Process → earliest time at which its next heartbeat is written."""
         self._entries: SimpleQueue[TimelineEntry | None] = SimpleQueue()
         self._thread = essential.thread(self._write, name="the timeline")
         self._thread.start()

@@ -24,7 +24,7 @@ from streamrl.transport.control import Status
 log = logging.getLogger(__name__)
 
 MAX_CHANGES = 6
-"""So many changes of the run's health are shown in the table."""
+"""Most changes of the run's health that the table shows."""
 
 
 TOLD_ELSEWHERE = ("end", "policy")

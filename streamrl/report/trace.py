@@ -39,7 +39,7 @@ GAUGES = {
 CURVES = ("reward_mean", "effective_sample_size", "tokens_per_second")
 """Figures of the steps that are drawn as curves."""
 AWAY_BEATS = 8.0
-"""A process that is silent for so many usual pauses between its heartbeats was away."""
+"""A process that is silent for this many usual pauses between its heartbeats was away."""
 GENERATES = 0.05
 """Share of the time between two heartbeats from which a gserver that computed was generating."""
 

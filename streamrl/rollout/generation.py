@@ -52,7 +52,7 @@ from streamrl.transport.manager_client import ControlClient
 from streamrl.types import NO_EXPERT
 
 WARNING_SECONDS = 30.0
-"""A response that has waited for a token for so long is worth a warning."""
+"""A warning is logged of a response that has waited this long for a token."""
 FIRST_PAUSE_SECONDS = 0.05
 """After the first attempt in a row that brought no token: a weight update has often ended by then."""
 

@@ -39,7 +39,7 @@ from streamrl.transport.secret import of_run_at
 from streamrl.transport.tls import client_context, server_context
 
 PATIENCE_REQUESTS = 2
-"""A response is given up when no token has come for so many times `rollout.request_timeout_seconds`."""
+"""A response is given up when no token has come for this many times `rollout.request_timeout_seconds`."""
 
 
 @dataclass(frozen=True)

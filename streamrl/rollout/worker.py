@@ -28,7 +28,7 @@ from streamrl.waits import first_of
 log = logging.getLogger(__name__)
 
 UNIFORM_WARNING_GROUPS = 100
-"""So many groups in a row whose responses all scored the same are worth a warning."""
+"""After this many groups in a row whose responses all scored the same, a warning is logged."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:

@@ -38,7 +38,7 @@ class ParamRealloc(msgspec.Struct, frozen=True, tag=True):
     source: str
     target: str
     every: int = 1
-    """Once for each so many policy versions: after the training step that completes them, or, as a hook of another
+    """Policy versions from one time to the next: after the training step that completes them, or, as a hook of another
     call, at the first of its calls since."""
     share: float = 1.0
     """How much of the source is taken: `target ← (1 - share) · target + share · source`."""
@@ -57,14 +57,14 @@ class SaveHook(msgspec.Struct, frozen=True, tag=True):
     """Write a checkpoint, besides those that the configuration asks for."""
 
     every: int = 1
-    """After each so many policy versions."""
+    """Policy versions from one time to the next."""
 
 
 class EvaluateHook(msgspec.Struct, frozen=True, tag=True):
     """Try the policy on held-out prompts, besides when the configuration says so; needs the section [evaluation]."""
 
     every: int = 1
-    """After each so many policy versions."""
+    """Policy versions from one time to the next."""
 
 
 Hook = DataTransfer | ParamRealloc | Offload

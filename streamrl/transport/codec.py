@@ -39,7 +39,7 @@ ARRAYS: dict[str, str] = {
 MOST_FRAMES = 1 + len(ARRAYS)
 """Frames of one message: the header, and the arrays if each has a frame of its own."""
 COPIED_BELOW = 1 << 18
-"""Below so many bytes a copy is cheaper than avoiding it: measured with benchmarks/bench_stream.py."""
+"""Below this many bytes a copy is cheaper than avoiding it: measured with benchmarks/bench_stream.py."""
 
 MAX_HEADER_BYTES = 1 << 18
 """Bytes of any message's first frame."""
@@ -81,7 +81,7 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     routes: int = 0
     """How often the last of them is as long: the experts of a token."""
     permit: str = ""
-    """That `seq` was leased to the sender."""
+    """Proof that `seq` was leased to the sender."""
 
 
 class Limits(msgspec.Struct, frozen=True):

@@ -42,7 +42,7 @@ from streamrl.transport.group_sockets import closed_after_forming, open_for_good
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 FIRST_KNOCK_SECONDS = 0.1
-"""For so long a store is asked for an answer the first time; then for twice as long, and so on."""
+"""How long a store is waited for the first time; then twice as long, and so on."""
 AT_ONCE = 4
 """Broadcasts that are under way together."""
 

@@ -1,6 +1,6 @@
 """The manager's HTTP API: the messages of its calls. `manager_client.py` has the client.
 
-One address, the manager's URL, is enough to join a run. The owner is who knows the run's secret: he may make every
+One address, the manager's URL, is enough to join a run. The owner, who knows the run's secret, may make every
 call, and joins with it; each role has a token for its own.
 
 | call | by | meaning |
@@ -154,7 +154,7 @@ class SilentProcess(msgspec.Struct, frozen=True):
 
 
 class Silence(msgspec.Struct, frozen=True):
-    """Who of the run is silent now."""
+    """The members of the run that are silent at the moment."""
 
     changes: int
     """How often that has changed so far."""
@@ -331,7 +331,7 @@ class GroupInFlight(msgspec.Struct, frozen=True, array_like=True):
 
     seq: int
     requests: int
-    """That run or are still to begin."""
+    """Requests that run or are still to begin."""
     tokens: int
     """Tokens in the contexts of the requests that run."""
 
@@ -469,7 +469,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class Sender(msgspec.Struct, frozen=True):
-    """Who broadcasts a part of the weights, as rank 0 of a process group of its own."""
+    """A process that broadcasts a part of the weights, as rank 0 of a process group of its own."""
 
     buckets: list[list[TensorSpec]]
     """What it sends, in this order; each tensor is one broadcast."""

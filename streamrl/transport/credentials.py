@@ -3,8 +3,8 @@
 The manager gives each process that joins a *credential* for each kind of receiver that its role may speak to. It names
 the process, counts the joins of the run, and carries the process's CURVE key and a keyed BLAKE2b (RFC 7693) over all of
 that, with a key which only the manager and those receivers have. It is the beginning of the routing ids of the
-process's sockets, so every message comes with it, and nobody can take over a connection whose credential he does not
-know. With a group's lease the worker is given a *permit* for its sequence number in the same way.
+process's sockets, so every message comes with it, and nobody can take over a connection without knowing its
+credential. With a group's lease the worker is given a *permit* for its sequence number in the same way.
 
 Invariant: of all processes that ever had one name, only the one that joined last is heard by a receiver which has heard
 it once. A name is never believed by itself.
@@ -172,7 +172,7 @@ class Identity:
 
 
 class Stranger(Exception):
-    """Who sent a message is nobody who may; the text says why, and whom he claimed to be."""
+    """A message came from somebody who may not send it; the text says why, and who the sender claimed to be."""
 
 
 class Verifier:

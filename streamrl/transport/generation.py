@@ -344,7 +344,7 @@ class ModelCard(msgspec.Struct, frozen=True):
 
     id: str
     parent: str | None = None
-    """Of an adapter: the model that it adapts."""
+    """The model that it adapts, if it is an adapter."""
 
 
 class ModelCards(msgspec.Struct, frozen=True):

@@ -1,6 +1,6 @@
 """The sockets at which the ranks of a gloo group find each other: closed to everybody once the group has formed.
 
-Neither gloo nor the store at which the ranks meet (`TCPStore`) asks anybody who he is.
+Neither gloo nor the store at which the ranks meet (`TCPStore`) asks anybody who they are.
 
 gloo takes whoever names the right number for another rank, and those numbers count up from 0; whoever names another
 number is kept for as long as the group lives, so a stranger could use up the files that a process may open, and gloo
@@ -37,7 +37,7 @@ LAZY = "TORCH_GLOO_LAZY_INIT"
 """Torch's own variable: pairs of ranks of a group connect when one first has something for the other."""
 SO_ATTACH_FILTER = 26
 SO_DETACH_FILTER = 27
-"""Of Linux; Python has no names for them."""
+"""Socket options of Linux for which Python has no names."""
 _LET_NOTHING_THROUGH = struct.pack("=HBBI", 0x06, 0, 0, 0)
 """The one instruction of the filter: return, and keep 0 bytes of the packet (`struct sock_filter`)."""
 
@@ -52,7 +52,7 @@ class _Meetings:
         self._lock = threading.Lock()
         self._under_way = 0
         self._others: set[Place] = set()
-        """Where this process listens for other purposes."""
+        """Places where this process listens for other purposes."""
 
     def begin(self) -> None:
         with self._lock:

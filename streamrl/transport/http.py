@@ -4,7 +4,7 @@ The server is for a process that replies to thousands of short calls each second
 else: keep-alive connections, one call at a time on each, bodies with a `Content-Length`. httptools (llhttp, the parser
 of Node.js) parses; a general web server around it spends several times as much on a call (`benchmarks/bench_http.py`).
 It owns its connections. Invariants: a caller that hangs up cancels its call; nothing is read into memory beyond the
-limits, and no body of a caller who is refused by the head of his call; after `close` no call runs.
+limits, and no body of a call that its head alone has refused; after `close` no call runs.
 """
 
 from __future__ import annotations
@@ -206,11 +206,11 @@ log = logging.getLogger(__name__)
 
 MOST_HEAD_BYTES = 32 * 2**10
 IDLE_SECONDS = 120.0
-"""A connection on which nobody calls for so long is closed."""
+"""A connection without a call for this long is closed."""
 DRAIN_BYTES = 256 * 2**10
 DRAIN_SECONDS = 1.0
-"""What a refused caller goes on sending is thrown away, so much of it and for so long, before his connection is closed:
-closed at once, he might lose the answer that tells him why."""
+"""What a refused caller goes on sending is thrown away, up to this much and for this long, before the connection is
+closed: closed at once, it might lose the answer that says why."""
 
 
 class Hosts:
@@ -263,7 +263,7 @@ class Call:
         self.body = b""
         """Complete once the call is handled; empty while its head is checked."""
         self.member: Any = None
-        """Which member of the run has proved that it asks, where the server wants to know."""
+        """The member of the run that has proved to be the caller, where the server wants to know."""
 
     @property
     def query(self) -> dict[str, str]:

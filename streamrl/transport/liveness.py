@@ -49,7 +49,7 @@ class LastHeard:
         return now - self.at
 
     def excuse(self, seconds: float) -> None:
-        """For so long it could not be heard, whatever it said: that counts as no silence."""
+        """Do not count the last `seconds` as silence: it could not be heard then, whatever it said."""
         self.at += seconds
 
 

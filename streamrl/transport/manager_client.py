@@ -84,9 +84,9 @@ TAKEN_ASK_SECONDS = 1.0
 """Between two questions whether it is free."""
 TAKEN_MARGIN_SECONDS = 2.0
 CONNECT_SECONDS = 10.0
-"""Where nobody answers for so long, not even to refuse, it is told and tried again."""
+"""After this long without any answer, not even a refusal, a warning is logged and the call is tried again."""
 PATIENCE_SECONDS = 30.0
-"""For so long after its first failure a call is tried again."""
+"""How long after its first failure a call is tried again."""
 
 
 async def patiently(

@@ -59,18 +59,18 @@ Notice = TypeVar("Notice")
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0
-"""A worker not heard of for so long is lost."""
+"""A worker that has not been heard of for this long is lost."""
 BEGIN_WARNING_SECONDS = 30.0
-"""A worker that waits so long for the others to have a call warns of it."""
+"""A worker that has waited this long for the others to have a call logs a warning."""
 LARGEST_FRAME = 1 << 28
 """Bytes; whoever sends a larger one to the master is cut off. What moves here is metadata."""
 RESEND_SECONDS = 2.0
-"""A notice that the master has not confirmed for so long is sent again."""
+"""A notice that the master has not confirmed for this long is sent again."""
 CONNECT_AGAIN_SECONDS = 5.0
 """A worker that has heard nothing from the master yet connects again so often: whoever was turned away, because the
-manager did not know his key just then, is turned away for good as far as ZMQ knows."""
+manager did not know its key just then, is turned away for good as far as ZMQ knows."""
 WELCOME_SECONDS = 60.0
-"""A worker that the master has not answered for so long gives up. The master's probes come every `BEAT_SECONDS`."""
+"""A worker gives up when the master has not answered for this long. The master's probes come every `BEAT_SECONDS`."""
 NUMBER_BYTES = 8
 """Length of a request id."""
 INCARNATION_BYTES = 16
@@ -124,8 +124,8 @@ class RequestChannel(Generic[Notice]):
     ) -> None:
         """Listen at `host`, at any free port, and tell others that it is at `announced`, if that is another address.
         `keys`: the process's own, if connections are to be encrypted. `on_notice` is called with the worker's number
-        and each notice of its; `name_of` gives a worker's name for messages, `number_of` the number of one who has
-        shown who he is. Nobody is heard before `admit`."""
+        and each notice of its; `name_of` gives a worker's name for messages, `number_of` the number of one that has
+        shown its credential. Nobody is heard before `admit`."""
         self.context = zmq.asyncio.Context()
         self._verifier = Verifier("master")
         self._admitting = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Warnings that somebody else can cause, and as often as he likes: a few are logged, the rest are counted."""
+"""Warnings that others can cause as often as they like: a few are logged, the rest are counted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import time
 
 AT_ONCE = 5
-"""So many are logged one after another, and afterwards one in each `SECONDS`."""
+"""How many are logged at once; after those, one in each `SECONDS`."""
 SECONDS = 10.0
 
 

@@ -42,7 +42,7 @@ class GroupsScored(msgspec.Struct, frozen=True):
     """The reply to `ScoreGroups`."""
 
     seqs: list[int]
-    """Those of the groups that are stored with the trainer, by this call or before."""
+    """Sequence numbers of the groups that are stored with the trainer, by this call or before."""
 
 
 def number_on_channel(sender: Identity) -> int:

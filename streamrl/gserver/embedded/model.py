@@ -242,7 +242,7 @@ class KVCache:
         return sum(tensor[0, 0].nbytes for tensor in self._kept())
 
     def reserve(self, *, slots: int, length: int) -> None:
-        """Make room for so many slots of so many tokens. Sizes double, so that copies stay rare."""
+        """Make room for this many slots of this many tokens each. Sizes double, so that copies stay rare."""
         if slots <= self.slots and length <= self.length:
             return
         old_slots, old_length = self.slots, self.length

@@ -28,7 +28,7 @@ _NOBODY: Set[Role] = frozenset()
 
 
 class Allowed(NamedTuple):
-    """Who besides the owner may make a call."""
+    """The roles that may make a call, besides the owner."""
 
     roles: Set[Role]
     speaker: str = ""

@@ -44,12 +44,12 @@ from streamrl.transport.control import (
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""A prompt is given up after so many deaths of workers that had it, if they are more than half of all deaths since
-the first of them: it may well be what kills them. Where workers come and go, a long response sees some end."""
+"""A prompt is given up after this many deaths of workers that had it, if they are more than half of all deaths since
+the first of them: it may well be what kills them. Where workers come and go, a long response sees several end."""
 LEAST_PAUSE_SECONDS = 0.02
 """Between two reports of one worker on what is in flight."""
 REPORTS_PER_SECOND = 1000.0
-"""That all workers together may make of that."""
+"""Most reports per second, over all workers."""
 REMEMBERED_TICKETS = 16
 """Tickets of each worker that are remembered."""
 

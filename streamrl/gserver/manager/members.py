@@ -48,7 +48,7 @@ from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, proc
 log = logging.getLogger(__name__)
 
 TRAINER: Set[Role] = frozenset({"master", "model_worker"})
-"""Those who have to count from the same groups and versions as the ledger."""
+"""Roles whose processes have to count from the same groups and versions as the ledger."""
 
 
 class Members:

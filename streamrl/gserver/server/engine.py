@@ -158,7 +158,7 @@ class ServedWeights:
     tensors: Mapping[str, Tensor]
     """By Hugging Face name."""
     dtype: torch.dtype
-    """As which they are served; they may be held in a wider one."""
+    """Number format in which they are served; they may be held in a wider one."""
     device: torch.device
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:

@@ -128,7 +128,7 @@ class WeightReceiver:
         """For each weight group the process groups of its senders."""
         self._staged: Staged | None = None
         self._buffers: dict[int, Tensor] = {}
-        """For what cannot be received where it is kept, by sender."""
+        """Sender → buffer for what cannot be received in its final place."""
         self._pending: list[Any] = []
         """Broadcasts that were on the way when one failed, and may still write."""
         self._beside = SideStream(device)
@@ -382,7 +382,7 @@ class WeightReceiver:
         return [] if self._expected is None else [name for name in self._expected.shapes if name not in staged.sums]
 
     def _check_current(self, staged: Staged) -> None:
-        """Whoever waited for another's receive to end may come too late to write anything."""
+        """Raise `Refused` if another update has begun while this one waited for a receive to end."""
         if self._staged is not staged:
             raise Refused("another weight update has begun meanwhile")
 
@@ -557,7 +557,7 @@ class WeightReceiver:
         return {name: place for name, place in kept.items() if place is not None and place.device == device}
 
     def _room(self, size: int, device: torch.device, *, sender: int) -> Tensor:
-        """Return so many bytes of the sender's buffer, which stays: new memory costs as much as a copy into it."""
+        """Return `size` bytes of the sender's buffer, which is kept: new memory costs as much as a copy into it."""
         buffer = self._buffers.get(sender)
         if buffer is None or buffer.numel() < size or buffer.device != device:
             buffer = self._buffers[sender] = torch.empty(size, dtype=torch.uint8, device=device)

@@ -52,7 +52,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     certificate: CertificateFiles | None = None
     """With which it speaks TLS; None: plain text."""
     lora: LoraConfig | None = None
-    """Of the adapters that it will load beside the model; None: none will come."""
+    """Shape of the adapters that it will load beside the model; None: there are none."""
     adapter: Path | None = None
     """The adapter that it starts with, under the name of `weight_version`."""
 

@@ -125,7 +125,7 @@ def show_keys_to_sglang_alone() -> None:
 
 
 def serve_only_what_a_run_needs() -> None:
-    """Take all other calls out of SGLang's HTTP server, so that nobody can make them, whatever key he has.
+    """Take all other calls out of SGLang's HTTP server, so that nobody can make them, whatever their key.
 
     Some unpickle what they are sent (`/update_weights_from_tensor`, `/load_lora_adapter_from_tensors`) or what they
     then fetch (`/update_weights_from_ipc`), which is to run it; some write files where they are told

@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 UNKNOWN_ACTION = "Unsupported action"
 """In SGLang's reply to an action that its /weights_checker does not know."""
 MOST_OLD_ADAPTERS = 32
-"""So many old adapters may stay loaded for requests that still have them."""
+"""Most old adapters that stay loaded for requests that still use them."""
 NOTHING = "nothing"
 """In place of the checksum of a tensor that was not received."""
 FORMING_MARGIN_SECONDS = 5.0

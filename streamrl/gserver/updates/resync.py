@@ -41,7 +41,7 @@ from streamrl.transport.control import Broadcast, Snapshot
 log = logging.getLogger(__name__)
 
 MOST_OVERTAKEN = 2
-"""So many resyncs of a gserver may be overtaken by newer weights; then it waits for the next update."""
+"""Most resyncs of a gserver in a row that newer weights may overtake; then it waits for the next update."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Resyncs:
         self._running: dict[Gserver, asyncio.Task[None]] = {}
         self._updates: dict[Gserver, WeightUpdate] = {}
         self._senders: dict[Gserver, Gserver] = {}
-        """Who is being resynced → who sends to it."""
+        """Gserver that is being resynced → gserver that sends to it."""
         self._tried: dict[Gserver, list[Gserver]] = {}
-        """Who could not be resynced → the gservers that have tried to send to it."""
+        """Gserver that could not be resynced → gservers that have tried to send to it."""
 
     @property
     def addresses(self) -> set[str]:

@@ -50,12 +50,12 @@ KEPT_REQUESTS = 256
 """Requests of one episode that can be asked again, or continued by a `previous_response_id`."""
 CLOSE_SECONDS = 1.0
 ABANDONED_SECONDS = 30.0
-"""A generation whose clients have hung up goes on for so long; the SDKs ask again within 8 seconds."""
+"""How long a generation goes on after its clients have hung up; the SDKs ask again within 8 seconds."""
 GONE = 410
 """HTTP status: the episode has ended."""
 _SCORE_FORM = 'the body must be {"score": NUMBER}, and may have "rewards" and "metrics", from names to numbers'
 LEASE_SECONDS = 30.0
-"""Who asks for an episode waits so long for one, and may then ask again."""
+"""How long a request for an episode waits for one; the agent may then ask again."""
 
 PROTOCOLS: dict[str, Api] = {
     "/v1/chat/completions": chat,

@@ -24,7 +24,7 @@ _TOOL_CALL_TAG = "<tool_call>"
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 """How Qwen, Hermes and others write the call of a tool."""
 _OPENING_TOKENS = 16
-"""In so many last tokens of a prompt a template may have begun the reasoning of the answer."""
+"""How many of a prompt's last tokens are searched for the beginning of the reasoning, which a template may add."""
 THINK, THINK_END = "<think>", "</think>"
 _REASONING = re.compile(r"\A\s*<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 """Reasoning that was not ended is reasoning."""

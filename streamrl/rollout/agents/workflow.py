@@ -309,7 +309,7 @@ class Episode:
 
 
 ENDED_KEPT = 4096
-"""So many ended episodes are remembered, to say so to whoever still asks."""
+"""How many ended episodes are remembered, so that late calls can be told that theirs has ended."""
 
 
 class EpisodeTable:

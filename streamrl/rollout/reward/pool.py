@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple, cast
@@ -41,7 +40,7 @@ _EXIT_SECONDS = 2.0
 """A process whose pipe closed gets this long to leave its exit status."""
 
 AHEAD_SECONDS = 0.005
-"""Most that a call waits in a process for those that were sent with it, if they take as long as the last ones did."""
+"""Longest time that a call waits in a process for those sent with it, if they take as long as the last ones did."""
 MOST_AHEAD = 64
 """Calls that are sent together."""
 FORGOTTEN = 0.01
@@ -78,7 +77,7 @@ class RewardPool:
         self._came = asyncio.Event()
         self._serving: list[asyncio.Task[None]] = []
         self._longest = AHEAD_SECONDS
-        """The longest of the last calls, in seconds."""
+        """The longest of the last calls, in seconds, or a little more."""
         self._function = setup.function
         self._timeout = timeout
         self.busy_seconds = 0.0
@@ -156,12 +155,16 @@ class RewardPool:
             try:
                 if sent:
                     await self._score(child, sent)
+            except Exception as error:  # whatever it is, it is of the first of them, and whoever asked for it is told
+                outcome = sent.popleft().outcome
+                if not outcome.done():
+                    outcome.set_exception(error)
             finally:
                 self._waiting.extendleft(reversed(sent))  # what it has not begun
 
     def _take(self) -> deque[_Scoring]:
         """Take what is sent together: those that have waited longest, of which some may be cancelled by now."""
-        most = max(1, min(MOST_AHEAD, int(AHEAD_SECONDS / self._longest)))
+        most = max(1, int(AHEAD_SECONDS / self._longest))
         taken: deque[_Scoring] = deque()
         while self._waiting and len(taken) < most:
             scoring = self._waiting.popleft()
@@ -170,41 +173,32 @@ class RewardPool:
         return taken
 
     async def _score(self, child: _Child, sent: deque[_Scoring]) -> None:
-        """Have `child` score those of `sent`, taking each out when it has ended.
+        """Have `child` score all of `sent`, each of which is taken out when it has ended.
 
-        Returns early when one has gone wrong; `child` is fit for the next call then, or about to be.
+        Raises what goes wrong with the first that is left; `child` is fit for the next call then, or about to be.
         """
-        began = time.monotonic()
-        error: Exception
+        await child.ready()
         try:
-            await child.ready()
             child.send(b"".join(scoring.frame for scoring in sent))
             while sent:
-                began = time.monotonic()
                 async with asyncio.timeout(self._timeout):
                     reply = await child.receive()
                 if isinstance(reply, Ready):
                     raise WireError("it replied out of turn")
                 self._ended(sent.popleft(), reply)
-            return
-        except TimeoutError:
+        except TimeoutError as error:
+            self._took(self._timeout)
             await child.replace()
-            error = RewardTimeout(
+            raise RewardTimeout(
                 f"{sent[0].what}: no answer within rollout.reward.timeout_seconds = {self._timeout:g}; "
                 "its process was replaced"
-            )
-        except (asyncio.IncompleteReadError, ConnectionError):
+            ) from error
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
             status = await child.replace(grace=_EXIT_SECONDS)
-            error = RewardError(f"{sent[0].what}: its process died ({describe_exit(status)}) and was replaced")
-        except (WireError, msgspec.DecodeError) as broken:
+            raise RewardError(f"{sent[0].what}: its process died ({describe_exit(status)}) and was replaced") from error
+        except (WireError, msgspec.DecodeError) as error:
             await child.replace()
-            error = RewardError(f"{sent[0].what}: its process broke the protocol and was replaced: {broken}")
-        except Exception as failed:  # it could not be started again: whoever asked is told, and the next one tries
-            error = failed
-        self._took(time.monotonic() - began)
-        failing = sent.popleft().outcome
-        if not failing.done():
-            failing.set_exception(error)
+            raise RewardError(f"{sent[0].what}: its process broke the protocol and was replaced: {error}") from error
 
     def _ended(self, scoring: _Scoring, reply: Reward | Failure) -> None:
         """Tell who asked, unless nobody waits any more."""
@@ -219,7 +213,7 @@ class RewardPool:
 
     def _took(self, seconds: float) -> None:
         self.busy_seconds += seconds
-        self._longest = max(seconds, (1 - FORGOTTEN) * self._longest)
+        self._longest = max(seconds, (1 - FORGOTTEN) * self._longest, AHEAD_SECONDS / MOST_AHEAD)
 
 
 class _Child:

@@ -63,7 +63,7 @@ class Totals(NamedTuple):
     """Counts of the whole minibatch, over all ranks."""
 
     tokens: int
-    """That enter the loss."""
+    """Tokens that enter the loss."""
     episodes: int
     longest: int
     """Most tokens that a response may have: the length of `constant` aggregation."""

@@ -25,7 +25,7 @@ from streamrl.types import SampleMeta
 log = logging.getLogger(__name__)
 
 ENOUGH_TOKENS = 8
-"""Sampled tokens that make a fair mean; a shorter response is taken only if there is none so long."""
+"""Sampled tokens that make a fair mean; a response with fewer is taken only if there is no longer one."""
 PER_GSERVER = "logprob_diff_mean/"
 """Begins the name of the figure of one gserver, which ends in `gserver_0` or so."""
 

@@ -61,7 +61,7 @@ class Group(msgspec.Struct):
 
     meta: SampleMeta
     keys: frozenset[str]
-    """Those that are ready."""
+    """The keys that are ready."""
     holders: Mapping[str, frozenset[int]]
     """Key → the model workers that hold its array. Shared with other groups, so it is replaced and never changed."""
 

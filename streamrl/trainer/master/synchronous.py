@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 
 NEWS_SECONDS = 1.0
-"""A group that a worker calls stored is heard of within so long, unless it had been stored, and trained on, before."""
+"""Within this time the master hears of a group that a worker calls stored, unless it was trained on before."""
 
 
 class SynchronousGeneration:

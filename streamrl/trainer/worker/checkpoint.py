@@ -1,7 +1,8 @@
 """Checkpoints that are either whole or not there, written by all model workers at once while training goes on.
 
-A model worker copies what it holds of weights and optimizer states into its own host memory; only so long training
-stands still. Its writing thread then writes that, beside those of the others, and nobody ever has more than its own.
+A model worker copies its part of the weights and optimizer states into its own host memory; training stands still for
+that copy only. A thread of its own then writes the copy, beside those of other workers; no process ever holds more than
+its own part.
 Invariants: at most one checkpoint is being written; its folder appears at once, when worker 0 has seen that all of it
 is on the disk; older ones are removed only after that.
 

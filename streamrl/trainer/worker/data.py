@@ -80,7 +80,7 @@ class ArrayStore:
 # --- between workers ---
 
 ALIGNMENT = 8
-"""Arrays begin at multiples of so many bytes in a buffer."""
+"""Arrays begin at multiples of this many bytes in a buffer."""
 NCCL_PATIENCE = 2.0
 """NCCL's own deadline, in ours: it ends the process, so ours has to come first."""
 SHORTEST_WAIT_SECONDS = 0.001

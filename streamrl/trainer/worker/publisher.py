@@ -307,7 +307,7 @@ class Sending(NamedTuple):
     """How the trainer's ranks broadcast the weights."""
 
     senders: int
-    """So many of them send a part each, at most."""
+    """Most ranks that send a part of the weights each."""
     in_turn: bool
     """One bucket after another. SGLang receives one at a time, and NCCL must not have several communicators of one GPU
     at work at once."""

@@ -32,8 +32,8 @@ What is reported, in terms of the reward of a step, which is the mean over its t
 - *tokens per response* are those that entered a loss, by the responses in training batches; *generated* are those of
   all finished responses, dropped ones included.
 
-With `--jobs` several runs share the machine. What they learn does not suffer, except that pools which wait for a core
-shift the ages within their bound; seconds do, so tables say how many ran at once.
+With `--jobs` several runs of small models share the machine. What they learn does not suffer, except that pools which
+wait for a core shift the ages within their bound; seconds do, so tables say how many ran at once.
 """
 
 from __future__ import annotations
@@ -766,7 +766,7 @@ class Remaining:
 
     def seconds(self, left: Sequence[Cell]) -> float:
         of_task = {task: fmean(self._seconds[task][-12:] or [TASKS[task].seconds]) for task in TASKS}
-        return sum(of_task[cell.task] for cell in left) / self._jobs
+        return sum(of_task[cell.task] / at_once(cell, self._jobs) for cell in left)
 
 
 def hours(seconds: float) -> str:
@@ -781,7 +781,10 @@ def main() -> None:
         "--only", nargs="+", default=[], metavar="FIELD=VALUE,…", help=f"runs by {', '.join(Cell._fields)}"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, help="runs at once; their seconds suffer, what they learn does not"
+        "--jobs",
+        type=int,
+        default=1,
+        help="runs at once, but for those of a pretrained model; their seconds suffer, what they learn does not",
     )
     parser.add_argument("--note", default="", help="what else the machine does, said under the table with seconds")
     parser.add_argument("--any-code", action="store_true", help="runs of other code count as finished, too")
@@ -817,7 +820,7 @@ def main() -> None:
                     console.print(str(found), markup=False, highlight=False)
                     continue
                 row = found | {
-                    "jobs": options.jobs,
+                    "jobs": at_once(cell, options.jobs),
                     "note": options.note,
                     "code": code,
                     "settings": wanted[cell],
@@ -857,18 +860,26 @@ def left_to_run(wanted: Mapping[Cell, str], rows: Sequence[Mapping[str, Any]], *
     return [cell for cell in wanted if cell not in there]
 
 
+def at_once(cell: Cell, jobs: int) -> int:
+    """How many runs share the machine: one of a pretrained model computes with several threads, and two of those take
+    several times as long as one after the other, since threads of one wait for cores that the other's wait on."""
+    return 1 if cell.task in PRETRAINED else jobs
+
+
 def run_all(cells: Sequence[Cell], *, jobs: int, quick: bool) -> Iterator[tuple[Cell, dict[str, Any] | RunFailed]]:
-    """Run `cells`, `jobs` at once; yield each as it ends. Interrupted, those that run are waited for."""
-    with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(run, cell, steps=steps_of(cell, quick=quick)): cell for cell in cells}
-        try:
-            for done in as_completed(running):
-                error = done.exception()
-                if error is not None and not isinstance(error, RunFailed):
-                    raise error
-                yield running[done], error if isinstance(error, RunFailed) else done.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    """Run `cells`, up to `jobs` at once; yield each as it ends. Interrupted, those that run are waited for."""
+    for threads in sorted({at_once(cell, jobs) for cell in cells}, reverse=True):
+        with ThreadPoolExecutor(threads) as pool:
+            mine = [cell for cell in cells if at_once(cell, jobs) == threads]
+            running = {pool.submit(run, cell, steps=steps_of(cell, quick=quick)): cell for cell in mine}
+            try:
+                for done in as_completed(running):
+                    error = done.exception()
+                    if error is not None and not isinstance(error, RunFailed):
+                        raise error
+                    yield running[done], error if isinstance(error, RunFailed) else done.result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
 
 
 def told(row: Mapping[str, Any]) -> str:

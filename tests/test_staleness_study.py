@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import sys
+import time
 
 import msgspec
 import pytest
@@ -279,6 +280,25 @@ def test_runs_that_fail_do_not_end_the_others(monkeypatch):
     found = dict(staleness.run_all(cells, jobs=2, quick=True))
     assert set(found) == set(cells)
     assert [cell.eta for cell, result in found.items() if isinstance(result, staleness.RunFailed)] == [1]
+
+
+def test_runs_of_pretrained_models_have_the_machine_for_themselves(monkeypatch):
+    running, most = [], {}
+
+    def run(cell, *, steps):
+        running.append(cell)
+        most[cell] = len(running)
+        time.sleep(0.05)
+        most[cell] = max(most[cell], len(running))
+        running.remove(cell)
+        return row(cell)
+
+    monkeypatch.setattr(staleness, "run", run)
+    cells = [cell for cell in staleness.study() if cell.seed == 0 and cell.eta in (0, 4)][:4]
+    cells += [cell for cell in staleness.study() if cell.task in staleness.PRETRAINED][:3]
+    assert set(dict(staleness.run_all(cells, jobs=4, quick=True))) == set(cells)
+    assert {most[cell] for cell in cells if cell.task in staleness.PRETRAINED} == {1}
+    assert max(most.values()) > 1
 
 
 # --- what results say ----------------------------------------------------------------------------

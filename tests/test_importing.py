@@ -26,7 +26,7 @@ LOADERS = {
     "data": "from streamrl.rollout.data import PythonRows\nPythonRows('mine:rows', size=1, seed=0, args={})[0]",
     "reward": "from streamrl.rollout.reward.functions import load_reward\n"
     "from streamrl.rollout.reward.protocol import DataOrigin, Setup\n"
-    "load_reward(Setup('mine:score', {}, DataOrigin('', '', {}, 1, 0)))(None, None)",
+    "load_reward(Setup('mine:score', {}, 1.0, DataOrigin('', '', {}, 1, 0)))(None, None)",
     "workflow": "from streamrl.config import WorkflowConfig\n"
     "from streamrl.rollout.workflows import load_workflow\n"
     "load_workflow(WorkflowConfig(name='mine:Talk'))",

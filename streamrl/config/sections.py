@@ -168,9 +168,11 @@ class RewardConfig(Section, frozen=True):
     args: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
     processes: Positive = 1
-    """Each of which scores one response at a time."""
+    """Each of which scores one response at a time, or several where the function is a coroutine function."""
+    concurrent_calls: Positive = 64
+    """Calls of a coroutine function, which may ask a judge or a sandbox, that each process makes at the same time."""
     timeout_seconds: PositiveFloat = 10.0
-    """Longest time of one call; a process that takes longer is killed and replaced."""
+    """Longest time of one call; a process that takes longer is killed and replaced, a coroutine is cancelled."""
     environment: list[str] = []
     """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
     that the function gets nonetheless, for example to ask a judge. It never gets the keys of the run itself."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 import time
@@ -59,6 +60,7 @@ async def pool(
 ) -> AsyncIterator[RewardPool]:
     before = children()
     reward = {"function": function, "processes": processes, "timeout_seconds": timeout, "args": config.pop("args", {})}
+    reward |= {"concurrent_calls": config.pop("concurrent_calls", 64)}
     made = RewardPool.of(from_dict({"rollout": {"reward": reward}, **config}))
     await made.start()
     assert len(children() - before) == processes
@@ -95,6 +97,50 @@ async def test_a_coroutine_scores_fails_and_hangs_like_any_function() -> None:
         with pytest.raises(RewardTimeout):
             await rewards.score(response("hang"), prompt())
         assert await rewards.score(response("good"), prompt()) == 1.0
+
+
+@pytest.mark.parametrize("function", ["judge", "judge_object"])
+async def test_calls_of_a_coroutine_function_run_at_the_same_time(function: str) -> None:
+    async with pool(f"tests.rollout.user_code:{function}", concurrent_calls=12) as rewards:
+        first = asyncio.create_task(rewards.score(response("meet 12"), prompt()))
+        await asyncio.sleep(0.1)  # the others come while it is under way
+        others = (rewards.score(response("meet 12"), prompt(seq=i)) for i in range(30))
+        assert await asyncio.gather(first, *others) == [1.0] * 31
+        assert await rewards.score(response("most"), prompt()) == 12
+
+
+async def test_a_coroutine_that_takes_too_long_is_cancelled_and_the_others_go_on() -> None:
+    texts = {3: "sleep 600", 5: "raise", 8: "nan", 11: "sleep 600"}
+    async with pool("tests.rollout.user_code:judge", timeout=1.0) as rewards:
+        pid = await rewards.score(response("pid"), prompt())
+        calls = [rewards.score(response(texts.get(i, "sleep 0.5")), prompt(seq=i)) for i in range(20)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        kinds = {3: RewardTimeout, 5: RewardError, 8: RewardError, 11: RewardTimeout}
+        assert [type(value) for value in found] == [kinds.get(i, float) for i in range(20)]
+        assert re.search(r"seq 3: no answer within .*timeout_seconds = 1; the call was cancelled", str(found[3]))
+        assert await rewards.score(response("pid"), prompt()) == pid
+
+
+async def test_a_coroutine_that_blocks_its_process_has_it_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.rollout.reward.pool.HANG_SECONDS", 0.5)
+    async with pool("tests.rollout.user_code:judge", timeout=1.0) as rewards:
+        pid = await rewards.score(response("pid"), prompt())
+        calls = [rewards.score(response(text), prompt()) for text in ("block", "pid", "pid")]
+        hung, *others = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(hung, RewardTimeout)
+        assert "its process was replaced" in str(hung)
+        assert len({pid, *others}) == 2  # all that had been sent with it were made by its successor
+        assert not lives(int(pid))
+
+
+async def test_a_cancelled_call_of_a_coroutine_harms_no_other() -> None:
+    async with pool("tests.rollout.user_code:judge", concurrent_calls=2) as rewards:
+        running = [asyncio.create_task(rewards.score(response("sleep 0.5"), prompt())) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        for call in (running[0], running[3]):
+            call.cancel()
+        await asyncio.wait(running)
+        assert [call.cancelled() or call.result() for call in running] == [True, 1.0, 1.0, True]
 
 
 @pytest.mark.parametrize(("text", "status"), [("exit 7", "exit code 7"), ("abort", "SIGABRT"), ("sysexit", "3")])

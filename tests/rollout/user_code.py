@@ -97,6 +97,47 @@ async def async_reward(response: Response, prompt: Prompt) -> float:
     return 1.0
 
 
+_inside = _most_inside = 0
+
+
+async def judge(response: Response, prompt: Prompt) -> float:
+    """As `reward`, for a coroutine function."""
+    global _inside, _most_inside
+    _inside += 1
+    _most_inside = max(_inside, _most_inside)
+    try:
+        match response.text.split():
+            case ["meet", count]:  # returns only once `count` calls are here at the same time
+                while _most_inside < int(count):  # noqa: ASYNC110 - nothing else tells it
+                    await asyncio.sleep(0.01)
+            case ["sleep", seconds]:
+                await asyncio.sleep(float(seconds))
+            case ["block"]:
+                time.sleep(600)  # noqa: ASYNC251 - what it should not do
+            case ["pid"]:
+                return os.getpid()
+            case ["raise"]:
+                raise LookupError("no such thing")
+            case ["nan"]:
+                return float("nan")
+            case ["most"]:
+                return _most_inside
+        return 1.0
+    finally:
+        _inside -= 1
+
+
+class Judge:
+    def __init__(self) -> None:
+        self.__name__ = "judge"
+
+    async def __call__(self, response: Response, prompt: Prompt) -> float:
+        return await judge(response, prompt)
+
+
+judge_object = Judge()
+
+
 not_a_function = 5
 
 

@@ -16,7 +16,7 @@ import os
 import queue
 import threading
 import time
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -48,49 +48,92 @@ def main() -> None:
     calls_in, replies_out = take_standard_streams()
     calls: queue.SimpleQueue[RewardCall] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(calls_in, calls), daemon=True).start()
-    function: RewardFunction | None = None
-    while True:
-        call = calls.get()
-        if isinstance(call, Setup):
-            function, reply = _load(call)
-        elif function is None:
-            reply = Failure("a call came before the setup")
-        else:
-            reply = _score(function, call)
-        replies_out.write(frame(reply))
-        replies_out.flush()
-
-
-def _load(setup: Setup) -> tuple[RewardFunction | None, RewardReply]:
+    setup = calls.get()
+    if not isinstance(setup, Setup):
+        _reply(replies_out, Failure("a call came before the setup"))
+        return
     try:
-        return load_reward(setup), Ready()
+        function = load_reward(setup)
     except StreamRLError as error:
-        return None, Failure(str(error))
+        _reply(replies_out, Failure(str(error)))
+        return
     except Exception as error:  # the user's module may raise anything: the parent reports it
-        return None, Failure(traceback_tail(error))
+        _reply(replies_out, Failure(traceback_tail(error)))
+        return
+    at_once = _is_coroutine_function(function)
+    _reply(replies_out, Ready(at_once))
+    if at_once:
+        asyncio.run(_score_at_once(function, calls, replies_out, timeout=setup.timeout))
+    else:
+        _score_in_turn(function, calls, replies_out)
 
 
-def _score(function: RewardFunction, call: ScoreCall) -> RewardReply:
-    began = time.monotonic()
-    try:
-        value = function(call.response, call.prompt)
-        if inspect.iscoroutine(value):
-            value = _loop().run(value)
-    except Exception as error:  # the user's function may raise anything: the parent reports it
-        return Failure(traceback_tail(error), time.monotonic() - began)
-    seconds = time.monotonic() - began
+def _is_coroutine_function(function: RewardFunction) -> bool:
+    """Whether calls return coroutines, as far as can be told without one; a method `__call__` counts as well."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
+
+
+def _score_in_turn(function: RewardFunction, calls: queue.SimpleQueue[RewardCall], replies: BinaryIO) -> None:
+    while True:
+        call = _score_call(calls.get())
+        began = time.monotonic()
+        try:
+            value = function(call.response, call.prompt)
+            if inspect.iscoroutine(value):
+                value = _loop().run(value)
+        except Exception as error:  # the user's function may raise anything: the parent reports it
+            _reply(replies, Failure(traceback_tail(error), call.number, time.monotonic() - began))
+        else:
+            _reply(replies, _checked(value, call, time.monotonic() - began))
+
+
+async def _score_at_once(
+    function: RewardFunction, calls: queue.SimpleQueue[RewardCall], replies: BinaryIO, *, timeout: float
+) -> None:
+    """Make each call in a task of its own, which is cancelled after `timeout` seconds."""
+
+    async def score(call: ScoreCall) -> None:
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout) as limit:
+                value = await function(call.response, call.prompt)
+        except Exception as error:  # as above
+            seconds, late = time.monotonic() - began, limit.expired()
+            _reply(replies, Failure(traceback_tail(error), call.number, seconds, timed_out=late))
+        else:
+            _reply(replies, _checked(value, call, time.monotonic() - began))
+
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            tasks.create_task(score(_score_call(await asyncio.to_thread(calls.get))))
+
+
+def _checked(value: Any, call: ScoreCall, seconds: float) -> RewardReply:
+    """Return the reply to `call`, for which the function returned `value`."""
     try:
         number = float(value)
     except (TypeError, ValueError):
-        return Failure(f"it returned {value!r:.200} ({type(value).__name__}); a reward is a number", seconds)
+        told = f"it returned {value!r:.200} ({type(value).__name__}); a reward is a number"
+        return Failure(told, call.number, seconds)
     if not math.isfinite(number):
-        return Failure(f"it returned {number}; a reward is a finite number", seconds)
-    return Reward(number, seconds)
+        return Failure(f"it returned {number}; a reward is a finite number", call.number, seconds)
+    return Reward(call.number, number, seconds)
+
+
+def _score_call(call: RewardCall) -> ScoreCall:
+    assert isinstance(call, ScoreCall), "a second setup"
+    return call
+
+
+def _reply(replies: BinaryIO, reply: RewardReply) -> None:
+    replies.write(frame(reply))
+    replies.flush()
 
 
 @functools.cache
 def _loop() -> asyncio.Runner:
-    """The event loop of all calls of a coroutine function, where it may keep what belongs to one, as a client does."""
+    """The event loop of all calls whose function returns a coroutine, where it may keep what belongs to one."""
     return asyncio.Runner()
 
 

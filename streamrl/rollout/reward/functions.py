@@ -6,7 +6,8 @@ A reward function of your own is a plain function
 
 which `rollout.reward.function = "my_module:my_reward"` names; `rollout.reward.args` are its keyword arguments. It runs
 in a reward process with a time limit (`pool.py`), may import what it likes, and returns a finite number; an error that
-it raises is handled as `rollout.reward.on_error` says. `streamrl.rollout.tasks` has small examples.
+it raises is handled as `rollout.reward.on_error` says. Up to `rollout.reward.concurrent_calls` calls of a coroutine
+function run at the same time in each process. `streamrl.rollout.tasks` has small examples.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`RewardPool`: a few reward processes, each with one call at a time and a limit on how long it takes.
+"""`RewardPool`: a few reward processes, and a limit on how long each call may take.
 
 Owns the processes. Invariants: a call ends within the time limit of its start in a process, whatever the function
 does; a process that hung or died is replaced before it is used again; after `close` no process is left, nor anything
@@ -6,15 +6,17 @@ that the function has started in one. The function's environment has none of the
 
 Each process is sent as many calls ahead as it will have scored within milliseconds, going by the longest of the last
 ones: one message for each call costs more than most reward functions do. A function that takes longer is sent one call
-after another, so that none waits behind another while a process is idle.
+after another, so that none waits behind another while a process is idle. Calls of a coroutine function, which mostly
+waits for others, run at the same time in each process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, cast
 
 import msgspec
@@ -43,6 +45,9 @@ AHEAD_SECONDS = 0.005
 """Longest time that a call waits in a process for those sent with it, if they take as long as the last ones did."""
 MOST_AHEAD = 64
 """Calls that are sent together."""
+HANG_SECONDS = 5.0
+"""A process in which calls run at the same time ends each of them when its time is over; one that says nothing for this
+much longer hangs."""
 FORGOTTEN = 0.01
 """Share by which the longest call counts less after each that was shorter."""
 
@@ -52,6 +57,7 @@ _decoder: msgspec.msgpack.Decoder[RewardReply] = msgspec.msgpack.Decoder(RewardR
 class _Scoring(NamedTuple):
     """A response to be scored, and where to tell what came of it."""
 
+    number: int
     frame: bytes
     what: str
     """What to call it in an error."""
@@ -66,20 +72,23 @@ class RewardPool:
         setup: Setup,
         *,
         processes: int,
-        timeout: float,
+        at_once: int = 1,
         start_timeout: float = 120.0,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`timeout` limits one call, `start_timeout` the import of the function; both in seconds. `environment` is the
-        processes'; None: as this one's."""
+        """`at_once`: calls of a coroutine function that run in a process at the same time. `start_timeout` limits the
+        import of the function, in seconds. `environment` is the processes'; None: as this one's."""
         self._children = [_Child(setup, start_timeout=start_timeout, environment=environment) for _ in range(processes)]
         self._waiting: deque[_Scoring] = deque()
         self._came = asyncio.Event()
         self._serving: list[asyncio.Task[None]] = []
         self._longest = AHEAD_SECONDS
         """The longest of the last calls, in seconds, or a little more."""
+        self._numbers = itertools.count()
+        self._at_once = at_once
         self._function = setup.function
-        self._timeout = timeout
+        self._timeout = setup.timeout
+        self._limit = f"rollout.reward.timeout_seconds = {setup.timeout:g}"
         self.busy_seconds = 0.0
         """Time that the function took, over all calls that have ended."""
 
@@ -92,12 +101,13 @@ class RewardPool:
             Setup(
                 function=reward.function,
                 args=reward.args,
+                timeout=reward.timeout_seconds,
                 origin=DataOrigin(
                     source=data.source, path=data.path, args=data.args, size=data.size, seed=config.run.seed
                 ),
             ),
             processes=reward.processes,
-            timeout=reward.timeout_seconds,
+            at_once=reward.concurrent_calls,
             environment=without_secrets(
                 os.environ,
                 passed=reward.environment,
@@ -135,12 +145,12 @@ class RewardPool:
         Raises `RewardTimeout` when it takes too long, and `RewardError` when it raises, crashes or returns something
         else than a finite number.
         """
-        what = f"reward function {self._function}, seq {prompt.seq}"
+        what, number = f"reward function {self._function}, seq {prompt.seq}", next(self._numbers)
         try:
-            call = frame(ScoreCall(response, prompt))
+            call = frame(ScoreCall(number, response, prompt))
         except (TypeError, OverflowError) as error:
             raise RewardError(f"{what}: the prompt's row cannot be sent to it: {error}") from error
-        scoring = _Scoring(call, what, asyncio.get_running_loop().create_future())
+        scoring = _Scoring(number, call, what, asyncio.get_running_loop().create_future())
         self._waiting.append(scoring)
         self._came.set()
         return await scoring.outcome
@@ -151,7 +161,7 @@ class RewardPool:
             while not self._waiting:
                 self._came.clear()
                 await self._came.wait()
-            sent = self._take()
+            sent = self._take(self._at_once if child.at_once else max(1, int(AHEAD_SECONDS / self._longest)))
             try:
                 if sent:
                     await self._score(child, sent)
@@ -162,9 +172,8 @@ class RewardPool:
             finally:
                 self._waiting.extendleft(reversed(sent))  # what it has not begun
 
-    def _take(self) -> deque[_Scoring]:
-        """Take what is sent together: those that have waited longest, of which some may be cancelled by now."""
-        most = max(1, int(AHEAD_SECONDS / self._longest))
+    def _take(self, most: int) -> deque[_Scoring]:
+        """Take those that have waited longest, without those that nobody waits for any more."""
         taken: deque[_Scoring] = deque()
         while self._waiting and len(taken) < most:
             scoring = self._waiting.popleft()
@@ -179,20 +188,15 @@ class RewardPool:
         """
         await child.ready()
         try:
-            child.send(b"".join(scoring.frame for scoring in sent))
-            while sent:
-                async with asyncio.timeout(self._timeout):
-                    reply = await child.receive()
-                if isinstance(reply, Ready):
-                    raise WireError("it replied out of turn")
-                self._ended(sent.popleft(), reply)
+            child.send(_frames(sent))
+            if child.at_once:
+                await self._receive_while_more_come(child, sent)
+            else:
+                await self._receive(child, sent, within=self._timeout)
         except TimeoutError as error:
             self._took(self._timeout)
             await child.replace()
-            raise RewardTimeout(
-                f"{sent[0].what}: no answer within rollout.reward.timeout_seconds = {self._timeout:g}; "
-                "its process was replaced"
-            ) from error
+            raise RewardTimeout(f"{sent[0].what}: no answer within {self._limit}; its process was replaced") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             status = await child.replace(grace=_EXIT_SECONDS)
             raise RewardError(f"{sent[0].what}: its process died ({describe_exit(status)}) and was replaced") from error
@@ -200,20 +204,58 @@ class RewardPool:
             await child.replace()
             raise RewardError(f"{sent[0].what}: its process broke the protocol and was replaced: {error}") from error
 
+    async def _receive_while_more_come(self, child: _Child, sent: deque[_Scoring]) -> None:
+        """Receive the replies to all of `sent`, to which others are added meanwhile, as many as there is room for."""
+        receiving = asyncio.create_task(self._receive(child, sent, within=self._timeout + HANG_SECONDS))
+        try:
+            while not receiving.done():
+                self._came.clear()
+                if more := self._take(self._at_once - len(sent)):
+                    sent.extend(more)
+                    child.send(_frames(more))
+                coming = asyncio.create_task(self._came.wait())
+                await asyncio.wait((receiving, coming), return_when=asyncio.FIRST_COMPLETED)
+                coming.cancel()
+            await receiving
+        finally:
+            receiving.cancel()
+
+    async def _receive(self, child: _Child, sent: deque[_Scoring], *, within: float) -> None:
+        """Receive replies until each of `sent` has one; raises `TimeoutError` if none comes `within` seconds."""
+        while sent:
+            async with asyncio.timeout(within):
+                reply = await child.receive()
+            if isinstance(reply, Ready):
+                raise WireError("it replied out of turn")
+            scoring = next((one for one in sent if one.number == reply.number), None)
+            if scoring is None:
+                raise WireError(f"it replied to call {reply.number}, which it does not have")
+            sent.remove(scoring)
+            self._ended(scoring, reply)
+            self._came.set()  # there is room for another
+
     def _ended(self, scoring: _Scoring, reply: Reward | Failure) -> None:
         """Tell who asked, unless nobody waits any more."""
         self._took(reply.seconds)
         if scoring.outcome.done():
             return
         match reply:
-            case Reward(value):
+            case Reward(value=value):
                 scoring.outcome.set_result(value)
-            case Failure(message):
+            case Failure(timed_out=True):
+                scoring.outcome.set_exception(
+                    RewardTimeout(f"{scoring.what}: no answer within {self._limit}; the call was cancelled")
+                )
+            case Failure(message=message):
                 scoring.outcome.set_exception(RewardError(f"{scoring.what}: {message}"))
 
     def _took(self, seconds: float) -> None:
         self.busy_seconds += seconds
         self._longest = max(seconds, (1 - FORGOTTEN) * self._longest, AHEAD_SECONDS / MOST_AHEAD)
+
+
+def _frames(scorings: Iterable[_Scoring]) -> bytes:
+    return b"".join(scoring.frame for scoring in scorings)
 
 
 class _Child:
@@ -224,6 +266,8 @@ class _Child:
         self._environment = environment
         self._start_timeout = start_timeout
         self._process: FramedChild | None = None
+        self.at_once = False
+        """Whether the function is a coroutine function, whose calls it makes at the same time."""
         self._launching: asyncio.Task[None] | None = None
 
     def launch(self) -> None:
@@ -284,6 +328,7 @@ class _Child:
         if isinstance(reply, Failure):
             await self._kill()
             raise RewardError(f"reward function {function} cannot be loaded: {reply.message}")
+        self.at_once = isinstance(reply, Ready) and reply.at_once
 
     async def _kill(self, *, grace: float = 0.0) -> int | None:
         """Kill the process and all that it started, and return its exit status, if there was a process.

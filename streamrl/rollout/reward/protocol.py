@@ -1,7 +1,8 @@
 """What a rollout worker and its reward processes say to each other over a pipe.
 
 In frames (`streamrl/children.py`) with a body in msgpack. The worker sends one `Setup`, then any number of
-`ScoreCall`s, several at once if it likes; the process replies to each in turn, as soon as it has scored it.
+`ScoreCall`s, several at once if it likes; the process replies to each as soon as it has scored it, in turn unless the
+function is a coroutine function.
 """
 
 from __future__ import annotations
@@ -44,12 +45,16 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """As `rollout.reward.function`."""
     args: dict[str, Any]
     """As `rollout.reward.args`."""
+    timeout: float
+    """Longest time of one call, in seconds. The process limits those of a coroutine function itself."""
     origin: DataOrigin
 
 
 class ScoreCall(msgspec.Struct, frozen=True, tag="call"):
     """Score one response; the reply is `Reward` or `Failure`."""
 
+    number: int
+    """Names the call in its reply."""
     response: Response
     prompt: Prompt
 
@@ -57,10 +62,15 @@ class ScoreCall(msgspec.Struct, frozen=True, tag="call"):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The function is imported."""
 
+    at_once: bool
+    """Whether it is a coroutine function, whose calls run at the same time."""
+
 
 class Reward(msgspec.Struct, frozen=True, tag="score"):
     """What the function returned; finite."""
 
+    number: int
+    """That of the call."""
     value: float
     seconds: float
     """How long the function took."""
@@ -70,8 +80,12 @@ class Failure(msgspec.Struct, frozen=True, tag="failure"):
     """The function could not be loaded, raised, or returned something else than a finite number."""
 
     message: str
+    number: int = -1
+    """That of the call; -1: the function could not be loaded."""
     seconds: float = 0.0
     """How long the function took, if it was called."""
+    timed_out: bool = False
+    """The call took too long and was cancelled."""
 
 
 RewardCall = Setup | ScoreCall

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 AFTERWARDS = 60
 """Steps for which a run goes on after it has learned."""
+LOWEST = 0.8
+"""Least mean reward of three steps after a run has learned. On one processor all six stay above 0.9; on another, which
+rounds differently, the same seeds are other runs, and one of them came down to 0.855 for some steps (docs/collapse.md).
+The decoupled objective alone falls to 0.38 to 0.74."""
 RUNS = [(versions, seed) for versions in (4, 8) for seed in (0, 1, 2)]
 FALLING = [(4, 1), (4, 2), (8, 0)]
 """Those that are seen to fall without what the default has beside it: the decoupled objective alone is below 0.9 again
@@ -26,4 +31,5 @@ def test_what_was_learned_lasts(monkeypatch, versions, seed):
     found = delay.run("increment", "default", delay=versions, seed=seed, steps=170, afterwards=AFTERWARDS)
     assert found["learned"] is not None, found["reward"]
     assert len(found["reward"]) == found["learned"] + AFTERWARDS
-    assert found["worst"] >= 0.9, found["reward"]
+    assert found["worst"] >= LOWEST, found["reward"]
+    assert fmean(found["reward"][-10:]) >= 0.95, found["reward"]

@@ -4,8 +4,7 @@
 
 Groups of 16 responses are scored in two processes, once with calls sent together as streamrl does it, and once one at
 a time (`AHEAD_SECONDS = 0`); both take turns, and the least of the rounds counts. The cost is processor time for each
-response, of the worker and of its reward processes. `copy` is the reward of examples/copy_scratch.toml, `1 ms` one
-that sleeps for so long: there nothing is to be gained, and nothing may be lost (`seconds` of the clock).
+response, of the worker and of its reward processes. The reward is that of examples/copy_scratch.toml.
 """
 
 from __future__ import annotations
@@ -31,17 +30,13 @@ SIBLINGS = 16
 AT_ONCE = 8
 """Groups that are scored at the same time."""
 TOGETHER, ALONE = "together", "one at a time"
-AHEAD = {TOGETHER: module.AHEAD_SECONDS, ALONE: 0.0}
+AHEAD = {TOGETHER: module.AHEAD_SECONDS, ALONE: 1e-9}
 PROMPT = Prompt(seq=0, index=0, epoch=0, messages=[], input_ids=[1, 2, 3, 4, 5], answer="1234", metadata={})
 RESPONSE = Response(text="1234", finish_reason="stop", output_tokens=5)
 
 
-def one_millisecond(response: Response, prompt: Prompt) -> float:
-    time.sleep(0.001)
-    return 1.0
-
-
-REWARDS = {"copy": "streamrl.rollout.tasks:copy_reward", "1 ms": "benchmarks.bench_rewards:one_millisecond"}
+REWARDS = {"copy": ("streamrl.rollout.tasks:copy_reward", 800)}
+"""The function, and how many groups are scored in a round."""
 
 
 async def cost(function: str, way: str, *, groups: int) -> dict[str, float]:
@@ -95,8 +90,8 @@ def main() -> None:
     for column in ("worker", "processes", "clock", "gain"):
         table.add_column(column, justify="right")
     rows = []
-    for name, groups in (("copy", 800), ("1 ms", 80)):
-        for row in measure(REWARDS[name], groups=groups, rounds=2 if quick else 5):
+    for name, (function, groups) in REWARDS.items():
+        for row in measure(function, groups=groups, rounds=2 if quick else 5):
             rows.append({"reward": name, **row})
             figures = (f"{row[column]:.0f}" for column in ("worker", "processes", "seconds"))
             table.add_row(name, row["way"], *figures, f"{row['gain']:.2f}")

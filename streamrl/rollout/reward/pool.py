@@ -21,6 +21,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
+from streamrl import essential
 from streamrl.children import FramedChild, describe_exit, module_command, without_secrets
 from streamrl.config import Config
 from streamrl.errors import RewardError, RewardTimeout, WireError
@@ -125,7 +126,7 @@ class RewardPool:
             await self.close()
             raise
         self._serving = [
-            asyncio.create_task(self._serve(child), name=f"reward process {number}")
+            essential.begin(self._serve(child), name=f"reward process {number}")
             for number, child in enumerate(self._children)
         ]
 

@@ -68,7 +68,7 @@ def copy_and_sum(target: Tensor, source: Tensor) -> str:
 
 
 PIECE_BYTES = 2**20
-"""What is read twice is read so much at a time, to find it in the processor's cache the second time."""
+"""Data that are read twice are read in pieces of this size, so that the second read finds them in the cache."""
 
 
 def _sums(tensor: Tensor, source: Tensor | None) -> str:

@@ -8,12 +8,14 @@ from statistics import fmean
 
 import pytest
 
+from streamrl.native.build import has_instructions
+
 AFTERWARDS = 60
 """Steps for which a run goes on after it has learned."""
-LOWEST = 0.8
-"""Least mean reward of three steps after a run has learned. On one processor all six stay above 0.9; on another, which
-rounds differently, the same seeds are other runs, and one of them came down to 0.855 for some steps (docs/collapse.md).
-The decoupled objective alone falls to 0.38 to 0.74."""
+LOWEST = 0.9 if has_instructions("avx512f") else 0.8
+"""Least mean reward of three steps after a run has learned. Processors without AVX-512 round differently, so that the
+same seeds are other runs there, and one of them came down to 0.855 for some steps (docs/collapse.md). The decoupled
+objective alone falls to 0.38 to 0.74."""
 RUNS = [(versions, seed) for versions in (4, 8) for seed in (0, 1, 2)]
 FALLING = [(4, 1), (4, 2), (8, 0)]
 """Those that are seen to fall without what the default has beside it: the decoupled objective alone is below 0.9 again

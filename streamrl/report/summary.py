@@ -106,9 +106,9 @@ class Summary(msgspec.Struct, frozen=True):
     episodes: int = 0
     """Agents' episodes that ended with something to train on; 0 where a workflow made the responses."""
     calls_per_episode: float | None = None
-    """Answers of the policy."""
+    """Mean number of calls to the policy in an episode."""
     turns_per_episode: float | None = None
-    """Answers in the conversation with the most of them."""
+    """Mean number of answers in an episode's longest conversation."""
     trajectories_per_episode: float | None = None
     """Conversations that no other continues: 1 where histories only grow."""
     agent_rewritten: int = 0
@@ -117,7 +117,7 @@ class Summary(msgspec.Struct, frozen=True):
     agent_rerendered: int = 0
     """Calls that begin a conversation anew because the model's template writes earlier turns in another way then."""
     agent_drifted: int = 0
-    """Answers whose text is other tokens than those sampled: trained as sampled, but written anew they would not be."""
+    """How many answers would have other tokens if their text were tokenized again; they are trained on as sampled."""
     agent_metrics: dict[str, float] = {}
     """Figures of the agents' own: their means over the episodes that gave them."""
     agent_generation_share: float | None = None
@@ -129,7 +129,7 @@ class Summary(msgspec.Struct, frozen=True):
     health: list[HealthChange] = []
     """When the run's health changed; empty if it was healthy all the time."""
     findings: list[Finding] = []
-    """What is unhealthy by its last figures, in words, the worst first."""
+    """Problems found in the last figures, the most severe first."""
 
 
 def write_report(run_dir: Path) -> Summary:

@@ -125,7 +125,7 @@ class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     """Prompt tokens that the cache had."""
     weight_version: str = INITIAL_WEIGHT_VERSION
-    """What is served at the reply's end."""
+    """Version of the weights that are served when the reply is sent."""
     weight_versions: list[VersionSpan] | None = None
     """In the final reply only."""
     num_retractions: int = 0

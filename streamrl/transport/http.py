@@ -40,7 +40,7 @@ _DATES = (9, 10)
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is wrong."""
+    """Description of the error."""
 
     message: str
     retry_seconds: float = 0.0

@@ -133,6 +133,22 @@ async def test_a_coroutine_that_blocks_its_process_has_it_replaced(monkeypatch: 
         assert not lives(int(pid))
 
 
+async def test_a_coroutine_that_cannot_be_cancelled_ends_in_time_while_others_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrl.rollout.reward.pool.HANG_SECONDS", 0.5)
+    async with pool("tests.rollout.user_code:judge", timeout=1.0) as rewards:
+        with pytest.raises(RewardError, match="CancelledError"):
+            await rewards.score(response("cancelled"), prompt())
+        stubborn = asyncio.create_task(rewards.score(response("stubborn"), prompt()))
+        deadline = time.monotonic() + 20
+        while not stubborn.done():
+            assert time.monotonic() < deadline, "the replies to others put its end off"
+            assert await rewards.score(response("sleep 0.2"), prompt()) == 1.0
+        with pytest.raises(RewardTimeout, match="its process was replaced"):
+            await stubborn
+
+
 async def test_a_cancelled_call_of_a_coroutine_harms_no_other() -> None:
     async with pool("tests.rollout.user_code:judge", concurrent_calls=2) as rewards:
         running = [asyncio.create_task(rewards.score(response("sleep 0.5"), prompt())) for _ in range(4)]

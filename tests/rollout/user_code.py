@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -112,6 +113,12 @@ async def judge(response: Response, prompt: Prompt) -> float:
                     await asyncio.sleep(0.01)
             case ["sleep", seconds]:
                 await asyncio.sleep(float(seconds))
+            case ["stubborn"]:
+                while True:
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.sleep(600)
+            case ["cancelled"]:
+                raise asyncio.CancelledError
             case ["block"]:
                 time.sleep(600)  # noqa: ASYNC251 - what it should not do
             case ["pid"]:

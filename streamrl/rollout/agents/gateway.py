@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 BODY_LIMIT = 8 << 20
 CONCURRENT_REQUESTS = 64
-"""Answers of one episode that are generated at a time."""
+"""Most answers that are generated at the same time for one episode."""
 KEPT_REQUESTS = 256
 """Requests of one episode that can be asked again, or continued by a `previous_response_id`."""
 CLOSE_SECONDS = 1.0

@@ -98,7 +98,7 @@ async def _score_at_once(
         try:
             async with asyncio.timeout(timeout) as limit:
                 value = await function(call.response, call.prompt)
-        except Exception as error:  # as above
+        except (Exception, asyncio.CancelledError) as error:  # as above; the function may cancel itself, too
             seconds, late = time.monotonic() - began, limit.expired()
             _reply(replies, Failure(traceback_tail(error), call.number, seconds, timed_out=late))
         else:

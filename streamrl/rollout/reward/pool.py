@@ -17,7 +17,8 @@ import itertools
 import os
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, cast
+from dataclasses import dataclass
+from typing import cast
 
 import msgspec
 
@@ -47,15 +48,16 @@ AHEAD_SECONDS = 0.005
 MOST_AHEAD = 64
 """Calls that are sent together."""
 HANG_SECONDS = 5.0
-"""A process in which calls run at the same time ends each of them when its time is over; one that says nothing for this
-much longer hangs."""
+"""A process in which calls run at the same time cancels each of them when its time is over; one in which a call goes on
+for this much longer is replaced."""
 FORGOTTEN = 0.01
 """Share by which the longest call counts less after each that was shorter."""
 
 _decoder: msgspec.msgpack.Decoder[RewardReply] = msgspec.msgpack.Decoder(RewardReply)
 
 
-class _Scoring(NamedTuple):
+@dataclass(eq=False)
+class _Scoring:
     """A response to be scored, and where to tell what came of it."""
 
     number: int
@@ -63,6 +65,8 @@ class _Scoring(NamedTuple):
     what: str
     """What to call it in an error."""
     outcome: asyncio.Future[float]
+    began: float = 0.0
+    """When its process got to it, on the event loop's clock."""
 
 
 class RewardPool:
@@ -189,11 +193,11 @@ class RewardPool:
         """
         await child.ready()
         try:
-            child.send(_frames(sent))
+            child.send(sent)
             if child.at_once:
                 await self._receive_while_more_come(child, sent)
             else:
-                await self._receive(child, sent, within=self._timeout)
+                await self._receive(child, sent)
         except TimeoutError as error:
             self._took(self._timeout)
             await child.replace()
@@ -207,13 +211,13 @@ class RewardPool:
 
     async def _receive_while_more_come(self, child: _Child, sent: deque[_Scoring]) -> None:
         """Receive the replies to all of `sent`, to which others are added meanwhile, as many as there is room for."""
-        receiving = asyncio.create_task(self._receive(child, sent, within=self._timeout + HANG_SECONDS))
+        receiving = asyncio.create_task(self._receive(child, sent))
         try:
             while not receiving.done():
                 self._came.clear()
                 if more := self._take(self._at_once - len(sent)):
                     sent.extend(more)
-                    child.send(_frames(more))
+                    child.send(more)
                 coming = asyncio.create_task(self._came.wait())
                 await asyncio.wait((receiving, coming), return_when=asyncio.FIRST_COMPLETED)
                 coming.cancel()
@@ -221,10 +225,15 @@ class RewardPool:
         finally:
             receiving.cancel()
 
-    async def _receive(self, child: _Child, sent: deque[_Scoring], *, within: float) -> None:
-        """Receive replies until each of `sent` has one; raises `TimeoutError` if none comes `within` seconds."""
+    async def _receive(self, child: _Child, sent: deque[_Scoring]) -> None:
+        """Receive replies until each of `sent` has one; raises `TimeoutError` when the time of the first is over.
+
+        Where calls run at the same time their process cancels them in time, unless it hangs, or a call does not let
+        itself be cancelled.
+        """
+        within = self._timeout + (HANG_SECONDS if child.at_once else 0.0)
         while sent:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout_at(sent[0].began + within):
                 reply = await child.receive()
             if isinstance(reply, Ready):
                 raise WireError("it replied out of turn")
@@ -233,7 +242,10 @@ class RewardPool:
                 raise WireError(f"it replied to call {reply.number}, which it does not have")
             sent.remove(scoring)
             self._ended(scoring, reply)
-            self._came.set()  # there is room for another
+            if child.at_once:
+                self._came.set()  # there is room for another
+            elif sent:
+                sent[0].began = asyncio.get_running_loop().time()
 
     def _ended(self, scoring: _Scoring, reply: Reward | Failure) -> None:
         """Tell who asked, unless nobody waits any more."""
@@ -253,10 +265,6 @@ class RewardPool:
     def _took(self, seconds: float) -> None:
         self.busy_seconds += seconds
         self._longest = max(seconds, (1 - FORGOTTEN) * self._longest, AHEAD_SECONDS / MOST_AHEAD)
-
-
-def _frames(scorings: Iterable[_Scoring]) -> bytes:
-    return b"".join(scoring.frame for scoring in scorings)
 
 
 class _Child:
@@ -281,9 +289,12 @@ class _Child:
             self.launch()
         await asyncio.shield(cast("asyncio.Task[None]", self._launching))
 
-    def send(self, frames: bytes) -> None:
+    def send(self, scorings: Iterable[_Scoring]) -> None:
         """Send calls; raises `ConnectionError` when the process is gone."""
-        self._running().send(frames)
+        now = asyncio.get_running_loop().time()
+        for scoring in scorings:
+            scoring.began = now
+        self._running().send(b"".join(scoring.frame for scoring in scorings))
 
     async def receive(self) -> RewardReply:
         """Return the next reply; raises `IncompleteReadError` when the process ends."""
@@ -313,7 +324,7 @@ class _Child:
         )
         try:
             async with asyncio.timeout(self._start_timeout):
-                self.send(frame(self._setup))
+                self._running().send(frame(self._setup))
                 reply = await self.receive()
         except TimeoutError as error:
             await self._kill()

@@ -7,8 +7,8 @@ import socket
 from functools import cache
 from pathlib import Path
 
-from streamrl.safetensors_files import SHARED_MEMORY
-
+SHARED_MEMORY = Path("/dev/shm")
+"""Files in here are memory of this host."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 

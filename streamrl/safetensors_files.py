@@ -31,8 +31,6 @@ from streamrl.errors import ModelError
 
 # --- safetensors files ---
 
-SHARED_MEMORY = Path("/dev/shm")
-"""Files in here are memory of this host."""
 ALIGNMENT = 64
 """Bytes; where the first tensor begins in a file."""
 LENGTH_BYTES = 8

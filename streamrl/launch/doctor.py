@@ -29,8 +29,8 @@ from rich.text import Text
 
 from streamrl.launch.processes import visible_gpus
 from streamrl.local_cache import cache_home
+from streamrl.machine import SHARED_MEMORY
 from streamrl.planner.gpus import peak_of
-from streamrl.safetensors_files import SHARED_MEMORY
 from streamrl.transport.addresses import LOOPBACK
 
 TORCH_SECONDS = 60.0

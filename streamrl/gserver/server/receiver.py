@@ -29,7 +29,8 @@ from streamrl.cuda_memory import Open
 from streamrl.delta import Delta, apply
 from streamrl.device import SideStream, compute_with
 from streamrl.errors import ModelError, PublicationError, Refused, StreamRLError
-from streamrl.safetensors_files import SHARED_MEMORY, Copiers, mapped
+from streamrl.machine import SHARED_MEMORY
+from streamrl.safetensors_files import Copiers, mapped
 from streamrl.transport.collective import broadcasts, destroy_group, form_group, wait_for_pending
 from streamrl.transport.control import TensorSpec, group_of_sender
 from streamrl.transport.generation import (

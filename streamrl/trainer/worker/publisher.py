@@ -22,8 +22,7 @@ from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
 from streamrl.errors import ConfigError, PublicationError
 from streamrl.lora import adapter_settings
-from streamrl.machine import machine_identity
-from streamrl.safetensors_files import SHARED_MEMORY
+from streamrl.machine import SHARED_MEMORY, machine_identity
 from streamrl.trainer.calls import Published
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
 from streamrl.trainer.worker.weight_memory import SETS, WeightMemory

@@ -30,8 +30,8 @@ from torch import Tensor
 from streamrl.checksum import copy_and_sum
 from streamrl.errors import PublicationError
 from streamrl.lora import SETTINGS, TENSORS
-from streamrl.machine import machine_identity
-from streamrl.safetensors_files import SHARED_MEMORY, Copiers, layout
+from streamrl.machine import SHARED_MEMORY, machine_identity
+from streamrl.safetensors_files import Copiers, layout
 from streamrl.transport.collective import Weights
 from streamrl.transport.control import PublishBeginReply, Snapshot
 

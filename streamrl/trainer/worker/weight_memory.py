@@ -18,8 +18,7 @@ from streamrl import cuda_memory
 from streamrl.checksum import copy_and_sum
 from streamrl.cuda_memory import Share, SharedWeights
 from streamrl.device import SideStream
-from streamrl.machine import machine_identity
-from streamrl.safetensors_files import SHARED_MEMORY
+from streamrl.machine import SHARED_MEMORY, machine_identity
 from streamrl.transport.collective import Weights
 from streamrl.transport.control import PublishBeginReply, Snapshot
 

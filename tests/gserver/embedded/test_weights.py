@@ -18,7 +18,8 @@ from streamrl.checksum import tensor_sums, weights_checksum
 from streamrl.gserver.embedded.model import Extension, KVCache, Model
 from streamrl.gserver.embedded.products import Matrix, can_pack
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights, Parameters
-from streamrl.safetensors_files import SHARED_MEMORY, Copiers, layout, mapped
+from streamrl.machine import SHARED_MEMORY
+from streamrl.safetensors_files import Copiers, layout, mapped
 from tests.gserver.tiny import engine_for, generate, job, make_model, prompt, response_logprobs, save, weights_of
 
 CPU = torch.device("cpu")

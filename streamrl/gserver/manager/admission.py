@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from streamrl.config import Config
 from streamrl.gserver.manager.checks import GserverChecks
-from streamrl.gserver.manager.gserver import Gserver, Work
+from streamrl.gserver.manager.gserver import Gserver, Route, Work
 from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
@@ -90,11 +90,15 @@ class Admissions:
         if given := self.given(worker, ticket):
             return given
         share = math.ceil(self._ledger.room / max(1, workers))
-        admissions: list[Admission] = []
-        while len(admissions) < min(count, share) and self._fleet.has_capacity:
+        routes: list[Route] = []
+        while len(routes) < min(count, share) and self._fleet.has_capacity:
             route = self._fleet.assign(self._new_group, now=now)
             assert route is not None, "one has a place, as checked above"
-            (group,) = self._ledger.admit(worker, 1, now=now)
+            routes.append(route)
+        # All at once: room that there is only as long as nothing runs ends with the first of them.
+        groups = self._ledger.admit(worker, len(routes), now=now)
+        admissions: list[Admission] = []
+        for group, route in zip(groups, routes, strict=True):
             group.route = route
             permit = self._permit(group.seq, worker)
             gserver = route.gserver

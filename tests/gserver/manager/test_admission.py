@@ -199,3 +199,16 @@ def test_a_killer_is_given_up_also_if_its_lease_ran_out_before_its_worker_was_re
         admissions.expire(now=100.0 * death + 50)
         admissions.worker_replaced("rollout/0")
     assert (ledger.rejected, admissions.given_up) == ({0}, 1)
+
+
+def test_prompts_that_training_waits_for_start_again_together_when_the_run_was_slowed_meanwhile() -> None:
+    ledger = Ledger(groups_per_batch=2, max_staleness=1, lease_seconds=10.0, in_order=True)
+    admissions = Admissions(ledger=ledger, fleet=fleet_of(SERVING), group_size=1)
+    assert len(admissions.take("rollout/0", 9, workers=1, ticket="a", now=0.0)) == 4
+    admissions.take_changes([Fate(2, 1), Fate(3, 1)])
+    ledger.admitted_staleness = 0
+    admissions.worker_replaced("rollout/0")
+    again = admissions.take("rollout/0", 9, workers=1, ticket="b", now=0.0)
+    assert [admission.seq for admission in again] == [0, 1]
+    assert admissions.given("rollout/0", "b") == again
+    assert ledger.room == 0

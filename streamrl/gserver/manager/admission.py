@@ -285,15 +285,18 @@ class GroupCalls:
         if message.data_rows:
             self._compare_data_rows(member, message.data_rows)
 
-        def attempt() -> list[Admission] | None:
-            name, count, ticket = member.name, message.count, message.ticket
-            if not self._admitting:
-                return self._admissions.given(name, ticket)
-            workers, now = self._live_workers(), time.monotonic()
-            taken = self._admissions.take(name, count, workers=workers, ticket=ticket, now=now)
-            return taken if taken or not count else None
+        name, count, ticket = member.name, message.count, message.ticket
 
-        found = None if self._state.over else await self._signals.admissions.find(attempt, timeout=self._long_poll)
+        def attempt() -> list[Admission] | None:
+            if not self._admitting:
+                return None
+            workers, now = self._live_workers(), time.monotonic()
+            return self._admissions.take(name, count, workers=workers, ticket=ticket, now=now) or None
+
+        # What was given already is not waited for in line: others there may wait for these very groups to end.
+        found = self._admissions.given(name, ticket)
+        if found is None and count and not self._state.over:
+            found = await self._signals.admissions.find(attempt, timeout=self._long_poll)
         if self._state.over:
             self._members.tell_over(member)
             found = None

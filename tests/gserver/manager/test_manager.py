@@ -357,6 +357,23 @@ async def test_asking_again_for_an_admission_whose_answer_was_lost_gives_the_sam
         assert (await run.client.status()).ledger.running == 2
 
 
+async def test_who_asks_again_for_an_admission_does_not_wait_in_line(tmp_path: Path) -> None:
+    """Whoever is in line may wait for the very groups whose answer was lost."""
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await join(run, gserver, workers=2)
+        body = msgspec.json.encode(Admit(worker=0, count=4, ticket="t"))
+        async with run.session() as session:
+            async with session.post(f"{run.url}/admit", data=body) as response:
+                given = (await response.json())["admissions"]
+            while (await run.client.status()).ledger.room:
+                await run.admit(worker=1)
+            in_line = await waiting(run.admit(worker=1))
+            async with asyncio.timeout(LONG_POLL_SECONDS / 4), session.post(f"{run.url}/admit", data=body) as response:
+                assert (await response.json())["admissions"] == given
+        assert given
+        in_line.cancel()
+
+
 async def test_a_caller_that_hung_up_is_admitted_nothing(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)

@@ -287,6 +287,14 @@ class Ledger:
         if worker in self._leases:
             self._renewed[worker] = now
 
+    def excuse(self, seconds: float) -> None:
+        """Let all leases run `seconds` longer, in which no worker could be heard."""
+        for worker, own in self._leases.items():
+            if worker in self._renewed:
+                self._renewed[worker] += seconds
+            for group in own.values():
+                group.granted += seconds
+
     def release(self, worker: str) -> list[GroupOut]:
         """Take back the prompts of `worker`, which is gone; return their groups by sequence number."""
         return self._give_back(list(self._leases.get(worker, {}).values()))

@@ -9,6 +9,7 @@ Invariant: a run that is over admits nothing and says so to everyone.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
@@ -234,6 +235,8 @@ class Manager:
             if late > STANDSTILL_SECONDS:
                 log.warning("the manager stood still for %.0f s; it counts as nobody's silence", late)
                 self._registry.excuse(late)
+                self._ledger.excuse(late)
+                await asyncio.sleep(STANDSTILL_SECONDS)  # in which what was said meanwhile is read
 
     async def close(self) -> None:
         """Stop: who waits for a reply is told that the run is over, paused gservers are resumed."""

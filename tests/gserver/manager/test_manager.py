@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -440,6 +441,22 @@ async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> N
         assert (await run.process("rollout", 1)).state == "silent"
         assert (await run.client.status()).ledger.expired >= 2
         beating.cancel()
+
+
+async def test_while_the_manager_stands_still_nobody_falls_silent_and_no_lease_runs_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(tmp_path, manager={"lease_seconds": 2.0})
+    async with managed(config) as run, scripted() as (gserver,):
+        await join(run, gserver)
+        assert await run.admit_seqs() == [0, 1, 2, 3]
+        time.sleep(3.5)  # noqa: ASYNC251 (so that nothing goes on here)
+        await run.beat("gserver")
+        await run.beat("rollout")
+        status = await run.client.status()
+    assert "the manager stood still" in caplog.text
+    assert "has been silent" not in caplog.text
+    assert (status.ledger.running, status.ledger.expired) == (4, 0)
 
 
 async def test_heartbeats_keep_leases(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ class WeightUpdates:
         """Return the gservers that only the publisher can bring to the version served, and that reply; perhaps none."""
         lacking = self.resyncs.from_publisher() if message.version == self.version else []
         live = await self._responding(lacking)
-        self.resyncs.failed(gserver for gserver in lacking if gserver not in live)
+        self.resyncs.failed(gserver for gserver in lacking if gserver.unreachable)
         return live
 
     async def _members_of_update(self, message: PublishBegin) -> list[Gserver]:
@@ -254,9 +254,11 @@ class WeightUpdates:
             seen = self._fleet.news
 
     async def _responding(self, gservers: list[Gserver]) -> list[Gserver]:
-        """Ask `gservers` what they can do; return those that reply and still have their place in the run."""
+        """Ask `gservers` what they can do; return those that reply, still have their place in the run, and have not
+        begun to be resynced meanwhile."""
         replied = await asyncio.gather(*(self._responds(g) for g in gservers))
-        return [g for g, lives in zip(gservers, replied, strict=True) if lives and self._fleet.is_member(g)]
+        live = [g for g, lives in zip(gservers, replied, strict=True) if lives and self._fleet.is_member(g)]
+        return [g for g in live if g.address not in self.resyncs.addresses]
 
     async def _responds(self, gserver: Gserver) -> bool:
         try:

@@ -181,6 +181,30 @@ async def test_a_catch_up_does_not_delay_the_next_version_and_is_not_mistaken_fo
         assert late.weight_version == "2"
 
 
+async def test_one_whose_catch_up_begins_while_others_are_asked_for_the_next_version_is_left_to_it(
+    tmp_path: Path,
+) -> None:
+    """Two updates at once would take each other's weights away."""
+    async with fleet(tmp_path, 1, timeout_seconds=10.0) as (run, (old,)), scripted() as (late,):
+        assert (await publish(run, 1)).done
+        old.calls.clear()
+        old.faults["/server_info"] = ["stall"]
+        late.faults |= {"/model_info": ["stall"], LOAD: ["stall"]}
+        await run.register("gserver", 1, address=late.url)
+        await run.until(lambda status: "/model_info" in late.calls)
+        publishing = asyncio.create_task(publish(run, 2))
+        await run.until(lambda status: "/server_info" in old.calls and late.counts["/server_info"] == 2)
+        late.let_go()  # it is found to serve other weights
+        await run.until(lambda status: LOAD in late.calls)
+        old.let_go()
+        reply = await publishing
+        assert (reply.done, reply.error) == (True, "")
+        assert late.counts[BEGIN] == 1
+        late.let_go()
+        await run.until_live(0, 1)
+        assert late.weight_version == "2"
+
+
 async def test_one_that_new_versions_overtake_is_taken_along_by_the_next(tmp_path: Path) -> None:
     """It is not resynced for ever, always to weights that have just been replaced."""
     async with fleet(tmp_path, 1, timeout_seconds=10.0) as (run, _), scripted() as (late,):

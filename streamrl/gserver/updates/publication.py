@@ -245,8 +245,8 @@ class WeightUpdates:
                     gserver.overtaken_resyncs = 0
                 return live
             log.warning("weights v%d wait for a gserver: none of %d replies", version, len(candidates))
-            left = max(deadline - time.monotonic(), 0)
-            if not await self._changed.until(partial(self._fleet.has_news_since, seen), timeout=left):
+            left = deadline - time.monotonic()
+            if left <= 0 or not await self._changed.until(partial(self._fleet.has_news_since, seen), timeout=left):
                 raise PublicationError(
                     f"weights v{version} have nowhere to go: no gserver answered within "
                     f"{self._config.timeout_seconds:g} s; start one, or look at the gservers' logs"

@@ -18,6 +18,7 @@ from tests.gserver.harness import (
     Run,
     begin_publication,
     commit_publication,
+    keep_beating,
     live_gservers,
     managed,
     publish,
@@ -502,6 +503,18 @@ async def test_an_update_without_any_gserver_is_refused(tmp_path: Path) -> None:
         await dead.die()
         with pytest.raises(PeerError, match="weights v1 have nowhere to go: no gserver answered within"):
             await begin_publication(run, 1)
+
+
+async def test_an_update_is_refused_in_time_though_a_gserver_that_answers_nothing_goes_on_beating(
+    tmp_path: Path,
+) -> None:
+    async with fleet(tmp_path, 1, timeout_seconds=0.5) as (run, (gserver,)):
+        gserver.faults["/server_info"] = ["stall"] * 1000
+        beating = asyncio.create_task(keep_beating(run, "gserver"))
+        async with asyncio.timeout(5):
+            with pytest.raises(PeerError, match=r"v1 have nowhere to go: no gserver answered within 0\.5 s"):
+                await begin_publication(run, 1)
+        beating.cancel()
 
 
 async def test_a_cancelled_manager_resumes_whom_it_paused(tmp_path: Path) -> None:

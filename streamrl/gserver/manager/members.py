@@ -124,6 +124,7 @@ class Members:
             self._hear(member, now=now)
         else:
             self._check_free(message, now=now)
+            self._model = self._model or self._model_of(message)  # of one that is not refused for any reason
             member = self._record(message, now=now)
             before = self._registry.add(member, now=now)
             self._hear(member, now=now)
@@ -279,21 +280,26 @@ class Members:
         return Member(message.role, message.index, message.address, **sender, now=now, patience=patience)
 
     def _check_model(self, message: Register, *, who: str) -> None:
-        """The first one who tells of a model decides which is the run's.
-
-        A gserver without the checkpoint that a run goes on from may begin with anything: it does not serve the run's
-        version, and is brought up to it before it is given groups.
-        """
-        behind = message.role == "gserver" and not message.begins_from and self._policy_version() > 0
-        if not message.model or (behind and self._resume_point.identity):
+        """The first one who joins and tells of a model decides which is the run's."""
+        if self._model is None or self._model_of(message) is None:
             return
-        self._model = self._model or (message.model, f"{who} on {message.host}")
         model, first = self._model
         if message.model != model:
             raise ConfigError(
                 f"{who} on {message.host} begins with other weights than {first}: the folders that model.path (or "
                 "run.resume_from) names on the two differ; bring copies of one checkpoint to all hosts"
             )
+
+    def _model_of(self, message: Register) -> tuple[str, str] | None:
+        """Return the fingerprint of the weights that have to be the run's, and who tells it; None: none have to.
+
+        A gserver without the checkpoint that a run goes on from may begin with anything: it does not serve the run's
+        version, and is brought up to it before it is given groups.
+        """
+        behind = message.role == "gserver" and not message.begins_from and self._policy_version() > 0
+        if not message.model or (behind and self._resume_point.identity):
+            return None
+        return message.model, f"{message.role}/{message.index} on {message.host}"
 
     def _check_beginning(self, message: Register, *, sender: str) -> None:
         """The ledger and the trainer count from the same groups and versions, or not at all."""

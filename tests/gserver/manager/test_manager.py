@@ -133,6 +133,15 @@ async def test_all_begin_with_the_same_weights(tmp_path: Path) -> None:
             await run.client.register(message("gserver", 1, "b"), patience=1.0)
 
 
+async def test_who_is_refused_does_not_decide_on_the_weights(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        message = run.registration("model_worker")
+        mistaken = msgspec.structs.replace(message, model="a checkpoint's", begins_from="a checkpoint")
+        with pytest.raises(PeerError, match="goes on from a checkpoint, and the manager from no checkpoint"):
+            await run.client.register(mistaken, patience=1.0)
+        await run.client.register(msgspec.structs.replace(message, model="the model's"), patience=1.0)
+
+
 async def test_of_a_run_that_goes_on_a_gserver_may_begin_without_the_checkpoint(tmp_path: Path) -> None:
     """On a machine that has no copy: it gets the weights before it is given groups."""
     checkpoint = tmp_path / "checkpoints" / "step-000003"

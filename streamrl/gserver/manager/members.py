@@ -235,8 +235,16 @@ class Members:
             self._timeline.add(HeartbeatEntry(time=time.time(), role="manager", index=0, stats=own))
 
     def _check_address(self, message: Register, *, sender: str) -> None:
-        """Raise `ConfigError` for a process that others cannot reach, where they have to."""
-        if self._open and is_loopback(host_of(message.address)):
+        """Raise `ConfigError` for a process that others cannot reach, where they have to, or whose address is none."""
+        host = host_of(message.address)
+        try:
+            host.encode("idna")  # as whoever connects to it will have to
+        except UnicodeError as error:
+            raise ConfigError(
+                f"{sender} announces {message.address}, and {host} can be nobody's name ({error}): give --advertise "
+                "the address by which others reach it"
+            ) from error
+        if self._open and is_loopback(host):
             raise ConfigError(
                 f"{sender} announces {message.address}, which only its own machine reaches, while the manager is open "
                 "to others: join with the manager's address that others use in place of localhost, leave the hosts in "

@@ -119,6 +119,14 @@ async def test_nobody_tells_others_of_a_loopback_address(tmp_path: Path, host: s
         await asyncio.gather(serving, return_exceptions=True)
 
 
+async def test_an_address_that_can_be_nobodys_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever asks a gserver there would fail: the manager is the first, and cannot do without its checks."""
+    async with managed(small_config(tmp_path)) as run:
+        with pytest.raises(PeerError, match=r"http://gpu\.\.cluster:1, and gpu\.\.cluster can be nobody's name"):
+            await run.register("gserver", address="http://gpu..cluster:1")
+    assert "cannot do without it" not in caplog.text
+
+
 async def test_all_begin_with_the_same_weights(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
 

@@ -210,6 +210,10 @@ class Members:
         self._hear(member, now=time.monotonic())
         return member
 
+    def has_its_place(self, member: Member) -> bool:
+        """Whether no other process has taken the place of `member` since it called."""
+        return self._access.has_its_place(member)
+
     def tell_over(self, member: Member) -> None:
         """Note that `member` is told, in the reply that is under way, that the run is over."""
         member.told = True

@@ -446,6 +446,18 @@ async def test_a_restarted_worker_gives_its_prompts_back(tmp_path: Path) -> None
         assert await run.admit_seqs(worker=1) == [0, 1]
 
 
+async def test_a_call_that_still_waits_is_admitted_nothing_once_another_process_is_that_worker(tmp_path: Path) -> None:
+    """One whose machine was cut off does not hang up."""
+    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("rollout", 0, pid=200)
+        old = await waiting(run.admit(worker=0))
+        await run.register("rollout", 0, pid=999)
+        new = await waiting(run.admit(worker=0))
+        await run.register("gserver", 0, address=gserver.url)
+        assert [admission.seq for admission in await result_of(new)] == [0, 1, 2, 3]
+        assert await result_of(old) == []
+
+
 async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path, manager={"lease_seconds": 0.8})) as run, scripted() as (gserver,):
         await join(run, gserver, workers=2)

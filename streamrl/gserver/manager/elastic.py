@@ -10,9 +10,10 @@ Invariant: a gserver is told to leave only when no weight update is under way, a
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from streamrl.config import Config
 from streamrl.config.trainer import SYNCHRONOUS
@@ -50,22 +51,30 @@ class ElasticPools:
         self._calls = calls
         self._updating = updating
         self._on_left = on_left
-        self._promised: dict[tuple[Role, int], float] = {}
-        """Numbers given out → until when they are kept for who asked."""
+        self._promised: dict[tuple[Role, int], tuple[float, Member | None]] = {}
+        """Numbers given out → until when they are kept for who asked, and who had the place then: another has joined
+        under it since, or none."""
         self._draining: dict[Gserver, asyncio.Task[None]] = {}
 
     async def place(self, message: AskPlace) -> Place:
         """Give out a number beyond the configured ones, which belong to the processes that the run was planned with.
 
-        Raises `PeerError` for a role whose number is fixed, `ConfigError` for another configuration.
+        To a rollout worker of a synchronous graph one of the configured ones: the master calls these and no others.
+        Raises `PeerError` for a role whose number is fixed and where all are there, `ConfigError` for another
+        configuration.
         """
-        first = self._configured_count(message.role, "join a running run under a new number")
+        configured = self._configured_count(message.role, "join a running run under a new number")
         self._config.check_shared(message.settings, message.config_digest, who=f"a new {message.role}")
         now = time.monotonic()
-        index = first
-        while self._taken(message.role, index, now=now):
-            index += 1
-        self._promised[message.role, index] = now + self._config.manager.join_timeout_seconds
+        numbers: Iterable[int] = range(configured) if self._is_fixed(message.role) else itertools.count(configured)
+        index = next((number for number in numbers if not self._taken(message.role, number, now=now)), None)
+        if index is None:
+            raise PeerError(
+                f"all {configured} rollout workers are there (rollout.workers): in a synchronous graph the master "
+                "deals groups to a fixed set of them; a new one may take the place of one that is silent"
+            )
+        kept_until = now + self._config.manager.join_timeout_seconds
+        self._promised[message.role, index] = kept_until, self._registry.get(message.role, index)
         return Place(index)
 
     async def drain(self, message: Drain) -> Done:
@@ -75,7 +84,7 @@ class ElasticPools:
         if member is None:
             names = ", ".join(m.name for m in self._registry.of(message.role)) or "none"
             raise PeerError(f"{message.role}/{message.index} is not in this run; there are: {names}")
-        if message.role == "rollout" and self._config.trainer.graph == SYNCHRONOUS:
+        if self._is_fixed(message.role):
             raise PeerError("in a synchronous graph the master deals groups to a fixed set of rollout workers")
         if member.silent:
             self._remove(member)
@@ -107,9 +116,16 @@ class ElasticPools:
             raise PeerError(f"a {role} cannot {what}; only gservers and rollout workers can")
         return self._configured[role]
 
+    def _is_fixed(self, role: Role) -> bool:
+        """Whether the run has as many of `role` as are configured, under these numbers, as long as it goes on."""
+        return role == "rollout" and self._config.trainer.graph == SYNCHRONOUS
+
     def _taken(self, role: Role, index: int, *, now: float) -> bool:
         member = self._registry.get(role, index)
-        return (member is not None and not member.silent) or self._promised.get((role, index), now) > now
+        if member is not None and not member.silent:
+            return True
+        kept_until, before = self._promised.get((role, index), (now, None))
+        return kept_until > now and member is before
 
     async def _empty(self, gserver: Gserver) -> None:
         """Let `gserver` finish or hand over, then have it told to leave."""

@@ -44,6 +44,22 @@ async def test_newcomers_get_numbers_beyond_the_configured_ones(tmp_path: Path) 
             await run.client.place(AskPlace(role="master", config_digest=config.digest()), patience=1.0)
 
 
+async def test_workers_of_a_synchronous_graph_get_the_numbers_that_its_master_calls(tmp_path: Path) -> None:
+    synchronous = {"trainer": {"graph": "synchronous"}, "staleness": {"max_staleness": 0}}
+    config = small_config(tmp_path, rollout={"workers": 2}, manager={"lease_seconds": 0.5}, **synchronous)
+    ask = AskPlace(role="rollout", config_digest=config.digest())
+    async with managed(config) as run:
+        assert [await run.client.place(ask, patience=1.0) for _ in range(2)] == [0, 1]
+        await run.register("rollout", 0)
+        with pytest.raises(PeerError, match="all 2 rollout workers are there"):
+            await run.client.place(ask, patience=1.0)
+        await run.until(lambda status: status.processes[0].state == "silent")
+        assert await run.client.place(ask, patience=1.0) == 0
+        with pytest.raises(PeerError, match="all 2 rollout workers are there"):
+            await run.client.place(ask, patience=1.0)
+        assert await run.client.place(AskPlace(role="gserver", config_digest=config.digest()), patience=1.0) == 1
+
+
 async def test_a_run_starts_with_as_many_as_are_configured_whatever_their_numbers(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await run.register("gserver", 5, address=gserver.url)

@@ -17,7 +17,6 @@ from streamrl.local_cache import cache_home
 from streamrl.models import check_checkpoint, made, named_folder, weights_fingerprint
 from streamrl.transport.control import ModelFile, ModelListing, ModelPart
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import of_run_at
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +84,7 @@ def fetched_model(config: Config, *, manager_url: str, cache: Path | None = None
 
 
 async def _fetched(config: Config, manager_url: str, cache: Path) -> Path:
-    client = ControlClient(manager_url, secret=of_run_at(manager_url, config), timeout=CALL_SECONDS)
+    client = ControlClient.of(config, manager_url, timeout=CALL_SECONDS)
     try:
         listing = await client.model(patience=config.manager.join_timeout_seconds)
     finally:
@@ -102,7 +101,7 @@ async def _fetched(config: Config, manager_url: str, cache: Path) -> Path:
 
 
 async def _fetch(config: Config, manager_url: str, listing: ModelListing, folder: Path) -> None:
-    client = ControlClient(manager_url, secret=of_run_at(manager_url, config), timeout=CALL_SECONDS)
+    client = ControlClient.of(config, manager_url, timeout=CALL_SECONDS)
     try:
         for file in listing.files:
             name = Path(file.name).name  # whatever the manager calls it, it lies in this folder

@@ -121,16 +121,19 @@ async def follow(
         if response.content_type != "text/event-stream":
             said = (await response.content.read(200))[:200]
             raise WireError(f"{peer} answered POST {url} with something else than events; it said {said!r}")
-        rest = b""
+        received, searched = bytearray(), 0
         async for content in response.content.iter_any():
             if each:
                 limit.reschedule(asyncio.get_running_loop().time() + timeout)
-            *events, rest = (rest + content).split(_END_OF_EVENT)
-            for event in events:
-                data = event.removeprefix(b"data:").strip()
+            received += content
+            while (end := received.find(_END_OF_EVENT, searched)) >= 0:
+                data = bytes(received[:end]).removeprefix(b"data:").strip()
+                del received[: end + len(_END_OF_EVENT)]
+                searched = 0
                 if data == b"[DONE]":
                     return
                 on_event(data)
+            searched = max(0, len(received) - len(_END_OF_EVENT) + 1)  # nothing twice: an event may have many megabytes
     raise PeerLost(f"{peer} broke its answer to POST {url} off")
 
 

@@ -4,7 +4,8 @@ The server is for a process that replies to thousands of short calls each second
 else: keep-alive connections, one call at a time on each, bodies with a `Content-Length`. httptools (llhttp, the parser
 of Node.js) parses; a general web server around it spends several times as much on a call (`benchmarks/bench_http.py`).
 It owns its connections. Invariants: a caller that hangs up cancels its call; nothing is read into memory beyond the
-limits, and no body of a call that its head alone has refused; after `close` no call runs.
+limits, and no body of a call that its head alone has refused; of a caller who does not take his answers no further call
+is answered; after `close` no call runs.
 """
 
 from __future__ import annotations
@@ -356,6 +357,8 @@ class _Connection(asyncio.Protocol):
         self._head_bytes = 0  # of a head that is not complete yet
         self._in_body = False
         self._closing = False
+        self._untaken = False
+        """Whether the caller does not take his answers: until he does, no more of what he sends is looked at."""
         self._since = 0.0
         self._idle: asyncio.TimerHandle | None = None
 
@@ -382,6 +385,16 @@ class _Connection(asyncio.Protocol):
             self._received += data
             if len(self._received) > MOST_HEAD_BYTES + self._server.most_body_bytes:
                 self.abort()
+
+    def pause_writing(self) -> None:
+        self._untaken = True
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._untaken = False
+        self._transport.resume_reading()
+        if self.running is None and not self._closing:
+            self._next()
 
     def finish(self) -> None:
         """Close once the call that runs is answered."""
@@ -446,6 +459,8 @@ class _Connection(asyncio.Protocol):
 
     def _next(self) -> None:
         """Begin the next call, or refuse what is none."""
+        if self._untaken:
+            return
         if self._waiting:
             self._head_bytes = 0
             call, refused, keep_alive = self._waiting.popleft()
@@ -487,6 +502,6 @@ class _Connection(asyncio.Protocol):
     def _look_whether_idle(self) -> None:
         left = self._since + IDLE_SECONDS - self._loop.time()
         if self.running is None and left <= 0:
-            self._transport.close()
+            self.abort()  # closed, it would stay until its last answers are taken
         else:
             self._idle = self._loop.call_later(left if left > 0 else IDLE_SECONDS, self._look_whether_idle)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import pytest
 
+from streamrl.transport import http
 from streamrl.transport.http import DRAIN_BYTES, MOST_HEAD_BYTES, Answer, Call, HttpServer
 
 BODY_LIMIT = 1000
@@ -170,6 +172,43 @@ async def test_of_a_refused_body_little_is_taken_and_nothing_kept() -> None:
         assert len(connection._body) == len(connection._received) == 0
         with pytest.raises(ConnectionError):
             await send_all(writer, size)
+        writer.close()
+
+
+async def test_of_a_caller_who_takes_no_answers_no_further_calls_are_answered() -> None:
+    """Else what he does not take would fill the memory. Once he takes them he has all, in order."""
+    calls = [b"POST /%d HTTP/1.1\r\nContent-Length: 900\r\n\r\n" % number + bytes(900) for number in range(10_000)]
+    async with serving(most_body_bytes=2**24) as (_, server, port):
+        with socket.socket() as caller:
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            caller.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(caller, ("127.0.0.1", port))
+            sent = 0
+            with suppress(TimeoutError):
+                while sent < len(calls):
+                    async with asyncio.timeout(0.5):
+                        await loop.sock_sendall(caller, calls[sent])
+                    sent += 1
+                    await asyncio.sleep(0)
+            (connection,) = server.connections
+            assert connection._transport.get_write_buffer_size() < 2**17
+            reader, writer = await asyncio.open_connection(sock=caller.dup())
+            for number in range(sent):
+                assert (await answer_on(reader))[2].startswith(b"POST /%d []" % number)
+            writer.close()
+
+
+async def test_a_connection_whose_answers_nobody_takes_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "IDLE_SECONDS", 0.3)
+    async with serving(most_body_bytes=2**24) as (_, server, port):
+        _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
+        writer.write(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % 2**23 + bytes(2**23))
+        async with asyncio.timeout(30):
+            while not server.connections:  # noqa: ASYNC110 (tests have no other way to see inside)
+                await asyncio.sleep(0.01)
+            while server.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         writer.close()
 
 

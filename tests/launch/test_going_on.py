@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,20 @@ async def test_a_trainer_that_counts_from_elsewhere_than_the_ledger_is_refused(r
         manager = await join(theirs)
         assert await join(theirs, joined_before=manager) == manager, "this one had not known it for a moment"
         await run.register("rollout")  # has no part in it
+
+
+async def test_a_rollout_worker_that_knows_the_trainer_of_another_manager_is_refused(tmp_path: Path) -> None:
+    """It would have groups admitted for ever, and send them to where nobody is any more."""
+    config = small_config(tmp_path)
+    async with managed(config) as run, run.member() as client:
+        message = run.registration("rollout")
+        manager = (await client.register(message, patience=5.0)).manager
+        again = msgspec.structs.replace(message, joined_before=manager)
+        assert (await client.register(again, patience=5.0)).manager == manager
+        for role in ("rollout", "gserver"):
+            other = msgspec.structs.replace(run.registration(role, 1), joined_before="0123456789abcdef")
+            refused = pytest.raises(
+                PeerError, match="sends its groups to the trainer of another manager, which is gone"
+            )
+            with refused if role == "rollout" else nullcontext():
+                await client.register(other, patience=5.0)

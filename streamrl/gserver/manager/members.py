@@ -108,9 +108,9 @@ class Members:
         """Enter a process; one that registers again, because its reply was lost or it was not known, changes nothing.
 
         Raises `ConfigError` when it has another configuration than the manager, or goes on from another checkpoint;
-        `PeerError` when it trained under an earlier manager, whose groups and versions this one does not know; and
-        `PeerError` (423) when another process has its place that is not gone: neither silent nor, where it can be seen
-        from here, ended.
+        `PeerError` when it trained under an earlier manager, or made groups for that one's trainer, whose groups and
+        versions this one does not know; and `PeerError` (423) when another process has its place that is not gone:
+        neither silent nor, where it can be seen from here, ended.
         """
         who = f"{message.role}/{message.index}"
         sender = f"{who} (process {message.pid} on {message.host})"
@@ -314,10 +314,16 @@ class Members:
         return message.model, f"{message.role}/{message.index} on {message.host}"
 
     def _check_beginning(self, message: Register, *, sender: str) -> None:
-        """The ledger and the trainer count from the same groups and versions, or not at all."""
+        """The ledger and the trainer count from the same groups and versions, or not at all. A rollout worker has its
+        groups from the one, and brings them to the other, whose addresses it asks for once."""
+        elsewhere = message.joined_before not in ("", self._access.manager)
+        if elsewhere and message.role == "rollout":
+            raise PeerError(
+                f"{sender} sends its groups to the trainer of another manager, which is gone: start it again"
+            )
         if message.role not in TRAINER:
             return
-        if message.joined_before not in ("", self._access.manager):
+        if elsewhere:
             raise PeerError(
                 f"{sender} has trained under another manager, which is gone: start the trainer again (--resume) to go "
                 "on from the checkpoint that this one goes on from"

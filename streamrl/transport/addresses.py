@@ -110,9 +110,11 @@ def reach_of_manager(host: str, *, advertise: str = "") -> Reach:
 def source_address(host: str) -> str:
     """Return the address of this machine from which it reaches `host`; raises `OSError` where there is no route.
 
-    Nothing is sent: the system chooses the address when a datagram socket is connected.
+    Nothing is sent: the system chooses the address when a datagram socket is connected. Of a name with addresses of
+    both kinds, as `localhost` is on many machines, that of IPv4 counts: the run's ZMQ sockets speak nothing else.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)[0]
+    known = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = min(known, key=lambda one: one[0] != socket.AF_INET)
     with socket.socket(family, kind, protocol) as asking:
         asking.connect(address)
         found: str = asking.getsockname()[0]

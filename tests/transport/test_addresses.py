@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import psutil
 import pytest
@@ -42,6 +43,19 @@ def test_a_process_is_reached_where_it_reaches_the_manager_from(address: str) ->
     reach = reach_towards(f"http://{address}:7000")
     assert reach == Reach(announced=address, local=address)
     assert reach.listening("") == Listening(address, address)
+
+
+def test_of_a_name_with_addresses_of_both_kinds_the_one_counts_at_which_zmq_can_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numeric = socket.getaddrinfo
+
+    def both(host: str, *arguments: Any, **options: Any) -> list[Any]:
+        hosts = ("::1", "127.0.0.1") if host == "localhost" else (host,)
+        return [found for one in hosts for found in numeric(one, *arguments, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    assert reach_towards("http://localhost:7000") == LOCAL
 
 
 @pytest.mark.parametrize("everywhere", ["0.0.0.0", "::", "*"])

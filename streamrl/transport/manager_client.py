@@ -85,6 +85,8 @@ TAKEN_ASK_SECONDS = 1.0
 TAKEN_MARGIN_SECONDS = 2.0
 CONNECT_SECONDS = 10.0
 """After this long without any answer, not even a refusal, a warning is logged and the call is tried again."""
+INCOMPLETE_SECONDS = 0.5
+"""Between two questions who has registered: the manager of a run that is over holds none of them."""
 PATIENCE_SECONDS = 30.0
 """How long after its first failure a call is tried again."""
 
@@ -233,6 +235,7 @@ class ControlClient:
                     f"{len(reply.peers)} of {count} {role} processes registered within {patience:.0f} s; "
                     "look at the others' logs, or start them"
                 )
+            await asyncio.sleep(INCOMPLETE_SECONDS)
 
     async def admit(self, message: Admit) -> AdmitReply:
         """Return groups to start. Tried again under the same ticket, which gives no group twice and loses none."""

@@ -72,6 +72,7 @@ from streamrl.transport.puller import GroupPuller
 from streamrl.transport.request_reply import ReplyChannel
 from streamrl.transport.secret import encrypts
 from streamrl.types import SampleMeta
+from streamrl.waits import first_of
 
 log = logging.getLogger(__name__)
 
@@ -136,13 +137,17 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         if door is not None:
             door.puller.start(membership.verifier())
         stack.push_async_callback(membership.leave)
-        masters = await client.topology("master", 1, patience=config.manager.join_timeout_seconds)
-        channel: ReplyChannel[Call] = ReplyChannel(
-            master=masters[0], worker=index, shown=membership.shows("master"), call_type=Call
-        )
-        stack.push_async_callback(channel.close)
-        stack.push_async_callback(worker.close)
-        await membership.until_over(worker.work(channel), arrivals.report(channel))
+
+        async def work() -> None:
+            masters = await client.topology("master", 1, patience=config.manager.join_timeout_seconds)
+            channel: ReplyChannel[Call] = ReplyChannel(
+                master=masters[0], worker=index, shown=membership.shows("master"), call_type=Call
+            )
+            stack.push_async_callback(channel.close)
+            stack.push_async_callback(worker.close)
+            await first_of(worker.work(channel), arrivals.report(channel))
+
+        await membership.until_over(work())
 
 
 class Door:

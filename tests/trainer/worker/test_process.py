@@ -14,9 +14,11 @@ from streamrl.errors import ModelError, WireError
 from streamrl.models import ensure_checkpoint, vocab_size
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MinibatchShare, Publish, TrainStep
-from streamrl.trainer.worker.process import Door, ModelWorker
+from streamrl.trainer.worker.process import Door, ModelWorker, serve
+from streamrl.transport.control import FinishRun
 from tests.credentials import LeasedPusher, verifier_of
 from tests.groups import make_group
+from tests.gserver.harness import managed, small_config
 
 
 class Withdrawing:
@@ -58,6 +60,23 @@ async def test_weights_are_free_again_after_a_publication_that_was_withdrawn():
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     await worker.close()
+
+
+async def test_one_that_waits_for_the_master_leaves_when_the_run_is_over(tmp_path):
+    scratch = {"hidden_size": 16, "layers": 1, "heads": 2, "head_dim": 8}
+    config = small_config(tmp_path, model={"path": "scratch", "scratch": scratch})
+    folder = ensure_checkpoint(config, cache=tmp_path)
+    async with managed(config) as run:
+        await run.register("rollout")  # who is not told yet keeps the manager there
+        serving = asyncio.create_task(serve(config, manager_url=run.url, model_dir=folder))
+        await run.until(lambda status: any(p.role == "model_worker" for p in status.processes))
+        await run.client.finish_run(FinishRun(reason="", error="rollout/0: the reward function cannot be loaded"))
+        try:
+            async with asyncio.timeout(5):
+                await asyncio.shield(serving)
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
 
 async def test_the_door_knows_the_run(tmp_path):

@@ -187,14 +187,16 @@ def await_secret(url: str, config: Config) -> None:
     given_up_at = time.monotonic() + config.manager.join_timeout_seconds
     parts = urlsplit(url)
     warned = False
-    while of_run_at(url, config) is None and time.monotonic() < given_up_at:
+    while given(config) is None and time.monotonic() < given_up_at:
         try:
             socket.create_connection((parts.hostname or "", parts.port or 80), timeout=LOOK_SECONDS).close()
-        except OSError as error:
+        except OSError as error:  # what lies in the cache is of a manager before, that was killed
             if not warned:
                 log.warning("waiting for the manager at %s (is it running there?): %s", url, error.strerror or error)
             warned = True
         else:  # it leaves its secret when it listens
+            if of_run_at(url, config) is not None:
+                return
             given_up_at = min(given_up_at, time.monotonic() + LEAVING_SECONDS)
         time.sleep(LOOK_SECONDS)
 

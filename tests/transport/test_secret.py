@@ -109,21 +109,24 @@ def test_who_joins_from_the_same_machine_finds_it_as_long_as_the_manager_is_ther
     assert of_run_at(URL) is None
 
 
-def test_who_is_started_before_the_manager_waits_for_its_secret() -> None:
+@pytest.mark.parametrize("after_another", [False, True], ids=["the first", "after one that was killed"])
+def test_who_is_started_before_the_manager_waits_for_its_secret(after_another: bool) -> None:
     secret = Secret.make()
     with socket.socket() as manager, ExitStack() as stack:
         manager.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{manager.getsockname()[1]}"
+        if after_another:
+            Secret.make().write(module._file_of(url))
 
         def begin() -> None:
-            manager.listen()
             stack.enter_context(left_for(url, secret))
+            manager.listen()
 
         later = threading.Timer(0.5, begin)
         later.start()
         await_secret(url, from_dict({}))
-        later.join()
         found = of_run_at(url)
+        later.join()
         assert found is not None
         assert found.shown == secret.shown
 

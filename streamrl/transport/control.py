@@ -259,7 +259,7 @@ class ModelListing(msgspec.Struct, frozen=True):
 
     files: list[ModelFile]
     fingerprint: str
-    """`weights_fingerprint` of its folder."""
+    """What copies of these files have alike, and others have not."""
 
     @property
     def bytes(self) -> int:

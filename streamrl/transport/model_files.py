@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 
 from streamrl.config import Config
@@ -25,6 +26,21 @@ SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 """Endings of a checkpoint's files that are given out; never those of pickles."""
 CALL_SECONDS = 60.0
 """For one part."""
+
+
+def _given_out(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
+
+
+def _fingerprint(folder: Path) -> str:
+    """Return what copies of the files have alike, and others have not but by chance: a change to the tokenizer, the
+    chat template or the tokens that end a response makes another model of the same weights."""
+    found = blake2b(weights_fingerprint(folder).encode(), digest_size=8)
+    for path in _given_out(folder):
+        if path.suffix != ".safetensors":
+            found.update(f"{path.name} {path.stat().st_size}".encode())
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 # --- at the manager ---
@@ -47,9 +63,8 @@ class ModelFiles:
     @cached_property
     def _listing(self) -> ModelListing:
         folder = self._existing
-        found = sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES and path.is_file())
-        files = [ModelFile(name=path.name, size=path.stat().st_size) for path in found]
-        return ModelListing(files=files, fingerprint=weights_fingerprint(folder))
+        files = [ModelFile(name=path.name, size=path.stat().st_size) for path in _given_out(folder)]
+        return ModelListing(files=files, fingerprint=_fingerprint(folder))
 
     @property
     def _existing(self) -> Path:
@@ -94,7 +109,7 @@ async def _fetched(config: Config, manager_url: str, cache: Path) -> Path:
         log.info("fetching the model from the manager at %s: %.0f MiB", manager_url, listing.bytes / 2**20)
         asyncio.run(_fetch(config, manager_url, listing, folder))
         check_checkpoint(folder)
-        if weights_fingerprint(folder) != listing.fingerprint:
+        if _fingerprint(folder) != listing.fingerprint:
             raise ModelError(f"the model that the manager at {manager_url} sent is not the one that it has; try again")
 
     return await asyncio.to_thread(made, cache / f"model-{listing.fingerprint}", fetch)

@@ -48,6 +48,18 @@ async def test_a_host_without_the_model_fetches_a_whole_copy_once(
                 await run.client.model_part(name, 0)
 
 
+async def test_a_copy_from_before_a_small_file_was_changed_is_not_taken(tmp_path: Path) -> None:
+    """As long as it was, and beside the same weights."""
+    made = ensure_checkpoint(from_dict({"model": SCRATCH}), cache=tmp_path / "made")
+    config = at(small_config(tmp_path), made)
+    here = at(config, tmp_path / "nowhere")
+    for tokens in ("[1]", "[2]"):
+        (made / "generation_config.json").write_text(f'{{"eos_token_id": {tokens}}}')
+        async with managed(config) as run:
+            copy = await asyncio.to_thread(fetched_model, here, manager_url=run.url, cache=tmp_path / "cache")
+        assert tokens in (copy / "generation_config.json").read_text()
+
+
 async def test_it_is_fetched_from_a_manager_that_encrypts_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,11 +50,12 @@ def compared_figures(scores: Sequence[Scores], trained: Sequence[float], *, samp
     """Return the absolute differences, in nats, for each gserver that has scored, and over all of them.
 
     `trained`: the trainer's log-probabilities of the sampled tokens; `sampled`: their places in those of `scores`.
+    Where either is empty, because it was not told, no gserver counts as compared.
     """
     figures: dict[str, float] = {}
     means: list[float] = []
     largest: list[float] = []
-    for score in scores if trained else ():
+    for score in scores if trained and sampled else ():
         if score.problem:
             continue
         differences = [abs(score.logprobs[place] - own) for place, own in zip(sampled, trained, strict=True)]
@@ -114,7 +115,7 @@ class Comparison:
         for score in scores:
             if score.problem:
                 log.info("%s was not compared at v%d: %s", score.gserver, self._version, score.problem)
-        if scores and not (trained and self._sampled):
+        if scores and not trained:
             log.info("v%d was not compared: the step did not compute %s", self._version, self.response)
         return compared_figures(scores, trained, sampled=self._sampled)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import from_dict
-from streamrl.errors import ConfigError, PeerLost, TrainingError
+from streamrl.errors import ConfigError, DeadlineExceeded, PeerLost, TrainingError
 from streamrl.trainer.calls import Sibling, Trained
 from streamrl.trainer.master.comparison import (
     ENOUGH_TOKENS,
@@ -128,6 +128,24 @@ async def test_a_comparison_that_fails_costs_its_figures_alone(scores, sampled, 
     assert why in caplog.text
     assert (figures["gservers_compared"], figures["gservers_not_compared"]) == (0, missing)
     assert "logprob_diff_mean" not in figures
+
+
+async def test_scores_without_the_workers_answer_cost_their_figures_alone(caplog):
+    """The gservers were asked, but the master was not told in time of which tokens."""
+
+    async def have_scored(which):
+        raise DeadlineExceeded("model_worker/0 did not finish HaveScored within 30 s")
+
+    with caplog.at_level(logging.INFO):
+        comparison = Comparison(
+            4, Sibling(7, 1), client=Manager([Scores("gserver/0", [-1.0])]), have_scored=have_scored
+        )
+        await asyncio.sleep(0.01)
+        figures = await comparison.figures([trained(-1.0)])
+    assert (figures["gservers_compared"], figures["gservers_not_compared"]) == (0, 1)
+    assert "logprob_diff_mean" not in figures
+    assert "did not finish HaveScored within 30 s" in caplog.text
+    assert "the step did not compute" not in caplog.text
 
 
 def watch(**trainer):

@@ -240,15 +240,15 @@ class TokenizerTexts:
         if self._tokenizer is None:
             self._tokenizer = Tokenizer.from_file(str(self._file))
         tokenizer = self._tokenizer
-        stream = DecodeStream(skip_special_tokens=False)
+        reader = _Reader(tokenizer)
         token_ids = group.packed_input_ids.tolist()
-        prompt = _pieces(tokenizer, stream, token_ids[: group.prompt_length])
+        prompt = reader.pieces(token_ids[: group.prompt_length])
         texts: list[str] = []
         ends: list[int] = []
         first = 0
         for length in group.seqlens.tolist():
             own = token_ids[first + group.prompt_length : first + length]
-            pieces = [*prompt, *_pieces(tokenizer, copy.copy(stream), own)]
+            pieces = [*prompt, *reader.copy().pieces(own)]
             if not pieces[-1]:
                 pieces[-1] = _unfinished(tokenizer, token_ids[first : first + length], "".join(pieces))
             texts.append("".join(pieces))
@@ -257,8 +257,35 @@ class TokenizerTexts:
         return texts, np.array(ends, np.int32), len("".join(prompt))
 
 
-def _pieces(tokenizer: Tokenizer, stream: DecodeStream, token_ids: Sequence[int]) -> list[str]:
-    return [stream.step(tokenizer, token_id) or "" for token_id in token_ids]
+class _Reader:
+    """Reads one token after another; the text of a character that several make comes with the last of them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=False)
+        self._waiting: list[int] = []
+        """Tokens whose text has not come yet."""
+
+    def copy(self) -> _Reader:
+        """Return one that has read the same."""
+        other = copy.copy(self)
+        other._stream, other._waiting = copy.copy(self._stream), self._waiting.copy()
+        return other
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Return what each token adds to the text."""
+        return [self._piece(token_id) for token_id in token_ids]
+
+    def _piece(self, token_id: int) -> str:
+        self._waiting.append(token_id)
+        try:
+            piece: str = self._stream.step(self._tokenizer, token_id) or ""
+        except Exception:  # all that it raises: a byte that is no text has changed the text of the bytes before it
+            self._stream = DecodeStream(skip_special_tokens=False)
+            piece = "".join(self._stream.step(self._tokenizer, waiting) or "" for waiting in self._waiting)
+        if piece:
+            self._waiting.clear()
+        return piece
 
 
 def _unfinished(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
+from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM
 
@@ -122,6 +127,42 @@ def test_text_with_the_bounds_of_its_tokens(tmp_path):
     assert prompt_chars == len(prompt)
     assert ends[: len(ids[0])].tolist() == [1, 1, 2, 3, 4, 5, 6, 6, 6, 7, 7, 7, 8, 9]
     assert ends[-1] == len(texts[1])
+
+
+def byte_fallback(folder):
+    """A tokenizer that has a token for each byte beside a few for words, as Llama 2 and Mistral have."""
+    tokens = [f"<0x{byte:02X}>" for byte in range(256)] + ["<unk>", "▁a", "▁b", "c"]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return vocabulary
+
+
+def texts_of(folder, *responses, prompt=0):
+    group = make_group(seqlens=tuple(map(len, responses)), prompt_length=prompt)
+    group.packed_input_ids[:] = np.concatenate(responses)
+    texts, ends, _ = TokenizerTexts(folder).of(group)
+    cuts = np.split(ends, np.cumsum(group.seqlens)[:-1])
+    return [[text[a:b] for a, b in pairwise([0, *own.tolist()])] for text, own in zip(texts, cuts, strict=True)]
+
+
+def test_bytes_that_are_no_text_after_some_that_are(tmp_path):
+    """Such a run of bytes means something else as a whole, which the tokenizer's own stream takes for a mistake."""
+    of = byte_fallback(tmp_path)
+    a, b, c, newline, half = of["▁a"], of["▁b"], of["c"], 0x0A, 0xE2
+    found = texts_of(tmp_path, [a, newline, half, b, a], [a, newline, c, half, c], prompt=2)
+    assert found == [["a", "\n", "", "\ufffd b", " a"], ["a", "\n", "c", "", "\ufffdc"]]
+
+
+@given(st.lists(st.sampled_from([0x0A, 0x41, 0xE2, 0x82, 0xAC, 0xFF, 257, 258, 259]), min_size=1, max_size=12))
+def test_any_tokens_have_a_text(token_ids):
+    with tempfile.TemporaryDirectory() as folder:
+        byte_fallback(Path(folder))
+        (pieces,) = texts_of(Path(folder), token_ids)
+    words = [piece.strip() for token_id, piece in zip(token_ids, pieces, strict=True) if token_id > 256]
+    assert [word[-1] for word in words] == ["abc"[token_id - 257] for token_id in token_ids if token_id > 256]
 
 
 class Plainly:

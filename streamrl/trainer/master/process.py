@@ -167,11 +167,8 @@ class Master:
             config=config,
             policy_version=self._history.policy_version,
         )
-        if begun is not None:
-            progress.rewind(config.run_dir, policy_version=begun.policy_version)
-            rollouts_writer.rewind(config.run_dir, policy_version=begun.policy_version)
-            recording.cut(config.run_dir, policy_version=begun.policy_version)
-        self._metrics = MetricsWriter(config.run_dir, sinks=start_sinks(config))
+        self._begun = begun
+        self._metrics = MetricsWriter(config.run_dir)
         self._evaluations = EvaluationRequests(config, client=client, write=self._take_evaluation)
         self._workers = ModelWorkers(config, channel=channel)
         self._checkpoints = Checkpoints(config, channel=channel)
@@ -201,6 +198,7 @@ class Master:
 
     async def run(self) -> str:
         """Make all steps; return why the run ended."""
+        self._begin_records()
         async with asyncio.TaskGroup() as helpers:
             background = [
                 helpers.create_task(self._report_changes(), name="group changes"),
@@ -272,6 +270,18 @@ class Master:
         if self._metrics.waits_for:
             await asyncio.to_thread(self._metrics.close, timeout=STOP_SECONDS)
         self._metrics.close()
+
+    def _begin_records(self) -> None:
+        """Take the records of a run that is resumed back to where it begins, and start the sinks.
+
+        Not before this process has its place in the run: one that is turned away must leave the records alone.
+        """
+        run_dir, begun = self._config.run_dir, self._begun
+        if begun is not None:
+            progress.rewind(run_dir, policy_version=begun.policy_version)
+            rollouts_writer.rewind(run_dir, policy_version=begun.policy_version)
+            recording.cut(run_dir, policy_version=begun.policy_version)
+        self._metrics = MetricsWriter(run_dir, sinks=start_sinks(self._config))
 
     async def _initialize(self) -> None:
         self.membership.waiting_for = "model workers to connect"

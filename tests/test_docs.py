@@ -39,6 +39,8 @@ PATH = re.compile(
 ROW = re.compile(r"^\| .* \| `([\w/]+\.py)` \| ([`\w., ]+) \|$", re.MULTILINE)
 """In a table of docs/paths.md: what happens, the file, its functions."""
 NAME = re.compile(r"`(streamrl(?:\.\w+)+)`")
+IMPORT = re.compile(r"^from (streamrl[\w.]*) import (.+)$", re.MULTILINE)
+"""In an example."""
 MOST_LINES = {"A prompt, from its data source to the gradient": 1340, "A weight update": 560, "A gserver dies": 350}
 """Lines of code to read on each path of docs/paths.md. Who needs more looks first for what does not belong there."""
 
@@ -56,6 +58,12 @@ def is_there(path: str) -> bool:
     if "/" in path:
         return False
     return any(any((ROOT / place).rglob(path)) for place in ("streamrl", "tests", "benchmarks"))
+
+
+def modules_of(text: str) -> list[str]:
+    """Modules that `text` names, and what it has of them."""
+    imports = [f"{module}.{name}" for module, names in IMPORT.findall(text) for name in names.split(", ")]
+    return [*NAME.findall(text), *imports]
 
 
 def can_be_imported(name: str) -> bool:
@@ -81,13 +89,15 @@ def can_be_imported(name: str) -> bool:
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text()
     assert sorted(path for path in paths_of(text) if not is_there(path)) == []
-    assert [name for name in NAME.findall(text) if not can_be_imported(name)] == []
+    assert [name for name in modules_of(text) if not can_be_imported(name)] == []
 
 
 def test_the_check_itself() -> None:
     text = "`ledger.py`, `nowhere/at_all.py`, [figures](docs/figures.md), see docs/none.md, `trainer/master/`"
     assert paths_of(text) == {"ledger.py", "nowhere/at_all.py", "docs/figures.md", "docs/none.md", "trainer/master/"}
     assert {path for path in paths_of(text) if not is_there(path)} == {"nowhere/at_all.py", "docs/none.md"}
+    example = "`streamrl.errors`\nfrom streamrl.trainer.graph import MFC, downstream\n"
+    assert modules_of(example) == ["streamrl.errors", "streamrl.trainer.graph.MFC", "streamrl.trainer.graph.downstream"]
     assert can_be_imported("streamrl.ledger.Ledger")
     assert can_be_imported("streamrl.errors")
     assert not can_be_imported("streamrl.errors.NoSuchError")

@@ -1,6 +1,7 @@
 """`streamrl replay`: a run's record trained on again, by model workers alone, in a folder of its own.
 
-Owns the replay's folder and its processes; `trainer/replay.py` is what runs in them. Loads no model library itself.
+Owns the replay's folder and its processes; `trainer/replay/process.py` is what runs in them. Loads no model library
+itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Trains again on what a run recorded: the same batches in the same order, without generation.
 
-Owns one rank of a replay: what `model_worker.py` is in a run. There is no master: what it decided, who computes which
-groups of a batch and in which order, is in the record, and every rank reads it there. What computes is the run's own
-`Computation`, with the run's own calls. Rank 0 compares and reports.
+Owns one rank of a replay: what `trainer/worker/process.py` is in a run. There is no master: what it decided, who
+computes which groups of a batch and in which order, is in the record, and every rank reads it there. What computes is
+the run's own `Computation`, with the run's own calls. Rank 0 compares and reports.
 
 Invariant: where no setting is changed, every figure of every step is compared bit for bit with the recorded one.
 """

@@ -255,9 +255,9 @@ class ReplayPlan:
             size = mfc.groups or len(batch.metas)
             starts = range(0, len(batch.metas), size)
             shares = [self._deal(batch.metas[start : start + size], mfc.role) for start in starts]
-        pre, post = self._due(mfc, before=batch.policy_version, after=batch.policy_version)
-        data = self._data_rank(mfc.role)
-        return [Inference(mfc.name, share[data], pre, post) for share in shares]
+        version, data = batch.policy_version, self._data_rank(mfc.role)
+        # hooks of each call: what is due once for a version is due in the first of them alone
+        return [Inference(mfc.name, share[data], *self._due(mfc, before=version, after=version)) for share in shares]
 
     def _train(self, mfc: MFC, batch: ReplayBatch) -> TrainStep:
         recorded = [

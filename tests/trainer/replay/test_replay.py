@@ -22,8 +22,17 @@ from streamrl.records.metrics import METRICS_FILE, StepReport
 from streamrl.report.reading import read_run
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
-from streamrl.trainer.calls import Function, Inference, MinibatchShare, Save, Sibling, Trained, TrainStep
-from streamrl.trainer.graph import graph_of
+from streamrl.trainer.calls import (
+    Function,
+    Inference,
+    MinibatchShare,
+    ParamRealloc,
+    Save,
+    Sibling,
+    Trained,
+    TrainStep,
+)
+from streamrl.trainer.graph import MFC, SEQUENCE_KEYS, STREAM_KEYS, graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.executor import hooks_of
 from streamrl.trainer.redistributor import deal
@@ -372,6 +381,25 @@ def test_why_a_record_ends(tmp_path: Path) -> None:
         (tmp_path / f"run/record/from-000000/rank-0/step-{step:06d}.safetensors").unlink()
     with pytest.raises(DataError, match=r"the record has no whole step .*no room"):
         stretch(read_recording(tmp_path / "run"))
+
+
+def test_weights_are_given_once_in_a_step_however_many_calls_it_has() -> None:
+    """A second time a part of them would be taken again."""
+    hook = ParamRealloc("actor", "ref", share=0.5)
+    keys = frozenset({"ref_logprobs"})
+    mfcs = [
+        MFC("ref_inf", "ref", "inference", SEQUENCE_KEYS, keys, groups=2, pre_hooks=(hook,)),
+        MFC("actor_train", "actor", "train_step", STREAM_KEYS | keys, frozenset()),
+    ]
+    groups = [random_group(seq, np.random.default_rng(seq), versions=(0, 2)) for seq in range(4)]
+    parts = [Inference("ref_inf", [0, 1], [hook]), Inference("ref_inf", [2, 3])]
+    tokens = sum(int(group.packed_loss_mask.sum()) for group in groups)
+    train = TrainStep("actor_train", 1, -1, [MinibatchShare([0, 1, 2, 3], tokens, 16)])
+    step = RecordedStep(2, 0, [*parts, train], [], groups, {})
+    config = from_dict({"trainer": {"batch_groups": 4}, "staleness": {"max_staleness": 2}})
+    for changed in ([], ["algorithm.minibatches"]):
+        plan = ReplayPlan(config, mfcs, rank=0, policy_version=1, changed=changed)
+        assert plan.calls(ReplayBatch([step])) == [*parts, train]
 
 
 @given(st.data())

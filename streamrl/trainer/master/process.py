@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -398,10 +399,16 @@ class Master:
         figures |= self._look_after(figures)
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)
-        self._publication = asyncio.create_task(
+        self._begin_publication(
             self._publish(report, comparison, result.trained, evaluate=evaluate), name=f"publication of v{version + 1}"
         )
         return save
+
+    def _begin_publication(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+        """Do `work` beside what comes next. When it has ended, who waits for groups looks again: it may have failed."""
+        publication = self._publication = asyncio.create_task(work, name=name)
+        publication.add_done_callback(lambda _: self._groups.wake())
+        return publication
 
     def _look_after(self, figures: dict[str, float]) -> dict[str, float]:
         """Judge the run's health by the step that was just made; return figures to add to the step's."""
@@ -528,10 +535,7 @@ class Master:
         """Bring the step's weights to the gservers, then report the step with what was found about the weights that it
         was trained from, and have it evaluated if that is due."""
         begin = time.time()
-        try:
-            published = await self._workers.publish(report.step)
-        finally:
-            self._groups.wake()
+        published = await self._workers.publish(report.step)
         report.metrics["publish_seconds"] = published.seconds
         report.metrics["pause_seconds"] = published.pause_seconds
         report.metrics["publish_bytes"] = float(published.bytes)
@@ -569,17 +573,16 @@ class Master:
                 await asyncio.wait({self._publication})
                 continue
             async with self._weights_at_rest:
-                if self._publication is not None and not self._publication.done():
-                    continue  # newer weights are on their way
+                if self._publication is not None:
+                    if not self._publication.done():
+                        continue  # newer weights are on their way
+                    self._publication.result()  # its failure ends the run, and would be forgotten with it
                 log.info("weights v%d are sent to %s as well", self.policy_version, ", ".join(needed.gservers))
-                self._publication = asyncio.create_task(self._resync(), name=f"resync to v{self.policy_version}")
-            await asyncio.wait({self._publication})
+                publication = self._begin_publication(self._resync(), name=f"resync to v{self.policy_version}")
+            await asyncio.wait({publication})
 
     async def _resync(self) -> None:
-        try:
-            await self._workers.publish(self.policy_version, resync=True)
-        finally:
-            self._groups.wake()
+        await self._workers.publish(self.policy_version, resync=True)
 
     async def _follow_given_up(self) -> None:
         """Take from the manager which groups will never come."""

@@ -179,6 +179,36 @@ def test_a_publication_that_fails_ends_the_run_with_its_error_while_a_batch_is_a
     virtually(work())
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_what_fails_once_the_weights_are_served_ends_the_run_at_once(tmp_path, late):
+    """Though no group comes for a long time, and even if a gserver that came too `late` wants the weights again."""
+
+    async def work():
+        script = Script(tokens=lambda seq: 8 if seq < 4 else 5_000, seconds=lasting(Publish=10.0))
+        async with pretended(configured(tmp_path, trainer={"logprob_diff_limit": 0.09}), script) as run:
+            report = run.manager.report
+
+            async def slowly(step):
+                await asyncio.sleep(0.1)
+                await report(step)
+
+            run.manager.report, run.manager.opinions = slowly, lambda version: [-0.6]
+            training = asyncio.create_task(run.master.run())
+            await asyncio.sleep(15.0)
+            assert [event.name for event in run.workers.events[-1:]] == [
+                "ClearDataCache"
+            ]  # the weights are on their way
+            if late:
+                run.manager.lacking.add("gserver/1")
+                run.manager.wake()
+            with pytest.raises(BaseExceptionGroup) as failure:
+                await training
+            assert "gserver/0 and the trainer differ by 0.1 nats" in str(first_error(failure.value))
+            assert clock() < 20.0
+
+    virtually(work())
+
+
 def test_gservers_that_are_there_first_get_weights_once_the_workers_have_some(tmp_path):
     """As on machines that have no copy of the checkpoint that the run goes on from."""
 

@@ -165,15 +165,25 @@ def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*"
     `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs. So does the last
     one that was written while the run was healthy: one that falls apart has to go on from there.
     """
-    for path in folder.glob(f"*{UNFINISHED}"):  # what a run that was killed was about to write
+    for path in folder.glob(f"*{UNFINISHED}"):  # what a run that was killed was about to write, or to remove
         shutil.rmtree(path)
     found = sorted(folder.glob(pattern), key=_written)
     healthy = _last_healthy(found)
     for old in found[:-keep]:
         if old == healthy or (spare is not None and old.resolve() == Path(spare).resolve()):
             continue
-        shutil.rmtree(old)
+        remove(old)
         log.info("removed %s: %d newer ones are kept", old, keep)
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint, under the name of one that is not whole: half removed it would be the one that was changed
+    last, from which a run that was killed meanwhile would go on."""
+    gone = folder.with_name(folder.name + UNFINISHED)
+    if gone.exists():
+        shutil.rmtree(gone)
+    folder.rename(gone)
+    shutil.rmtree(gone)
 
 
 def last_healthy(run_dir: Path) -> Path | None:

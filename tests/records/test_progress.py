@@ -77,6 +77,25 @@ def test_only_so_many_are_kept(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["final", "step-000015", "step-000020"]
 
 
+def test_a_checkpoint_that_was_being_removed_when_the_run_was_killed_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (5, 10):
+        (save(tmp_path, f"step-{version:06d}", make_progress(version)) / "model.safetensors").touch()
+
+    def killed(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("streamrl.records.progress.shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        progress.prune(tmp_path / "checkpoints", keep=1, spare=None)
+    monkeypatch.undo()
+    assert [folder.name for folder in progress.checkpoints(tmp_path)] == ["step-000010"]
+    progress.prune(tmp_path / "checkpoints", keep=1, spare=None)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000010"]
+
+
 def test_the_last_checkpoint_of_when_the_run_was_healthy_is_kept(tmp_path: Path) -> None:
     in_trouble = CollapseWatch(health=Health("warning", since=12, signs=["x"], turn=["y"]))
     for version, watch in ((5, CollapseWatch()), (10, CollapseWatch()), (15, in_trouble), (20, in_trouble)):

@@ -296,11 +296,11 @@ def _put(unfinished: Path, folder: Path) -> None:
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
         if replaced.exists():
-            shutil.rmtree(replaced)
+            progress.remove(replaced)
         folder.rename(replaced)  # killed here, a run goes on from it under this name
     unfinished.rename(folder)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        progress.remove(replaced)
     _sync(folder.parent)
 
 

@@ -84,7 +84,7 @@ def test_a_folder_appears_at_once_and_what_was_there_is_replaced(tmp_path: Path)
     assert names(folder.parent) == {"final"}
 
 
-@pytest.mark.parametrize("renamed", [1, 2])
+@pytest.mark.parametrize("renamed", [1, 2, 3])
 def test_killed_while_one_takes_the_place_of_another_either_is_found(tmp_path, monkeypatch, renamed) -> None:
     folder = tmp_path / "checkpoints" / "final"
     write_folder(folder, content(1))
@@ -94,21 +94,21 @@ def test_killed_while_one_takes_the_place_of_another_either_is_found(tmp_path, m
 
     def killed(self: Path, target: Path) -> Path:
         calls.append(target)
-        if len(calls) > renamed:
+        if len(calls) > renamed:  # 1: the old one is away, the new one is not there yet; 2: both are there
             raise KeyboardInterrupt
         return rename(self, target)
 
+    def killed_halfway(path: Path) -> None:
+        (path / "model").unlink()
+        raise KeyboardInterrupt
+
     monkeypatch.setattr(Path, "rename", killed)
-    if renamed == 1:  # the old one is away, the new one is not there yet
-        with pytest.raises(KeyboardInterrupt):
-            write_folder(folder, content(2))
-    else:
-        monkeypatch.setattr("streamrl.trainer.worker.checkpoint.shutil.rmtree", lambda path: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            write_folder(folder, content(2))
-        assert names(folder.parent) == {"final", "final" + REPLACED}
+    monkeypatch.setattr("streamrl.trainer.worker.checkpoint.shutil.rmtree", killed_halfway)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(folder, content(2))
     monkeypatch.undo()
-    assert progress.read(progress.checkpoints(tmp_path)[-1]).policy_version == renamed
+    last = progress.checkpoints(tmp_path)[-1]
+    assert (progress.read(last).policy_version, (last / "model").exists()) == (min(renamed, 2), True)
     write_folder(folder, content(3))
     assert progress.read(progress.checkpoints(tmp_path)[-1]).policy_version == 3
     assert REPLACED not in "".join(names(folder.parent))

@@ -166,8 +166,9 @@ def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*"
     one that was written while the run was healthy: one that falls apart has to go on from there.
     """
     for path in folder.glob(f"*{UNFINISHED}"):  # what a run that was killed was about to write, or to remove
-        shutil.rmtree(path)
-    found = sorted(folder.glob(pattern), key=_written)
+        _clear(path)
+    whole = [path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED)]
+    found = sorted(whole, key=_written)
     healthy = _last_healthy(found)
     for old in found[:-keep]:
         if old == healthy or (spare is not None and old.resolve() == Path(spare).resolve()):
@@ -181,9 +182,17 @@ def remove(folder: Path) -> None:
     last, from which a run that was killed meanwhile would go on."""
     gone = folder.with_name(folder.name + UNFINISHED)
     if gone.exists():
-        shutil.rmtree(gone)
+        _clear(gone)
     folder.rename(gone)
-    shutil.rmtree(gone)
+    _clear(gone)
+
+
+def _clear(gone: Path) -> None:
+    """Remove `gone`, or leave it to the next time: what nobody needs any more must not make a checkpoint fail."""
+    try:
+        shutil.rmtree(gone)
+    except OSError as error:  # of NFS, say, while somebody reads a file there
+        log.warning("%s cannot be removed, and is left there for now: %s", gone, error)
 
 
 def last_healthy(run_dir: Path) -> Path | None:

@@ -146,6 +146,30 @@ def test_a_full_disk_costs_one_checkpoint_and_is_told_once(tmp_path: Path) -> No
     assert names(tmp_path) == {"step-000002", "step-000004"}
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_is_left_and_the_new_one_counts(tmp_path, monkeypatch, caplog) -> None:
+    """As on NFS, while somebody reads a file of it."""
+    writer = alone()
+
+    def save(version: int) -> str:
+        writer.begin(tmp_path / f"step-{version:06d}", Shared(version))
+        return writer.finish(limit=LIMIT)
+
+    assert [save(version) for version in (1, 2)] == ["", ""]
+
+    def in_use(folder: Path, *, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr("streamrl.records.progress.shutil.rmtree", in_use)
+    assert [save(version) for version in (3, 4)] == ["", ""]
+    assert "step-000001.unfinished cannot be removed" in caplog.text
+    left = {"step-000001.unfinished", "step-000002.unfinished"}
+    assert names(tmp_path) == {"step-000003", "step-000004", *left}
+    monkeypatch.undo()
+    assert save(5) == ""
+    assert names(tmp_path) == {"step-000004", "step-000005"}
+
+
 def test_what_is_no_matter_of_the_disk_is_raised(tmp_path: Path) -> None:
     writer = alone()
     writer.begin(tmp_path / "step-000001", Shared(1, before=lambda: 1 / 0))

@@ -94,7 +94,7 @@ def build_graph(mfcs: Sequence[MFC], *, stream_keys: frozenset[str] = STREAM_KEY
 
     `stream_keys` are given from the start; `largest`: most groups that a call can get. Refuses, with a
     `ConfigError` that names them: cycles, keys that nobody gives, two givers of one key, impossible batch sizes,
-    an MFC on arrivals that needs what is only given for batches.
+    an MFC on arrivals that needs what is only given for batches, or that gives nothing.
     """
     made_by_rollout = frozenset().union(*(mfc.outputs for mfc in mfcs if mfc.role == ROLLOUT))
     given = stream_keys - made_by_rollout
@@ -191,6 +191,11 @@ def _check_alone(mfc: MFC, largest: int | None) -> None:
         raise ConfigError(f"{mfc.name} wants {mfc.groups} groups in a call: must be at least 1{upper}")
     if mfc.interface == "inference" and mfc.role != ROLLOUT and len(mfc.outputs) != 1:
         raise ConfigError(f"{mfc.name} is an inference and gives {len(mfc.outputs)} keys; it must give one")
+    if mfc.reads == "arrivals" and not mfc.outputs:
+        raise ConfigError(
+            f"{mfc.name} runs as groups arrive but gives no key: groups would be trained on, or dropped, before it is "
+            "through with them; let it give one, or read batches"
+        )
     if (mfc.interface == "function") != bool(mfc.function):
         raise ConfigError(f"{mfc.name}: the interface `function` and a function to call need each other")
     if (mfc.interface == "generate") != (mfc.role == ROLLOUT and mfc.outputs >= GENERATED_KEYS):

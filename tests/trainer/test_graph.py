@@ -97,6 +97,11 @@ def test_order_follows_from_keys_alone(order):
         ([train("a", inputs=["values"])], "a needs key values, which no"),
         ([mfc("a", ["x"], ["y"]), mfc("b", ["y"], ["x"])], "wait for each other: a, b"),
         ([mfc("a", [], ["x"]), mfc("b", ["x"], ["z"], "arrivals")], "b runs as groups arrive but needs x, which a"),
+        (
+            [mfc("a", [], [], "arrivals", interface="function", function="m:f")],
+            "a runs as groups arrive but gives no key",
+        ),
+        ([mfc("a", [], [], "arrivals", interface="train_step")], "a runs as groups arrive but gives no key"),
         ([mfc("a", [], ["x"], groups=0)], "a wants 0 groups in a call: must be at least 1, at most 8"),
         ([mfc("a", [], ["x"], groups=9)], r"a wants 9 groups in a call: .* at most 8 \(trainer.batch_groups"),
         ([mfc("a", [], ["x", "y"])], "a is an inference and gives 2 keys"),

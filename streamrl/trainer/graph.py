@@ -93,13 +93,17 @@ def build_graph(mfcs: Sequence[MFC], *, stream_keys: frozenset[str] = STREAM_KEY
     """Order `mfcs` by their keys.
 
     `stream_keys` are given from the start; `largest`: most groups that a call can get. Refuses, with a
-    `ConfigError` that names them: cycles, keys that nobody gives, two givers of one key, impossible batch sizes,
-    an MFC on arrivals that needs what is only given for batches, or that gives nothing.
+    `ConfigError` that names them: cycles, keys that nobody gives, two givers of one key, two MFCs of one name,
+    impossible batch sizes, an MFC on arrivals that needs what is only given for batches, or that gives nothing.
     """
     made_by_rollout = frozenset().union(*(mfc.outputs for mfc in mfcs if mfc.role == ROLLOUT))
     given = stream_keys - made_by_rollout
     givers: dict[str, str] = dict.fromkeys(given, "the stream")
+    names: set[str] = set()
     for mfc in mfcs:
+        if mfc.name in names:
+            raise ConfigError(f"two model function calls have the name {mfc.name}")
+        names.add(mfc.name)
         _check_alone(mfc, largest)
         for key in sorted(mfc.outputs):
             if key in givers:

@@ -93,6 +93,7 @@ def test_order_follows_from_keys_alone(order):
     ("mfcs", "message"),
     [
         ([mfc("a", outputs=["k"]), mfc("b", outputs=["k"])], "key k is given by both a and b"),
+        ([mfc("a", outputs=["k"]), mfc("a", outputs=["l"])], "two model function calls have the name a"),
         ([mfc("a", outputs=["rewards"])], "key rewards is given by both the stream and a"),
         ([train("a", inputs=["values"])], "a needs key values, which no"),
         ([mfc("a", ["x"], ["y"]), mfc("b", ["y"], ["x"])], "wait for each other: a, b"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
@@ -87,7 +88,7 @@ def write_wholes(
 
 def copy_settings(source: Path, target: Path, *, dtype: torch.dtype = torch.float32, scalar_head: bool = False) -> None:
     """Copy what a checkpoint holds besides weights, its tokenizer included, and say what the weights are now."""
-    shutil.copytree(source, target, ignore=_ignored, dirs_exist_ok=True)
+    _copy_files(source, target)
     file = target / "config.json"
     settings = json.loads(file.read_text())
     settings.pop("torch_dtype", None)
@@ -101,7 +102,7 @@ def copy_settings(source: Path, target: Path, *, dtype: torch.dtype = torch.floa
 
 def copy_base(source: Path, target: Path, *, lora: LoraConfig) -> None:
     """Copy what the base `source` of an adapter holds besides weights, and write peft's settings of the adapter."""
-    shutil.copytree(source, target, ignore=_ignored, dirs_exist_ok=True)
+    _copy_files(source, target)
     (target / SETTINGS).write_text(json.dumps(adapter_settings(lora, str(source.absolute())), indent=2))
 
 
@@ -127,6 +128,9 @@ def merge_adapter(base: Path, adapter: Path, lora: LoraConfig, *, into: Path) ->
         raise ModelError(f"the adapter in {adapter} is of another model than {base}: it has {min(pairs)}")
 
 
-def _ignored(folder: str, names: list[str]) -> set[str]:
-    patterns = shutil.ignore_patterns(*NOT_COPIED)(folder, names)
-    return {*patterns, *(name for name in names if (Path(folder) / name).is_dir())}
+def _copy_files(source: Path, target: Path) -> None:
+    """Copy all files but weights. The folder `target` does not get the time of `source`, as it would by
+    `shutil.copytree`: by its own the checkpoint is found that was written last."""
+    for file in source.iterdir():
+        if file.is_file() and not any(fnmatch(file.name, pattern) for pattern in NOT_COPIED):
+            shutil.copy2(file, target)

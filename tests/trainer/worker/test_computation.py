@@ -142,6 +142,16 @@ class Worker:
         return self.computation.carry_out(Save(str(folder), reached, final))
 
 
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2, "alpha": 4}}], ids=["model", "adapter"])
+def test_the_checkpoint_that_was_written_last_is_the_latest(tmp_path, model):
+    """By the time of its folder, whatever is copied into it, and however old that is."""
+    worker = Worker(tmp_path, model=model)
+    written = ["step-000009", "step-000004", "final"]  # the run had gone back before the second one
+    for version, name in enumerate(written):
+        worker.save(tmp_path / "checkpoints" / name, version=version, final=True)
+    assert [folder.name for folder in progress.checkpoints(tmp_path)] == written
+
+
 def test_a_checkpoint_holds_what_was_there_when_it_was_asked_for(tmp_path, monkeypatch):
     worker = Worker(tmp_path)
     before = {name: weight.clone() for name, weight in worker.assembly.actor.model.gather_weights()}

@@ -243,3 +243,14 @@ def test_kl_coefficient_follows_its_target():
     steered.resume(0.3)
     steered.begin_step(9)
     assert steered.value == 0.3
+
+
+def test_a_run_that_goes_on_with_another_kl_coefficient_has_that_one():
+    """Only one that follows a target goes on where it was, unless there was none: nothing leads from 0 to a target."""
+    fixed = KLCoefficient(0.05, target=None, horizon=10)
+    fixed.resume(0.1)
+    assert (fixed.value, fixed.next_value) == (0.05, 0.05)
+    for before, after in ((0.3, 0.3), (0.0, 0.05)):
+        steered = KLCoefficient(0.05, target=0.02, horizon=10)
+        steered.resume(before)
+        assert (steered.value, steered.next_value) == (after, after)

@@ -254,5 +254,7 @@ class KLCoefficient:
         self.next_value = self.value * (1 + error / self._horizon)
 
     def resume(self, value: float) -> None:
-        """Go on with `value`."""
-        self.value = self.next_value = value
+        """Go on with `value` where β follows a target. A fixed one is as it is configured now, and so is one of a run
+        that had none before: it would never come away from 0."""
+        if self.adapts and value > 0:
+            self.value = self.next_value = value

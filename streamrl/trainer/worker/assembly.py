@@ -178,7 +178,8 @@ def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, 
         own = target.gather_weights() if share < 1 else None
         for name, weight in source.gather_weights():
             if own is not None:
-                weight = torch.lerp(next(own)[1].to(weight.dtype), weight, share) if weight.numel() else weight
+                _, before = next(own)  # on all ranks, for a model that is spread is gathered by all of them
+                weight = torch.lerp(before.to(weight.dtype), weight, share) if weight.numel() else weight
             yield name, _from_rank_0(weight, shapes[name], world)
 
     target.load_weights(mixed())

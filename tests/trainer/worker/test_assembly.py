@@ -9,6 +9,7 @@ import pytest
 from streamrl.trainer.layout import Layout
 from tests.trainer.backends.reference import make_spec, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
+from tests.trainer.models import save_model
 
 
 def _give(rank: int, models: Path) -> None:
@@ -65,6 +66,28 @@ def _publish(rank, model, shapes):
     broken_off.close()
     assert {name: tuple(weight.shape) for name, weight in source.weights()} == shapes
     source.end()
+
+
+def _give_a_share(rank: int, folder: Path) -> None:
+    import torch
+
+    from streamrl.trainer.backends.torch import TorchModel
+    from streamrl.trainer.worker.assembly import give_weights
+
+    source = TorchModel(make_spec(folder), world=2)
+    target = TorchModel(make_spec(folder, lr=None, shard=True), world=2)
+    before = {name: weight.clone() for name, weight in target.gather_weights()}
+    source.load_weights([(name, torch.ones(shape)) for name, shape in source.weight_specs()])
+    give_weights(source, target, share=0.25, world=2)
+    for name, weight in target.gather_weights():
+        if rank == 0:
+            assert torch.allclose(weight, 0.75 * before[name] + 0.25), name
+    source.close()
+    target.close()
+
+
+def test_a_share_of_weights_is_given_to_a_model_that_is_spread(tmp_path: Path) -> None:
+    run_world(2, _give_a_share, save_model(tmp_path / "model"))
 
 
 def test_weights_are_given_and_published_across_layouts_and_backends(tmp_path: Path) -> None:

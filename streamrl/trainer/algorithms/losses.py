@@ -164,8 +164,10 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     free = (values - returns) ** 2
     if clip is None:
         return ClippedLoss(free / 2, torch.zeros_like(free, dtype=torch.bool))
-    bounded = (old_values + (values - old_values).clamp(-clip, clip) - returns) ** 2
-    return ClippedLoss(torch.max(free, bounded) / 2, bounded > free)
+    moved = values - old_values
+    bounded = (old_values + moved.clamp(-clip, clip) - returns) ** 2
+    # within the clip both errors are the same number, of which rounding may make two
+    return ClippedLoss(torch.max(free, bounded) / 2, (bounded > free) & (moved.abs() > clip))
 
 
 def sum_of_sequence(values: Tensor, sequence: Tensor, sequences: int, *, mean: bool) -> Tensor:

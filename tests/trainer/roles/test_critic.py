@@ -55,6 +55,13 @@ def test_the_value_clip_takes_the_larger_error():
     assert values.grad.tolist() == pytest.approx([-1.0, 0.0, 3.0])
 
 
+def test_a_value_within_the_clip_does_not_count_as_clipped():
+    generator = torch.Generator().manual_seed(0)
+    values, old, returns = (torch.randn(1000, generator=generator) * 0.05 for _ in range(3))
+    found = clipped_value_loss(values, old, returns, clip=1.0)
+    assert not found.clipped.any()  # although old + (new - old) is not always new
+
+
 def save_critic(folder, *, seed=3):
     """A checkpoint with a scalar head that is not 0."""
     torch.manual_seed(seed)

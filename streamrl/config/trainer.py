@@ -181,7 +181,7 @@ class AlgorithmConfig(Section, frozen=True):
     ref_update_every: NonNegative = 0
     """Policy versions after which the reference takes over the policy's weights; 0: it stays as it began."""
     ref_update_share: Share = 1.0
-    """How much of them it takes: 1 all, less a moving average."""
+    """How much of them it takes: 1 all, less a moving average, which is kept in float32."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Models with experts: of the load-balancing loss (`router_aux_loss_coef` in config.json, which is not read)."""
     entropy_coef: NonNegativeFloat = 0.0

@@ -111,13 +111,16 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     head: Head
     device: torch.device
     dtype: torch.dtype
-    """Dtype of the computation. Trained weights are kept in float32 whatever it is, others in `dtype`."""
+    """Dtype of the computation. Trained and averaged weights are kept in float32 whatever it is, others in `dtype`."""
     temperature: float = 1.0
     """Logits are divided by it (head `tokens`)."""
     entropy_gradient: bool = False
     """Whether `ModelOutput.entropy` has a gradient (head `tokens`)."""
     lr: float | None = None
     """Peak learning rate; None: the model is never trained and has no optimizer."""
+    averaged: bool = False
+    """Whether the weights of a model that is not trained are a moving average: they are kept in float32, for what is
+    added each time is less than `dtype` would round away."""
     optimizer: OptimizerConfig = OptimizerConfig()
     total_updates: int = 1
     """Optimizer steps of the whole run, for the schedule of the learning rate."""

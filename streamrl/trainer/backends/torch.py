@@ -171,7 +171,8 @@ class TorchModel:
         """Collective. Raises `ModelError` when the model is not supported, or not with so many ranks."""
         self._spec = spec
         self._world = world
-        kept_in = torch.float32 if spec.lr is not None and spec.lora is None else spec.dtype
+        changes = spec.averaged or (spec.lr is not None and spec.lora is None)
+        kept_in = torch.float32 if changes else spec.dtype
         model = on_meta(spec.folder, head=spec.head, dtype=kept_in)
         if spec.gradient_checkpointing and spec.lr is not None:
             model.gradient_checkpointing_enable()

@@ -89,7 +89,10 @@ class Assembly:
             adapted = cast(AdaptedModel, self.actor.model)
             return self._policy(adapted, "ref", inferring=adapted.without_adapter)
         folder = initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir
-        return self._policy(self._model("ref", self._resumed(REFERENCE) or folder, head="tokens"), "ref")
+        algorithm = self._config.algorithm
+        averaged = algorithm.ref_update_every > 0 and algorithm.ref_update_share < 1
+        model = self._model("ref", self._resumed(REFERENCE) or folder, head="tokens", averaged=averaged)
+        return self._policy(model, "ref")
 
     def _critic(self) -> Role:
         critic = self._config.critic
@@ -142,7 +145,14 @@ class Assembly:
         return initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir
 
     def _model(
-        self, role: RoleName, folder: Path, *, head: Head, lr: float | None = None, entropy: bool = False
+        self,
+        role: RoleName,
+        folder: Path,
+        *,
+        head: Head,
+        lr: float | None = None,
+        entropy: bool = False,
+        averaged: bool = False,
     ) -> ParallelModel:
         config, trainer = self._config, self._config.trainer
         updates = config.planned_steps * config.algorithm.minibatches * config.algorithm.epochs
@@ -154,6 +164,7 @@ class Assembly:
             temperature=config.rollout.sampling.temperature if head == "tokens" else 1.0,
             entropy_gradient=entropy,
             lr=lr,
+            averaged=averaged,
             optimizer=config.critic.optimizer if role == "critic" else trainer.optimizer,
             total_updates=updates,
             gradient_checkpointing=trainer.gradient_checkpointing,

@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from streamrl.config import from_dict
+from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
+from streamrl.trainer.worker.assembly import Assembly, give_weights
 from tests.trainer.backends.reference import make_spec, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
 from tests.trainer.models import save_model
 
 
 def _give(rank: int, models: Path) -> None:
-    import torch
-
     from streamrl.trainer.backends.megatron.model import MegatronModel
-    from streamrl.trainer.backends.torch import TorchModel
-    from streamrl.trainer.worker.assembly import give_weights
 
     def weights(model):
         return {name: weight.clone() for name, weight in model.gather_weights()}
@@ -53,8 +53,6 @@ def _give(rank: int, models: Path) -> None:
 
 def _publish(rank, model, shapes):
     """Rank 0 breaks a pass off, makes a whole one, and ends; the other rank has to be through with both, and free."""
-    import torch
-
     from streamrl.trainer.worker.weight_source import WeightSource
 
     source = WeightSource(model, rank=rank, world=2, timeout_seconds=TIMEOUT_SECONDS, dtype=torch.float32)
@@ -69,11 +67,6 @@ def _publish(rank, model, shapes):
 
 
 def _give_a_share(rank: int, folder: Path) -> None:
-    import torch
-
-    from streamrl.trainer.backends.torch import TorchModel
-    from streamrl.trainer.worker.assembly import give_weights
-
     source = TorchModel(make_spec(folder), world=2)
     target = TorchModel(make_spec(folder, lr=None, shard=True), world=2)
     before = {name: weight.clone() for name, weight in target.gather_weights()}
@@ -88,6 +81,57 @@ def _give_a_share(rank: int, folder: Path) -> None:
 
 def test_a_share_of_weights_is_given_to_a_model_that_is_spread(tmp_path: Path) -> None:
     run_world(2, _give_a_share, save_model(tmp_path / "model"))
+
+
+SHARE, TIMES = 0.05, 20
+
+
+def _average(source, target):
+    """Move all of `source` by a thousandth, and `target` after it; raise unless it goes as far as it should."""
+    before = {name: weight.float().clone() for name, weight in target.gather_weights()}
+    goal = {name: weight * 1.001 for name, weight in before.items()}
+    source.load_weights(goal.items())
+    for _ in range(TIMES):
+        give_weights(source, target, share=SHARE, world=1)
+    left = (1 - SHARE) ** TIMES
+    for name, weight in target.gather_weights():
+        wanted = left * before[name] + (1 - left) * goal[name]
+        torch.testing.assert_close(weight.float(), wanted, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_a_reference_that_is_a_moving_average_moves_in_bfloat16_too(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model")
+    config = from_dict(
+        {
+            "model": {"path": str(folder)},
+            "trainer": {"dtype": "bfloat16"},
+            "algorithm": {"kl_coef": 0.1, "ref_update_every": 1, "ref_update_share": SHARE},
+            "run": {"device": "cpu"},
+        }
+    )
+    cpu = torch.device("cpu")
+    assembly = Assembly(config, roles=frozenset({"actor", "ref"}), model_dir=folder, rank=0, device=cpu)
+    _average(assembly.actor.model, assembly.roles["ref"].model)
+
+
+def _average_of_megatron(rank: int, folder: Path) -> None:
+    from streamrl.trainer.backends.megatron.model import MegatronModel
+
+    spec = make_spec(folder, lr=None, averaged=True, dtype=torch.bfloat16)
+    target = MegatronModel(spec, layout=Layout(), rank=rank, timeout_seconds=TIMEOUT_SECONDS)
+    computed = {name: parameter.clone() for name, parameter in target._module.named_parameters()}
+    _average(TorchModel(make_spec(folder)), target)
+    moved = [not torch.equal(parameter, computed[name]) for name, parameter in target._module.named_parameters()]
+    assert any(moved)  # it computes with the average, rounded
+    target.offload()
+    target.onload()
+    assert {weight.dtype for _, weight in target.gather_weights()} == {torch.float32}
+    target.close()
+
+
+def test_a_moving_average_of_megatron_moves_in_bfloat16_too(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    run_world(1, _average_of_megatron, save_model(tmp_path / "model"))
 
 
 def test_weights_are_given_and_published_across_layouts_and_backends(tmp_path: Path) -> None:

@@ -67,6 +67,10 @@ class MegatronModel:
             """What this rank holds of the parameters of its stage, by their number."""
             for number, parameter in self._parameters.items():
                 _mark(parameter, self._weights[number])
+            self._averages: dict[Tensor, Tensor] = {}
+            """The float32 weights of a moving average, by the parameters that it is computed with."""
+            if spec.averaged and spec.dtype != torch.float32:
+                self._averages = {p: torch.zeros_like(p, dtype=torch.float32) for p in self._parameters.values()}
             self._routers = [module for module in network.modules() if isinstance(module, ReplayingRouter)]
             self._trainable = None
             self._module: Any = network
@@ -176,8 +180,8 @@ class MegatronModel:
     def offload(self) -> None:
         if self._offloaded is not None:
             return
-        tensors = [*self._parameters.values(), *([] if self._trainable is None else self._trainable.tensors())]
-        self._offloaded = Offloaded(tensors)
+        trained = [] if self._trainable is None else self._trainable.tensors()
+        self._offloaded = Offloaded([*self._parameters.values(), *self._averages.values(), *trained])
 
     def onload(self) -> None:
         if self._offloaded is not None:
@@ -345,7 +349,9 @@ class MegatronModel:
         return (0, parameter.numel()) if which == 0 else (0, 0)
 
     def _master(self, parameter: Tensor) -> Tensor | None:
-        return parameter if self._trainable is None else self._trainable.master(parameter)
+        if self._trainable is None:
+            return self._averages.get(parameter, parameter)
+        return self._trainable.master(parameter)
 
     def _store_weight(self, number: int, shard: Tensor) -> None:
         parameter = self._parameters[number]

@@ -250,6 +250,8 @@ class Trained(msgspec.Struct, frozen=True):
     empty if another rank computes it."""
     update_seconds: float = 0.0
     """The part of `compute_seconds` that the optimizer took."""
+    updates: int = 1
+    """Optimizer steps; the losses in `sums` are those of all of them, added up."""
 
 
 class BeingScored(msgspec.Struct, frozen=True):

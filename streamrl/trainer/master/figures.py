@@ -36,6 +36,9 @@ MEAN_OF_PART = {
 }
 """Sum → metric of a part of the tokens."""
 
+LOSSES = frozenset({"loss", "critic/loss"})
+"""Of these a step tells the mean of its optimizer steps."""
+
 
 def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_version: int) -> dict[str, float]:
     """Return what the batch was."""
@@ -83,7 +86,8 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
     maxima: dict[str, float] = {}
     for rank in trained:
         for name, value in rank.sums.items():
-            sums[name] = sums.get(name, 0.0) + value
+            share = value / rank.updates if name in LOSSES else value
+            sums[name] = sums.get(name, 0.0) + share
         for name, value in rank.maxima.items():
             maxima[name] = max(maxima.get(name, value), value)
     tokens = max(sums.get("tokens", 0.0), 1.0)

@@ -254,6 +254,7 @@ class Computation:
             token_ages=_token_ages(items.values()) if told and isinstance(role, Actor) else {},
             update_seconds=found.update_seconds,
             compared=found.compared,
+            updates=len(call.minibatches) * self._config.algorithm.epochs,
         )
 
     def _seed(self, role: str, policy_version: int) -> None:

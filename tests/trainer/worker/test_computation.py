@@ -360,3 +360,13 @@ def test_the_effective_sample_size_is_the_batchs(tmp_path, micro):
     ]
     wanted = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
     assert train_metrics([trained])["effective_sample_size"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_loss_of_a_step_is_the_mean_of_its_optimizer_steps(tmp_path):
+    groups = some_groups(2)
+    passes = {"epochs": 2, "proximal": "behavior"}
+    worker = Worker(tmp_path, groups=groups, algorithm={"minibatches": 2, **passes}, lr=1e-12)
+    parts = [([seq], sampled([group]), group.size) for seq, group in enumerate(groups)]
+    alone = [train_metrics([worker.train([part])])["loss"] for part in parts]
+    assert abs(sum(alone)) > 1e-3
+    assert train_metrics([worker.train(parts)])["loss"] == pytest.approx(sum(alone) / 2, rel=1e-4)

@@ -265,6 +265,11 @@ class _Reader:
             group_seconds=worker / 2 / max(1.0, done + rejected),
             reward_seconds=reward,
             reward_wait_seconds=waits if waits > NOTABLE_WAIT_SECONDS else 0.0,
+            rewards_at_once=any(
+                entry.stats.get("reward_calls_at_once", 0.0) > 1
+                for entries in self._of_role("rollout")
+                for entry in entries
+            ),
             overhead_seconds=control / groups,
             train_seconds=fixed,
             train_token_seconds=max(0.0, train - fixed) * config.trainer.workers / max(1.0, tokens),

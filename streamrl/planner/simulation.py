@@ -77,10 +77,13 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     group_seconds: float = 0.0
     """Processor time of a rollout worker to begin a group."""
     reward_seconds: float = 0.0
-    """Processor time of one reward, and of what a rollout worker does with the response; rewards wait for a reward
-    process that is free."""
+    """Processor time of one reward, and of what a rollout worker does with the response; rewards wait for a place in a
+    reward process."""
     reward_wait_seconds: float = 0.0
-    """For which a reward waits for something else, and keeps its reward process."""
+    """For which a reward waits for something else, and keeps its place in a reward process."""
+    rewards_at_once: bool = False
+    """Whether a reward process has a place for each of `rollout.reward.concurrent_calls` calls, which wait at the same
+    time and compute one after another; else it has one."""
     overhead_seconds: float = 0.0
     """Processor time of manager and master for one group."""
     train_seconds: float
@@ -449,7 +452,11 @@ class _Run:
         self._groups: dict[int, _Group] = {}
         self._lengths = [group for group in costs.response_lengths if group]
         self._rewards_waiting: deque[_Group] = deque()
-        self._reward_processes = config.rollout.reward.processes * config.rollout.workers
+        reward = config.rollout.reward
+        self._reward_processes = reward.processes * config.rollout.workers
+        """Those that compute nothing."""
+        self._reward_places = self._reward_processes * (reward.concurrent_calls if costs.rewards_at_once else 1)
+        """Those that are free."""
         self._version = 0
         self._training = False
         self._publishing = False
@@ -603,18 +610,21 @@ class _Run:
         self._admit()
 
     def _score(self) -> None:
-        while self._reward_processes and self._rewards_waiting:
+        while self._reward_processes and self._reward_places and self._rewards_waiting:
             self._reward_processes -= 1
+            self._reward_places -= 1
             self.cores.begin(self.costs.reward_seconds, partial(self._computed, self._rewards_waiting.popleft()))
 
     def _computed(self, group: _Group) -> None:
+        self._reward_processes += 1
         if self.costs.reward_wait_seconds:
             self.at(self.now + self.costs.reward_wait_seconds, partial(self._end_score, group))
+            self._score()
         else:
             self._end_score(group)
 
     def _end_score(self, group: _Group) -> None:
-        self._reward_processes += 1
+        self._reward_places += 1
         self._scored(group)
         self._score()
 

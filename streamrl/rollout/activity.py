@@ -45,7 +45,9 @@ class Activity:
         self.agent_retries: Callable[[], int] = int
         """Returns how many requests of agents were answered with an earlier one's answer."""
         self.reward_busy_seconds: Callable[[], float] = float
-        """Returns how long the reward processes have been busy; 0 where there are none."""
+        """Returns how long the reward function took, over all calls; 0 where there are no reward processes."""
+        self.reward_calls_at_once: Callable[[], int] = int
+        """Returns how many calls each reward process makes at the same time; 0 where there is none."""
         self._under_way: Counter[str] = Counter()
         """How many responses or groups are in each stage."""
         self._tokens = 0
@@ -81,6 +83,7 @@ class Activity:
             "interruptions_total": self._interruptions,
             "reward_seconds_total": self._reward_seconds,
             "reward_busy_seconds_total": self.reward_busy_seconds(),
+            "reward_calls_at_once": self.reward_calls_at_once(),
             "reward_errors_total": self.reward_errors,
         }
         if playing := self._under_way[PLAYING]:

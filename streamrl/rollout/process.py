@@ -95,6 +95,7 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
         joined.at_exit.push_async_callback(rewards.close)
         pool = rewards
         joined.activity.reward_busy_seconds = lambda: pool.busy_seconds
+        joined.activity.reward_calls_at_once = lambda: pool.calls_at_once
     async with asyncio.TaskGroup() as starting:
         if rewards is not None:
             starting.create_task(rewards.start())

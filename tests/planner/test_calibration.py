@@ -53,6 +53,15 @@ def test_a_run_on_devices_of_its_own_is_timed_by_the_clock(tmp_path: Path) -> No
     assert costs.publish_seconds == pytest.approx(0.15)
 
 
+def test_a_run_with_a_coroutine_reward_is_told_from_others(tmp_path: Path) -> None:
+    folder = write_calibration(tmp_path / "run")
+    assert not read_calibration(folder).costs.rewards_at_once
+    timeline = folder / "timeline.jsonl"
+    busy = '"reward_busy_seconds_total"'
+    timeline.write_text(timeline.read_text().replace(busy, f'"reward_calls_at_once": 64, {busy}'))
+    assert read_calibration(folder).costs.rewards_at_once
+
+
 def test_an_older_run_that_tells_no_processor_time(tmp_path: Path) -> None:
     folder = write_calibration(tmp_path / "run")
     timeline = folder / "timeline.jsonl"

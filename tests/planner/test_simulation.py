@@ -126,6 +126,14 @@ def test_rewards_and_rollout_workers_take_their_time() -> None:
     assert period(simulate(two, costs)) == pytest.approx(10 + 1.5 + 1.0 + 4)
 
 
+def test_calls_of_a_coroutine_reward_wait_together_and_compute_in_turn() -> None:
+    costs = costs_of(lengths=[[11] * 4], reward_seconds=0.5, reward_wait_seconds=3.0, rewards_at_once=True, train=4.0)
+    config = settings_of(siblings=4, slots=4)
+    assert period(simulate(config, costs)) == pytest.approx(10 + 4 * 0.5 + 3.0 + 4)
+    two = settings_of(siblings=4, slots=4, rollout={"reward": {"concurrent_calls": 2}})
+    assert period(simulate(two, costs)) == pytest.approx(10 + 2 * 3.5 + 0.5 + 4)
+
+
 def test_places_in_rollout_workers_limit_what_runs() -> None:
     config = settings_of(eta=4, batch=2, slots=8, rollout={"max_concurrent_groups": 1})
     found = simulate(config, costs_of(train=1.0, group_seconds=2.0))

@@ -107,6 +107,7 @@ async def test_calls_of_a_coroutine_function_run_at_the_same_time(function: str)
         others = (rewards.score(response("meet 12"), prompt(seq=i)) for i in range(30))
         assert await asyncio.gather(first, *others) == [1.0] * 31
         assert await rewards.score(response("most"), prompt()) == 12
+        assert rewards.calls_at_once == 12
 
 
 async def test_a_coroutine_that_takes_too_long_is_cancelled_and_the_others_go_on() -> None:

@@ -120,6 +120,12 @@ class RewardPool:
             ),
         )
 
+    @property
+    def calls_at_once(self) -> int:
+        """How many calls each process makes at the same time: more than one only of a coroutine function, once it is
+        loaded."""
+        return self._at_once if any(child.at_once for child in self._children) else 1
+
     async def start(self) -> None:
         """Start all processes at once; raises `RewardError` when the function cannot be loaded."""
         for child in self._children:

@@ -574,7 +574,9 @@ class _Run:
         """Draw the lengths of one group's siblings, which are alike in a group that was seen."""
         size = self.config.rollout.group_size
         seen = self._draw.choice(self._lengths)
-        limit = self.config.rollout.sampling.max_new_tokens * (self.config.rollout.workflow.name == "single_turn")
+        rollout = self.config.rollout
+        one_turn = rollout.workflow.name == "single_turn" and not rollout.agent.used
+        limit = rollout.sampling.max_new_tokens * one_turn  # of each turn
         drawn = list(seen) if len(seen) == size else self._draw.choices(seen, k=size)
         return [min(length, limit) if limit else length for length in drawn]
 

@@ -113,6 +113,20 @@ def test_the_slowest_response_holds_up_a_synchronous_batch() -> None:
     assert found.slots_used == pytest.approx((2 + 20) / (2 * 24))
 
 
+@pytest.mark.parametrize(
+    ("rollout", "length"),
+    [
+        ({}, 11),
+        ({"workflow": {"name": "multi_turn"}}, 31),
+        ({"agent": {"function": "somewhere:agent"}}, 31),
+    ],
+    ids=["single_turn", "multi_turn", "agent"],
+)
+def test_most_new_tokens_are_those_of_a_turn(rollout: dict[str, Any], length: int) -> None:
+    config = settings_of(rollout={"sampling": {"max_new_tokens": 11}, **rollout})
+    assert period(simulate(config, costs_of(lengths=[[31]], train=4.0))) == pytest.approx(length - 1 + 4)
+
+
 def test_a_prompt_is_computed_once_for_its_group() -> None:
     costs = costs_of(lengths=[[11, 11]], prompt_tokens=100.0, prompt_token_seconds=0.02, train=4.0)
     assert period(simulate(settings_of(siblings=2, slots=2), costs)) == pytest.approx(2 + 10 + 4)

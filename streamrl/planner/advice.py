@@ -172,11 +172,14 @@ def alternatives(config: Config, calibration: Calibration) -> Iterator[Settings]
         if costs.cores is not None and config.gserver.count < costs.cores:
             yield {GSERVERS: config.gserver.count + 1}
     if not (costs.trainer_on_cores or costs.gservers_on_cores or config.gserver.engine == "simulated"):
-        devices = config.gserver.count + config.trainer.data_parallel
+        of_a_gserver = config.gserver.sglang.tensor_parallel
+        of_a_rank = config.trainer.workers // config.trainer.data_parallel
+        devices = config.gserver.count * of_a_gserver + config.trainer.workers
         for step in (-4, -2, -1, 1, 2, 4):
             gservers = config.gserver.count + step
-            if 0 < gservers < devices:
-                yield {GSERVERS: gservers, RANKS: devices - gservers}
+            ranks, left = divmod(devices - gservers * of_a_gserver, of_a_rank)
+            if gservers > 0 and ranks > 0 and not left:
+                yield {GSERVERS: gservers, RANKS: ranks}
 
 
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:

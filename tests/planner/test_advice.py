@@ -121,6 +121,21 @@ def test_alternatives_are_of_the_machine() -> None:
     assert not any("trainer.data_parallel" in changed for changed in on_cores)
 
 
+def test_other_divisions_have_as_many_devices() -> None:
+    config = from_dict(
+        BASE
+        | {
+            "gserver": {"engine": "sglang", "count": 3, "sglang": {"tensor_parallel": 2}},
+            "trainer": {"backend": "megatron", "data_parallel": 2, "tensor_parallel": 4, "batch_groups": 4},
+        }
+    )
+    divisions = [changed for changed in alternatives(config, calibration()) if advice.RANKS in changed]
+    assert divisions == [
+        {"gserver.count": 1, "trainer.data_parallel": 3},
+        {"gserver.count": 5, "trainer.data_parallel": 1},
+    ]
+
+
 def test_settings_that_are_not_allowed() -> None:
     with pytest.raises(ConfigError, match="max_staleness"):
         with_settings(from_dict(BASE), {"staleness.max_staleness": -1})

@@ -240,7 +240,7 @@ class Computation:
                     kept=frozenset(call.kept).intersection(minibatch.seqs) if first_epoch else frozenset(),
                 ),
                 found,
-                before_update=self._wait_for_publication,
+                before_update=self._wait_for_publication if mfc.role == ACTOR else _at_once,
             )
         if isinstance(role, Actor):
             role.end_step(found.sums)
@@ -345,6 +345,10 @@ class Computation:
         if call.final and (failure := self._writer.finish(limit=limit)):
             raise TrainingError(f"{failure}, then go on with `streamrl run CONFIG --resume`")
         return Saved(unwritten)
+
+
+def _at_once() -> None:
+    """Weights that nobody publishes may change at any time."""
 
 
 def call_users_function(

@@ -251,6 +251,18 @@ def test_weights_change_only_once_their_publication_has_read_them_and_inference_
     assert moved()
 
 
+def test_a_critic_learns_while_the_policy_is_being_published(tmp_path):
+    groups = some_groups(2)
+    worker = Worker(tmp_path, groups=groups, algorithm={"advantage": "gae"}, step_timeout_seconds=0.1)
+    worker.computation.carry_out(Inference("critic_inf", [0, 1]))
+    worker.free.clear()
+    part = MinibatchShare([0, 1], sampled(groups), 8)
+    trained = worker.computation.carry_out(TrainStep("critic_train", 1, 0, [part]))
+    assert trained.blocked_seconds == 0
+    with pytest.raises(DeadlineExceeded, match="publication"):
+        worker.train([([0, 1], sampled(groups), 8)])
+
+
 def test_the_actor_goes_away_between_publications_only(tmp_path):
     (group,) = some_groups(1)
     settings = {"graph": "tests.trainer.test_graph:users_graph"}

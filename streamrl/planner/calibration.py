@@ -238,7 +238,7 @@ class _Reader:
         prompt_tokens = self._prompt_tokens()
         tokens = (self._sum("tokens_sampled") + prompt_tokens * groups) / len(self._steps)
         rejected = self._counted("rollout", "groups_rejected_total") + self._counted("rollout", "groups_uniform_total")
-        responses = self._counted("rollout", "groups_done_total") * config.rollout.group_size
+        responses = (done + rejected) * config.rollout.group_size
         worker = self._counted("rollout", PROCESSOR_SECONDS)
         reward = (worker / 2 + self._counted("rollout", CHILDREN_SECONDS)) / max(1.0, responses)
         waits = self._counted("rollout", "reward_busy_seconds_total") / max(1.0, responses) - reward

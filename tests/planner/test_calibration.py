@@ -53,6 +53,21 @@ def test_a_run_on_devices_of_its_own_is_timed_by_the_clock(tmp_path: Path) -> No
     assert costs.publish_seconds == pytest.approx(0.15)
 
 
+def test_groups_that_were_dropped_cost_rewards_too(tmp_path: Path) -> None:
+    folder = write_calibration(tmp_path / "run")
+    costs = read_calibration(folder).costs
+    timeline = folder / "timeline.jsonl"
+    beats = [json.loads(line) for line in timeline.read_text().splitlines()]
+    for beat in beats:
+        if beat["role"] == "rollout":
+            beat["stats"]["groups_uniform_total"] = beat["stats"]["groups_done_total"]
+    timeline.write_text("".join(json.dumps(beat) + "\n" for beat in beats))
+    found = read_calibration(folder).costs
+    assert found.rejected_share == pytest.approx(0.5)
+    for cost in ("group_seconds", "reward_seconds", "reward_wait_seconds"):
+        assert getattr(found, cost) == pytest.approx(getattr(costs, cost) / 2), cost
+
+
 def test_a_run_with_a_coroutine_reward_is_told_from_others(tmp_path: Path) -> None:
     folder = write_calibration(tmp_path / "run")
     assert not read_calibration(folder).costs.rewards_at_once

@@ -33,8 +33,9 @@ class Prompt(msgspec.Struct, frozen=True):
     """Row of the data set."""
     epoch: int
     """How many times the data set was passed through before this prompt."""
-    messages: list[dict[str, str]]
-    """The conversation so far, as chat messages with `role` and `content`."""
+    messages: list[dict[str, Any]]
+    """The conversation so far, as chat messages with `role`, `content` and whatever else the row has in them (JSON
+    types)."""
     input_ids: list[int]
     """`messages` rendered by the chat template and tokenized, generation prompt included."""
     answer: Any

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 from hypothesis import given
@@ -74,6 +75,12 @@ async def pool(
 async def test_scores_with_arguments() -> None:
     async with pool(args={"scale": 2.5}) as rewards:
         assert await rewards.score(response("anything"), prompt()) == 2.5
+
+
+async def test_messages_need_not_be_text_alone() -> None:
+    asked = {"role": "user", "content": [{"type": "text", "text": "1+1?"}], "name": None}
+    async with pool(timeout=2.0) as rewards:
+        assert await rewards.score(response("anything"), msgspec.structs.replace(prompt(), messages=[asked])) == 1.0
 
 
 async def test_failures_are_told_apart_and_the_pool_goes_on() -> None:

@@ -358,13 +358,15 @@ class RemoteAgents:
     async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._offers.put_nowait((Lease(task, access), taken))
-        await asyncio.wait((taken,), timeout=UNTAKEN_SECONDS)
-        if not taken.done() and not self._warned:
-            self._warned = True
-            log.warning(
-                "%d episodes wait for an agent: nobody asks POST %s", self._offers.qsize(), access.root + "/episodes"
-            )
-        await taken
+        try:
+            await asyncio.wait((taken,), timeout=UNTAKEN_SECONDS)
+            if not taken.done() and not self._warned:
+                self._warned = True
+                waiting, path = self._offers.qsize(), access.root + "/episodes"
+                log.warning("%d episodes wait for an agent: nobody asks POST %s", waiting, path)
+            await taken
+        finally:
+            taken.cancel()  # to `wait` for it would not: one that was given up is not to be leased
         begun()
         return Score()
 

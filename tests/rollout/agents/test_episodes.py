@@ -20,6 +20,7 @@ from streamrl.config import AgentConfig, Config, RolloutConfig
 from streamrl.errors import AgentError, WireError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
+from streamrl.rollout.agents.pipe import Endpoint
 from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.runner import Agents, RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
@@ -427,6 +428,21 @@ async def test_an_agent_elsewhere_leases_episodes() -> None:
             for again, status in ((0.5, 200), (0.75, 410)):
                 async with asking.post(lease["score_url"], json={"score": again}, headers=shown) as answer:
                     assert answer.status == status
+
+
+async def test_an_episode_whose_group_was_given_up_is_not_leased() -> None:
+    agents = RemoteAgents()
+    given_up, waiting = (
+        asyncio.create_task(agents.run({"number": number}, Endpoint("", "", "", ""), begun=lambda: None))
+        for number in range(2)
+    )
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    lease = await agents.lease(1.0)
+    assert lease is not None
+    assert lease.task == {"number": 1}
+    await waiting
 
 
 async def test_who_asks_for_an_episode_shows_the_key_where_there_is_one() -> None:

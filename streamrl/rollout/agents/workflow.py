@@ -409,7 +409,8 @@ class AgentWorkflow:
                         waiting.close()
 
                     earned = episode.earned(await self._agents.run(task_of(prompt), self._access(episode), begun=begun))
-                    if not earned.said.said and (self._config.scored_by == "agent" or episode.notified is not None):
+                    scores = self._config.scored_by == "agent" or self._config.remote  # elsewhere nothing else ends it
+                    if not earned.said.said and (scores or episode.notified is not None):
                         own = earned.said.metrics
                         earned = await episode.scored()
                         if own:

@@ -25,6 +25,7 @@ from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.runner import Agents, RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
 from streamrl.rollout.groups import check_trajectory
+from streamrl.rollout.reward.protocol import Response
 from streamrl.transport.generation import SamplingParams
 from streamrl.types import Prompt, Trajectory
 from tests.processes import lives
@@ -428,6 +429,26 @@ async def test_an_agent_elsewhere_leases_episodes() -> None:
             for again, status in ((0.5, 200), (0.75, 410)):
                 async with asking.post(lease["score_url"], json={"score": again}, headers=shown) as answer:
                     assert answer.status == status
+
+
+async def test_an_agent_elsewhere_ends_its_episode_with_a_score_also_where_a_reward_function_judges() -> None:
+    class Judge:
+        async def score(self, response: Response, prompt: Prompt) -> float:
+            return float(len(response.text))
+
+    config = AgentConfig(remote=True, scored_by="reward", timeout_seconds=5)
+    async with playing(config) as workflow, session("Two<|im_end|>", rewards=Judge()) as (made, _):
+        playing_it = asyncio.create_task(workflow.run(task("1+1?"), made))
+        async with aiohttp.ClientSession() as asking:
+            async with asking.post(f"{workflow._url}/episodes") as answer:
+                lease = await answer.json()
+            async with AsyncOpenAI(base_url=lease["base_url"], api_key=lease["api_key"]) as client:
+                await client.chat.completions.create(model=lease["model"], messages=lease["task"]["messages"])
+            shown = {"Authorization": f"Bearer {lease['api_key']}"}
+            async with asking.post(lease["score_url"], json={"score": 0}, headers=shown) as answer:
+                assert answer.status == 200
+            (found,) = await playing_it
+    assert found.reward == len("Two")
 
 
 async def test_an_episode_whose_group_was_given_up_is_not_leased() -> None:

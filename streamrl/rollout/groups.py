@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from streamrl.config import Config
-from streamrl.errors import DataError, WireError, first_error
+from streamrl.errors import DataError, StreamRLError, WireError, first_error
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
@@ -108,7 +108,14 @@ class GroupMaker:
             activity=self._activity,
             before_scoring=before_scoring,
         )
-        found = await self._workflow.run(prompt, session)
+        try:
+            found = await self._workflow.run(prompt, session)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # a group of tasks takes this for the end that it asked for: nobody would hear of the failure
+            raise StreamRLError("the workflow was cancelled by itself: something that it awaited was") from error
         trajectories = found if isinstance(found, list) else [found]
         if not trajectories:
             raise WireError("a workflow that returned no trajectory: the policy was not asked for anything")

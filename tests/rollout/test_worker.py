@@ -212,6 +212,16 @@ async def test_a_refused_request_rejects_its_group_alone(model_dir: Path, caplog
     assert len([record for record in caplog.records if "group 5 is rejected" in record.getMessage()]) == 1
 
 
+async def test_a_workflow_that_is_cancelled_by_itself_rejects_its_group(model_dir: Path) -> None:
+    config = configure(workflow={"name": "tests.rollout.user_code:CancelsItself"})
+    async with stage(say, model_dir, config) as on:
+        await on.manager.give(range(4))
+        await on.manager.until(lambda: set(on.manager.rejected) == {1, 3})
+        await on.trainer.until(2)
+        await on.finish()
+    assert "the workflow was cancelled by itself" in on.manager.rejected[3]
+
+
 async def test_prompts_that_are_too_long_are_rejected(model_dir: Path) -> None:
     config = configure(data={"max_prompt_tokens": 5})
     async with stage(say, model_dir, config) as on:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from streamrl.rollout.reward.protocol import Response
-from streamrl.rollout.workflows import Session, TrajectoryBuilder
+from streamrl.rollout.workflows import Session, SingleTurn, TrajectoryBuilder
 from streamrl.types import Prompt, Trajectory
 
 
@@ -169,6 +169,17 @@ class Hinted:
         generation = await session.generate(builder.input_ids, max_new_tokens=3)
         builder.append_sampled(generation)
         return builder.build(reward=0.5, finish_reason="hinted")
+
+
+class CancelsItself:
+    """Waits for a task of its own that is cancelled, for every second prompt."""
+
+    async def run(self, prompt: Prompt, session: Session) -> Trajectory:
+        if prompt.seq % 2:
+            waiting = asyncio.create_task(asyncio.sleep(600))
+            asyncio.get_running_loop().call_soon(waiting.cancel)
+            await waiting
+        return await SingleTurn().run(prompt, session)
 
 
 class NotAWorkflow:

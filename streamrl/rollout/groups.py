@@ -51,7 +51,7 @@ class GroupMaker:
         """Return the group of `seq`, generated at the gserver that `route` names.
 
         The first sibling that fails ends the others, and its error is raised. `before_scoring` is awaited, with the
-        sibling's number, before each of its scores.
+        sibling's number, before each of its scores, and at its end.
         """
         started = time.monotonic()
         prompt = self._prompt(seq)
@@ -121,6 +121,7 @@ class GroupMaker:
             raise WireError("a workflow that returned no trajectory: the policy was not asked for anything")
         for trajectory in trajectories:
             check_trajectory(trajectory)
+        await session.generated()  # one that was not scored is as far as the others: nobody is to wait for it
         return trajectories, session.reward_parts
 
 

@@ -1,7 +1,7 @@
 """A rollout worker in a synchronous graph: it generates and scores when the master calls for it.
 
-Each group runs as it does otherwise, up to the first time that one of its responses is to be scored. There it waits
-until the master has all of the batch generated and calls for scores.
+Each group runs as it does otherwise, until each of its siblings is to be scored for the first time, or has ended
+without. There it waits until the master has all of the batch generated and calls for scores.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import re
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -158,21 +159,28 @@ class _AgentProcess:
         episode = next(self._episodes)
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting[episode] = future
+        future.add_done_callback(partial(self._ended, episode))
         try:
             await self.ready()
             self._send(Begin(episode, task, access))
-            begun()
+        except BaseException as error:
+            future.cancel()  # it has not begun, so there is nothing to end
+            if isinstance(error, TypeError):
+                raise AgentError(f"the task cannot be sent to the agent: {error}") from error
+            raise
+        begun()
+        try:
             return await asyncio.shield(future)
-        except TypeError as error:
-            raise AgentError(f"the task cannot be sent to the agent: {error}") from error
         except asyncio.CancelledError:
             if not future.done():
                 await asyncio.shield(self._cancel(episode, future))
             raise
-        finally:
-            self._waiting.pop(episode, None)
-            if future.done() and not future.cancelled():
-                future.exception()  # seen
+
+    def _ended(self, episode: int, future: asyncio.Future[Score]) -> None:
+        """Forget an episode: not before it has ended, though it may be given up several times meanwhile."""
+        del self._waiting[episode]
+        if not future.cancelled():
+            future.exception()  # seen
 
     async def stop(self) -> None:
         """End the process for good."""

@@ -20,7 +20,7 @@ from streamrl.config import AgentConfig, Config, RolloutConfig
 from streamrl.errors import AgentError, WireError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
-from streamrl.rollout.agents.pipe import Endpoint
+from streamrl.rollout.agents.pipe import Endpoint, Score
 from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.runner import Agents, RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
@@ -328,6 +328,34 @@ async def assert_ends_with_its_episode(config: AgentConfig, question: str, file:
         episode.cancel()
         await asyncio.gather(episode, return_exceptions=True)
         assert await asyncio.to_thread(is_gone, pid)
+
+
+def asked(agents: Agents, question: str) -> asyncio.Task[Score]:
+    """An episode of an agent that does not ask the policy."""
+    return asyncio.create_task(
+        agents.run({"question": question}, Endpoint("http://x", "1", "key", "policy"), begun=lambda: None)
+    )
+
+
+async def test_an_episode_that_ends_before_it_begins_ends_no_others() -> None:
+    async with started(msgspec.structs.replace(SOLVE, environment=["OTHER_API_KEY"])) as agents:
+        with pytest.raises(AgentError, match="exit code 7"):
+            await asked(agents, "exit")
+        other, given_up = asked(agents, "sleep 3"), asked(agents, "nothing")  # both wait for the next process
+        await asyncio.sleep(0.1)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        assert await other == Score(1.0)
+
+
+async def test_an_episode_that_is_given_up_twice_ends_no_others() -> None:
+    async with started(SOLVE) as agents:
+        other, slow_to_end = asked(agents, "sleep 4"), asked(agents, "sleep 600 0.5")
+        await asyncio.sleep(0.5)
+        for _ in range(2):  # at its time limit, and because a sibling has failed
+            slow_to_end.cancel()
+            await asyncio.sleep(0.1)
+        assert await other == Score(1.0)
 
 
 # --- programs ---

@@ -98,6 +98,12 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
             case ["hang"]:
                 await say(("user", "1+1?"))
                 await asyncio.sleep(600)
+            case ["sleep", seconds, *before_the_end]:
+                try:
+                    await asyncio.sleep(float(seconds))
+                finally:
+                    await asyncio.sleep(float("".join(before_the_end) or 0))
+                return 1.0
             case ["spin"]:
                 while True:
                     pass

@@ -60,7 +60,7 @@ FIRST_PAUSE_SECONDS = 0.05
 STREAM_EVENTS = 128
 """Most events of one streamed request: each tells all tokens so far."""
 OnTokens = Callable[[list[int]], None]
-"""Is told further tokens of a response."""
+"""Is told further tokens of a response, at least one."""
 log = logging.getLogger(__name__)
 
 
@@ -221,7 +221,8 @@ class Generator:
         kept = unmixed(reply).output_ids
         if kept[: len(told)] != told:
             raise WireError(f"{gserver} takes back some of {len(told)} tokens that it has streamed")
-        on_tokens(kept[len(told) :])
+        if further := kept[len(told) :]:
+            on_tokens(further)
         return reply, False
 
     def _params(

@@ -133,11 +133,13 @@ async def asked(policy: Policy) -> AsyncIterator[tuple[str, Episode]]:
 
 
 @pytest.mark.parametrize("ask", [with_openai, with_anthropic, with_responses])
-@pytest.mark.parametrize("cut", ["<think>\nTwo and", f"<think>\n{THOUGHT}\n</think>\n\nI add"])
+@pytest.mark.parametrize("cut", ["", "<think>\nTwo and", f"<think>\n{THOUGHT}\n</think>\n\nI add"])
 async def test_a_model_is_streamed_as_it_speaks_and_says_the_same_as_in_one_piece(ask: Any, cut: str) -> None:
     found = []
     for stream in (True, False):
         policy = Policy(cut=cut)
+        if not cut:
+            policy.heard.set()  # nothing comes before the update
         async with asked(policy) as (url, episode):
             found.append(await ask(url, episode.key, stream, policy.heard))
             (one,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)

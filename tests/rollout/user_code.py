@@ -62,6 +62,8 @@ def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
             return float("nan")
         case ["text"]:
             return "good"
+        case ["huge"]:
+            return 10**400
         case ["print"]:
             print("\x01\x02" * 3000, flush=True)  # noqa: T201
             os.write(1, b"straight to the descriptor")
@@ -127,6 +129,8 @@ async def judge(response: Response, prompt: Prompt) -> float:
                 raise LookupError("no such thing")
             case ["nan"]:
                 return float("nan")
+            case ["huge"]:
+                return 10**400
             case ["most"]:
                 return _most_inside
         return 1.0

@@ -114,7 +114,7 @@ class ChatTokenizer:
     ) -> str:
         """Return a conversation as text; `answering`: up to where the model answers.
 
-        Raises `DataError` when the chat template refuses it.
+        Raises `DataError` when the chat template refuses it, or fails because something in it is of another type.
         """
         from jinja2 import TemplateError
 
@@ -124,6 +124,6 @@ class ChatTokenizer:
                     messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=answering
                 )
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             roles = ", ".join(message["role"] for message in messages)
             raise DataError(f"the chat template refuses a conversation of {roles}: {error}") from error

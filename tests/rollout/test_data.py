@@ -245,3 +245,12 @@ def test_a_template_that_refuses_says_so() -> None:
     chat = make_chat("{{ raise_exception('only users here') }}")
     with pytest.raises(DataError, match=r"conversation of user.*only users here"):
         chat.render([{"role": "user", "content": "a"}])
+
+
+def test_a_template_that_fails_says_so(tmp_path: Path) -> None:
+    rows = [{"prompt": [{"role": "user", "content": content}]} for content in ("a", ["b"])]
+    chat = make_chat("{{ 'asked: ' + messages[0]['content'] }}")
+    source = opened(chat, source="jsonl", path=str(jsonl(tmp_path, *rows)), shuffle=False)
+    assert chat.decode(source.prompt(0).input_ids) == "asked: a"
+    with pytest.raises(DataError, match=r"refuses a conversation of user: .*list"):
+        source.prompt(1)

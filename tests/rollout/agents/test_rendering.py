@@ -44,6 +44,17 @@ def test_a_conversation_that_the_template_refuses_is_refused() -> None:
         renderer.render([Message(role="user", content="hello")], [])
 
 
+def test_a_template_that_fails_for_calls_of_tools_serves_all_other_conversations() -> None:
+    """As those of DeepSeek's models that take the arguments for text."""
+    chat = make_chat(TEMPLATE.replace("call['function'] | tojson", "'look' + call['function']['arguments']"))
+    renderer = TemplateRenderer(chat)
+    asked = Message(role="user", content="hello")
+    assert chat.decode(renderer.render([asked], [])) == "user\nhello\nassistant\n"
+    call = ToolCall(id="call_1", name="look", arguments="{}")
+    with pytest.raises(RequestRefused, match=r"refuses a conversation of user, assistant: .*dict"):
+        renderer.render([asked, Message(role="assistant", tool_calls=(call,))], [TOOL])
+
+
 def test_the_stop_string_is_not_part_of_the_answer() -> None:
     chat = make_chat()
     said = TemplateRenderer(chat).parse(SampledTokens([], chat.encode("12;rest;")), matched_stop=";")

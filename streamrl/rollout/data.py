@@ -92,11 +92,14 @@ class PromptSource:
             raise DataError(f"{where}: no column {self._prompt_key!r} for data.prompt_key; there is {', '.join(row)}")
         content = row[self._prompt_key]
         if isinstance(content, str):
-            messages = [{"role": "user", "content": content}]
+            messages: list[Message] = [{"role": "user", "content": content}]
         else:
             messages = _chat_messages(content, where=f"{where}, column {self._prompt_key!r}")
         if self._config.suffix:
             last = messages[-1]
+            if not isinstance(last["content"], str):
+                kind = type(last["content"]).__name__
+                raise DataError(f"{where}: data.suffix needs text to stand behind; the last message has a {kind}")
             messages[-1] = {**last, "content": last["content"] + self._config.suffix}
         if self._config.system_prompt is not None:
             if messages[0]["role"] == "system":

@@ -178,6 +178,7 @@ def test_hf_disk_without_the_package(chat: ChatTokenizer, tmp_path: Path, monkey
         ([{"prompt": 3}], {}, "neither a string nor a list of chat messages"),
         ([{"prompt": []}], {}, "empty conversation"),
         ([{"prompt": [{"role": "user"}]}], {}, "needs role and content"),
+        ([{"prompt": [{"role": "user", "content": None}]}], {"suffix": "!"}, "data.suffix needs text.*NoneType"),
         ([{"prompt": [{"role": "system", "content": "s"}]}], {"system_prompt": "t"}, "system message of its own"),
     ],
 )

@@ -168,7 +168,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
         listening=listening,
         port=agent.port + joined.membership.index if agent.port else 0,
-        hosts=Hosts([agent.host, *config.security.host_names]),
+        hosts=Hosts([agent.host, listening.announced, *config.security.host_names]),
         tls=server_context(None, config.security) if config.security.certificate and agent.remote else None,
     )
     joined.at_exit.push_async_callback(gateway.close)

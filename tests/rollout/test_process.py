@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
 
+import aiohttp
 import pytest
 
 from streamrl import config as configuration
 from streamrl.errors import ConfigError
 from streamrl.models import ensure_checkpoint
-from streamrl.rollout.process import load_data
+from streamrl.rollout.process import _open_workflow, load_data
+from streamrl.transport.addresses import Reach
+from tests.rollout.characters import make_chat
 
 SCRATCH = {"alphabet": "0123= ", "hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 16}
 
@@ -24,3 +31,20 @@ def test_a_stop_string_that_the_model_cannot_say_is_refused(tmp_path: Path) -> N
     )
     with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop has 'END', which the model cannot say"):
         load_data(config, ensure_checkpoint(config, cache=tmp_path))
+
+
+async def test_agents_elsewhere_may_ask_by_the_name_that_they_are_told() -> None:
+    config = configuration.from_dict({"rollout": {"agent": {"remote": True, "renderer": "template"}}})
+    async with AsyncExitStack() as at_exit:
+        joined: Any = SimpleNamespace(
+            membership=SimpleNamespace(index=0),
+            reach=Reach(announced="rollout.example", local="127.0.0.1", told=True),
+            activity=SimpleNamespace(),
+            at_exit=at_exit,
+        )
+        workflow: Any = await _open_workflow(config, joined=joined, chat=make_chat())
+        told = urlsplit(workflow._url)
+        assert told.hostname == "rollout.example"
+        asked = f"http://127.0.0.1:{told.port}/v1/models"
+        async with aiohttp.ClientSession() as agent, agent.get(asked, headers={"Host": told.netloc}) as answer:
+            assert answer.status == 401, "it has no episode's key; to be unknown by name is 403"

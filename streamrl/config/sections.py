@@ -206,7 +206,8 @@ class AgentConfig(Section, frozen=True):
     """Where a rollout worker serves its agents; empty: `remote` ones at the address by which others reach this worker,
     and its own at the loopback address."""
     port: NonNegative = 0
-    """Port of rollout worker 0; worker 1 has the next one, and so on. 0: any free ones."""
+    """Port of rollout worker 0; worker 1 has the next one, and so on, and the evaluator the one before. 0: any free
+    ones."""
     api_key_env: str = ""
     """Name of the environment variable with the key that whoever asks for an episode must show; empty: none. Agents
     have keys of their own, one for each episode."""

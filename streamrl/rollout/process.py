@@ -167,7 +167,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
         leases=agents if isinstance(agents, RemoteAgents) else None,
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
         listening=listening,
-        port=agent.port + joined.membership.index if agent.port else 0,
+        port=port_for_agents(agent.port, joined.membership.role, joined.membership.index),
         hosts=Hosts([agent.host, listening.announced, *config.security.host_names]),
         tls=server_context(None, config.security) if config.security.certificate and agent.remote else None,
     )
@@ -183,6 +183,16 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
         renderer=renderer,
         model=model,
     )
+
+
+def port_for_agents(port: int, role: Role, index: int) -> int:
+    """Return at which port a process serves its agents, where `rollout.agent.port` is `port`.
+
+    Rollout workers from there on, however many join; evaluators, which may be on the same machine, before it.
+    """
+    if not port:
+        return 0
+    return port + index if role == "rollout" else port - 1 - index
 
 
 def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:

@@ -14,8 +14,9 @@ import pytest
 from streamrl import config as configuration
 from streamrl.errors import ConfigError
 from streamrl.models import ensure_checkpoint
-from streamrl.rollout.process import _open_workflow, load_data
+from streamrl.rollout.process import _open_workflow, load_data, port_for_agents
 from streamrl.transport.addresses import Reach
+from streamrl.transport.control import Role
 from tests.rollout.characters import make_chat
 
 SCRATCH = {"alphabet": "0123= ", "hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 16}
@@ -37,7 +38,7 @@ async def test_agents_elsewhere_may_ask_by_the_name_that_they_are_told() -> None
     config = configuration.from_dict({"rollout": {"agent": {"remote": True, "renderer": "template"}}})
     async with AsyncExitStack() as at_exit:
         joined: Any = SimpleNamespace(
-            membership=SimpleNamespace(index=0),
+            membership=SimpleNamespace(role="rollout", index=0),
             reach=Reach(announced="rollout.example", local="127.0.0.1", told=True),
             activity=SimpleNamespace(),
             at_exit=at_exit,
@@ -48,3 +49,9 @@ async def test_agents_elsewhere_may_ask_by_the_name_that_they_are_told() -> None
         asked = f"http://127.0.0.1:{told.port}/v1/models"
         async with aiohttp.ClientSession() as agent, agent.get(asked, headers={"Host": told.netloc}) as answer:
             assert answer.status == 401, "it has no episode's key; to be unknown by name is 403"
+
+
+def test_rollout_workers_and_evaluators_of_one_machine_serve_their_agents_at_ports_of_their_own() -> None:
+    places: list[tuple[Role, int]] = [("rollout", 0), ("rollout", 1), ("evaluator", 0)]
+    assert [port_for_agents(8800, role, index) for role, index in places] == [8800, 8801, 8799]
+    assert [port_for_agents(0, role, index) for role, index in places] == [0, 0, 0]

@@ -142,6 +142,16 @@ async def test_a_coroutine_that_blocks_its_process_has_it_replaced(monkeypatch: 
         assert not lives(int(pid))
 
 
+async def test_a_coroutine_that_awaits_nothing_has_all_of_its_time_whatever_was_sent_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrl.rollout.reward.pool.HANG_SECONDS", 0.5)
+    async with pool("tests.rollout.user_code:judge", timeout=1.0) as rewards:
+        pid = await rewards.score(response("pid"), prompt())
+        assert await asyncio.gather(*(rewards.score(response("work 0.4"), prompt()) for _ in range(8))) == [1.0] * 8
+        assert await rewards.score(response("pid"), prompt()) == pid
+
+
 async def test_a_coroutine_that_cannot_be_cancelled_ends_in_time_while_others_come_and_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

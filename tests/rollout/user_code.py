@@ -121,6 +121,8 @@ async def judge(response: Response, prompt: Prompt) -> float:
                         await asyncio.sleep(600)
             case ["cancelled"]:
                 raise asyncio.CancelledError
+            case ["work", seconds]:
+                time.sleep(float(seconds))  # noqa: ASYNC251 - as who computes, and awaits nothing
             case ["block"]:
                 time.sleep(600)  # noqa: ASYNC251 - what it should not do
             case ["pid"]:

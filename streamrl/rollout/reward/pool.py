@@ -66,7 +66,9 @@ class _Scoring:
     """What to call it in an error."""
     outcome: asyncio.Future[float]
     began: float = 0.0
-    """When its process got to it, on the event loop's clock."""
+    """When its process got to it, as far as is known, on the event loop's clock."""
+    under_way: bool = False
+    """Whether its process has certainly got to it: one that was sent later has been made."""
 
 
 class RewardPool:
@@ -246,12 +248,26 @@ class RewardPool:
             scoring = next((one for one in sent if one.number == reply.number), None)
             if scoring is None:
                 raise WireError(f"it replied to call {reply.number}, which it does not have")
+            self._note_progress(sent, scoring, reply)
             sent.remove(scoring)
             self._ended(scoring, reply)
             if child.at_once:
                 self._came.set()  # there is room for another
-            elif sent:
-                sent[0].began = asyncio.get_running_loop().time()
+
+    def _note_progress(self, sent: deque[_Scoring], ended: _Scoring, reply: Reward | Failure) -> None:
+        """Note when the process got to those of `sent` of which the end of one tells it.
+
+        It begins them in the order in which they were sent. So it has begun those before `ended`, no later than that;
+        and where there is none, it may have come to the next one only now: coroutines that await nothing are made one
+        after another.
+        """
+        now = asyncio.get_running_loop().time()
+        before = list(itertools.takewhile(lambda one: one is not ended, sent))
+        for scoring in before:
+            if not scoring.under_way:
+                scoring.began, scoring.under_way = max(scoring.began, now - reply.seconds), True
+        if not before and len(sent) > 1 and not sent[1].under_way:
+            sent[1].began = now
 
     def _ended(self, scoring: _Scoring, reply: Reward | Failure) -> None:
         """Tell who asked, unless nobody waits any more."""
@@ -299,7 +315,7 @@ class _Child:
         """Send calls; raises `ConnectionError` when the process is gone."""
         now = asyncio.get_running_loop().time()
         for scoring in scorings:
-            scoring.began = now
+            scoring.began, scoring.under_way = now, False
         self._running().send(b"".join(scoring.frame for scoring in scorings))
 
     async def receive(self) -> RewardReply:

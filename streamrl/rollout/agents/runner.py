@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import re
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,6 +31,7 @@ from streamrl.children import (
     kill_group,
     module_command,
     module_environment,
+    reading,
     without_secrets,
 )
 from streamrl.config import Config
@@ -57,6 +58,8 @@ UNTAKEN_SECONDS = 60.0
 """An episode that no agent elsewhere has asked for by then is worth a warning."""
 CANCEL_SECONDS = 2.0
 """A process that has not ended a cancelled episode by then hangs, and is replaced."""
+REST_SECONDS = 1.0
+"""How long what a program printed is read on when it has ended: a daemon of its own may hold its output open."""
 TAIL_LINES = 12
 _NAME = re.compile(r"\{(\w+)\}")
 
@@ -277,25 +280,35 @@ class CommandAgents:
             kill_group(leader)
 
     async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
-        process = await asyncio.create_subprocess_exec(
-            *(*module_command("streamrl.children"), str(self._memory_mb)),
-            *(_filled(word, task) for word in self._command),
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**self._environment, **_variables(task, access)},
-            start_new_session=True,
-        )
-        self._leaders.add(process.pid)
-        begun()
-        try:
-            lines = await _last_lines(process)
-            status = await process.wait()
-        finally:
-            kill_group(process.pid)
-            self._leaders.discard(process.pid)
-            with contextlib.suppress(ProcessLookupError):
-                await asyncio.shield(process.wait())
+        lines: deque[str] = deque(maxlen=TAIL_LINES)
+        printed, end = os.pipe()  # one of asyncio's would keep the process's end back for as long as anybody holds it
+        async with reading(printed) as reader:
+            try:
+                process = await asyncio.create_subprocess_exec(
+                    *(*module_command("streamrl.children"), str(self._memory_mb)),
+                    *(_filled(word, task) for word in self._command),
+                    stdin=DEVNULL,
+                    stdout=end,
+                    stderr=asyncio.subprocess.STDOUT,
+                    env={**self._environment, **_variables(task, access)},
+                    start_new_session=True,
+                )
+            finally:
+                os.close(end)
+            self._leaders.add(process.pid)
+            begun()
+            last = asyncio.create_task(_read_last(reader, lines), name=f"what {self._command[0]} prints")
+            try:
+                status = await process.wait()
+                kill_group(process.pid)
+                await asyncio.wait((last,), timeout=REST_SECONDS)
+            finally:
+                last.cancel()
+                await asyncio.gather(last, return_exceptions=True)
+                kill_group(process.pid)
+                self._leaders.discard(process.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    await asyncio.shield(process.wait())
         if status:
             said = "\n".join(lines)
             raise AgentError(f"the agent {self._command[0]} {describe_exit(status)}; it said last:\n{said}")
@@ -333,18 +346,17 @@ def _variables(task: Mapping[str, Any], access: Endpoint) -> dict[str, str]:
     }
 
 
-async def _last_lines(process: Process) -> list[str]:
-    """Read all that a program prints, and return the last lines that are not empty."""
-    assert process.stdout is not None
+async def _read_last(reader: asyncio.StreamReader, lines: deque[str]) -> None:
+    """Read all that a program prints, and put the last lines that are not empty into `lines`."""
     rest = b""
-    lines: deque[str] = deque(maxlen=TAIL_LINES)
-    while piece := await process.stdout.read(1 << 16):
-        *whole, rest = (rest + piece).split(b"\n")
-        rest = rest[-(1 << 16) :]
-        lines.extend(line.decode(errors="replace") for line in whole if line.strip())
-    if rest.strip():
-        lines.append(rest.decode(errors="replace"))
-    return list(lines)
+    try:
+        while piece := await reader.read(1 << 16):
+            *whole, rest = (rest + piece).split(b"\n")
+            rest = rest[-(1 << 16) :]
+            lines.extend(line.decode(errors="replace") for line in whole if line.strip())
+    finally:
+        if rest.strip():
+            lines.append(rest.decode(errors="replace"))
 
 
 # --- elsewhere ---

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -404,6 +406,17 @@ async def test_a_program_that_fails_says_so(command: list[str], says: str) -> No
 async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
     await assert_ends_with_its_episode(AgentConfig(command=["sh", "-c", script]), "x", tmp_path / "pid")
+
+
+async def test_a_program_that_leaves_a_daemon_behind_ends_its_episode_nonetheless(tmp_path: Path) -> None:
+    """One of a session of its own, which holds what the program printed to open."""
+    script = f"setsid sleep 60 & echo $! > {tmp_path}/pid; sleep 0.5; echo thinking; printf 0.5"
+    agents = agents_for(AgentConfig(command=["sh", "-c", script]))
+    try:
+        async with asyncio.timeout(30):
+            assert await asked(agents, "x") == Score(0.5)
+    finally:
+        os.kill(pid_in(tmp_path / "pid"), signal.SIGKILL)
 
 
 async def test_a_task_is_a_row() -> None:

@@ -49,7 +49,7 @@ class Renderer(Protocol):
 
     def extend(self, sampled: SampledTokens, messages: Sequence[Message]) -> list[int] | None:
         """Return the tokens to append after prompt and answer so that the model answers `messages`. None: the model's
-        template writes what was before them in another way now.
+        template writes what was before them in another way now, or has no form for them alone.
 
         Raises `RequestRefused`.
         """
@@ -128,7 +128,9 @@ class TemplateRenderer:
                 return None
         try:
             return self._chat.next_turn(sampled.output_ids, to_template(messages), sampled.tools)
-        except (ConfigError, DataError) as error:
+        except DataError:  # it may refuse them only without what was before them, such as a result without its call
+            return None
+        except ConfigError as error:
             raise RequestRefused(str(error)) from error
 
     def parse(self, sampled: SampledTokens, *, matched_stop: str) -> Message:

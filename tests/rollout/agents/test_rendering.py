@@ -44,6 +44,21 @@ def test_a_conversation_that_the_template_refuses_is_refused() -> None:
         renderer.render([Message(role="user", content="hello")], [])
 
 
+def test_where_the_template_wants_the_call_before_its_result_the_conversation_is_written_anew() -> None:
+    alone = "m['role'] == 'tool' and not loop.previtem['tool_calls']"
+    refusal = f"{{% if {alone} %}}{{{{ raise_exception('no call') }}}}{{% endif %}}"
+    chat = make_chat(TEMPLATE.replace("<|im_start|>{{ m", refusal + "<|im_start|>{{ m"))
+    renderer = TemplateRenderer(chat)
+    asked = Message(role="user", content="hello")
+    called = Message(role="assistant", tool_calls=(ToolCall(id="call_1", name="look", arguments="{}"),))
+    result = Message(role="tool", content="rain", tool_call_id="call_1")
+    prompt = renderer.render([asked], [TOOL])
+    assert renderer.extend(SampledTokens(prompt, chat.encode("look<|im_end|>"), [TOOL]), [result]) is None
+    assert "rain" in chat.decode(renderer.render([asked, called, result], [TOOL]))
+    with pytest.raises(RequestRefused, match="no call"):
+        renderer.render([asked, result], [TOOL])
+
+
 def test_a_template_that_fails_for_calls_of_tools_serves_all_other_conversations() -> None:
     """As those of DeepSeek's models that take the arguments for text."""
     chat = make_chat(TEMPLATE.replace("call['function'] | tojson", "'look' + call['function']['arguments']"))

@@ -12,7 +12,7 @@ Decode = Callable[[list[int]], str]
 """Takes token ids and returns their text."""
 
 TAIL_MARGIN = 4
-"""Tokens that are looked at for a stop string, besides one for each of its characters."""
+"""Tokens that are looked at for a stop string, besides one for each of its bytes."""
 
 
 class StopStrings:
@@ -21,7 +21,8 @@ class StopStrings:
     def __init__(self, strings: Sequence[str], decode: Decode) -> None:
         self._strings = strings
         self._decode = decode
-        self.reach = max((len(string) for string in strings), default=0) + TAIL_MARGIN if strings else 0
+        # Bytes, not characters: a tokenizer may spell one that it has no token for with up to four.
+        self.reach = max(len(string.encode()) for string in strings) + TAIL_MARGIN if strings else 0
         """Tokens that a string may lie across, at most."""
 
     def and_also(self, strings: Sequence[str]) -> StopStrings:

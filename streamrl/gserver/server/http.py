@@ -220,6 +220,8 @@ def _prompts(request: GenerateRequest, text: Text) -> tuple[list[list[int]], boo
         prompts = [text.encode(t) for t in texts]
     else:
         ids: Any = request.input_ids
+        if len(set(map(type, ids))) > 1:
+            raise Refused("input_ids must be token ids or lists of them, not both")
         single = not ids or isinstance(ids[0], int)
         prompts = [ids] if single else ids
     if not prompts:

@@ -163,6 +163,8 @@ OK = {"input_ids": [1, 2, 3]}
         ({"input_ids": [-1]}, "token id -1"),
         ({"input_ids": ["a"]}, "not a generate request"),
         ({"input_ids": [1.5]}, "not a generate request"),
+        ({"input_ids": [1, [2]]}, "token ids or lists of them, not both"),
+        ({"input_ids": [[1], 2]}, "token ids or lists of them, not both"),
         ({"input_ids": [1] * 1024}, "exceed the context of 1024"),
         ({**OK, "sampling_params": {"max_new_tokens": 1022}}, "exceed the context of 1024"),
         ({**OK, "sampling_params": {"temperature": -1}}, "temperature must be at least 0"),

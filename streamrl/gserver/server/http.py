@@ -162,9 +162,7 @@ def reply(output: Output, job: Job, *, text: Text, return_logprob: bool, began: 
             weight_versions=output.spans if output.finish_reason is not None else None,
             num_retractions=output.num_retractions,
             e2e_latency=time.monotonic() - began,
-            input_token_logprobs=_with_ids(output.input_logprobs, job.input_ids[job.logprob_start_len :])
-            if wants_prompt
-            else None,
+            input_token_logprobs=_with_ids(output.input_logprobs, _scored(output, job)) if wants_prompt else None,
             output_token_logprobs=_with_ids(output.logprobs, output.output_ids) if return_logprob else None,
             input_top_logprobs=[_pairs(pairs) for pairs in output.input_top_logprobs]
             if wants_top and wants_prompt
@@ -173,6 +171,11 @@ def reply(output: Output, job: Job, *, text: Text, return_logprob: bool, began: 
             routed_experts=None if output.routed_experts is None else encoded_routes(output.routed_experts),
         ),
     )
+
+
+def _scored(output: Output, job: Job) -> list[int]:
+    """Return the prompt's tokens that have log-probabilities: none if the request was aborted before it ran."""
+    return job.input_ids[job.logprob_start_len :][: len(output.input_logprobs)]
 
 
 def visible_text(output: Output, job: Job, text: Text) -> str:

@@ -301,6 +301,20 @@ async def test_aborts_by_name_and_all(folder: Path) -> None:
         assert count == len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) < 2000
 
 
+async def test_a_prompt_that_was_to_be_scored_and_is_aborted_before_it_runs_is_answered(folder: Path) -> None:
+    scored = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, "sampling_params": TEN}
+    async with serving(folder) as client:
+        await client.post("/pause_generation", {"mode": "in_place"})
+        waiting = asyncio.create_task(client.post("/generate", {**OK, **scored}))
+        streamed = asyncio.ensure_future(anext(client.events({**OK, **scored})))
+        await client.until(queued=2)
+        await client.post("/abort_request", {"abort_all": True})
+        for answer in (await waiting, await streamed):
+            meta = answer["meta_info"]
+            assert meta["finish_reason"]["type"] == "abort"
+            assert meta["input_token_logprobs"] == meta["input_top_logprobs"] == answer["output_ids"] == []
+
+
 async def test_a_failed_step_answers_500(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(folder) as client:
         engine: Any = client.engine

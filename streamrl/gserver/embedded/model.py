@@ -242,7 +242,10 @@ class KVCache:
         return sum(tensor[0, 0].nbytes for tensor in self._kept())
 
     def reserve(self, *, slots: int, length: int) -> None:
-        """Make room for this many slots of this many tokens each. Sizes double, so that copies stay rare."""
+        """Make room for this many slots of this many tokens each. Sizes double, so that copies stay rare.
+
+        Raises `RuntimeError` where there is no memory for that; then all is as before.
+        """
         if slots <= self.slots and length <= self.length:
             return
         old_slots, old_length = self.slots, self.length
@@ -250,12 +253,25 @@ class KVCache:
             self.slots = min(2 * self.slots, self.max_slots)
         while self.length < length:
             self.length = min(2 * self.length, self._max_length)
-        for i, old in enumerate(self.layers):
-            self.layers[i] = self._empty()
-            self.layers[i][:old_slots, :old_length] = old
-        if (routes := self._no_routes()) is not None and self.routes is not None:
-            routes[:old_slots, :old_length] = self.routes
-            self.routes = routes
+        try:
+            for i, old in enumerate(self.layers):
+                self.layers[i] = self._empty()
+                self.layers[i][:old_slots, :old_length] = old
+            if (routes := self._no_routes()) is not None and self.routes is not None:
+                routes[:old_slots, :old_length] = self.routes
+                self.routes = routes
+        except RuntimeError:
+            self._shrink(slots=old_slots, length=old_length)
+            raise
+
+    def _shrink(self, *, slots: int, length: int) -> None:
+        """Bring the layers that have grown back to this size: all must have the same."""
+        self.slots, self.length = slots, length
+        for i in range(len(self.layers)):
+            if self.layers[i].shape[:2] != (slots, length):
+                # By way of the host's memory, so that a GPU's is free before any of it is asked for.
+                self.layers[i] = self.layers[i][:slots, :length].to("cpu", copy=True)
+                self.layers[i] = self.layers[i].to(self._device)
 
     def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
         """Return the row of token i, which is at `positions[i]` of `slots[i]`: `[tokens]`."""

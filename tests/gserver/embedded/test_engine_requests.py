@@ -247,6 +247,39 @@ async def test_a_failed_step_fails_its_requests_only(folder: Path, monkeypatch: 
     assert len(output.output_ids) == 20
 
 
+async def test_who_runs_goes_on_when_there_is_no_memory_for_a_larger_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is short for one layer after another has grown."""
+    async with engine_for(folder, max_running=3) as engine:
+        cache = engine._scheduler._cache
+        params = {"max_new_tokens": 60}
+        tickets = [engine.submit(job(str(i), prompt(10 + i), params=params, stream=True)) for i in range(2)]
+        await grown(tickets[1], 3)
+        await engine.pause("in_place")
+        empty, made = cache._empty, 0
+
+        def failing() -> torch.Tensor:
+            nonlocal made
+            made += 1
+            if made == 2:
+                raise RuntimeError("out of memory")
+            return empty()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "_empty", failing)
+            large = engine.submit(job("large", prompt(200)))
+            await engine.resume()
+            with pytest.raises(GenerationFailed, match="out of memory"):
+                await large.result()
+        outputs = [await ticket.result() for ticket in tickets]
+        [again] = await generate(engine, [job("again", prompt(200))])
+    model = make_model()
+    for length, output in ((10, outputs[0]), (11, outputs[1]), (200, again)):
+        expected = response_logprobs(model, prompt(length), output.output_ids)
+        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
+
+
 async def test_broken_weights_are_named(folder: Path) -> None:
     async with engine_for(folder) as engine:
         live = engine._weights.served

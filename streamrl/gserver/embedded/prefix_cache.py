@@ -12,6 +12,7 @@ fewer than twice as many nodes as sequences, and below every node there is a seq
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -19,6 +20,9 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from streamrl.gserver.embedded.model import KVCache
+from streamrl.transport.seldom import Seldom
+
+log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 8
 """Shorter sequences are not kept."""
@@ -50,6 +54,7 @@ class PrefixCache:
         self.kept_bytes = 0
         self._cache = cache
         self._capacity = capacity
+        self._seldom = Seldom(log)
         self._tree: PrefixTree[CachedTokens] = PrefixTree()
         self._slots: dict[int, CachedTokens] = {}
         self._kept: OrderedDict[int, CachedTokens] = OrderedDict()  # by id, least recently used first
@@ -111,7 +116,12 @@ class PrefixCache:
         for earlier in self._tree.along(tokens):  # for example the turn before
             if earlier.slot < 0:
                 self._forget(earlier)
-        entry = CachedTokens(list(tokens), kept=self._cache.take(slot, len(tokens)))
+        try:
+            taken = self._cache.take(slot, len(tokens))
+        except RuntimeError as error:  # no memory is left: nobody but who would share it lacks it
+            self._seldom.warning("what was computed for a finished response is not kept: %s", error)
+            return
+        entry = CachedTokens(list(tokens), kept=taken)
         self._kept[id(entry)] = entry
         self._tree.insert(entry.tokens, entry)
         self.kept_bytes += entry.bytes

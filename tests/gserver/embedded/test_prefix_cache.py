@@ -79,6 +79,21 @@ async def test_the_least_recently_used_go_first_and_memory_is_bounded(folder: Pa
         assert [await cached(seed) for seed in (1, 1)] == [0, 0]
 
 
+async def test_responses_end_as_ever_when_there_is_no_memory_to_keep_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def take(*_: Any) -> list[torch.Tensor]:
+        raise RuntimeError("out of memory")
+
+    async with engine_for(folder) as engine:
+        monkeypatch.setattr(engine._scheduler._cache, "take", take)
+        lengths = [20, 30, 40]
+        jobs = [job(str(length), prompt(10), params={"max_new_tokens": length}) for length in lengths]
+        outputs = await generate(engine, jobs)
+        assert engine.stats()["running"] == 0
+    assert [len(output.output_ids) for output in outputs] == lengths
+
+
 async def test_nothing_of_earlier_weights_is_shared_after_an_update(folder: Path, tmp_path: Path) -> None:
     new = make_model("qwen2-untied-linear-rope", seed=1)
     other = save(new, tmp_path)

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any, TypeVar
@@ -194,7 +195,7 @@ class EmbeddedEngine:
             ticket,
             eos_token_ids=self._eos_token_ids,
             seed=self._random.getrandbits(SEED_BITS) if seed is None else seed % 2**SEED_BITS,
-            decode=self._text.decode,
+            decode=partial(self._text.decode, skip_special_tokens=False),  # as SGLang looks for stop strings
         )
         self._tickets.add(ticket)
         self._requests_total += 1

@@ -96,6 +96,19 @@ async def test_stop_strings_across_tokens(folder: Path) -> None:
     assert cut.finish_reason.matched == stop
 
 
+async def test_a_stop_string_may_be_the_text_of_a_special_token(folder: Path) -> None:
+    async with engine_for(folder) as engine:
+        params = [{"max_new_tokens": 300, "sampling_seed": seed} for seed in range(8)]
+        free = await generate(engine, [job(f"a{i}", prompt(8), params=p) for i, p in enumerate(params)])
+        stopped = [job(f"b{i}", prompt(8), params=p, stop=("<eos>",)) for i, p in enumerate(params)]
+        ended = await generate(engine, stopped)
+    assert any(EOS in output.output_ids for output in free)
+    for whole, cut in zip(free, ended, strict=True):
+        assert cut.finish_reason is not None
+        assert cut.finish_reason.matched == ("<eos>" if EOS in whole.output_ids else None)
+        assert cut.output_ids == [*whole.output_ids, EOS][: [*whole.output_ids, EOS].index(EOS) + 1][:300]
+
+
 async def test_min_new_tokens_holds_stops_back(folder: Path) -> None:
     async with engine_for(folder) as engine:
         one = {"min_new_tokens": 12, "max_new_tokens": 20, "stop_token_ids": [3], "ignore_eos": False}

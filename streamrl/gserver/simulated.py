@@ -247,9 +247,10 @@ class SimulatedEngine:
         self._counted_until = now
 
     def _start_timer(self, request: _Simulated) -> None:
-        """Wake at the last token, or at the next one of a stream."""
-        tokens = min(1, request.length - request.produced) if request.ticket.job.stream else None
-        left = request.length - request.produced if tokens is None else tokens
+        """Wake at the last token, or at the next one of a stream that is reported."""
+        job, left = request.ticket.job, request.length - request.produced
+        if job.stream:
+            left = min(job.stream_interval, left)
         loop = asyncio.get_running_loop()
         delay = max(0.0, request.since + left * request.pace - time.monotonic())
         request.timer = loop.call_later(delay, self._wake, request)
@@ -260,15 +261,13 @@ class SimulatedEngine:
             request.timer = None
 
     def _wake(self, request: _Simulated) -> None:
-        left = request.length - request.produced
-        if not request.ticket.job.stream or left <= 1:
-            self._count()
+        self._count()
+        if not request.ticket.job.stream or request.produced == request.length:
             self._totals["tokens_generated"] += request.complete()
             reason = FinishReason(type="stop") if request.stops else FinishReason(type="length", length=request.length)
             self._finish(request, reason)
             self._admit()
             return
-        self._count()
         request.ticket.deliver(self._output(request, None))
         self._start_timer(request)
 

@@ -63,6 +63,12 @@ class Request:
     def may_not_stop(self) -> bool:
         return self.produced < self.job.params.min_new_tokens and bool(self.stop_token_ids)
 
+    @property
+    def is_to_be_told(self) -> bool:
+        """Whether its last token is one that is reported before it has ended."""
+        interval = self.job.stream_interval
+        return self.job.stream and self.produced % interval == 1 % interval
+
     def note_version(self, version: str) -> None:
         """From the next token on, `version` makes them."""
         if self._versions and self._versions[-1][1] == self.produced:

@@ -378,7 +378,7 @@ class Scheduler:
                 self._prefixes.finish(slot, request.tokens[:-1])
                 self.running[slot] = None
                 self._tell(request)
-            elif request.job.stream:
+            elif request.is_to_be_told:
                 self._tell(request)
 
     def _add_top_logprobs(self, requests: Sequence[Request], logits: Tensor) -> None:

@@ -77,7 +77,9 @@ class Job(msgspec.Struct, frozen=True):
     return_routed_experts: bool = False
     """Whether the last output says which experts computed which tokens."""
     stream: bool = False
-    """Whether every token is reported, or only the finished response."""
+    """Whether a response is reported as it grows, or only the finished one."""
+    stream_interval: int = 1
+    """With `stream`: tokens from one report to the next; the first token is reported."""
 
 
 class Output(msgspec.Struct, frozen=True):

@@ -260,6 +260,7 @@ def _job(request: GenerateRequest, rid: str, prompt: list[int], params: Sampling
         top_logprobs_num=request.top_logprobs_num if request.return_logprob else 0,
         return_routed_experts=request.return_routed_experts,
         stream=request.stream and (params.stream_interval or 1) < params.max_new_tokens,
+        stream_interval=params.stream_interval or 1,
     )
 
 

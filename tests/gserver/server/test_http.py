@@ -114,6 +114,19 @@ async def test_streams_are_cumulative(folder: Path) -> None:
     assert len(events[-1]["meta_info"]["output_token_logprobs"]) == lengths[-1]
 
 
+@pytest.mark.parametrize("engine", ["embedded", "simulated"])
+async def test_a_stream_tells_of_no_more_tokens_than_it_was_asked_to(engine: str, folder: Path) -> None:
+    quick = {"token_seconds": 0.002}
+    async with serving(folder, engine=engine, simulation=quick) as client:
+        body = {"input_ids": prompt(6), "sampling_params": {**TEN, "max_new_tokens": 100, "stream_interval": 30}}
+        events = [event async for event in client.events(body)]
+    assert events.pop() is None
+    lengths = [len(event["output_ids"]) for event in events]
+    assert lengths[-1] == 100
+    assert 2 <= len(lengths) <= 5
+    assert engine == "simulated" or set(lengths) <= {1, 31, 61, 91, 100}
+
+
 async def test_streams_of_several_responses(folder: Path) -> None:
     async with serving(folder) as client:
         body = {"input_ids": prompt(6), "sampling_params": {**TEN, "n": 3}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 import ssl
 import tempfile
 from collections.abc import AsyncIterator
@@ -94,7 +95,10 @@ async def first_weights(config: Config, *, index: int, model_dir: Path) -> Async
         yield model_dir
         return
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"merged-{index}-", dir=config.run_dir) as folder:
+    prefix = f"merged-{index}-"
+    for left in config.run_dir.glob(prefix + "*"):  # as large as the model, of a gserver here that was ended by force
+        await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=config.run_dir) as folder:
         merged = Path(folder) / "model"
         await asyncio.to_thread(merge_adapter, model_dir, Path(begun_from), lora, into=merged)
         yield merged

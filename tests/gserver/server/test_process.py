@@ -12,9 +12,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from streamrl.config import from_dict
 from streamrl.errors import ModelError, PeerError
 from streamrl.gserver.embedded.scheduler import Scheduler
-from streamrl.gserver.server.process import serve
+from streamrl.gserver.server import process
+from streamrl.gserver.server.process import first_weights, serve
 from streamrl.transport.control import Heartbeat, HeartbeatReply, Register, RegisterReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient
 from streamrl.transport.keys import generation_key
@@ -148,3 +150,27 @@ async def test_a_dead_engine_is_told_and_ends_the_gserver(
     while not manager.heartbeats.empty():
         errors.append(manager.heartbeats.get_nowait().error)
     assert any("ZeroDivisionError" in error for error in errors)
+
+
+async def test_what_a_killed_gserver_left_of_its_merged_model_makes_room_for_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def merge(base: Path, adapter: Path, lora: Any, *, into: Path) -> None:
+        into.mkdir()
+
+    monkeypatch.setattr(process, "merge_adapter", merge)
+    config = from_dict(
+        {
+            "run": {"name": "merging", "dir": str(tmp_path), "device": "cpu", "resume_from": str(tmp_path / "adapter")},
+            "model": {"lora": {"rank": 2}},
+            "weights": {"lora": "merged"},
+        }
+    )
+    left, others = (config.run_dir / name / "model" for name in ("merged-1-abc", "merged-10-abc"))
+    for folder in (left, others):
+        folder.mkdir(parents=True)
+    async with first_weights(config, index=1, model_dir=tmp_path) as merged:
+        assert merged.is_dir()
+        assert not left.parent.exists()
+    assert not merged.exists()
+    assert others.is_dir()

@@ -284,6 +284,11 @@ class KVCache:
             for first, last in _spans(targets):
                 tensor[first : last + 1, :length] = kept
 
+    def clear(self, slot: int) -> None:
+        """Remove what may be no numbers from a slot, for the reason why `_empty` has zeros."""
+        for layer in self.layers:
+            layer[slot].zero_()
+
     def take(self, slot: int, length: int) -> list[Tensor]:
         """Return a copy of what is kept of the first `length` tokens of a slot, for `put`."""
         return [tensor[slot, :length].clone() for tensor in self._kept()]

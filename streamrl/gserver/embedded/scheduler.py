@@ -366,6 +366,7 @@ class Scheduler:
         self._add_top_logprobs(requests, logits)
         for slot, request, token, logprob in zip(slots, requests, sampled.tokens, sampled.logprobs, strict=True):
             if math.isnan(logprob):
+                self._cache.clear(slot)
                 self._fail([request], "the model computed NaN: its weights are broken")
                 continue
             if request.job.params.max_new_tokens:

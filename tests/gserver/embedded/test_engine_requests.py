@@ -16,6 +16,7 @@ from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.server.engine import GenerationFailed, Output, QueueFull, Ticket
+from streamrl.native.operations import TorchOperations
 from tests.gserver.tiny import EOS, engine_for, generate, job, make_model, prompt, response_logprobs, save
 
 
@@ -304,6 +305,21 @@ async def test_broken_weights_are_named(folder: Path) -> None:
         await engine._do(lambda: live.update({"model.norm.weight": good}))
         [output] = await generate(engine, [job("b", prompt(50))])
     assert len(output.output_ids) == 20
+
+
+async def test_no_trace_of_broken_weights_is_left_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch reads the slot of a short request as far as that of the longest, and a NaN is not masked away."""
+    monkeypatch.setattr("streamrl.gserver.embedded.model.operations_for", TorchOperations)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    async with engine_for(folder) as engine:
+        live = engine._weights.served
+        good = live.named[name].clone()
+        await engine._do(lambda: live.update({name: torch.full_like(good, float("nan"))}))
+        with pytest.raises(GenerationFailed, match="NaN"):
+            await engine.submit(job("broken", prompt(60))).result()
+        await engine._do(lambda: live.update({name: good}))
+        outputs = await generate(engine, [job("short", prompt(5)), job("long", prompt(100))])
+    assert [len(output.output_ids) for output in outputs] == [20, 20]
 
 
 async def test_closing_fails_what_is_not_finished(folder: Path) -> None:

@@ -396,6 +396,7 @@ class Scheduler:
             if request is not None:
                 request.num_retractions += 1
                 request.adapter = None
+                request.note_version(self.version)  # it may have kept an earlier adapter
                 self._prefixes.remove(slot)
                 self.waiting.appendleft(request)
         self.running.clear()

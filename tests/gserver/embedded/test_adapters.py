@@ -139,14 +139,19 @@ async def test_a_request_keeps_the_adapter_that_it_began_with(
     assert late.weight_version == "12"
 
 
-async def test_a_retracted_request_goes_on_with_the_new_adapter(model: Any, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept_first", [False, True])
+async def test_a_retracted_request_goes_on_with_the_new_adapter(
+    model: Any, folder: Path, tmp_path: Path, kept_first: bool
+) -> None:
+    """`kept_first`: it stays in place when the new adapter comes, and is retracted after that."""
     adapters = [random_adapter(model, seed) for seed in range(2)]
     first, second = (written(tmp_path / str(i), adapter) for i, adapter in enumerate(adapters))
     async with engine_for(folder, lora=LORA, adapter=first, version="0") as engine:
         ticket = engine.submit(job("a", prompt(12), params={"max_new_tokens": 100}, stream=True))
         await grown(ticket, 3)
-        await engine.pause("retract")
+        await engine.pause("in_place" if kept_first else "retract")
         await update(engine, second, "1")
+        await engine.pause("retract")
         await engine.resume()
         output = await ticket.result()
     old, new = output.spans

@@ -148,10 +148,10 @@ def _choices(path: str) -> tuple[Any, ...]:
     """Return what may stand at `path`, if it is one of a few words."""
     kind: Any = Config
     for key in path.split("."):
-        name, of_list, _ = key.partition("[")
+        name, of_many, _ = key.partition("[")
         kind = get_type_hints(kind).get(name) if isinstance(kind, type) else None
-        if of_list:
-            (kind,) = get_args(kind) or (None,)
+        if of_many:  # of a table of tables: those tables
+            kind = (get_args(kind) or (None,))[-1]
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 

@@ -53,6 +53,8 @@ def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Sect
         ("trainer.lr", 0, "trainer.lr: Expected `float` > 0"),
         ("trainer.batch_groups", 2.5, "trainer.batch_groups: Expected `int`"),
         ("trainer.optimizer.betas", [0.9], r"trainer.optimizer.betas: Expected `array` of length 2"),
+        ("trainer.optimizer.betas", ["a", 0.9], r"trainer.optimizer.betas\[0\]: Expected `float`"),
+        ("trainer.roles.critic.backend", "fsdp", r"trainer.roles\[...\].backend: Invalid enum value 'fsdp'"),
         ("staleness.max_staleness", -1, "staleness.max_staleness: Expected `int` >= 0"),
         ("staleness.over_age", "keep", "staleness.over_age: Invalid enum value 'keep'; choose one of 'mask'"),
         ("rollout.sampling.top_p", 1.5, "rollout.sampling.top_p: Expected `float` <= 1"),

@@ -16,6 +16,7 @@ import asyncio
 import fcntl
 import itertools
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -73,10 +74,13 @@ def claim_run_dir(config: Config) -> Config:
         claimed = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=name))
         try:
             claimed.run_dir.mkdir(parents=True)
-        except FileExistsError:
-            continue
         except OSError as error:
-            raise ConfigError(f"run.dir: {claimed.run_dir} cannot be made ({error.strerror})") from error
+            if os.path.lexists(claimed.run_dir):
+                continue
+            # FileExistsError, too: a link to a disk that is not mounted, above it, is in the way of every number
+            raise ConfigError(
+                f"run.dir: {claimed.run_dir} cannot be made ({error.strerror}: {error.filename})"
+            ) from error
         return claimed
     raise AssertionError("unreachable")
 

@@ -156,6 +156,9 @@ def test_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"run\.dir"):
         claim_run_dir(config(dir=str(tmp_path / "file")))
+    (tmp_path / "runs").symlink_to(tmp_path / "a disk that is not mounted")
+    with pytest.raises(ConfigError, match=r"run\.dir: .*runs/run cannot be made"):
+        claim_run_dir(config(dir=str(tmp_path / "runs")))
 
 
 def test_the_environment_is_set_before_torch_is_loaded() -> None:

@@ -85,6 +85,20 @@ def claim_run_dir(config: Config) -> Config:
     raise AssertionError("unreachable")
 
 
+def lock_run_dir(run_dir: Path) -> IO[str]:
+    """Return the run's lock, held until it is closed, and by this process only: two launchers would write the same
+    files. Raises `ConfigError` where another one holds it."""
+    lock = (run_dir / "run.lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise ConfigError(f"{run_dir} is being run by another process") from error
+    except OSError as error:  # a file system without locks, as Lustre's often is
+        log.warning("%s cannot be locked (%s): start no second launcher for it", run_dir, error.strerror)
+    return lock
+
+
 def resumed(config: Config) -> Config:
     """Return the configuration of the run in `config.run_dir`, to go on from its latest checkpoint."""
     found = progress.checkpoints(config.run_dir)
@@ -172,7 +186,7 @@ class Launcher:
         """Start everything, watch it to the end, and leave nothing behind."""
         logs = self._config.run_dir / "logs"
         logs.mkdir(exist_ok=True)
-        lock = self._lock()
+        lock = lock_run_dir(self._config.run_dir)
         self._config_file.write_text(configuration.to_toml(self._config))
         self._children = self._make_children(logs, self._secret)
         try:
@@ -185,16 +199,6 @@ class Launcher:
         finally:
             self._children.close()
             lock.close()
-
-    def _lock(self) -> IO[str]:
-        """Held until closed, and by this process only: two launchers would write the same files."""
-        lock = (self._config.run_dir / "run.lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            lock.close()
-            raise ConfigError(f"{self._config.run_dir} is being run by another process") from error
-        return lock
 
     def kill(self) -> None:
         """End everything by force, at once."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
-from streamrl.launch.local import claim_run_dir
+from streamrl.launch.local import claim_run_dir, lock_run_dir
 from streamrl.launch.processes import (
     COMPONENTS,
     STOP_ORDER,
@@ -159,6 +162,21 @@ def test_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "runs").symlink_to(tmp_path / "a disk that is not mounted")
     with pytest.raises(ConfigError, match=r"run\.dir: .*runs/run cannot be made"):
         claim_run_dir(config(dir=str(tmp_path / "runs")))
+
+
+def test_a_run_folder_is_of_one_launcher_where_it_can_be_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lock_run_dir(tmp_path), pytest.raises(ConfigError, match="is being run by another process"):
+        lock_run_dir(tmp_path)
+    lock_run_dir(tmp_path).close()
+
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock_run_dir(tmp_path).close()
+    assert f"{tmp_path} cannot be locked (Function not implemented)" in caplog.text
 
 
 def test_the_environment_is_set_before_torch_is_loaded() -> None:

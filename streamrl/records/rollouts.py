@@ -305,8 +305,9 @@ def read_rows(
     with file.open("rb") as opened:
         line = opened.readline(65536)
         own = dtype if dtype is not None else _described(line, file)
-        opened.seek(skip * own.itemsize, os.SEEK_CUR)
-        found = np.fromfile(opened, own)
+        begin = opened.seek(skip * own.itemsize, os.SEEK_CUR)  # beyond its end where it was cut since
+        left = max(0, os.fstat(opened.fileno()).st_size - begin)
+        found = np.fromfile(opened, own, count=left // own.itemsize)
     if own == ROW:
         return found, len(line), own
     rows = np.zeros(len(found), ROW)
@@ -416,13 +417,9 @@ class _Loaded(msgspec.Struct):
     folder: Path
     name: SegmentName
     dtype: np.dtype[Any]
-    start: int
-    """Bytes of the first line."""
     rows: NDArray[np.void]
-
-    @property
-    def read_bytes(self) -> int:
-        return self.start + len(self.rows) * self.dtype.itemsize
+    stamp: tuple[int, int]
+    """Size of the file of rows, and when it was written to, in nanoseconds."""
 
 
 class Rollouts:
@@ -459,16 +456,16 @@ class Rollouts:
 
     def refresh(self) -> bool:
         """Take in what is new or gone; return whether anything is."""
-        before = [len(found.rows) for found in self._loaded.values()], list(self._loaded)
+        before = self._loaded
         present = {
             (rank, name): self._folder / rank for rank in self._ranks() for name in segments_in(self._folder / rank)
         }
         loaded = {}
         for key, folder in present.items():
-            if (found := self._load(folder, key[1], self._loaded.get(key))) is not None:
+            if (found := self._load(folder, key[1], before.get(key))) is not None:
                 loaded[key] = found
         self._loaded = loaded
-        changed = before != ([len(found.rows) for found in loaded.values()], list(loaded))
+        changed = list(before) != list(loaded) or any(loaded[key].rows is not before[key].rows for key in loaded)
         if changed:
             self._rows = None if loaded else np.zeros(0, ROW)
             self._orders.clear()
@@ -552,17 +549,18 @@ class Rollouts:
         gone, or not to be read."""
         file = name.file(folder, ROWS)
         try:
-            size = file.stat().st_size
-            if before is not None and size < before.read_bytes:  # a resumed run has taken steps back
-                before = None
-            if before is not None:
-                if size - before.read_bytes < before.dtype.itemsize:
-                    return before
-                new, _, _ = read_rows(file, skip=len(before.rows), dtype=before.dtype)
-                rows = np.concatenate((before.rows, new))
-                return msgspec.structs.replace(before, rows=rows)
-            rows, start, dtype = read_rows(file)
-            return _Loaded(folder, name, dtype, start, rows)
+            state = file.stat()
+            stamp = state.st_size, state.st_mtime_ns
+            if before is not None and stamp == before.stamp:
+                return before
+            if before is not None and len(before.rows):
+                last, *_ = read_rows(file, skip=len(before.rows) - 1, dtype=before.dtype)
+                # Else a resumed run has taken steps back, and perhaps made another segment of this name since.
+                if last[:1].tobytes() == before.rows[-1:].tobytes():
+                    rows = np.concatenate((before.rows, last[1:])) if len(last) > 1 else before.rows
+                    return msgspec.structs.replace(before, rows=rows, stamp=stamp)
+            rows, _, dtype = read_rows(file)
+            return _Loaded(folder, name, dtype, rows, stamp)
         except FileNotFoundError:
             return None
         except (OSError, DataError) as error:

@@ -280,6 +280,20 @@ def test_a_resumed_run_takes_steps_back(tmp_path):
     assert len(found) == 0
 
 
+def test_a_segment_that_was_made_again_under_its_name_is_read_anew(tmp_path):
+    keep(tmp_path, [made(1, 1)])
+    keep(tmp_path, [made(2, 2)], version=1)
+    found = Rollouts(tmp_path)
+    again = [made(2, 12), made(3, 13)]
+    keep(tmp_path, again[:1], version=1)  # as many rows as before: nobody looked while it was shorter
+    assert found.refresh()
+    assert [(r.step, r.seq) for r in found.table(filter="index=0", descending=False).rows] == [(1, 1), (2, 12)]
+    keep(tmp_path, again, version=1)
+    assert found.refresh()
+    assert same(found.group(2, 12), again[0])
+    assert same(found.group(3, 13), again[1])
+
+
 @given(groups=st.integers(1, 3), steps=st.integers(20, 60), budget=st.integers(4_000, 30_000))
 @settings(max_examples=20, deadline=None)
 def test_the_oldest_are_thinned_out_and_the_latest_stay(tmp_path_factory, groups, steps, budget):

@@ -16,7 +16,7 @@ from matplotlib.patches import Patch
 
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import HeartbeatEntry
-from streamrl.report.reading import Records, time_range, values
+from streamrl.report.reading import Records, grown, time_range, values
 
 SPAN_COLOUR: Final = {
     "wait": "#d9d9d9",
@@ -127,8 +127,7 @@ def _draw_throughput(records: Records) -> Figure:
     generated = np.zeros(len(edges))
     for entries in _gservers(records).values():
         seen = [entry.time - begin for entry in entries]
-        counts = [entry.stats.get("tokens_generated_total", 0.0) for entry in entries]
-        generated += np.interp(edges, seen, np.maximum.accumulate(counts))
+        generated += np.interp(edges, seen, grown(entries, "tokens_generated_total"))
     axes.plot(middle, np.diff(generated) / width, color=BUSY_COLOUR, linewidth=1.8, label="generated")
     if times:
         on_edges = np.interp(edges, [0.0, *times], [0.0, *trained])

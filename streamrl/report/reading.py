@@ -139,8 +139,8 @@ def generation_busy(records: Records, *, since: float = 0.0) -> float | None:
     for process, entries in records.heartbeats.items():
         recent = [entry for entry in entries if entry.time >= since]
         if process.startswith("gserver/") and len(recent) > 1:
-            grown = growth(_column(recent, "busy_seconds_total"))
-            busy += float(grown[-1] - grown[0])
+            computed = grown(recent, "busy_seconds_total")
+            busy += float(computed[-1] - computed[0])
             seconds += recent[-1].time - recent[0].time
     return busy / seconds if seconds > 0 else None
 
@@ -169,9 +169,14 @@ def total_ages(steps: Sequence[StepReport]) -> dict[int, int]:
     return ages
 
 
+def grown(entries: Sequence[HeartbeatEntry], counter: str) -> Column:
+    """Return how much `counter` of a process had grown at each heartbeat, over all its starts."""
+    return growth(_column(entries, counter))
+
+
 def total(entries: Sequence[HeartbeatEntry], counter: str) -> float:
     """Return how much `counter` of a process grew in all, over all its starts."""
-    return float(growth(_column(entries, counter))[-1]) if entries else 0.0
+    return float(grown(entries, counter)[-1]) if entries else 0.0
 
 
 def _column(entries: Sequence[HeartbeatEntry], counter: str) -> Column:

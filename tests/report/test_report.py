@@ -14,6 +14,7 @@ from rich.console import Console
 
 from streamrl.records.collapse import HEALTHY, Health
 from streamrl.records.timeline import HeartbeatEntry
+from streamrl.report.plots import _draw_throughput
 from streamrl.report.reading import read_run, total
 from streamrl.report.summary import evaluation_table, summary_table, write_report
 from tests.evaluations import make_report
@@ -222,6 +223,19 @@ def test_growth_survives_restarts(lives: list[list[int]]) -> None:
             entries.append(HeartbeatEntry(time=0.0, role="gserver", index=0, stats={"n": count}))
         expected += count
     assert total(entries, "n") == expected
+
+
+def test_what_gservers_generate_after_a_restart_is_drawn(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=60, gservers=1)
+    lines = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
+    beats = [line["stats"] for line in lines if line.get("role") == "gserver"]
+    before = beats[59]["tokens_generated_total"]
+    for stats in beats[60:]:
+        stats["tokens_generated_total"] -= before
+    write_lines(folder / "timeline.jsonl", lines)
+    (axes,) = _draw_throughput(read_run(folder)).axes
+    (generated,) = (line for line in axes.lines if line.get_label() == "generated")
+    assert min(generated.get_ydata()) > 200  # of 250 to 420 tokens per second
 
 
 def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
@@ -52,6 +53,8 @@ PIECE_BYTES = 256 * 2**10
 LEAST_COMPRESSED = 16 * 2**10
 MOST_CONNECTIONS = 128
 MOST_WATCHERS = 32
+TOKEN_MAY_HAVE = "!$&'()*+,;=:@"
+"""Besides letters, digits and -._~ (RFC 3986, section 3.3)."""
 MOST_ROWS = 500
 """Most rows of a table that one answer carries."""
 HEADERS = {
@@ -76,7 +79,13 @@ class Page:
     """The runs that are shown, and the calls that show them."""
 
     def __init__(self, folders: Sequence[Path], *, host: str, token: str = "") -> None:
-        """`host`: the address that is listened at; `token`: empty: a random one."""
+        """`host`: the address that is listened at; `token`: empty: a random one. Raises `ConfigError` for one that is
+        no part of an address: nobody could look."""
+        if quote(token, safe=TOKEN_MAY_HAVE) != token:
+            raise ConfigError(
+                "the page's token is a part of its address, where slashes, %, ? and # have a meaning of their own; "
+                "make another one, for example with: openssl rand -hex 32"
+            )
         self.token = token or secrets.token_urlsafe(24)
         self._hosts = Hosts([host])
         self._runs = [Run(folder) for folder in folders]
@@ -317,7 +326,7 @@ async def serve(
 ) -> None:
     """Show the runs in `folders` until cancelled; `on_ready` is told the URL.
 
-    Raises `ConfigError` if `host` and `port` cannot be listened at.
+    Raises `ConfigError` if `host` and `port` cannot be listened at, and for a `token` that is no part of an address.
     """
     page = Page(folders, host=host, token=token)
     runner = web.AppRunner(page.application(), access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_SECONDS)

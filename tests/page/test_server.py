@@ -210,6 +210,18 @@ async def test_tokens_are_random() -> None:
     assert len(server.Page([], host="127.0.0.1").token) >= 32
 
 
+@pytest.mark.parametrize("token", ["kWl3/0bZQm+X9w==", "50%2Fof-a-token-", "a-token?of-a-user", "a-token#of-a-user"])
+async def test_a_token_by_which_nobody_could_look_is_refused(token: str) -> None:
+    with pytest.raises(ConfigError, match="the page's token is a part of its address"):
+        await server.serve([], host="127.0.0.1", port=0, token=token, on_ready=lambda url: pytest.fail(url))
+
+
+async def test_a_token_in_base64_without_slashes_is_one(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.page.test_server.TOKEN", "kWl30bZQm+X9w==")
+    async with serving(run) as page:
+        assert (await page.json("api/runs"))[0]["name"] == "addition"
+
+
 async def test_news_of_a_run_that_is_being_written(run: Path) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     (run / "final.json").unlink()

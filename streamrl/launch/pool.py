@@ -200,13 +200,13 @@ class Pool:
         for task in self._coming:
             task.cancel()
         running = self._children.running if self._children is not None else []
-        if not running:
+        members = [child.process for child in running if child.process is not None]
+        if not members:
             raise StreamRLError(f"no {self._role} is running here")
         client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
         try:
-            for child in running:
-                if child.process is not None:
-                    await client.drain(Drain(role=self._role, index=child.process.index))
+            for process in members:
+                await client.drain(Drain(role=self._role, index=process.index))
         finally:
             await client.close()
 

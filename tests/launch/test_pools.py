@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -10,6 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.config import load
+from streamrl.errors import ProcessDied, StreamRLError
+from streamrl.launch.pool import Pool
+from streamrl.launch.processes import Helper
+from streamrl.launch.supervise import Children
 from tests.e2e.harness import Command, calling, start_command, until
 from tests.launch.run_standins import use_standins
 from tests.processes import lives
@@ -109,6 +115,21 @@ def test_a_pool_starts_several_and_again_those_that_die(start: Start, tmp_path: 
         process.ends_well(seconds=PATIENCE)
     assert "gserver/0 has left the run" in pool.output
     assert "gserver/1 has left the run" in pool.output
+
+
+async def test_a_pool_that_has_started_none_yet_cannot_be_left_in_order(tmp_path: Path) -> None:
+    config = load(configuration(tmp_path, "wait"))
+    pool = Pool(config, role="gserver", count=1, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
+    pool._children = children = Children(logs=None)
+    model = asyncio.create_task(children.ask(Helper("checkpoint", 1), ["sh", "-c", "sleep 60"], timeout=60.0))
+    while not children.running:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    with pytest.raises(StreamRLError, match="no gserver is running here"):
+        await pool.leave()
+    await children.stop()
+    with pytest.raises(ProcessDied):
+        await model
+    children.close()
 
 
 def test_a_number_is_of_one_process(start: Start, tmp_path: Path) -> None:

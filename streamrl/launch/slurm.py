@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.clusters import PoolName, needs, on_one_machine, pools, said_by
 from streamrl.launch.processes import ProcessPlan
 from streamrl.local_cache import cache_home
+from streamrl.retry import Retry
 from streamrl.transport.secret import Secret, given
 
 log = logging.getLogger(__name__)
@@ -261,11 +263,23 @@ async def state(job: str) -> str:
 async def until_ended(job: str) -> None:
     """Wait until `job` has ended; it is cancelled if the wait is. Raises `StreamRLError` unless it ended well.
 
-    Slurm may forget a job before it is looked at: then nothing is known of how it ended.
+    Slurm may forget a job before it is looked at: then nothing is known of how it ended. While its controller does not
+    answer, jobs go on, and so does the wait.
     """
     last, pause = "", FIRST_LOOK_SECONDS
+    retry = Retry(f"to ask Slurm for the state of job {job}", patience=math.inf)
     try:
-        while (now := await state(job)) in ALIVE:
+        while True:
+            try:
+                now = await state(job)
+            except ConfigError:
+                raise
+            except StreamRLError as error:
+                await retry.pause(error)
+                continue
+            retry.succeeded()
+            if now not in ALIVE:
+                break
             if now != last:
                 log.info("job %s is %s", job, now)
                 last, pause = now, FIRST_LOOK_SECONDS

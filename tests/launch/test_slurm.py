@@ -175,6 +175,23 @@ async def test_every_end_of_a_job_is_told(line: str, end: str, with_slurm: Slurm
     assert await state("987654") == FORGOTTEN
 
 
+async def test_a_controller_that_does_not_answer_ends_no_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks = tmp_path / "looks"
+    squeue = tmp_path / "squeue"
+    squeue.write_text(
+        f"#!/bin/sh\necho >> {looks}\n"
+        f"case $(wc -l < {looks}) in 1) echo RUNNING;; 2) echo 'Unable to contact slurm controller' >&2; exit 1;; "
+        "*) echo COMPLETED;; esac\n"
+    )
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    await until_ended("7")
+    assert "to ask Slurm for the state of job 7 is tried again until it succeeds: squeue" in caplog.text
+    assert "Unable to contact slurm controller" in caplog.text
+
+
 async def test_slurm_refuses_in_its_own_words(with_slurm: SlurmCluster, tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
     file.write_text("#!/bin/bash\n#SBATCH --partition=nowhere\n")

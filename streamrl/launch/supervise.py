@@ -391,8 +391,12 @@ async def _until_the_master_has_ended(
         if status is not None and state == "failed":
             raise await _failure(children, child, status.message)
         # A manager that does not answer may have left already; if it broke, its own exit code tells.
-        if child.exit_code == 0 and state in ("finished", "unknown"):
-            log.debug("%s left", child.name)
+        left = child.exit_code == 0 and state in ("finished", "unknown")
+        if left or (state == "finished" and child.process.role != "master"):
+            if left:
+                log.debug("%s left", child.name)
+            else:
+                log.warning("%s %s when the run was over; nothing of it is lost", child.name, child.how_it_ended)
             if child.process.role == "master" or not _members(children):
                 break
         elif child.exit_code == 0 and state == "running" and _is_no_member(child, status) and _may_leave(child):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import PeerLost, ProcessDied
-from streamrl.launch.processes import ProcessPlan
+from streamrl.launch.processes import PlanRole, ProcessPlan
 from streamrl.launch.supervise import LONGEST_DELAY_SECONDS, Children, Restarts, until_finished
 from streamrl.transport.control import FinishRun, Silence, Status
 from streamrl.transport.manager_client import ControlClient
@@ -61,6 +61,39 @@ async def test_why_a_run_failed_is_known_when_its_manager_has_left_before_the_ot
     with pytest.raises(ProcessDied) as died:
         await waiting
     assert died.value.reason == "model_worker/1: RuntimeError: Connection closed by peer"
+    children.close()
+
+
+class _FinishedRun(_FailedRun):
+    """What a launcher asks of the manager of a run that is over, and is well."""
+
+    async def status(self) -> Status:
+        return status(1, state="finished", message="all steps are done")
+
+    async def silence(self, after: int) -> Silence:  # type: ignore[override]
+        return Silence(changes=0, processes=[], over=True)
+
+
+@pytest.mark.parametrize("role", ["model_worker", "gserver"])
+async def test_whoever_breaks_when_the_run_is_over_does_not_make_it_fail(
+    role: PlanRole, caplog: pytest.LogCaptureFixture
+) -> None:
+    children = Children(logs=None)
+    client = cast(ControlClient, cast(Any, _FinishedRun()))
+    broken = await children.start(ProcessPlan(role, 0, 1, "cpu", (), ""), ["sh", "-c", "kill -SEGV $$"])
+    await broken.ended.wait()
+    await children.start(ProcessPlan("master", 0, 1, "-", (), ""), ["sh", "-c", "exit 0"])
+    await until_finished(children, client=client)
+    assert f"{role}/0 was ended by SIGSEGV when the run was over" in caplog.text
+    children.close()
+
+
+async def test_a_master_that_breaks_when_the_run_is_over_makes_it_fail() -> None:
+    children = Children(logs=None)
+    client = cast(ControlClient, cast(Any, _FinishedRun()))
+    await children.start(ProcessPlan("master", 0, 1, "-", (), ""), ["sh", "-c", "exit 1"])
+    with pytest.raises(ProcessDied):
+        await until_finished(children, client=client)
     children.close()
 
 

@@ -238,7 +238,7 @@ def _named_adapter_problems(config: Config, modules: set[str]) -> list[str]:
 
 def _length_problems(config: Config) -> list[str]:
     """Return what is wrong with the settings that end the run."""
-    if config.run.most_steps is not None or config.data.source in GENERATED_SOURCES:
+    if config.run.most_steps is not None or config.says_rows:
         return []
     sections = {"trainer": config.trainer.optimizer}
     if config.algorithm.advantage == "gae":

@@ -605,10 +605,16 @@ class Config(Section, frozen=True):
         return Path(self.run.dir) / self.run.name
 
     @property
+    def says_rows(self) -> bool:
+        """Whether `data.size` is how many rows there are: those of files, and tasks of verifiers, count themselves."""
+        return self.data.source in GENERATED_SOURCES and not self.rollout.agent.verifiers
+
+    @property
     def planned_steps(self) -> int:
-        """Training steps of the whole run, for schedules; where epochs of a file end it, nobody knows before."""
+        """Training steps of the whole run, for schedules; where epochs of a file, or of tasks of verifiers, end it,
+        nobody knows before."""
         limits = [self.run.most_steps] if self.run.most_steps is not None else []
-        if self.run.total_train_epochs is not None and self.data.source in GENERATED_SOURCES:
+        if self.run.total_train_epochs is not None and self.says_rows:
             limits.append(-(-self.run.total_train_epochs * self.data.size // self.trainer.batch_groups))
         return min(limits, default=DEFAULT_TRAIN_STEPS)
 

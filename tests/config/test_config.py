@@ -98,6 +98,10 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
             r"run\.record: trainer\.roles\.ref has another backend or layout than \[trainer\]",
         ),
         (
+            ["run.total_train_epochs=1", "rollout.agent.verifiers=tasks", "trainer.optimizer.schedule=cosine"],
+            'trainer.optimizer.schedule = "cosine" falls until the last step: set run.total_train_steps, too',
+        ),
+        (
             ["run.total_train_epochs=1", "data.source=jsonl", "trainer.optimizer.schedule=cosine"],
             "set run.total_train_steps, too",
         ),

@@ -76,6 +76,15 @@ class RunSoFar:
                 new.append(step)
         return new
 
+    def go_back(self, steps: Sequence[StepReport]) -> None:
+        """Forget the steps that are not among `steps`, which are all that is left of a run that was resumed: it makes
+        the others again."""
+        left = {(step.step, step.time) for step in steps}
+        for remembered in (self.steps, self.first):
+            kept = [step for step in remembered if (step.step, step.time) in left]
+            remembered.clear()
+            remembered.extend(kept)
+
     def values(self, metric: str) -> list[float]:
         """One value for each remembered step that has `metric`."""
         return [step.metrics[metric] for step in self.steps if metric in step.metrics]

@@ -50,6 +50,8 @@ class Display:
         self._health = HEALTHY.state
         self._told: set[str] = set()
         """Topics of findings that were told."""
+        self._told_evaluations: set[tuple[int, float]] = set()
+        """Policy version and time of each."""
 
     def __enter__(self) -> Self:
         return self
@@ -75,13 +77,13 @@ class Display:
                     log.debug("no state from the manager: %s", error)
                 await asyncio.sleep(INTERVAL_SECONDS)
         finally:
-            self._show_steps(self._history.add_steps(self._metrics.new()[1]))
+            self._show_steps(self._new_steps())
             self._show_evaluations(self._evaluations.new()[1])
             await client.close()
 
     def _take(self, status: Status) -> None:
         # The file has every step; the status only the last, for a manager whose files are elsewhere.
-        new = self._history.add_steps(self._metrics.new()[1])
+        new = self._new_steps()
         before = len(self._history.steps)
         self._history.add_status(status, now=time.monotonic())
         if len(self._history.steps) > before:
@@ -89,6 +91,12 @@ class Display:
         self._show_steps(new)
         self._show_evaluations(self._evaluations.new()[1])
         self._show_status(status)
+
+    def _new_steps(self) -> list[StepReport]:
+        anew, steps = self._metrics.new()
+        if anew:
+            self._history.go_back(steps)
+        return self._history.add_steps(steps)
 
     def _show_steps(self, steps: Iterable[StepReport]) -> None:
         for step in steps:
@@ -112,7 +120,10 @@ class Display:
 
     def _show_evaluations(self, reports: Iterable[EvaluationReport]) -> None:
         for report in reports:
-            self.note(in_words(report))
+            told = report.policy_version, report.time
+            if told not in self._told_evaluations:  # the records of a run that was resumed are read twice
+                self._told_evaluations.add(told)
+                self.note(in_words(report))
 
     def _show_status(self, status: Status) -> None:
         state = f"{status.state}: {status.message}" if status.message else status.state

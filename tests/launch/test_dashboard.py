@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from streamrl.config import from_dict
 from streamrl.launch.dashboard import RunSoFar, dashboard, duration, plan_table, sparkline, step_line
 from streamrl.launch.display import Display
 from streamrl.launch.processes import plan
+from streamrl.records import progress
 from streamrl.records.collapse import Health, HealthState
 from streamrl.records.health import findings
 from streamrl.records.metrics import StepReport
@@ -207,6 +210,32 @@ def test_a_change_of_health_is_told_once_where_there_is_no_picture() -> None:
         "turn trainer.lr=1e-6 (it is 2e-6)",
         "step 39: the run is healthy",
     ]
+
+
+def test_steps_that_a_resumed_run_makes_again_are_shown(tmp_path: Path) -> None:
+    """The launcher looks before the master has taken the records back to the checkpoint."""
+    out = io.StringIO()
+    config = from_dict({"run": {"name": tmp_path.name, "dir": str(tmp_path.parent)}})
+    display = Display(Console(file=out, width=400), config=config)
+    metrics = tmp_path / "metrics.jsonl"
+    before, again = ([step_report(step, seconds=seconds) for step in range(1, 7)] for seconds in (2.0, 3.0))
+    write_lines(metrics, before)
+    write_lines(tmp_path / "evaluations.jsonl", [make_report(version) for version in (2, 6)])
+    display._take(status(1, step=0))
+    progress.rewind(tmp_path, policy_version=4)
+    write_lines(metrics, again[4:5])
+    display._take(status(1, step=0))
+    write_lines(metrics, again[5:6])
+    display._take(status(1, step=0))
+    told = re.findall(r"step (\d)/100 .*  step (\d\.\d)", out.getvalue())
+    assert told == [*((f"{step.step}", "2.0") for step in before), ("5", "3.0"), ("6", "3.0")]
+    assert out.getvalue().count("evaluation of v2") == out.getvalue().count("evaluation of v6") == 1
+    assert [step.time for step in display._history.steps] == [step.time for step in (*before[:4], *again[4:])]
+
+
+def write_lines(file: Path, records: Sequence[msgspec.Struct]) -> None:
+    with file.open("ab") as opened:
+        opened.writelines(msgspec.json.encode(record) + b"\n" for record in records)
 
 
 def without_contrast(step: StepReport) -> StepReport:

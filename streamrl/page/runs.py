@@ -8,6 +8,7 @@ read anew, and never ends the page.
 from __future__ import annotations
 
 import logging
+import os
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -92,7 +93,7 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.name = folder.name
+        self.name = os.path.basename(os.path.abspath(folder))  # of "." too
         self._step_lines: Lines[StepLine] = Lines(folder / METRICS_FILE, StepLine)
         self._evaluation_lines: Lines[EvaluationReport] = Lines(folder / EVALUATIONS_FILE, EvaluationReport)
         self._timeline_lines: Lines[TimelineEntry] = Lines(folder / TIMELINE_FILE, TimelineEntry)

@@ -6,6 +6,7 @@ Works on a run that crashed, too, as far as it got.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def write_report(run_dir: Path) -> Summary:
     Raises `OSError` when they cannot be written.
     """
     records = read_run(run_dir)
-    summary = summarize(records, name=run_dir.name)
+    summary = summarize(records, name=os.path.basename(os.path.abspath(run_dir)))  # of "." too
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (run_dir / "summary.json").write_bytes(text + b"\n")
     if records.steps and (records.config is None or records.config.metrics.plots):

@@ -26,6 +26,16 @@ def test_what_is_no_run(tmp_path: Path) -> None:
     assert found_in([tmp_path, one]) == [one, two]
 
 
+@pytest.mark.parametrize("given", [".", "../run", "plots/.."])
+def test_a_run_has_its_name_however_its_folder_is_given(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    (folder / "plots").mkdir()
+    monkeypatch.chdir(folder)
+    assert [Run(found).name for found in found_in([Path(given)])] == ["run"]
+
+
 def test_the_state_of_a_run(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=10)
     run = Run(folder)

@@ -101,6 +101,11 @@ def test_run_without_a_step(tmp_path: Path) -> None:
     Console(file=io.StringIO()).print(summary_table(summary))
 
 
+def test_the_run_in_the_present_folder_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write_run(tmp_path / "addition", steps=0))
+    assert write_report(Path()).run == "addition"
+
+
 def test_stopped_run(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1, status=None)
     assert write_report(folder).state == "unknown"

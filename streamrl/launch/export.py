@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -26,8 +27,9 @@ def export_run(run_dir: Path, *, step: int | None, to: Path | None, dtype: str) 
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
     checkpoint = _checkpoint(run_dir, step)
-    home = run_dir if checkpoint != run_dir else checkpoint.parent.parent
-    target = to or home / EXPORTS / (checkpoint.name if dtype == "float32" else f"{checkpoint.name}-{dtype}")
+    place = Path(os.path.abspath(checkpoint))  # which may have been given as "."
+    home = run_dir if checkpoint != run_dir else place.parent.parent
+    target = to or home / EXPORTS / (place.name if dtype == "float32" else f"{place.name}-{dtype}")
     if target.exists():
         raise ConfigError(f"{target} exists already; remove it, or name another folder by --to")
     try:

@@ -86,6 +86,14 @@ def test_the_last_checkpoint_is_exported_unless_a_step_is_named(run_dir: Path, t
     assert any(not torch.equal(weight, eight[name]) for name, weight in weights_of(first).items())
 
 
+@pytest.mark.parametrize(("inside", "given"), [("checkpoints/step-000008", "."), ("checkpoints", "step-000008")])
+def test_an_export_is_in_the_folder_of_the_run_wherever_it_is_asked_for(
+    inside: str, given: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_dir / inside)
+    assert export_run(Path(given), step=None, to=None, dtype="float32") == run_dir / "exports" / "step-000008"
+
+
 def test_what_cannot_be_is_said(run_dir: Path, tmp_path: Path) -> None:
     def asked(folder: Path = run_dir, step: int | None = None, to: Path | None = None, dtype: str = "float32") -> None:
         export_run(folder, step=step, to=to, dtype=dtype)

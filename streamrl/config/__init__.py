@@ -6,6 +6,7 @@ cannot: values that only make sense together. Every message names the key.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -86,7 +87,7 @@ def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
     problems = found_in(config)
     if problems:
         raise ConfigError(f"{where}: " + "; ".join(problems))
-    return config
+    return _at_home(config)
 
 
 def to_toml(config: Config, *, only_changed: bool = False) -> str:
@@ -95,6 +96,18 @@ def to_toml(config: Config, *, only_changed: bool = False) -> str:
     if only_changed:
         tree = _difference(tree, msgspec.to_builtins(Config()))
     return msgspec.toml.encode(_without_none(tree)).decode()
+
+
+def _at_home(config: Config) -> Config:
+    """Return `config` with its folders where `~` stands for the user's home: in run.dir=~/runs no shell replaces it."""
+    replace, expanded = msgspec.structs.replace, os.path.expanduser
+    run, weights = config.run, config.weights
+    begin = None if run.resume_from is None else expanded(run.resume_from)
+    return replace(
+        config,
+        run=replace(run, dir=expanded(run.dir), resume_from=begin),
+        weights=replace(weights, dir=expanded(weights.dir)),
+    )
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

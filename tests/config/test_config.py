@@ -364,3 +364,10 @@ def test_a_torch_role_shares_rows_over_as_many_workers_as_the_others() -> None:
     trainer = from_dict({"trainer": {**layout, "roles": {"ref": {"backend": "torch"}}}}).trainer
     assert trainer.workers == 4
     assert role_config(trainer, "ref") == ("torch", 2, 2, 1, 1, 1)
+
+
+def test_folders_may_be_in_the_users_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    config = from_dict({"run": {"dir": "~/runs", "resume_from": "~/a"}, "weights": {"mode": "disk", "dir": "~/w"}})
+    assert config.run_dir == Path("/home/somebody/runs/run")
+    assert (config.run.resume_from, config.weights.dir) == ("/home/somebody/a", "/home/somebody/w")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -106,6 +107,7 @@ def test_limits_of_a_container(tmp_path: Path) -> None:
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "memory.max").write_text(f"{3 * GIB}\n")
     (tmp_path / "memory.current").write_text(f"{GIB}\n")
+    (tmp_path / "memory.stat").write_text("anon 100\ninactive_file 0\n")
     (tmp_path / "cpuinfo").write_text("model name\t: Some CPU\nflags\t\t: fpu avx2 avx512f avx512_bf16\n")
     cpus = named(doctor.processors(cpuinfo=tmp_path / "cpuinfo", cgroup=tmp_path))
     assert not cpus["CPUs"].ok
@@ -114,6 +116,17 @@ def test_limits_of_a_container(tmp_path: Path) -> None:
     (memory,) = doctor.memory(cgroup=tmp_path)
     assert not memory.ok
     assert memory.found.startswith("3.0 GiB (limited by the container)")
+
+
+def test_what_a_container_has_read_of_files_is_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: seen._replace(total=64 * GIB, available=60 * GIB))
+    (tmp_path / "memory.max").write_text(f"{16 * GIB}\n")
+    (tmp_path / "memory.current").write_text(f"{15 * GIB}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {3 * GIB}\nfile {12 * GIB}\ninactive_file {10 * GIB}\n")
+    (memory,) = doctor.memory(cgroup=tmp_path)
+    assert memory.ok
+    assert memory.found == "16.0 GiB (limited by the container), 11.0 free"
 
 
 def test_shared_memory_and_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,7 +141,7 @@ def manager(
 
     def tell(url: str) -> None:
         console = _console()
-        console.print(f"the manager listens at {url}; join it with", soft_wrap=True)
+        console.print(f"the manager listens at {url}; join it with", markup=False, soft_wrap=True)
         roles = ["gserver", "trainer", "rollout"]
         if configuration.load(config, overrides or ()).evaluation.enabled:
             roles.append("evaluator")

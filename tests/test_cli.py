@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import typer
 from rich.markup import render
 
 from streamrl import cli
+from streamrl.launch import role
 from streamrl.launch.processes import COMPONENTS
 from tests.e2e.preloaded import run_command
 from tests.planner.runs import write_calibration
@@ -169,6 +170,19 @@ def test_manager_refuses_the_folder_of_another_run(config: Path, tmp_path: Path)
     done = streamrl("manager", str(config), "--component", "tests.launch.standins:manager")
     assert done.returncode == 2
     assert "holds another run" in done.stderr
+
+
+def test_an_ipv6_address_of_the_manager_is_told_whole(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run_manager(*words: object, on_ready: Callable[[str], None], **options: object) -> int:
+        on_ready("http://[fd00::1]:7000")
+        return 0
+
+    monkeypatch.setattr(role, "run_manager", run_manager)
+    with pytest.raises(typer.Exit):
+        cli.manager(config)
+    assert "the manager listens at http://[fd00::1]:7000; join it with" in capsys.readouterr().out
 
 
 def test_bad_log_level(config: Path) -> None:

@@ -378,5 +378,5 @@ def found_in(folders: Sequence[Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written to `folder`."""
-    return any((folder / name).is_file() for name in (CONFIG_FILE, METRICS_FILE, TIMELINE_FILE))
+    """Whether a run has written to `folder`; one that may not be looked into, such as lost+found, is none."""
+    return any(os.path.isfile(folder / name) for name in (CONFIG_FILE, METRICS_FILE, TIMELINE_FILE))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -24,6 +27,20 @@ def test_what_is_no_run(tmp_path: Path) -> None:
         found_in([tmp_path])
     one, two = write_run(tmp_path / "one", steps=1), write_run(tmp_path / "two", steps=1)
     assert found_in([tmp_path, one]) == [one, two]
+
+
+def test_a_folder_that_may_not_be_looked_into_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", steps=1)
+    (tmp_path / "lost+found").mkdir()
+    look = os.stat
+
+    def stat(path: Any, *words: Any, **options: Any) -> os.stat_result:
+        if "lost+found/" in os.fspath(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return look(path, *words, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+    assert found_in([tmp_path]) == [run]
 
 
 @pytest.mark.parametrize("given", [".", "../run", "plots/.."])

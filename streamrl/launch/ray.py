@@ -259,7 +259,7 @@ class KeptChildren(Children):
             actor = self._places.actor(process, *self._arguments)
             try:
                 pid = await self._placed(process, actor.start.remote(msgspec.json.encode(process), command[1:]))
-                return self._watch(process, actor, pid)
+                return self._watch(process, actor, int(pid))
             except RayError as error:
                 ray.kill(actor)
                 lost = ProcessDied(f"{process.name} could not be started: {_first_line(error)}")
@@ -272,6 +272,7 @@ class KeptChildren(Children):
             return await super().ask(process, command, timeout=timeout)
         actor = self._places.actor(process, *self._arguments)
         try:
+            await self._placed(process, actor.__ray_ready__.remote())
             pid, url = await actor.ask.remote(msgspec.json.encode(process), command[1:], timeout)
         except RayError as error:
             ray.kill(actor)
@@ -279,14 +280,15 @@ class KeptChildren(Children):
         self._watch(process, actor, pid)
         return str(url)
 
-    async def _placed(self, process: ProcessPlan, started: Any) -> int:
-        """Wait until the actor of `process` has a node, and the process has begun."""
-        waiting = asyncio.ensure_future(_future(started))
+    async def _placed(self, process: ProcessPlan, answer: Any) -> Any:
+        """Return the actor's first answer, once the actor of `process` has a node. Nobody knows when there will be one:
+        that of a lost node comes back, or its group finds room elsewhere."""
+        waiting = asyncio.ensure_future(_future(answer))
         while not waiting.done():
             await asyncio.wait([waiting], timeout=PLACE_WARNING_SECONDS)
             if not waiting.done():
                 log.warning("%s waits for Ray to find a node for its actor; see `ray status`", process.name)
-        return int(waiting.result())
+        return waiting.result()
 
     def _watch(self, process: ProcessPlan, actor: Any, pid: int) -> Child:
         child = KeptChild(process, actor=actor, pid=pid, log_file=self._folder / process.log_name)

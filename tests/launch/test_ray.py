@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -32,7 +33,10 @@ from tests.processes import lives
 pytest.importorskip("ray", reason="no Ray: pip install 'streamrl[ray]'")
 from ray.cluster_utils import Cluster
 
-from streamrl.launch.ray import missing
+from streamrl.config import Config
+from streamrl.launch.processes import ProcessPlan
+from streamrl.launch.ray import KeptChildren, missing
+from streamrl.transport.secret import Secret
 
 CORES = 8
 """That each node claims to have."""
@@ -172,6 +176,44 @@ def test_a_cluster_without_room_is_told_by_what_is_missing(cluster: Cluster, tmp
     assert command.exit_code() == 1, command.output
     assert "find room for the placement groups of gserver in vain: CPU: the run needs 47, the cluster's" in command.said
     assert "Traceback" not in command.output
+
+
+class _Remote:
+    """A method of an actor, whose calls become `answer`."""
+
+    def __init__(self, answer: asyncio.Future[Any]) -> None:
+        self._answer = answer
+
+    def remote(self, *words: Any) -> asyncio.Future[Any]:
+        return self._answer
+
+
+class _Actor:
+    """An actor for which there is no node until `placed`."""
+
+    def __init__(self) -> None:
+        self.placed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.__ray_ready__ = _Remote(self.placed)
+        self.ask = _Remote(self.placed)
+        self.ended = _Remote(asyncio.get_running_loop().create_future())
+
+    def actor(self, process: ProcessPlan, *arguments: str) -> _Actor:
+        return self
+
+
+async def test_a_manager_without_a_node_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("streamrl.launch.ray.PLACE_WARNING_SECONDS", 0.01)
+    actor = _Actor()
+    children = KeptChildren(Config(), cast(Any, actor), tmp_path, Secret.make())
+    manager = ProcessPlan("manager", 0, 1, "-", (), "")
+    waiting = asyncio.create_task(children.ask(manager, ["python"], timeout=5.0))
+    await asyncio.sleep(0.2)
+    assert "manager/0 waits for Ray to find a node for its actor" in caplog.text
+    actor.placed.set_result((7, "http://127.0.0.1:7000"))
+    assert await waiting == "http://127.0.0.1:7000"
+    children.close()
 
 
 def test_without_a_cluster_the_command_says_so(tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def _header(config: Config, layout: Sequence[Nodes], *, unlike: bool, folder: Pa
         names = "; then ".join(f"{nodes.count} for {', '.join(nodes.pools)}" for nodes in layout)
         total, busy = sum(nodes.count for nodes in layout), max(nodes.cores for nodes in layout)
         components = [(f"# {names}", total, busy, layout[0].gpus, layout[0].options)]
-    lines = [f"#SBATCH {option}" for option in general]
+    lines = [f"#SBATCH {shlex.quote(option)}" for option in general]  # names and folders may have blanks in them
     for index, (comment, count, busy, gpus, own) in enumerate(components):
         chosen = [*of_all, *own]
         asked = [f"--nodes={count}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -253,6 +254,9 @@ def test_the_script_is_one_that_bash_reads() -> None:
     )
     text = script(config, config_file=Path("a folder/c.toml"), folder=Path("/some where"))
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    options = [shlex.split(line)[1:] for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert ["--job-name=it's"] in options
+    assert ["--chdir=/some where"] in options  # one word each, for sbatch too
     assert re.findall(r"#SBATCH --gpus-per-node=(\d)", text) == ["4", "1"]
     assert "until step" in text
     assert "-lt 5 ]" in text

@@ -123,7 +123,9 @@ def manager(
     config: ConfigFile,
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option(help="Address to listen at, instead of manager.host.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port, instead of manager.port; 0: any free one.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port, instead of manager.port; 0: any free one.")
+    ] = None,
     advertise: Advertise = "",
     resume: Resume = False,
     component: Component = None,

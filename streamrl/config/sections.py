@@ -18,6 +18,7 @@ from streamrl.config.fields import (
     NonEmpty,
     NonNegative,
     NonNegativeFloat,
+    Port,
     Positive,
     PositiveFloat,
     Section,
@@ -205,7 +206,7 @@ class AgentConfig(Section, frozen=True):
     host: str = ""
     """Where a rollout worker serves its agents; empty: `remote` ones at the address by which others reach this worker,
     and its own at the loopback address."""
-    port: NonNegative = 0
+    port: Port = 0
     """Port of rollout worker 0; worker 1 has the next one, and so on, and the evaluator the one before. 0: any free
     ones."""
     api_key_env: str = ""
@@ -364,7 +365,7 @@ class ManagerConfig(Section, frozen=True):
 
     host: str = "127.0.0.1"
     """Where it listens. For processes on other machines an address that they reach, or `0.0.0.0`."""
-    port: NonNegative = 0
+    port: Port = 0
     """0: any free port (`streamrl run` only)."""
     lease_seconds: PositiveFloat = 30.0
     """A worker that is silent for this long loses its groups to others."""

@@ -57,6 +57,8 @@ def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Sect
         ("trainer.roles.critic.backend", "fsdp", r"trainer.roles\[...\].backend: Invalid enum value 'fsdp'"),
         ("staleness.max_staleness", -1, "staleness.max_staleness: Expected `int` >= 0"),
         ("staleness.over_age", "keep", "staleness.over_age: Invalid enum value 'keep'; choose one of 'mask'"),
+        ("manager.port", 70000, "manager.port: Expected `int` <= 65535"),
+        ("rollout.agent.port", 70000, "rollout.agent.port: Expected `int` <= 65535"),
         ("rollout.sampling.top_p", 1.5, "rollout.sampling.top_p: Expected `float` <= 1"),
         ("trainer", 3, "trainer: Expected `object`"),
         ("model.scratch", "yes", r"model\.scratch: Expected `object \| null`"),

@@ -8,6 +8,7 @@ manager, which is its only writer.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -74,6 +75,8 @@ class Timeline:
     def __init__(self, folder: Path, *, max_bytes: int = MAX_BYTES) -> None:
         self._file = LineFile(folder / TIMELINE_FILE)
         self._max_bytes = max_bytes
+        self._limit = max_bytes
+        """Bytes at which it is thinned out next."""
         self._encoder = msgspec.json.Encoder()
         self._every = 1
         """Every how many heartbeats of a process one is written."""
@@ -104,25 +107,30 @@ class Timeline:
                 if self._heartbeats[process] % self._every:
                     continue
             self._file.append(self._encoder.encode(entry))
-            if self._file.size > self._max_bytes:
-                self._every *= 2
+            if self._file.size > self._limit:
                 self._thin_out()
         self._file.close()
 
     def _thin_out(self) -> None:
         """Keep every second heartbeat of each process, and every weight update as long as they are few."""
+        thinner = self._file.path.with_suffix(".thinner")
         try:
             lines: list[tuple[bytes, TimelineEntry]]
             lines = read_lines(self._file.path, TimelineEntry)  # type: ignore[arg-type]
             kept = list(_every_second(lines, of=HeartbeatEntry))
             if sum(len(line) + 1 for line, _ in kept) > 0.75 * self._max_bytes:
                 kept = list(_every_second(kept, of=PublicationEntry))
-            thinner = self._file.path.with_suffix(".thinner")
             thinner.write_bytes(b"".join(line + b"\n" for line, _ in kept))
             self._file.close()
             thinner.replace(self._file.path)
         except OSError as error:
             log.warning("%s stays as long as it is: %s", self._file.path, error)
+            with contextlib.suppress(OSError):
+                thinner.unlink(missing_ok=True)
+            self._limit = self._file.size + self._max_bytes // 32  # else all of it would be read for each line
+        else:
+            self._every *= 2
+            self._limit = self._max_bytes
 
 
 def _every_second(

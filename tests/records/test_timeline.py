@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from time import sleep
+
+import pytest
 
 from streamrl.records.timeline import HEARTBEATS_PER_SECOND, TIMELINE_FILE, HeartbeatEntry, PublicationEntry, Timeline
 
@@ -36,6 +41,45 @@ def test_a_long_run_is_thinned_out_and_never_too_long(tmp_path: Path) -> None:
         gaps = [after - before for before, after in pairwise(times)]
         assert max(gaps) < 0.1 * BEATS, "the whole run is covered"
     assert [path.name for path in tmp_path.iterdir()] == [TIMELINE_FILE]
+
+
+def test_a_disk_without_room_for_a_thinner_file_costs_no_later_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_bytes
+    full = True
+
+    def write_bytes(file: Path, data: bytes) -> int:
+        if full:
+            write(file, data[:100])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    timeline = Timeline(tmp_path, max_bytes=MOST)
+
+    def beats(times: range) -> None:
+        for time in map(float, times):
+            timeline.add(HeartbeatEntry(time=time, role="gserver", index=0, stats={}))
+            if full:
+                update = PublicationEntry(time=time, begin=time, end=time, pause=0.1, version=1, done=True, error="")
+                timeline.add(update)
+        while not timeline._entries.empty():
+            sleep(0.01)
+
+    beats(range(200))
+    assert (tmp_path / TIMELINE_FILE).stat().st_size > MOST
+    full = False
+    beats(range(200, 1200))
+    timeline.close()
+    assert (tmp_path / TIMELINE_FILE).stat().st_size <= MOST + 200
+    entries = [json.loads(line) for line in (tmp_path / TIMELINE_FILE).read_text().splitlines()]
+    assert max(entry["time"] for entry in entries if entry["kind"] == "heartbeat") > 1100
+    full = True
+    timeline = Timeline(tmp_path, max_bytes=MOST)
+    beats(range(1200, 1400))
+    timeline.close()
+    assert [path.name for path in tmp_path.iterdir()] == [TIMELINE_FILE], "what was begun takes no room"
 
 
 def test_of_many_processes_each_has_fewer_heartbeats_written(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -48,7 +48,7 @@ RunState = Literal["running", "finished", "failed", "stopped", "silent", "empty"
 class StepLine(msgspec.Struct, frozen=True):
     """What the page needs of a `StepReport`; the rest of the line is not decoded."""
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # else no column of numbers holds it
     time: float
     metrics: dict[str, float]
     token_ages: dict[int, int] = {}
@@ -264,7 +264,7 @@ class Run:
             return tomllib.loads(file.read_text())
         except OSError as error:
             raise ConfigError(f"{file} cannot be read ({error.strerror})") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{file} is not valid TOML: {error}") from error
 
     @property

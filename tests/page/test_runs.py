@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ConfigError
+from streamrl.page import answers
 from streamrl.page.lanes import MOST_PIECES, Lane, lanes
 from streamrl.page.logs import tail
 from streamrl.page.runs import Run, found_in
@@ -41,6 +42,22 @@ def test_a_folder_that_may_not_be_looked_into_is_no_run(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(os, "stat", stat)
     assert found_in([tmp_path]) == [run]
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("config.toml", f"a = {'[' * 20_000}"),
+        ("metrics.jsonl", f'{{"step":{"9" * 400},"time":1.0,"metrics":{{}}}}\n'),
+    ],
+)
+def test_what_is_no_record_is_left_out(file: str, line: str, tmp_path: Path) -> None:
+    """Else it would end the page, and with it what others are looking at."""
+    folder = write_run(tmp_path / "run", steps=2)
+    (folder / file).write_text(line)
+    run = Run(folder)
+    run.refresh()
+    assert answers.facts(run, number=0).name == "run"
 
 
 @pytest.mark.parametrize("given", [".", "../run", "plots/.."])

@@ -35,6 +35,8 @@ def found_in(config: Config) -> list[str]:
         problems.append("rollout.reward.overlong_tokens must not exceed rollout.sampling.max_new_tokens")
     if config.rollout.sampling.temperature == 0:
         problems.append("rollout.sampling.temperature must be above 0: siblings would all be equal")
+    if config.rollout.sampling.top_k < -1 or config.rollout.sampling.top_k == 0:
+        problems.append("rollout.sampling.top_k must be at least 1, or -1 for no limit")
     if "" in config.rollout.sampling.stop:
         problems.append("rollout.sampling.stop must not contain an empty string: it would end every response at once")
     algorithm = config.algorithm

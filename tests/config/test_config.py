@@ -90,6 +90,7 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["staleness.over_age=wait", "stream.capacity_groups=39"], r"max_staleness \+ 1\) \* batch_groups = 40"),
         (["stream.capacity_groups=7"], "stream.capacity_groups must be at least trainer.batch_groups"),
         (["run.device=cpu", "weights.backend=nccl"], "needs a CUDA device"),
+        (["rollout.sampling.top_k=0"], "rollout.sampling.top_k must be at least 1, or -1 for no limit"),
         (
             [
                 "run.record=true",

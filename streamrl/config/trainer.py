@@ -25,10 +25,13 @@ class RoleConfig(Section, frozen=True):
     expert_parallel: Positive | None = None
 
 
+Beta = Annotated[float, Meta(ge=0, lt=1)]
+
+
 class OptimizerConfig(Section, frozen=True):
     """AdamW on float32 master weights."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     """The second decides how long Adam remembers how large gradients were. A short memory makes steps on the noise of a
     plateau as large as those that learned the task; that is where stale runs fell (docs/collapse.md)."""
     eps: PositiveFloat = 1e-8

@@ -54,6 +54,7 @@ def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Sect
         ("trainer.batch_groups", 2.5, "trainer.batch_groups: Expected `int`"),
         ("trainer.optimizer.betas", [0.9], r"trainer.optimizer.betas: Expected `array` of length 2"),
         ("trainer.optimizer.betas", ["a", 0.9], r"trainer.optimizer.betas\[0\]: Expected `float`"),
+        ("trainer.optimizer.betas", [0.9, 1], r"trainer.optimizer.betas\[1\]: Expected `float` < 1"),
         ("trainer.roles.critic.backend", "fsdp", r"trainer.roles\[...\].backend: Invalid enum value 'fsdp'"),
         ("staleness.max_staleness", -1, "staleness.max_staleness: Expected `int` >= 0"),
         ("staleness.over_age", "keep", "staleness.over_age: Invalid enum value 'keep'; choose one of 'mask'"),

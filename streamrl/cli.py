@@ -753,11 +753,11 @@ def kubernetes(config: ConfigFile, overrides: Overrides = None, dry_run: DryRun 
     from streamrl.launch.process import set_up_logging
 
     set_up_logging("kubernetes")
-    text = as_yaml(manifests(configuration.load(config, overrides or ())))
+    made = manifests(configuration.load(config, overrides or ()))
     if dry_run:
-        typer.echo(text, nl=False)
+        typer.echo(as_yaml(made), nl=False)
     else:
-        _console().print(asyncio.run(apply(text)), markup=False, soft_wrap=True)
+        _console().print(asyncio.run(apply(made)), markup=False, soft_wrap=True)
 
 
 def main() -> None:

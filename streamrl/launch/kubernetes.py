@@ -197,11 +197,22 @@ def as_yaml(whole: Sequence[Manifest]) -> str:
     return "".join(f"---\n{yaml.dump(each, Dumper=Dumper, sort_keys=False, width=120)}" for each in whole)
 
 
-async def apply(text: str) -> str:
-    """Hand the manifests to `kubectl apply`; return what it prints. Raises as `said_by` does."""
+async def apply(whole: Sequence[Manifest]) -> str:
+    """Hand the manifests to `kubectl apply`; return what it prints. Raises as `said_by` does.
+
+    A secret that the run has already is kept: its pods have that one, and nobody with another could join them.
+    """
+    (secret,) = (each["metadata"] for each in whole if each["kind"] == "Secret")
+    namespace = ["--namespace", secret["namespace"]] if "namespace" in secret else []
+    kept = await _kubectl("get", "secret", secret["name"], *namespace, "--ignore-not-found", "--output=name")
+    text = as_yaml([each for each in whole if not (kept and each["kind"] == "Secret")])
+    return await _kubectl("apply", "-f", "-", given=text)
+
+
+async def _kubectl(*words: str, given: str = "") -> str:
     return await said_by(
-        *("kubectl", "apply", "-f", "-"),
-        given=text,
+        *("kubectl", *words),
+        given=given,
         seconds=APPLY_SECONDS,
         otherwise="show the manifests with --dry-run, and apply them where there is one",
     )

@@ -172,7 +172,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 def test_manifests_go_to_kubectl(tmp_path: Path) -> None:
     """A stand-in for kubectl, which keeps what it is given."""
     kubectl = tmp_path / "kubectl"
-    kubectl.write_text(f'#!/bin/sh\n[ "$*" = "apply -f -" ] && cat > {tmp_path}/applied && echo job.batch/x created\n')
+    kubectl.write_text(
+        f"#!/bin/sh\ncd {tmp_path}\ncase $1 in\n"
+        'get) [ "$2 $4 $5" = "secret --ignore-not-found --output=name" ] && ! [ -e applied ] || echo "secret/$3";;\n'
+        'apply) [ "$*" = "apply -f -" ] && cat > applied && echo job.batch/x created;;\nesac\n'
+    )
     kubectl.chmod(0o755)
     words = ["examples/copy_scratch.toml", *(f"launch.kubernetes.{key}={value}" for key, value in KUBERNETES.items())]
 
@@ -193,6 +197,9 @@ def test_manifests_go_to_kubectl(tmp_path: Path) -> None:
     applied = list(yaml.safe_load_all((tmp_path / "applied").read_text()))
     assert applied == manifests_with(load(ROOT / words[0], words[1:]), secret=applied[0]["stringData"])
     assert applied[0]["stringData"]["STREAMRL_SECRET"] not in done.stdout + done.stderr
+    assert launch(path=f"{tmp_path}:{os.environ['PATH']}").returncode == 0
+    again = list(yaml.safe_load_all((tmp_path / "applied").read_text()))
+    assert again == applied[1:], "the pods that run know the first secret"
     shown = launch("--dry-run", path=str(tmp_path))
     assert [each["kind"] for each in yaml.safe_load_all(shown.stdout)] == [each["kind"] for each in applied]
     kubectl.unlink()

@@ -15,7 +15,7 @@ import numpy as np
 
 from streamrl import config as configuration
 from streamrl.config import Config
-from streamrl.errors import ConfigError
+from streamrl.errors import UNDECODABLE, ConfigError
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import read_records
@@ -79,16 +79,16 @@ def read_run(run_dir: Path) -> Records:
 
 
 def _final(file: Path) -> tuple[Final | None, Status | None]:
+    final: Final | None = None
     try:
         final = msgspec.json.decode(file.read_bytes(), type=Final)
-        if final.status is None:
-            return final, None
-        return final, msgspec.convert(final.status, Status, str_keys=True)
+        return final, None if final.status is None else msgspec.convert(final.status, Status, str_keys=True)
     except FileNotFoundError:
         return None, None
-    except msgspec.DecodeError as error:
-        log.warning("%s cannot be read and is left out: %s", file, error)
-        return None, None
+    except UNDECODABLE as error:
+        what = "the manager's figures in it" if final is not None else "it"  # another version's had others
+        log.warning("%s: %s cannot be read: %s", file, what, error)
+        return final, None
 
 
 def _config(file: Path) -> Config | None:

@@ -93,6 +93,17 @@ def test_torn_files(tmp_path: Path) -> None:
     assert {file.name for file in (folder / "plots").iterdir()} == PLOTS
 
 
+def test_how_a_run_ended_is_known_whatever_its_manager_told(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "final.json").write_text('{"state": "failed", "message": "no memory", "status": {"of": "a version"}}')
+    records = read_run(folder)
+    assert records.final is not None
+    assert (records.final.ending, records.status) == (("failed", "no memory"), None)
+    (folder / "final.json").write_bytes(b'{"state": "\xff"}')
+    assert read_run(folder).final is None
+
+
 def test_run_without_a_step(tmp_path: Path) -> None:
     summary = write_report(tmp_path)
     assert summary.steps == 0

@@ -20,6 +20,9 @@ MAX_WAITING_BYTES = 16 * 2**20
 MOST_READ = 64 * 2**20
 """Bytes of a file that are read at a time."""
 
+REMEMBERED = 256
+"""Bytes by which a file is known again."""
+
 Record = TypeVar("Record")
 
 
@@ -82,6 +85,8 @@ class Lines(Generic[Record]):
         self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(kind)
         self._offset = begin
         self._inode: int | None = None
+        self._last = b""
+        """What stands before `_offset`."""
         self.unreadable = 0
         """Lines that were left out."""
 
@@ -96,17 +101,20 @@ class Lines(Generic[Record]):
                 state = os.fstat(stream.fileno())
                 known = self._inode if self._inode is not None else state.st_ino
                 anew = self._offset > 0 and (state.st_size < self._offset or state.st_ino != known)
-                if anew:
-                    self._offset = 0
+                if not anew and state.st_size == self._offset:
+                    return False, []
+                stream.seek(max(0, self._offset - len(self._last)))
+                # A file that took this one's place may have the number of one that was there before.
+                if anew or stream.read(len(self._last)) != self._last:
+                    anew, self._offset = self._offset > 0, 0
+                    stream.seek(0)
                 self._inode = state.st_ino
-                if state.st_size == self._offset:
-                    return anew, []
-                stream.seek(self._offset)
                 data = stream.read(MOST_READ)
         except OSError:
             return False, []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
+        self._last = ((b"" if anew else self._last) + complete)[-REMEMBERED:]
         with without_garbage_collection(stays=False):
             return anew, list(self._decoded(complete))
 

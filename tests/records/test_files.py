@@ -143,6 +143,9 @@ def test_a_file_that_begins_anew_is_told(tmp_path: Path) -> None:
     other.write_bytes(written(4, 5, 6, 7))  # another file in its place, longer than what was read
     other.replace(file)
     assert lines.new() == (True, [Entry(n) for n in (4, 5, 6, 7)])
+    file.write_bytes(written(4, 5, 6, 8, 9))  # one with the same number, as the file of a run resumed twice may have
+    assert lines.new() == (True, [Entry(n) for n in (4, 5, 6, 8, 9)])
+    assert lines.new() == (False, [])
     file.unlink()
     assert lines.new() == (False, [])
 

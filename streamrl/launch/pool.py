@@ -234,20 +234,23 @@ class Pool:
             child = await children.next_exit()
             if child.exit_code == 0:
                 log.info("%s has left the run", child.name)
-            elif not self._leaving and not await self._replace(child, client):
+                continue
+            state = await _state(client)
+            if state == "finished":
+                log.warning("%s %s when the run was over; nothing of it is lost", child.name, child.how_it_ended)
+            elif not self._leaving and not self._replace(child, state):
                 failed = child
         if failed is not None:
             raise ProcessDied(failed.obituary())
 
-    async def _replace(self, child: Child, client: ControlClient) -> bool:
-        """Have a process that failed started again; return whether it will be.
+    def _replace(self, child: Child, state: str) -> bool:
+        """Have a process that failed started again; return whether it will be. `state`: of the run.
 
-        It is not once the run is over. One that has died too often is tried again later, but for a manager that does
+        It is not once the run has failed. One that has died too often is tried again later, but for a manager that does
         not answer: then the run is gone.
         """
         assert child.process is not None
-        state = await _state(client)
-        if state in ("finished", "failed"):
+        if state == "failed":
             return False
         now = time.monotonic()
         delay = self._restarts.allow(child.name, now=now)

@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import pytest
@@ -14,10 +15,13 @@ import pytest
 from streamrl.config import load
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.pool import Pool
-from streamrl.launch.processes import Helper
+from streamrl.launch.processes import Helper, ProcessPlan
 from streamrl.launch.supervise import Children
+from streamrl.transport.control import Status
+from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, calling, start_command, until
 from tests.launch.run_standins import use_standins
+from tests.launch.statuses import status
 from tests.processes import lives
 
 PATIENCE = 30.0
@@ -129,6 +133,25 @@ async def test_a_pool_that_has_started_none_yet_cannot_be_left_in_order(tmp_path
     await children.stop()
     with pytest.raises(ProcessDied):
         await model
+    children.close()
+
+
+class _FinishedRun:
+    """What a pool asks of the manager of a run that is over, and is well."""
+
+    async def status(self) -> Status:
+        return status(1, state="finished")
+
+
+async def test_a_process_that_breaks_when_the_run_is_over_is_not_the_pools_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = load(configuration(tmp_path, "wait"))
+    pool = Pool(config, role="gserver", count=1, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
+    pool._children = children = Children(logs=None)
+    await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["sh", "-c", "kill -SEGV $$"])
+    await pool._until_all_have_left(children, cast(ControlClient, cast(Any, _FinishedRun())))
+    assert "gserver/0 was ended by SIGSEGV when the run was over" in caplog.text
     children.close()
 
 

@@ -6,16 +6,17 @@ communicate within them never wait for each other in a circle. A request to seve
 them has acknowledged it (`ack`), so none starts to communicate with a worker that is gone; the master's `syn` then sets
 all off. One that the master gives up before that is withdrawn, or its workers would wait for ever.
 
-Besides replies a worker sends *notices* (something happened there) and heartbeats. Notices are numbered, and sent again
-until the master has confirmed them: each is taken once, in order, whatever connections break meanwhile. A worker whose
-connection ends, that stays silent, or that was restarted fails every request that waits for it, with its name; the
-master's probes find out within a beat that a connection has ended.
+Besides replies a worker sends *notices* (something happened there) and heartbeats. All that one end says to the other,
+but for heartbeats and probes, is numbered and sent again until it is confirmed: each message is taken once, in order,
+whatever connections break meanwhile. A worker that does not come back within moments when its connection has ended,
+stays silent, or was restarted fails every request that waits for it, with its name; the master's probes find out within
+a beat that a connection has ended.
 
-Frames: `[kind, request id, body]`. Kinds from the master: `C` call, `P` call that waits for its `S` syn or its
-withdrawal `W`, `B` probe, `K` confirmation of all notices up to this number (body: the worker's incarnation). From a
-worker: `A` ack, `R` reply, `E` error (body: text), `N` notice (number; body: the worker's incarnation, then
-the notice), `H` heartbeat (body: the incarnation, which tells this start of the worker from others), which is also a
-worker's first word.
+Frames: `[kind, request id, place, incarnation, body]`. The place is the message's number among those that this end has
+said to the other, from 1 on; the incarnation tells the start of the worker that says it, or is spoken to, from others.
+Kinds from the master: `C` call, `P` call that waits for its `S` syn or its withdrawal `W`. From a worker: `A` ack, `R`
+reply, `E` error (body: text), `N` notice. Without a place of their own are `K`, which confirms all messages up to its
+place, the master's probe `B`, and a worker's heartbeat `H`, which is also its first word.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -56,26 +57,92 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 Call = TypeVar("Call")
 Notice = TypeVar("Notice")
+Understood = TypeVar("Understood")
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0
 """A worker that has not been heard of for this long is lost."""
+RETURN_SECONDS = 2.0
+"""A worker whose connection has ended is lost after this long: a process that lives connects again at once."""
+GONE = "is gone: its connection has ended"
 BEGIN_WARNING_SECONDS = 30.0
 """A worker that has waited this long for the others to have a call logs a warning."""
 LARGEST_FRAME = 1 << 28
 """Bytes; whoever sends a larger one to the master is cut off. What moves here is metadata."""
 RESEND_SECONDS = 2.0
-"""A notice that the master has not confirmed for this long is sent again."""
+"""A message that the other end has not confirmed for this long is sent again; as long as it confirms nothing, after
+twice as long each time, up to `LONGEST_RESEND_SECONDS`."""
+LONGEST_RESEND_SECONDS = 60.0
 CONNECT_AGAIN_SECONDS = 5.0
 """A worker that has heard nothing from the master yet connects again so often: whoever was turned away, because the
 manager did not know its key just then, is turned away for good as far as ZMQ knows."""
 WELCOME_SECONDS = 60.0
 """A worker gives up when the master has not answered for this long. The master's probes come every `BEAT_SECONDS`."""
 NUMBER_BYTES = 8
-"""Length of a request id."""
-INCARNATION_BYTES = 16
-"""Length of what tells one start of a worker from another."""
-_FRAMES = ("kind", "request id", "body")
+"""Length of a request id, and of a place."""
+_FRAMES = ("kind", "request id", "place", "incarnation", "body")
+
+
+class _Message(msgspec.Struct, frozen=True):
+    kind: bytes
+    number: int
+    """Id of the request that it is about; 0: about none."""
+    place: int
+    incarnation: bytes
+    body: bytes = b""
+
+    def frames(self) -> list[bytes]:
+        number, place = (n.to_bytes(NUMBER_BYTES, "big") for n in (self.number, self.place))
+        return [self.kind, number, place, self.incarnation, self.body]
+
+
+class _Conversation:
+    """What the master and one incarnation of a worker say to each other, at one end: each message is taken once, in
+    order, and what is said here is kept until the other end has confirmed it."""
+
+    def __init__(self, incarnation: bytes) -> None:
+        self.incarnation = incarnation
+        self.unconfirmed: dict[int, _Message] = {}
+        """What was said here, by place, oldest first."""
+        self._said = 0
+        self._taken = 0
+        self._since = 0.0
+        """When the oldest of them became the oldest, or was said again."""
+        self._patience = RESEND_SECONDS
+
+    def say(self, kind: bytes, number: int, body: bytes) -> _Message:
+        """Return the message to be sent."""
+        self._said += 1
+        if not self.unconfirmed:
+            self._since, self._patience = time.monotonic(), RESEND_SECONDS
+        message = self.unconfirmed[self._said] = _Message(kind, number, self._said, self.incarnation, body)
+        return message
+
+    def to_say_again(self) -> list[_Message]:
+        """Return what the other end should have confirmed by now."""
+        now = time.monotonic()
+        if not self.unconfirmed or now - self._since < self._patience:
+            return []
+        self._since, self._patience = now, min(2 * self._patience, LONGEST_RESEND_SECONDS)
+        return list(self.unconfirmed.values())
+
+    def is_next(self, message: _Message) -> bool:
+        """Whether `message` is to be taken now: others were taken already, or come again in their order."""
+        following = message.place == self._taken + 1
+        self._taken += following
+        return following
+
+    def confirmation(self) -> _Message:
+        """Return what tells the other end how far its messages were taken."""
+        return _Message(b"K", 0, self._taken, self.incarnation)
+
+    def confirm(self, place: int) -> None:
+        """Forget what was said up to `place`: the other end has taken it."""
+        confirmed = [each for each in self.unconfirmed if each <= place]
+        for each in confirmed:
+            del self.unconfirmed[each]
+        if confirmed:
+            self._since, self._patience = time.monotonic(), RESEND_SECONDS
 
 
 class _Request:
@@ -154,10 +221,10 @@ class RequestChannel(Generic[Notice]):
         self._some = asyncio.Event()
         self._heard: dict[int, LastHeard] = {}
         """Each worker that has ever connected."""
-        self._incarnations: dict[int, bytes] = {}
-        """The incarnation of each worker that was heard last."""
-        self._taken: dict[int, int] = {}
-        """Number of the last notice that was taken from that incarnation."""
+        self._unreachable: dict[int, float] = {}
+        """Since when each worker whose connection has ended could not be sent anything."""
+        self._conversations: dict[int, _Conversation] = {}
+        """With the incarnation of each worker that was heard last."""
         self._joined = asyncio.Condition()
         self._tasks = [
             essential.begin(self._receive(), name="the master's receiving of messages"),
@@ -246,10 +313,10 @@ class RequestChannel(Generic[Notice]):
                 if request.number in self._pending:
                     request.sent = True
                     for worker, body in request.calls.items():
-                        await self._send(worker, b"P" if together else b"C", request.number, body)
+                        await self._say(worker, b"P" if together else b"C", request.number, body)
                 elif request.sent and together:
                     for worker in request.calls:
-                        await self._send(worker, b"W", request.number, b"")
+                        await self._say(worker, b"W", request.number)
 
     async def _receive(self) -> None:
         await self._admitting.wait()
@@ -260,15 +327,18 @@ class RequestChannel(Generic[Notice]):
             except Stranger as stranger:
                 self._seldom.warning("the master refused a message of %s", stranger)
                 continue
-            try:
-                kind, number, body = _parts(frames)
-                notice = self._notices.decode(body[INCARNATION_BYTES:]) if kind == b"N" else None
-            except Exception as error:  # tolerance point: no message may end the receiver, whatever it makes fail
-                name = self._name_of(worker)
-                self._seldom.warning("the master received a message from %s that is none: %s", name, _brief(error))
-                continue
-            self._routes[worker] = identity
-            await self._handle(worker, kind, number, body, notice)
+            if (message := self._understood(worker, partial(_read, frames))) is not None:
+                self._routes[worker] = identity
+                await self._handle(worker, message)
+
+    def _understood(self, worker: int, read: Callable[[], Understood]) -> Understood | None:
+        """Return what `read` reads of what `worker` sent; None if it is not to be understood."""
+        try:
+            return read()
+        except Exception as error:  # tolerance point: no message may end the receiver, whatever it makes fail
+            name = self._name_of(worker)
+            self._seldom.warning("the master received a message from %s that is none: %s", name, _brief(error))
+            return None
 
     async def _received(self) -> tuple[bytes, list[bytes], str]:
         """Return the next message: routing id, frames, and the CURVE key of its connection, if that is encrypted."""
@@ -279,59 +349,65 @@ class RequestChannel(Generic[Notice]):
         first, *rest = received
         return first.bytes, [frame.bytes for frame in rest], user_of(received[-1])
 
-    async def _handle(self, worker: int, kind: bytes, number: int, body: bytes, notice: Notice | None) -> None:
+    async def _handle(self, worker: int, message: _Message) -> None:
         lived = self._lives(worker)
         self._hear(worker, now=time.monotonic())
         if not lived:
             async with self._joined:
                 self._joined.notify_all()
-        if kind == b"H":
-            if self._incarnations.get(worker) != body:
-                if worker in self._incarnations:
-                    self._lose(worker, "was started anew")
-                self._incarnations[worker] = body
-                self._taken[worker] = 0
+        conversation = self._conversations.get(worker)
+        if message.kind == b"H" and conversation is not None and conversation.incarnation != message.incarnation:
+            self._lose(worker, "was started anew")
+            conversation = None
+        if conversation is None:
+            conversation = self._conversations[worker] = _Conversation(message.incarnation)
+        if message.kind == b"H" or conversation.incarnation != message.incarnation:
+            return  # what else one says that has replaced another comes again when its heartbeat has come
+        if message.kind == b"K":
+            conversation.confirm(message.place)
             return
-        if notice is not None:
-            await self._take(worker, number, body[:INCARNATION_BYTES], notice)
+        if conversation.is_next(message):
+            await self._take(worker, message)
+        await self._send(worker, conversation.confirmation())
+
+    async def _take(self, worker: int, message: _Message) -> None:
+        if message.kind == b"N":
+            if (notice := self._understood(worker, partial(self._notices.decode, message.body))) is not None:
+                self._on_notice(worker, notice)
             return
-        request = self._pending.get(number)
+        request = self._pending.get(message.number)
         if request is None or worker not in request.replies:
             return
         future = request.replies[worker]
-        if kind == b"A":
+        if message.kind == b"A":
             request.unacknowledged.discard(worker)
             if not request.unacknowledged:
                 for member in request.calls:
-                    await self._send(member, b"S", number, b"")
-        elif kind == b"R" and not future.done():
-            future.set_result(body)
-        elif kind == b"E" and not future.done():
-            text = body.decode(errors="replace")
+                    await self._say(member, b"S", message.number)
+        elif message.kind == b"R" and not future.done():
+            future.set_result(message.body)
+        elif message.kind == b"E" and not future.done():
+            text = message.body.decode(errors="replace")
             request.fail(PeerError(f"{self._name_of(worker)} failed in {request.what}: {text}"))
 
-    async def _take(self, worker: int, number: int, incarnation: bytes, notice: Notice) -> None:
-        """Take `notice` if it is the next one, and confirm all that were taken. Others come again in their order, as do
-        those of an incarnation that has replaced another and has sent no heartbeat yet."""
-        if self._incarnations.setdefault(worker, incarnation) != incarnation:
-            return
-        self._taken.setdefault(worker, 0)
-        if number == self._taken[worker] + 1:
-            self._taken[worker] = number
-            self._on_notice(worker, notice)
-        await self._send(worker, b"K", self._taken[worker], incarnation)
-
     async def _watch(self) -> None:
-        """Probe the workers, and fail the requests of those that are gone or silent."""
+        """Probe the workers, say again what they have not confirmed, and fail the requests of those that are gone or
+        silent."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
-            for worker in list(self._heard):
-                await self._send(worker, b"B", 0, b"")
+            for worker, conversation in list(self._conversations.items()):
+                await self._send(worker, _Message(b"B", 0, 0, conversation.incarnation))
+                for message in conversation.to_say_again():
+                    await self._send(worker, message)
                 now, heard = time.monotonic(), self._heard[worker]
-                if heard.is_silent(now=now) and not heard.ended:
+                if now - self._unreachable.get(worker, now) >= RETURN_SECONDS and not heard.ended:
+                    heard.end()
+                    self._lose(worker, GONE)
+                elif heard.is_silent(now=now) and not heard.ended:
                     self._lose(worker, f"has been silent for {heard.seconds(now=now):.0f} s")
 
     def _hear(self, worker: int, *, now: float) -> None:
+        self._unreachable.pop(worker, None)
         if worker in self._heard:
             self._heard[worker].hear(now=now)
         else:
@@ -347,18 +423,21 @@ class RequestChannel(Generic[Notice]):
             if future is not None and not future.done():
                 request.fail(PeerLost(f"{self._name_of(worker)} {how}"))
 
-    async def _send(self, worker: int, kind: bytes, number: int, body: bytes) -> None:
-        route = self._routes.get(worker)
-        if route is None:
-            return
+    async def _say(self, worker: int, kind: bytes, number: int, body: bytes = b"") -> None:
+        """Send what a worker takes once and after all that was said to it before; nothing to one never heard."""
+        if (conversation := self._conversations.get(worker)) is not None:
+            await self._send(worker, conversation.say(kind, number, body))
+
+    async def _send(self, worker: int, message: _Message) -> None:
         try:
-            await self._socket.send_multipart([route, kind, number.to_bytes(NUMBER_BYTES, "big"), body])
+            await self._socket.send_multipart([self._routes[worker], *message.frames()])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            if worker in self._heard:
-                self._heard[worker].end()
-                self._lose(worker, "is gone: its connection has ended")
+            if self._heard[worker].ended:
+                self._lose(worker, GONE)
+            else:
+                self._unreachable.setdefault(worker, time.monotonic())
 
 
 class ReplyChannel(Generic[Call]):
@@ -377,12 +456,7 @@ class ReplyChannel(Generic[Call]):
         self._calls = msgspec.msgpack.Decoder(call_type)
         self._waiting: dict[int, asyncio.Future[bool]] = {}
         """Calls that wait for the other workers, by id: whether each is to be carried out."""
-        self._incarnation = uuid.uuid4().bytes
-        self._notified = 0
-        self._unconfirmed: dict[int, bytes] = {}
-        """Notices by number that the master has not confirmed, oldest first."""
-        self._confirmed = -math.inf
-        """When the oldest of them became the oldest, or was sent again."""
+        self._conversation = _Conversation(uuid.uuid4().bytes)
         self._beating = essential.begin(self._beat(), name=f"beats of worker {worker} for the master")
 
     async def receive(self) -> tuple[int, Call]:
@@ -393,23 +467,27 @@ class ReplyChannel(Generic[Call]):
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                kind, call_id, body = _parts(frames)
-                if kind == b"B":
+                message = _read(frames)
+                if message.kind == b"B" or message.incarnation != self._conversation.incarnation:
                     continue
-                if kind in (b"S", b"W"):
-                    self._waiting[call_id].set_result(kind == b"S")
+                if message.kind == b"K":
+                    self._conversation.confirm(message.place)
                     continue
-                if kind == b"K":
-                    self._confirm(call_id, body)
+                following = self._conversation.is_next(message)
+                await self._send(self._conversation.confirmation())
+                if not following:
                     continue
-                call: Call = self._calls.decode(body)
+                if message.kind in (b"S", b"W"):
+                    self._waiting[message.number].set_result(message.kind == b"S")
+                    continue
+                call: Call = self._calls.decode(message.body)
             except Exception as error:  # tolerance point: no message may end the receiver, whatever it makes fail
                 log.warning("a worker received a call that is none: %s", _brief(error))
                 continue
-            if kind == b"P":
-                self._waiting[call_id] = asyncio.get_running_loop().create_future()
-                await self._send(b"A", call_id, b"")
-            return call_id, call
+            if message.kind == b"P":
+                self._waiting[message.number] = asyncio.get_running_loop().create_future()
+                await self._say(b"A", message.number)
+            return message.number, call
 
     async def begin(self, call_id: int) -> bool:
         """Wait until all workers of this request have it, while `receive` goes on, and return whether the call is to be
@@ -428,19 +506,15 @@ class ReplyChannel(Generic[Call]):
 
     async def reply(self, call_id: int, result: msgspec.Struct) -> None:
         """Send the master the result of a call."""
-        await self._send(b"R", call_id, self._encoder.encode(result))
+        await self._say(b"R", call_id, self._encoder.encode(result))
 
     async def fail(self, call_id: int, text: str) -> None:
         """Tell the master that a call failed, and how: by a traceback where it was not expected."""
-        await self._send(b"E", call_id, text.encode())
+        await self._say(b"E", call_id, text.encode())
 
     async def notify(self, notice: msgspec.Struct) -> None:
         """Send the master a notice, which it takes once and after all earlier ones, while `receive` goes on."""
-        self._notified += 1
-        if not self._unconfirmed:
-            self._confirmed = time.monotonic()
-        body = self._unconfirmed[self._notified] = self._incarnation + self._encoder.encode(notice)
-        await self._send(b"N", self._notified, body)
+        await self._say(b"N", 0, self._encoder.encode(notice))
 
     async def close(self) -> None:
         """Stop beating, and close the socket."""
@@ -468,32 +542,27 @@ class ReplyChannel(Generic[Call]):
 
     async def _beat(self) -> None:
         while True:
-            await self._send(b"H", 0, self._incarnation)
-            if self._unconfirmed and time.monotonic() - self._confirmed >= RESEND_SECONDS:
-                self._confirmed = time.monotonic()
-                log.warning("the master has not confirmed %d notices; they are sent again", len(self._unconfirmed))
-                for number, body in list(self._unconfirmed.items()):
-                    await self._send(b"N", number, body)
+            await self._send(_Message(b"H", 0, 0, self._conversation.incarnation))
+            if again := self._conversation.to_say_again():
+                log.warning("the master has not confirmed %d messages; they are sent again", len(again))
+                for message in again:
+                    await self._send(message)
             await asyncio.sleep(BEAT_SECONDS)
 
-    def _confirm(self, number: int, incarnation: bytes) -> None:
-        """Forget all notices up to `number`: the master has taken them."""
-        confirmed = [n for n in self._unconfirmed if n <= number] if incarnation == self._incarnation else []
-        for n in confirmed:
-            del self._unconfirmed[n]
-        if confirmed:
-            self._confirmed = time.monotonic()
+    async def _say(self, kind: bytes, number: int, body: bytes = b"") -> None:
+        """Send what the master takes once and after all that was said before, while `receive` goes on."""
+        await self._send(self._conversation.say(kind, number, body))
 
-    async def _send(self, kind: bytes, call_id: int, body: bytes) -> None:
-        await self._socket.send_multipart([kind, call_id.to_bytes(NUMBER_BYTES, "big"), body])
+    async def _send(self, message: _Message) -> None:
+        await self._socket.send_multipart(message.frames())
 
 
-def _parts(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
-    """Return kind, request id and body; raises `WireError` when the message has other frames."""
-    if len(frames) != len(_FRAMES) or len(frames[1]) != NUMBER_BYTES:
+def _read(frames: Sequence[bytes]) -> _Message:
+    """Return the message; raises `WireError` when it has other frames."""
+    if len(frames) != len(_FRAMES) or not len(frames[1]) == len(frames[2]) == NUMBER_BYTES:
         raise WireError(f"frames of {[len(frame) for frame in frames[:10]]} bytes are not {', '.join(_FRAMES)}")
-    kind, number, body = frames
-    return kind, int.from_bytes(number, "big"), body
+    kind, number, place, incarnation, body = frames
+    return _Message(kind, int.from_bytes(number, "big"), int.from_bytes(place, "big"), incarnation, body)
 
 
 def _brief(error: Exception) -> str:

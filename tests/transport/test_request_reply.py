@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 
@@ -15,7 +16,7 @@ import zmq.asyncio
 from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
 from streamrl.transport import request_reply
 from streamrl.transport.credentials import CurveKeys, Doorkeeper
-from streamrl.transport.request_reply import ReplyChannel, RequestChannel
+from streamrl.transport.request_reply import ReplyChannel, RequestChannel, _Conversation
 from tests import hostile
 from tests.credentials import peer_at, shown_by, verifier_of
 
@@ -266,7 +267,7 @@ async def test_notices_arrive_and_nonsense_is_passed_over():
         context.term()
 
 
-NUMBER, ONE = bytes(8), (1).to_bytes(8, "big")
+NUMBER, ONE, TWO, THREE = (number.to_bytes(8, "big") for number in range(4))
 START = bytes(range(16))
 DOUBLE = msgspec.msgpack.encode(Double(3))
 NEWS = msgspec.msgpack.encode(News("stored"))
@@ -282,13 +283,14 @@ async def test_no_message_ends_the_master():
                 stranger.set(zmq.LINGER, 1000)
                 stranger.set(zmq.IDENTITY, identity)
                 stranger.connect(m.endpoint)
-                await stranger.send_multipart([b"N", ONE, START + hostile.with_unknown_field(NEWS)])
-                valid = [[kind, NUMBER, body] for kind in (b"R", b"E", b"A") for body in (NEWS, DOUBLE)]
-                valid += [[b"H", NUMBER, START], [b"N", ONE, START + NEWS]]
+                await stranger.send_multipart([b"N", NUMBER, ONE, START, hostile.with_unknown_field(NEWS)])
+                valid = [[kind, NUMBER, TWO, START, body] for kind in (b"R", b"E", b"A") for body in (NEWS, DOUBLE)]
+                valid += [[b"H", NUMBER, NUMBER, START, b""], [b"N", NUMBER, THREE, START, NEWS]]
                 for frames in hostile.messages(valid, count=300):
                     await stranger.send_multipart(frames)
-                await stranger.send_multipart([b"H", NUMBER, START[::-1]])
-                await stranger.send_multipart([b"N", ONE, START[::-1] + msgspec.msgpack.encode(News("last"))])
+                await stranger.send_multipart([b"H", NUMBER, NUMBER, START[::-1], b""])
+                last = msgspec.msgpack.encode(News("last"))
+                await stranger.send_multipart([b"N", NUMBER, ONE, START[::-1], last])
         async with asyncio.timeout(30):
             await m.heard.wait()
         assert {number for number, _ in m.notices} <= {7, 70}, "others are no workers"
@@ -301,14 +303,16 @@ async def test_no_message_ends_a_worker():
     async with pretended_master() as (router, endpoint):
         end = reply_channel(endpoint, 0, call_type=Double)
         receiving = asyncio.create_task(received(end, until=Double(4)))
-        name, *_ = await router.recv_multipart()
-        await router.send_multipart([name, b"C", NUMBER, hostile.with_unknown_field(DOUBLE)])
+        name, _, _, _, start, _ = await router.recv_multipart()
+        places = (place.to_bytes(8, "big") for place in itertools.count(1))
+        await router.send_multipart([name, b"C", NUMBER, next(places), start, hostile.with_unknown_field(DOUBLE)])
         for kind in (b"P", b"W", b"S", b"S", b"W"):  # said twice, it is said once
-            await router.send_multipart([name, kind, NUMBER, DOUBLE])
-        valid = [[kind, NUMBER, DOUBLE] for kind in (b"C", b"P", b"S", b"W", b"B")]
+            await router.send_multipart([name, kind, NUMBER, next(places), start, DOUBLE])
+        valid = [[kind, NUMBER, NUMBER, start, DOUBLE] for kind in (b"C", b"P", b"S", b"W", b"B")]
         for frames in hostile.messages(valid, count=1000):
             await router.send_multipart([name, *frames])
-        await router.send_multipart([name, b"C", NUMBER, msgspec.msgpack.encode(Double(4))])
+        for _ in range(1000):  # one of them has the next place
+            await router.send_multipart([name, b"C", NUMBER, next(places), start, msgspec.msgpack.encode(Double(4))])
         await asyncio.wait_for(receiving, 10)
         await end.close()
 
@@ -334,7 +338,7 @@ async def test_an_answer_that_cannot_be_decoded_fails_its_request_alone():
         await m.wait_for({0}, patience=30)
         asking = asyncio.create_task(m.call(0, Double(1), Answer, timeout=30))
         number, _ = await end.receive()
-        await end._send(b"R", number, hostile.with_unknown_field(msgspec.msgpack.encode(Answer(2))))
+        await end._say(b"R", number, hostile.with_unknown_field(msgspec.msgpack.encode(Answer(2))))
         with pytest.raises(WireError, match=r"Double was answered with something else: .*recursion"):
             await asking
         await end.close()
@@ -353,8 +357,9 @@ class Line:
 
     def __init__(self):
         self.lost = 0
-        """Bytes that came from the worker and never arrived."""
-        self.swallows = False
+        """Bytes that were sent and never arrived."""
+        self.swallows = None
+        """Whose words are lost: "worker" or "master"."""
         self.connections = 0
         self._open = set()
 
@@ -367,12 +372,12 @@ class Line:
         self.connections += 1
         from_master, to_master = await asyncio.open_connection(host, port)
         self._open |= {to_worker, to_master}
-        copying = [self._copy(from_worker, to_master, loses=True), self._copy(from_master, to_worker, loses=False)]
+        copying = [self._copy(from_worker, to_master, "worker"), self._copy(from_master, to_worker, "master")]
         await asyncio.gather(*copying, return_exceptions=True)
 
-    async def _copy(self, reader, writer, *, loses):
+    async def _copy(self, reader, writer, whose):
         while content := await reader.read(1 << 16):
-            if loses and self.swallows:
+            if whose == self.swallows:
                 self.lost += len(content)
             else:
                 writer.write(content)
@@ -403,19 +408,60 @@ async def test_every_notice_arrives_once_and_in_order_though_connections_break(m
         for round_ in range(4):
             await end.notify(News(f"{round_} arrives"))
             await asyncio.sleep(0.1)
-            line.swallows = True
+            line.swallows = "worker"
             for number in range(3):
                 await end.notify(News(f"{round_} is lost {number}"))
             await until(lambda: line.lost)
             await asyncio.sleep(0.1)
             line.cut()
-            line.swallows, line.lost = False, 0
+            line.swallows, line.lost = None, 0
             await end.notify(News(f"{round_} after"))
             said += [f"{round_} arrives", *(f"{round_} is lost {number}" for number in range(3)), f"{round_} after"]
-        await until(lambda: len(m.notices) >= len(said) and not end._unconfirmed)
+        await until(lambda: len(m.notices) >= len(said) and not end._conversation.unconfirmed)
         assert [notice.text for _, notice in m.notices] == said
         assert line.connections == 5
         assert (await m.call(0, Double(1), Answer, timeout=30)).value == 2
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await end.close()
+        await line.close()
+
+
+@pytest.mark.parametrize(
+    ("whose", "kind"),
+    [("master", b"P"), ("worker", b"A"), ("master", b"S"), ("worker", b"R"), ("worker", b"E")],
+    ids=["call", "acknowledgement", "beginning", "reply", "error"],
+)
+async def test_a_request_goes_on_though_a_connection_breaks_with_part_of_it(whose, kind, monkeypatch):
+    """ZMQ connects again within moments, and neither end is told."""
+    monkeypatch.setattr(request_reply, "RESEND_SECONDS", 0.1)
+    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.05)
+    line = Line()
+    call = Fail() if kind == b"E" else Double(1)
+    async with master() as m, worker(m, 1) as other:
+        end = reply_channel(await line.open(m.endpoint), 0, call_type=Double | Fail | Hang)
+        begun = []
+        serving = asyncio.create_task(serve(end, begun))
+        await m.wait_for({0, 1}, patience=30)
+        say, speaker = _Conversation.say, m._conversations[0] if whose == "master" else end._conversation
+
+        def swallowed(conversation, said, number, body):
+            if conversation is speaker and said == kind:
+                line.swallows = whose
+            return say(conversation, said, number, body)
+
+        monkeypatch.setattr(_Conversation, "say", swallowed)
+        asking = asyncio.create_task(m.request({0: call, 1: call}, Answer, timeout=30))
+        await until(lambda: line.lost)
+        monkeypatch.setattr(_Conversation, "say", say)
+        line.cut()
+        line.swallows = None
+        if kind == b"E":
+            with pytest.raises(PeerError, match="it broke"):
+                await asking
+        else:
+            assert await asking == {0: Answer(2), 1: Answer(2)}
+        assert (begun, other.begun) == ([call], [call]), "each was carried out once"
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await end.close()
@@ -427,7 +473,7 @@ async def test_notices_of_a_worker_that_was_started_anew_are_heard_from_its_firs
         for start in ("first", "second"):
             async with worker(m, 0) as end:
                 await end.notify(News(start))
-                await until(lambda: not end._unconfirmed)
+                await until(lambda: not end._conversation.unconfirmed)
         assert [notice.text for _, notice in m.notices] == ["first", "second"]
 
 

@@ -363,7 +363,7 @@ class _Connection(asyncio.Protocol):
         self._idle: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: asyncio.WriteTransport = transport  # type: ignore[assignment]
+        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
         self._server.connections.add(self)
         self._since = self._loop.time()
         self._idle = self._loop.call_later(IDLE_SECONDS, self._look_whether_idle)

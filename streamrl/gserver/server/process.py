@@ -188,7 +188,9 @@ async def _embedded(
     await engine.start()
     try:
         runner = web.AppRunner(
-            server.application(keys=keys, hosts=Hosts([config.gserver.host, *config.security.host_names])),
+            server.application(
+                keys=keys, hosts=Hosts([config.gserver.host, listening.announced, *config.security.host_names])
+            ),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=SHUTDOWN_SECONDS,

@@ -7,19 +7,21 @@ import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
-from aiohttp import web
+from aiohttp import ClientSession, web
 
 from streamrl.config import from_dict
 from streamrl.errors import ModelError, PeerError
 from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.server import process
 from streamrl.gserver.server.process import first_weights, serve
+from streamrl.transport.addresses import Listening
 from streamrl.transport.control import Heartbeat, HeartbeatReply, Register, RegisterReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient
-from streamrl.transport.keys import generation_key
+from streamrl.transport.keys import GserverKeys, generation_key
 from streamrl.transport.secret import VARIABLE, Secret
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
@@ -93,6 +95,19 @@ async def test_joins_serves_reports_and_leaves(engine: str, manager: Manager, fo
         await asyncio.wait_for(serving, 20)
     finally:
         await client.close()
+
+
+async def test_it_may_be_asked_by_the_name_that_others_are_told(folder: Path) -> None:
+    config = config_of(engine="simulated")
+    listening = Listening(at="127.0.0.1", announced="gpu7.example")
+    serving = process._embedded(config, index=0, model_dir=folder, listening=listening, keys=GserverKeys(), tls=None)
+    async with serving as (_, told), ClientSession() as session:
+        url = urlsplit(told)
+        assert url.hostname == "gpu7.example"
+        for name, status in ((url.netloc, 200), ("elsewhere.example", 403)):
+            asked = session.get(f"http://127.0.0.1:{url.port}/model_info", headers={"Host": name})
+            async with asked as answer:
+                assert answer.status == status
 
 
 async def test_cancellation_leaves_nothing_behind(manager: Manager, folder: Path) -> None:

@@ -359,6 +359,7 @@ asyncio.run(main())
 async def test_the_function_does_not_get_secrets_unless_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:
     there = {
         "RUN_DOOR": "the run's own",
+        "EPISODE_DOOR": "opens episodes",
         "STREAMRL_SECRET": "the run's own, too",
         "JUDGE_API_KEY": "passed",
         "HF_TOKEN": "a secret",
@@ -367,11 +368,14 @@ async def test_the_function_does_not_get_secrets_unless_it_is_to(monkeypatch: py
     for name, value in there.items():
         monkeypatch.setenv(name, value)
     reward = {"function": USER_REWARD, "environment": ["JUDGE_API_KEY", "RUN_DOOR", "STREAMRL_SECRET"]}
-    made = RewardPool.of(from_dict({"rollout": {"reward": reward}, "gserver": {"api_key_env": "RUN_DOOR"}}))
+    agent = {"remote": True, "scored_by": "reward", "api_key_env": "EPISODE_DOOR"}
+    rollout = {"reward": reward, "agent": agent}
+    made = RewardPool.of(from_dict({"rollout": rollout, "gserver": {"api_key_env": "RUN_DOOR"}}))
     await made.start()
     try:
         for name, passed in (
             ("RUN_DOOR", False),
+            ("EPISODE_DOOR", False),
             ("STREAMRL_SECRET", False),
             ("HF_TOKEN", False),
             ("JUDGE_API_KEY", True),

@@ -118,7 +118,7 @@ class RewardPool:
             environment=without_secrets(
                 os.environ,
                 passed=reward.environment,
-                withheld=(secret.VARIABLE, config.gserver.api_key_env),
+                withheld=(secret.VARIABLE, config.gserver.api_key_env, config.rollout.agent.api_key_env),
             ),
         )
 

@@ -142,11 +142,12 @@ def identity(config: Config) -> str:
     """Return what tells the checkpoint that the run goes on from, and its copies, from all others; empty: it begins
     anew.
 
-    Raises as `of_run` does.
+    Whether its prompts are those of `config` is asked by `of_run`: a rollout worker may have them in another place.
+    Raises as `read` does.
     """
-    begun = of_run(config)
-    if begun is None:
+    if config.run.resume_from is None:
         return ""
+    begun = read(Path(config.run.resume_from))
     digest = hashlib.blake2b(msgspec.json.encode(begun), digest_size=8).hexdigest()
     return f"version {begun.policy_version}, {digest}"
 

@@ -54,6 +54,15 @@ async def test_all_go_on_from_the_managers_checkpoint_though_there_is_a_newer_on
             assert await taken(run, file, needed=needed) == [f"run.resume_from={older}"]
 
 
+async def test_a_rollout_worker_with_its_prompts_in_another_place_goes_on_too(tmp_path: Path) -> None:
+    """Where files are belongs to a machine, be the checkpoint on a disk that all share or not."""
+    config = small_config(tmp_path, data={"source": "jsonl", "path": "train.jsonl"})
+    checkpoint = written(config, 4)
+    async with managed(going_on(config, checkpoint)) as run:
+        there = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path="/local/train.jsonl"))
+        assert await taken(run, file_of(there, tmp_path), needed=False) == [f"run.resume_from={checkpoint}"]
+
+
 async def test_whoever_lacks_the_managers_checkpoint_is_told_and_one_who_can_do_without_begins(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     file = file_of(config, tmp_path)

@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.config import Config
+from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
 from streamrl.records.collapse import HEALTHY, LARGEST_GRADIENT, SMALLEST_SAMPLE, Health, advice
 from streamrl.records.evaluation import EvaluationReport
 
@@ -304,7 +305,7 @@ def _data(run: RunFigures) -> Iterator[Finding]:
 def _staleness(run: RunFigures) -> Iterator[Finding]:
     config = run.config or Config()
     eta = config.staleness.max_staleness
-    raised = f"staleness.max_staleness={max(1, 2 * eta)} (it is {eta})"
+    raised = _staler(config)
     masked, sampled = _total(run, "tokens_masked"), _total(run, "tokens_sampled")
     if sampled and masked / sampled > MASKED:
         yield Finding(
@@ -322,6 +323,15 @@ def _staleness(run: RunFigures) -> Iterator[Finding]:
             "on shorter responses than it writes",
             ['staleness.over_age="mask"', raised],
         )
+
+
+def _staler(config: Config) -> str:
+    """Return what to change so that the pools wait less for each other."""
+    eta = config.staleness.max_staleness
+    staleness = f"staleness.max_staleness={max(1, 2 * eta)} (it is {eta})"
+    if config.trainer.graph == SYNCHRONOUS:  # which allows no other than 0
+        return f'trainer.graph="{ASYNCHRONOUS}" with {staleness}'
+    return staleness
 
 
 def _pace(run: RunFigures) -> Iterator[Finding]:
@@ -344,12 +354,7 @@ def _pace(run: RunFigures) -> Iterator[Finding]:
             "pace",
             f"the gservers compute in {run.generation_busy:.0%} of their time: the trainer is the slower pool, or too "
             "few groups may run",
-            [
-                f"staleness.max_staleness={max(1, 2 * config.staleness.max_staleness)} "
-                f"(it is {config.staleness.max_staleness})",
-                "rollout.max_concurrent_groups",
-                "trainer.data_parallel",
-            ],
+            [_staler(config), "rollout.max_concurrent_groups", "trainer.data_parallel"],
         )
     for figure, what in (
         ("pause_seconds", "generation is paused by weight updates"),

@@ -655,7 +655,8 @@ class Config(Section, frozen=True):
         raise ConfigError(
             f"{who} has another configuration than the manager: {found or 'is it another version of streamrl?'} "
             f"(fingerprints {digest} and {self.digest()}); start all processes of a run with the same "
-            "file and the same overrides; hosts, ports, paths, counts and the sections [run] and [manager] may differ"
+            "file and the same overrides; hosts, ports, paths, counts and the sections [run] (but for run.seed), "
+            "[manager], [security], [metrics] and [launch] may differ"
         )
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
 from streamrl.config.sharing import MAY_DIFFER, MOST_NAMED, SAME_IN_THEM, differences
+from streamrl.errors import ConfigError
 
 DEFAULTS = Config().shared()
 
@@ -56,6 +57,16 @@ def test_what_belongs_to_a_machine_may_differ(theirs: dict[str, Any], ours: dict
 )
 def test_what_differs_is_named_with_both_values(theirs: dict[str, Any], ours: dict[str, Any], told: str) -> None:
     assert told in differing(theirs, ours)
+
+
+def test_whoever_has_another_seed_is_not_told_that_it_may_differ() -> None:
+    other = from_dict({"run": {"seed": 1}})
+    with pytest.raises(ConfigError, match=r"run\.seed is 1 there and 0 at the manager.* and the sections") as told:
+        Config().check_shared(other.shared_changes(), other.digest(), who="rollout/0")
+    sections = {name for name in MAY_DIFFER if "." not in name}
+    said = str(told.value).rpartition("the sections ")[2]
+    assert said.startswith("[run] (but for run.seed), ")
+    assert all(f"[{name}]" in said for name in sections)
 
 
 def test_every_setting_that_may_differ_is_one() -> None:

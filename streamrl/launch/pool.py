@@ -20,7 +20,7 @@ from streamrl import config as configuration
 from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import ProcessDied, StreamRLError
-from streamrl.launch.local import CHECKPOINT_SECONDS, STATUS_SECONDS
+from streamrl.launch.local import STATUS_SECONDS
 from streamrl.launch.processes import (
     COMPONENTS,
     Helper,
@@ -51,6 +51,9 @@ log = logging.getLogger(__name__)
 
 PoolRole = Literal["gserver", "rollout"]
 
+FETCH_SECONDS = 86400.0
+"""How long a host may take to make or to fetch the model. Of what is fetched each part has a deadline of its own."""
+
 
 async def _model_folder(
     children: Children,
@@ -63,7 +66,7 @@ async def _model_folder(
 ) -> Path:
     """Have a child make, or fetch, the folder with the run's first weights; raises as `Children.ask` does."""
     words = checkpoint_command(config_file, overrides=overrides, manager_url=manager_url, components=components)
-    return Path(await children.ask(Helper("checkpoint", threads), words, timeout=CHECKPOINT_SECONDS))
+    return Path(await children.ask(Helper("checkpoint", threads), words, timeout=FETCH_SECONDS))
 
 
 # --- the trainer ---

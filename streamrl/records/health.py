@@ -346,7 +346,7 @@ def _pace(run: RunFigures) -> Iterator[Finding]:
             "note",
             "pace",
             f"the trainer waits for data in {waiting:.0%} of its time: generation is the slower pool",
-            [f"gserver.count={2 * count} (it is {count})", "gserver.max_running", "staleness.max_staleness"],
+            [f"gserver.count={2 * count} (it is {count})", "gserver.max_running", _staler(config)],
         )
     elif run.generation_busy is not None and run.generation_busy < 1 - WAITING:
         yield Finding(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -26,6 +27,8 @@ SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 """Endings of a checkpoint's files that are given out; never those of pickles."""
 CALL_SECONDS = 60.0
 """For one part."""
+TELL_SECONDS = 15.0
+"""How often it is told how much has come."""
 
 
 def _given_out(folder: Path) -> list[Path]:
@@ -117,6 +120,7 @@ async def _fetched(config: Config, manager_url: str, cache: Path) -> Path:
 
 async def _fetch(config: Config, manager_url: str, listing: ModelListing, folder: Path) -> None:
     client = ControlClient.of(config, manager_url, timeout=CALL_SECONDS)
+    came, told = 0, time.monotonic()
     try:
         for file in listing.files:
             name = Path(file.name).name  # whatever the manager calls it, it lies in this folder
@@ -126,5 +130,9 @@ async def _fetch(config: Config, manager_url: str, listing: ModelListing, folder
                     if not part.content:
                         raise ModelError(f"{file.name} of the manager's model ends at {begin} of {file.size} bytes")
                     target.write(part.content)
+                    came += len(part.content)
+                    if time.monotonic() - told > TELL_SECONDS:
+                        told = time.monotonic()
+                        log.info("%.0f of %.0f MiB of the model have come", came / 2**20, listing.bytes / 2**20)
     finally:
         await client.close()

@@ -334,10 +334,12 @@ def test_recorded_runs(trace):
     assert (told["bad", "policy"] > 0) == ("collapsing" in states)
 
 
-def test_a_synchronous_run_is_told_nothing_that_its_graph_forbids():
+@pytest.mark.parametrize("idle", [{"generation_busy": 0.3}, {"steps": [HEALTHY | {"wait_seconds": 1.5}] * WINDOW}])
+def test_a_synchronous_run_is_told_nothing_that_its_graph_forbids(idle):
     config = from_dict({"trainer": {"graph": "synchronous"}, "staleness": {"max_staleness": 0}})
-    (found,) = findings(healthy(generation_busy=0.3, config=config))
-    assert found.turn[0] == 'trainer.graph="asynchronous" with staleness.max_staleness=1 (it is 0)'
+    (found,) = findings(healthy(config=config, **idle))
+    (staleness,) = [turned for turned in found.turn if "max_staleness" in turned]
+    assert staleness == 'trainer.graph="asynchronous" with staleness.max_staleness=1 (it is 0)'
 
 
 def test_findings_can_be_written_and_read():

@@ -197,6 +197,16 @@ async def test_a_call_that_takes_too_long_is_killed(text: str) -> None:
         assert await rewards.score(response("pid"), prompt()) != pid
 
 
+async def test_of_several_coroutines_the_one_that_ends_their_process_is_found() -> None:
+    wrong = {3: "exit 7", 6: "raise", 7: "exit 9"}
+    async with pool("tests.rollout.user_code:judge") as rewards:
+        calls = [rewards.score(response(wrong.get(i, "sleep 0.2")), prompt(seq=i)) for i in range(10)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(value) for value in found] == [RewardError if i in wrong else float for i in range(10)]
+        assert "its process died (ended with exit code 7)" in str(found[3])
+        assert await asyncio.gather(*(rewards.score(response("meet 4"), prompt()) for _ in range(4))) == [1.0] * 4
+
+
 async def test_what_the_function_started_ends_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     async with pool(timeout=2.0) as rewards:

@@ -133,6 +133,9 @@ async def judge(response: Response, prompt: Prompt) -> float:
                 return float("nan")
             case ["huge"]:
                 return 10**400
+            case ["exit", status]:
+                await asyncio.sleep(0.1)
+                os._exit(int(status))
             case ["most"]:
                 return _most_inside
         return 1.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -293,6 +294,10 @@ class CommandAgents:
                     env={**self._environment, **_variables(task, access)},
                     start_new_session=True,
                 )
+            except OSError as error:
+                size = len(_variables(task, access)["STREAMRL_TASK"])
+                why = f" (STREAMRL_TASK has {size} bytes)" if error.errno == errno.E2BIG else ""
+                raise AgentError(f"the agent {self._command[0]} cannot be started: {error.strerror}{why}") from error
             finally:
                 os.close(end)
             self._leaders.add(process.pid)

@@ -106,8 +106,10 @@ class Episode:
             )
         names = [call] if request.n == 1 else [f"{call}/{index}" for index in range(request.n)]
         answers = [
-            self._answer(
-                request, parent, prompt_ids, name, on_tokens=self._pieces(request, prompt_ids, index, on_piece)
+            asyncio.ensure_future(
+                self._answer(
+                    request, parent, prompt_ids, name, on_tokens=self._pieces(request, prompt_ids, index, on_piece)
+                )
             )
             for index, name in enumerate(names)
         ]
@@ -118,6 +120,8 @@ class Episode:
             self.failure = error
             raise RequestRefused(f"the policy cannot be asked: {error}", status=503, kind="api_error") from error
         finally:
+            for answer in answers:
+                answer.cancel()  # where one has failed nobody waits for the others
             self.generation_seconds += time.monotonic() - asked
 
     def delivered(self, completions: Sequence[Completion]) -> None:

@@ -69,6 +69,8 @@ class _Scoring:
     """When its process got to it, as far as is known, on the event loop's clock."""
     under_way: bool = False
     """Whether its process has certainly got to it: one that was sent later has been made."""
+    alone: bool = False
+    """Whether nothing is made beside it: it was one of several that a process was at work on when it died."""
 
 
 class RewardPool:
@@ -189,15 +191,21 @@ class RewardPool:
         """Take those that have waited longest, without those that nobody waits for any more."""
         taken: deque[_Scoring] = deque()
         while self._waiting and len(taken) < most:
+            if taken and self._waiting[0].alone:
+                break
             scoring = self._waiting.popleft()
-            if not scoring.outcome.done():
-                taken.append(scoring)
+            if scoring.outcome.done():
+                continue
+            taken.append(scoring)
+            if scoring.alone:
+                break
         return taken
 
     async def _score(self, child: _Child, sent: deque[_Scoring]) -> None:
         """Have `child` score all of `sent`, each of which is taken out when it has ended.
 
-        Raises what goes wrong with the first that is left; `child` is fit for the next call then, or about to be.
+        Raises what goes wrong with the first that is left; `child` is fit for the next call then, or about to be. If it
+        dies of one of several at the same time, these are left to be made one by one, which tells whose fault it was.
         """
         await child.ready()
         try:
@@ -211,7 +219,12 @@ class RewardPool:
             await child.replace()
             raise RewardTimeout(f"{sent[0].what}: no answer within {self._limit}; its process was replaced") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
+            several = child.at_once and len(sent) > 1
             status = await child.replace(grace=_EXIT_SECONDS)
+            if several:
+                for scoring in sent:
+                    scoring.alone = True
+                return
             raise RewardError(f"{sent[0].what}: its process died ({describe_exit(status)}) and was replaced") from error
         except (WireError, msgspec.DecodeError) as error:
             await child.replace()
@@ -223,7 +236,8 @@ class RewardPool:
         try:
             while not receiving.done():
                 self._came.clear()
-                if more := self._take(self._at_once - len(sent)):
+                room = 0 if sent and sent[0].alone else self._at_once - len(sent)
+                if room and self._waiting and not self._waiting[0].alone and (more := self._take(room)):
                     sent.extend(more)
                     child.send(more)
                 coming = asyncio.create_task(self._came.wait())

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from streamrl.config import SamplingConfig
-from streamrl.errors import AgentError
-from streamrl.rollout.agents.messages import ChatRequest, Message
+from streamrl.errors import AgentError, PeerError
+from streamrl.rollout.agents.messages import ChatRequest, Message, RequestRefused
 from streamrl.rollout.agents.model_renderer import renderer_of
 from streamrl.rollout.agents.workflow import Earned, Episode, Score
 from streamrl.rollout.chat import ChatTokenizer
@@ -64,6 +65,26 @@ async def test_who_names_an_answer_has_it_though_its_delivery_was_not_seen() -> 
     earned = episode.earned(Score(1.0, {"chatcmpl-known": 0.5}))
     (found,) = episode.trajectories(earned, discount=1.0)
     assert (found.reward, found.input_ids[found.loss_mask].tolist()) == (1.5, CHAT.encode("4<|im_end|>"))
+
+
+async def test_of_several_answers_one_fails_and_the_others_end() -> None:
+    session, ended = Scripted(), []
+
+    async def generate(input_ids: list[int], **_: Any) -> Generation:
+        if not ended:
+            ended.append("not yet")
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.append("now")
+        raise PeerError("the gserver is on fire")
+
+    session.generate = generate  # type: ignore[method-assign]
+    episode = Episode(session, renderer_of(CHAT, name="template"), max_calls=10)  # type: ignore[arg-type]
+    with pytest.raises(RequestRefused, match="the policy cannot be asked: the gserver is on fire"):
+        await episode.complete(ChatRequest(messages=(ASKED,), n=2), call="both")
+    await asyncio.sleep(0)
+    assert ended == ["not yet", "now"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "template"])

@@ -403,6 +403,11 @@ async def test_a_program_that_fails_says_so(command: list[str], says: str) -> No
         await play(AgentConfig(command=command, timeout_seconds=seconds), "x")
 
 
+async def test_a_task_that_is_too_long_for_a_program_says_so() -> None:
+    with pytest.raises(AgentError, match=r"true cannot be started: Arg.* \(STREAMRL_TASK has \d{6} bytes\)"):
+        await play(AgentConfig(command=["true"]), "x" * 200_000)
+
+
 async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
     script = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
     await assert_ends_with_its_episode(AgentConfig(command=["sh", "-c", script]), "x", tmp_path / "pid")

@@ -11,6 +11,7 @@ import inspect
 import math
 import os
 import resource
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -43,6 +44,9 @@ from streamrl.rollout.agents.policy import Policy
 
 MOST_THREADS = 256
 """Plain functions that run at the same time in one process."""
+MOST_ABANDONED = MOST_THREADS // 4
+"""Plain functions that may run on though their episodes were cancelled. With one more the process ends, to be replaced:
+each has a thread, and sooner or later no episode would find a free one."""
 
 
 def main() -> None:
@@ -112,12 +116,37 @@ async def _run(function: Callable[..., Any], begin: Begin, reply: Callable[[From
         if inspect.iscoroutinefunction(getattr(function, "func", function)):
             value = await function(begin.task, policy)
         else:
-            value = await asyncio.to_thread(function, begin.task, policy)
+            value = await _in_a_thread(function, begin.task, policy)
         reply(Ended(begin.episode, as_score(value)))
     except asyncio.CancelledError:
         reply(Failed(begin.episode, "it was cancelled"))
     except BaseException as error:  # the user's function may raise anything: the parent reports it
         reply(Failed(begin.episode, traceback_tail(error)))
+
+
+_abandoned: set[asyncio.Task[Any]] = set()
+
+
+async def _in_a_thread(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `function` returns. Where this is cancelled it runs on, since a thread cannot be ended."""
+    running = asyncio.create_task(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        if not running.done():
+            _abandoned.add(running)
+            running.add_done_callback(_has_ended)
+        if len(_abandoned) > MOST_ABANDONED:
+            sys.stderr.write(f"{len(_abandoned)} episodes go on though they were given up: their process ends\n")
+            sys.stderr.flush()
+            os._exit(1)
+        raise
+
+
+def _has_ended(running: asyncio.Task[Any]) -> None:
+    _abandoned.discard(running)
+    if not running.cancelled():
+        running.exception()  # seen
 
 
 def as_score(value: object) -> Score:

@@ -21,6 +21,7 @@ from openai import AsyncOpenAI
 from streamrl.config import AgentConfig, Config, RolloutConfig
 from streamrl.errors import AgentError, WireError
 from streamrl.rollout.activity import Activity
+from streamrl.rollout.agents.child import MOST_THREADS
 from streamrl.rollout.agents.gateway import Gateway
 from streamrl.rollout.agents.pipe import Endpoint, Score
 from streamrl.rollout.agents.rendering import TemplateRenderer
@@ -358,6 +359,16 @@ async def test_an_episode_that_is_given_up_twice_ends_no_others() -> None:
             slow_to_end.cancel()
             await asyncio.sleep(0.1)
         assert await other == Score(1.0)
+
+
+async def test_plain_functions_that_run_on_though_they_are_given_up_take_no_thread_from_later_ones() -> None:
+    async with started(AgentConfig(function="tests.rollout.agents.user_agents:sleeps")) as agents:
+        hanging = [asked(agents, "600") for _ in range(MOST_THREADS + 1)]
+        await asyncio.sleep(0.5)
+        for episode in hanging:
+            episode.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
+        assert await asyncio.wait_for(asked(agents, "0"), 30) == Score(1.0)
 
 
 # --- programs ---

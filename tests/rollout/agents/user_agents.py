@@ -181,5 +181,11 @@ def plain(task: dict[str, Any], policy: Any) -> float:
     return 0.25
 
 
+def sleeps(task: dict[str, Any], policy: Any) -> float:
+    """Whatever becomes of its episode, for as many seconds as the question says."""
+    time.sleep(float(task["question"]))
+    return 1.0
+
+
 def takes_one(task: dict[str, Any]) -> float:
     return 0.0

@@ -597,6 +597,14 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         f"{first} At the default objective and η = 1, 2, 4, 8, {fell} of {len(here)} runs fell below {NEARLY} after "
         f"they had {LEARNED}{_named_falls(here)}, and {never} never had it."
     ]
+    tasks = {cell.task for cell in wanted}
+    synchronous = [row for row in rows if row["task"] in tasks and row["objective"] == "default" and row["eta"] == 0]
+    if (fell or never) and synchronous:
+        lows = [worst_after_learned(row["curve"]["reward"]) for row in synchronous]
+        said.append(
+            f"Of the {len(lows)} synchronous runs {sum(low is not None and low < NEARLY for low in lows)} fell"
+            f"{_named_falls(synchronous)}, and {lows.count(None)} never had it."
+        )
     for name, etas in (("η ≤ 4", (1, 2, 4)), ("η = 8", (8,))):
         mine = [summary for summary in compared if summary.kind.eta in etas]
         if mine:

@@ -379,6 +379,16 @@ def test_runs_that_fell_are_named():
     assert "seed 2: 0.57" in said
 
 
+def test_synchronous_runs_that_fell_are_told_of_beside_them():
+    rows = rows_of_the_criterion()
+    synchronous = next(i for i, each in enumerate(rows) if each["eta"] == 0)
+    rows[synchronous] = row(staleness.cell_of(rows[synchronous]), FALLS)
+    assert "synchronous runs" not in staleness.verdict(rows), "the criterion is about stale ones"
+    rows[-1] = row(staleness.cell_of(rows[-1]), FALLS)
+    count = sum(each["eta"] == 0 for each in rows)
+    assert f"Of the {count} synchronous runs 1 fell (" in staleness.verdict(rows)
+
+
 def test_an_area_that_is_too_small_is_said():
     slow = [0.05] * 9 + LEARNS[3:]
     said = staleness.verdict(rows_of_the_criterion(slow))

@@ -418,9 +418,18 @@ def groups_of(count: int, begin: int) -> list[list[bytes]]:
 
 
 def masters_messages(count: int, begin: int) -> list[list[bytes]]:
-    """What workers say to the master, of groups that they hold, too."""
+    """What workers say to the master, of groups that they hold, too.
+
+    A master takes a message once it is the next one of its sender. Here two starts of a worker say everything as one of
+    their first, and each heartbeat of the other start lets both begin anew: so a good part is taken.
+    """
     found = []
     dice = random.Random(begin)
+    starts = [bytes([number]) * 16 for number in range(2)]
+
+    def eight(number: int) -> bytes:
+        return number.to_bytes(request_reply.NUMBER_BYTES, "big")
+
     bodies = [
         (b"N", Stored),
         (b"R", CallDone),
@@ -433,9 +442,8 @@ def masters_messages(count: int, begin: int) -> list[list[bytes]]:
     for number, (kind, body) in enumerate(bodies):
         for value in hostile.examples(hostile.values_of(body), count=count // len(bodies), begin=begin + number):
             for content in hostile.encoded([value], msgspec.msgpack.encode):
-                start = bytes(request_reply.INCARNATION_BYTES) if kind in (b"N", b"H") else b""
-                request = dice.randrange(1 << dice.choice((3, 10, 63))).to_bytes(request_reply.NUMBER_BYTES, "big")
-                found.append([kind, request, start + content])
+                request = eight(dice.randrange(1 << dice.choice((3, 10, 63))))
+                found.append([kind, request, eight(dice.randrange(1, 4)), dice.choice(starts), content])
     meta = {
         "seq": 3,
         "head": FIRST_ROLLOUT_WORKER + WORKER,
@@ -445,8 +453,12 @@ def masters_messages(count: int, begin: int) -> list[list[bytes]]:
         "rewards": [1.0],
     }
     meta |= {"response_lengths": [1], "version_counts": {0: 1}, "generation_seconds": 1.0}
-    stored = bytes(request_reply.INCARNATION_BYTES) + msgspec.msgpack.encode({"metas": [meta]})
-    return [*found, [b"N", (1).to_bytes(request_reply.NUMBER_BYTES, "big"), stored]]
+    stored = msgspec.msgpack.encode({"metas": [meta]})
+    return [
+        *found,
+        *([b"H", eight(0), eight(0), start, b""] for start in starts),
+        *([b"N", eight(0), eight(1), start, stored] for start in starts),
+    ]
 
 
 def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,7 +32,7 @@ SIX_STEPS = SMALL | {"run__total_train_steps": 6}
 
 
 def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
-    """Every gserver is compared at every version, also with responses of any age, several optimizer steps in a step,
+    """Gservers are compared at every version, also with responses of any age, several optimizer steps in a step,
     and another temperature than the one that gservers score at."""
     settings = overrides(
         tmp_path,
@@ -61,11 +62,15 @@ def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
     assert all("kl" in step["metrics"] for step in steps(run_dir))
     assert steps(run_dir)[0]["metrics"]["sampling_diff_max"] < 1e-4
     assert largest_difference(run_dir) < 1e-4
+    compared = Counter[str]()
     for metrics in (step["metrics"] for step in steps(run_dir)):
-        assert metrics["logprob_diff_max/gserver_0"] < 1e-4
-        assert metrics["logprob_diff_max/gserver_1"] < 1e-4
-        assert metrics["gservers_not_compared"] == 0
+        names = {name for name in metrics if name.startswith("logprob_diff_max/")}
+        assert all(metrics[name] < 1e-4 for name in names)
+        assert metrics["gservers_compared"] + metrics["gservers_not_compared"] == 2
         assert 0 < metrics["compare_tokens"] < 64
+        compared.update(names)
+    # On a busy machine the next weights come before one has answered, now and then.
+    assert all(compared[f"logprob_diff_max/gserver_{index}"] >= 4 for index in range(2)), compared
     saved = sorted(folder.name for folder in (run_dir / "checkpoints").iterdir())
     assert saved == ["final", "step-000003", "step-000006"]
 

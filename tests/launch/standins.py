@@ -127,7 +127,10 @@ async def master(config: Config, *, manager_url: str, index: int = 0, model_dir:
     async with aiohttp.ClientSession() as session:
         if action == "finish":
             members = 5 + config.evaluation.enabled
-            while len(list(config.run_dir.glob("*.pid"))) < members:  # noqa: ASYNC110
+            starts = 1 + (config.data.args.get("rollout") == "die-once")  # nobody is replaced once the run is over
+            while (  # noqa: ASYNC110
+                len(list(config.run_dir.glob("*.pid"))) < members or _starts(config, "rollout") < starts
+            ):
                 await asyncio.sleep(0.05)
             await session.post(f"{manager_url}/end", json={"state": "finished", "message": "3 steps are done"})
         elif action == "fail":
@@ -161,7 +164,7 @@ def joined(config: Config) -> list[tuple[Any, int, int]]:
 
 async def _act(config: Config, role: str, index: int) -> None:
     """Misbehave as told."""
-    count = len((config.run_dir / f"{'gserver-' * (role == 'gserver')}starts.txt").read_text().split())
+    count = _starts(config, role)
     action = config.data.args.get(role, "work")
     if action in ("die", "die-first"):
         log.error("%s %d: something broke", role, index)
@@ -178,6 +181,12 @@ async def _act(config: Config, role: str, index: int) -> None:
         log.info("%s %d works", role, index)
     if action == "wait":
         await asyncio.Event().wait()
+
+
+def _starts(config: Config, role: str) -> int:
+    """How often gservers, or rollout workers, were started."""
+    file = config.run_dir / f"{'gserver-' * (role == 'gserver')}starts.txt"
+    return len(file.read_text().split()) if file.exists() else 0
 
 
 def _note(config: Config, name: str) -> None:

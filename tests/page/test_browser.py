@@ -155,19 +155,19 @@ async def test_colours_and_branches(tmp_path: Path) -> None:
             "[...document.querySelectorAll('select[aria-label=colour] option')].map((o) => o.value)"
         )
         assert {"logprob", "version", "advantage", "difference", "mask", "none"} <= set(offered)
-        drawn = set()
+        tokens = "[...document.querySelectorAll('.tok')].map((t) => getComputedStyle(t).backgroundColor).join()"
+        drawn = {await tab.value(tokens)}
         for colour in offered:
             await tab.value(
                 f"(() => {{ const s = document.querySelector('select[aria-label=colour]'); s.value = '{colour}';"
                 "s.dispatchEvent(new Event('change')); })()"
             )
             await tab.until(f"document.querySelector('select[aria-label=colour]').value == '{colour}'")
-            await asyncio.sleep(0.05)
-            drawn.add(
-                await tab.value(
-                    "[...document.querySelectorAll('.tok')].map((t) => getComputedStyle(t).backgroundColor).join()"
-                )
-            )
+            for _ in range(20):  # until they are drawn anew, unless they look as before
+                if (now := await tab.value(tokens)) not in drawn:
+                    break
+                await asyncio.sleep(0.05)
+            drawn.add(now)
         assert len(drawn) >= 5
         assert tab.problems == []
 

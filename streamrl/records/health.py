@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from statistics import fmean
 from typing import Literal
 
 import msgspec
@@ -159,7 +158,7 @@ def _policy(run: RunFigures) -> Iterator[Finding]:
             "note",
             "gradient",
             f"the gradient norm was above {clip:g} in {cut:.0%} of the last {len(norms)} steps (mean "
-            f"{fmean(norms):.2g}): clipping, and not the learning rate, sets the size of the steps",
+            f"{_average(norms):.2g}): clipping, and not the learning rate, sets the size of the steps",
             [lr, f"trainer.optimizer.grad_clip={2 * clip:g} (it is {clip:g})"],
         )
     yield from _kl(run, config)
@@ -412,14 +411,19 @@ def _values(run: RunFigures, metric: str) -> list[float]:
     return [step[metric] for step in run.steps[-WINDOW:] if math.isfinite(step.get(metric, math.nan))]
 
 
+def _average(values: Sequence[float]) -> float:
+    """Return the mean, also of numbers whose sum is too large for a float."""
+    return math.fsum(value / len(values) for value in values)
+
+
 def _mean(run: RunFigures, metric: str) -> float | None:
     values = _values(run, metric)
-    return fmean(values) if len(values) >= ENOUGH else None
+    return _average(values) if len(values) >= ENOUGH else None
 
 
 def _mean_of(steps: Sequence[Mapping[str, float]], metric: str) -> float | None:
     values = [step[metric] for step in steps if math.isfinite(step.get(metric, math.nan))]
-    return fmean(values) if values else None
+    return _average(values) if values else None
 
 
 def _total(run: RunFigures, metric: str) -> float:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import from_dict
@@ -288,6 +288,7 @@ def test_the_worst_comes_first():
         st.dictionaries(st.text(max_size=3) | st.sampled_from(["groups_done_total"]), st.floats(0, 1e12)),
     ),
 )
+@example([{"reward_mean": 0.0}] * 3 + [{"reward_mean": 9e307}] * 2, False, {})
 @settings(max_examples=100, deadline=None)
 def test_no_figures_break_it(steps, configured, stats):
     run = RunFigures(steps=steps, first=steps[:3], stats=stats, config=CONFIG if configured else None, best_reward=0.0)

@@ -38,7 +38,7 @@ SMOLLM2 = "smollm2-135m-instruct"
 SCRATCH = "scratch"
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SAMPLES, SAMPLE_BYTES = 256, 1024
-"""What is read of each file for `weights_fingerprint`."""
+"""How many samples `weights_fingerprint` reads of each file, and how many bytes each has."""
 EOS = "<eos>"
 PAD = "<pad>"
 CACHE_FORMATS = {SMOLLM2: 1, SCRATCH: 2}

@@ -41,7 +41,7 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 MODEL = "model"
 """The stem of the files with a model's weights."""
 METADATA = "__metadata__"
-"""What is no tensor's name."""
+"""The key of a header that holds metadata; all other keys are names of tensors."""
 
 Specs = Sequence[tuple[str, tuple[int, ...]]]
 """Names and shapes."""
@@ -123,7 +123,7 @@ class Part(NamedTuple):
     start: tuple[int, ...]
     """Where the box begins in it."""
     values: Tensor
-    """What is in the box."""
+    """The values inside the box."""
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Part:

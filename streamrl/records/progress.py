@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -181,9 +182,9 @@ def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*"
 def remove(folder: Path) -> None:
     """Remove a checkpoint, under the name of one that is not whole: half removed it would be the one that was changed
     last, from which a run that was killed meanwhile would go on."""
-    gone = folder.with_name(folder.name + UNFINISHED)
-    if gone.exists():
-        _clear(gone)
+    for left in folder.parent.glob(f"{folder.name}-*{UNFINISHED}"):
+        _clear(left)
+    gone = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}{UNFINISHED}")  # some may still be left
     folder.rename(gone)
     _clear(gone)
 

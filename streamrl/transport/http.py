@@ -302,8 +302,11 @@ Refuse = Callable[[int, str], Answer]
 
 
 class HttpServer:
-    """Answers calls with `handle`; `check` sees the head of each before its body is read. Neither may raise. `refuse`
-    makes the answer to what is no HTTP."""
+    """A small HTTP/1.1 server.
+
+    `check` is given the head of each call before its body is read, and may refuse it; `handle` then answers the call.
+    Neither may raise. `refuse` makes the answer to a request that is not valid HTTP.
+    """
 
     def __init__(
         self, handle: Handler, *, refuse: Refuse, most_body_bytes: int, check: Check = lambda call: None
@@ -316,7 +319,8 @@ class HttpServer:
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
-        """Answers where it listens. `tls`: what it shows its clients; None: it speaks plain text. Raises `OSError`."""
+        """Start to listen, and return host and port. `tls`: the server's certificate; None: connections are not
+        encrypted. Raises `OSError`."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Connection(self, loop), host, port, backlog=4096, ssl=tls)
         address = self._server.sockets[0].getsockname()

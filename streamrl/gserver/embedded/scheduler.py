@@ -504,7 +504,7 @@ class DeterministicScheduler(Scheduler):
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What is left to compute of the prompt of one waiting request."""
+    """The part of a waiting request's prompt that has not been computed yet."""
 
     tokens: int
     whole: bool = False

@@ -269,7 +269,7 @@ class Gserver(Member):
         self.on_change: Callable[[Gserver], None] = lambda gserver: None
         """Called after changes that routing depends on; set by the fleet that it joins."""
         self.routes: set[Route] = set()
-        """What is routed to it and still in flight: groups, and prompts of evaluations."""
+        """Groups and prompts of evaluations that were routed to it and are still in flight."""
         self.load = GserverLoad()
         self.stuck = False
         """Its generation was paused and could not be resumed."""

@@ -37,7 +37,7 @@ MEAN_OF_PART = {
 """Sum → metric of a part of the tokens."""
 
 LOSSES = frozenset({"loss", "critic/loss"})
-"""Of these a step tells the mean of its optimizer steps."""
+"""Metrics that are averaged over the optimizer steps of a training step, not added up."""
 
 
 def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_version: int) -> dict[str, float]:

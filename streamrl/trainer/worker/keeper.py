@@ -280,7 +280,7 @@ class _Reader:
         self._waiting.append(token_id)
         try:
             piece: str = self._stream.step(self._tokenizer, token_id) or ""
-        except Exception:  # all that it raises: a byte that is no text has changed the text of the bytes before it
+        except Exception:  # the library raises nothing more precise: this byte changes how those before it are read
             self._stream = DecodeStream(skip_special_tokens=False)
             piece = "".join(self._stream.step(self._tokenizer, waiting) or "" for waiting in self._waiting)
         if piece:

@@ -90,8 +90,8 @@ def named_folder(config: Config) -> Path | None:
     return Path(config.model.path).expanduser()
 
 
-def check_checkpoint(folder: Path) -> dict[str, Any]:
-    """Check that `folder` has all that streamrl needs; return its `config.json`.
+def check_checkpoint(folder: Path, *, setting: str = "model.path") -> dict[str, Any]:
+    """Check that `folder`, which `setting` names, has all that streamrl needs; return its `config.json`.
 
     Raises `ModelError`, which names what is missing.
     """
@@ -99,8 +99,8 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
         of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder))  # as others load a model by; nothing is fetched here
         fetch = f" (hf download {folder} --local-dir FOLDER fetches one)" if of_hub else ""
         raise ModelError(
-            f"model.path = {str(folder)!r} is no folder; give the folder of a Hugging Face checkpoint{fetch}, "
-            f'"{SMOLLM2}", or "{SCRATCH}"'
+            f"{setting} = {str(folder)!r} is no folder; give the folder of a Hugging Face checkpoint{fetch}"
+            + (f', "{SMOLLM2}", or "{SCRATCH}"' if setting == "model.path" else "")
         )
     missing = []
     if not (folder / "config.json").is_file():
@@ -120,6 +120,21 @@ def check_checkpoint(folder: Path) -> dict[str, Any]:
             f"the checkpoint {folder} is of type {settings.get('model_type')!r}; supported: {', '.join(MODEL_TYPES)}"
         )
     return settings
+
+
+def check_tokens(folder: Path, policy: Path, *, setting: str) -> None:
+    """Raise `ModelError` if the model in `folder`, which `setting` names, has other tokens than that in `policy`, whose
+    responses it reads token by token. It may have more."""
+    from tokenizers import Tokenizer
+
+    theirs, ours = (Tokenizer.from_file(str(each / "tokenizer.json")).get_vocab() for each in (folder, policy))
+    if others := [token for token, number in ours.items() if theirs.get(token) != number]:
+        first = min(others, key=lambda token: ours[token])
+        raise ModelError(
+            f"{setting} = {str(folder)!r} is a model with other tokens than the policy's: {len(others)} of "
+            f"{len(ours)}, of which the first, {first!r}, is {ours[first]} here and {theirs.get(first, 'unknown')} "
+            "there; it reads the policy's tokens, so it has to have the same tokenizer"
+        )
 
 
 def weights_fingerprint(folder: Path) -> str:

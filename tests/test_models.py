@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from streamrl.config import Config, LoraConfig, from_dict
 from streamrl.errors import ModelError
 from streamrl.lora import adapter_settings
-from streamrl.models import SMOLLM2, check_checkpoint, ensure_checkpoint, load_tokenizer, weights_fingerprint
+from streamrl.models import (
+    SMOLLM2,
+    check_checkpoint,
+    check_tokens,
+    ensure_checkpoint,
+    load_tokenizer,
+    weights_fingerprint,
+)
 from tests.forked import Forked, forking
 
 SCRATCH = {"alphabet": "0123456789+= ", "hidden_size": 32, "head_dim": 8}
@@ -43,6 +50,24 @@ def test_scratch_is_the_same_everywhere_and_loads(tmp_path: Path) -> None:
     assert model.config.eos_token_id == len(SCRATCH["alphabet"])
     weights = model.model.layers[0].mlp.up_proj.weight.detach()
     assert float(weights.std()) == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_model_that_reads_the_policys_tokens_has_the_same_and_perhaps_more(tmp_path: Path) -> None:
+    policy, same, other = (
+        ensure_checkpoint(scratch_config(**settings), cache=tmp_path)
+        for settings in ({}, {"hidden_size": 64}, {"alphabet": "0123456798+= "})
+    )
+    check_tokens(same, policy, setting="reference.path")
+    with pytest.raises(
+        ModelError, match=r"reference.path = .*: 2 of 15, of which the first, '8', is 8 here and 9 there"
+    ):
+        check_tokens(other, policy, setting="reference.path")
+    tokenizer = load_tokenizer(policy)
+    tokenizer.add_tokens(["more"])
+    tokenizer.save_pretrained(same)
+    check_tokens(same, policy, setting="reference.path")
+    with pytest.raises(ModelError, match=r"1 of 16, of which the first, 'more', is 15 here and unknown there"):
+        check_tokens(policy, same, setting="reference.path")
 
 
 def test_scratch_tokenizer_has_one_token_for_each_character(tmp_path: Path) -> None:

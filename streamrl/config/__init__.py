@@ -43,6 +43,7 @@ from streamrl.config.sections import WorkflowConfig as WorkflowConfig
 from streamrl.config.trainer import AlgorithmConfig as AlgorithmConfig
 from streamrl.config.trainer import CriticConfig as CriticConfig
 from streamrl.config.trainer import OptimizerConfig as OptimizerConfig
+from streamrl.config.trainer import ReferenceConfig as ReferenceConfig
 from streamrl.config.trainer import RewardModelConfig as RewardModelConfig
 from streamrl.config.trainer import RoleConfig as RoleConfig
 from streamrl.config.trainer import TrainerConfig as TrainerConfig

@@ -14,7 +14,7 @@ def found_in(config: Config) -> list[str]:
     problems: list[str] = []
     if (config.model.path == "scratch") != (config.model.scratch is not None):
         problems.append('model.path = "scratch" and the section [model.scratch] need each other')
-    if config.rollout.group_size < 2 and config.algorithm.advantage not in ("reinforce++", "gae"):
+    if config.rollout.group_size < 2 and config.algorithm.advantage not in ("reinforce++", "gae", "none"):
         problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
     agent = config.rollout.agent
     if bool(agent.function) + bool(agent.command) + bool(agent.verifiers) + agent.remote > 1:
@@ -44,6 +44,17 @@ def found_in(config: Config) -> list[str]:
         problems.append(
             'algorithm.kl_estimator = "k1" has no gradient on average in the loss; '
             'take "k2" or "k3" there, or algorithm.kl_in = "reward"'
+        )
+    if algorithm.advantage == "none" and (algorithm.kl_coef == 0 or algorithm.kl_in == "reward"):
+        problems.append(
+            'algorithm.advantage = "none" learns from the reference alone: it needs an algorithm.kl_coef above 0, and '
+            'algorithm.kl_in = "loss"'
+        )
+    if config.reference.path is not None and algorithm.kl_coef == 0:
+        problems.append("reference.path is of what algorithm.kl_coef measures the distance from; set that above 0")
+    if config.reference.path is not None and algorithm.ref_update_every:
+        problems.append(
+            "algorithm.ref_update_every moves the reference to the policy; a model of its own stays as it is"
         )
     if algorithm.kl_target is not None and algorithm.kl_coef == 0:
         problems.append("algorithm.kl_target needs an algorithm.kl_coef above 0 to start from")
@@ -205,11 +216,12 @@ def _lora_problems(config: Config) -> list[str]:
         problems.append(f"model.lora.target_modules: there is no {unknown[0]}, only {', '.join(LINEAR_LAYERS)}")
     if trainer.backend != "torch":
         problems.append(f'model.lora: adapters are trained with trainer.backend = "torch", not "{trainer.backend}"')
-    if role_config(trainer, "ref") != role_config(trainer, "actor"):
+    own_reference = config.reference.path is not None
+    if role_config(trainer, "ref") != role_config(trainer, "actor") and not own_reference:
         problems.append("trainer.roles.ref: with model.lora the reference is the actor's model without its adapter")
-    if "ref" in trainer.offload:
+    if "ref" in trainer.offload and not own_reference:
         problems.append("trainer.offload: with model.lora the reference is the actor's model, and takes no memory")
-    if config.algorithm.ref_update_every:
+    if config.algorithm.ref_update_every and not own_reference:
         problems.append("algorithm.ref_update_every: with model.lora the reference is the model without its adapter")
     return problems + (_named_adapter_problems(config, set(lora.target_modules)) if config.named_adapters else [])
 

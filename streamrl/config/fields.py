@@ -6,6 +6,7 @@ minute happens at the steps 10, 20, ... and besides every minute. Pure: position
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Literal
 
 import msgspec
@@ -13,8 +14,8 @@ from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
+PositiveFloat = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+NonNegativeFloat = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]

@@ -27,7 +27,7 @@ from streamrl.config.fields import (
     TopP,
 )
 from streamrl.config.sharing import Settings, changed, differences, digest_of, shared_settings
-from streamrl.config.trainer import AlgorithmConfig, CriticConfig, RewardModelConfig, TrainerConfig
+from streamrl.config.trainer import AlgorithmConfig, CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.ledger import OverAge
 
@@ -593,6 +593,7 @@ class Config(Section, frozen=True):
     weights: WeightsConfig = WeightsConfig()
     stream: StreamConfig = StreamConfig()
     trainer: TrainerConfig = TrainerConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

@@ -62,7 +62,7 @@ MAY_DIFFER = (
 what whoever sends something says with it."""
 SAME_IN_THEM = ("run.seed",)
 """Settings in those sections that must be the same nonetheless."""
-FILES = ("critic.path", "reward_model.path")
+FILES = ("reference.path", "critic.path", "reward_model.path")
 """Settings of which it must be the same whether they are set, and not to which path."""
 MODELS_BY_NAME = ("scratch", "smollm2-135m-instruct")
 """Values of `model.path` that name a model, and not a folder of the machine."""

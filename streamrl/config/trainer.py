@@ -1,4 +1,5 @@
-"""The sections [trainer], [critic], [reward_model] and [algorithm] of the configuration: what is trained, and how."""
+"""The sections of the configuration that say what is trained, and how: [trainer], [reference], [critic],
+[reward_model] and [algorithm]."""
 
 from __future__ import annotations
 
@@ -115,6 +116,14 @@ class TrainerConfig(Section, frozen=True):
         return Every(epochs=self.save_every_epochs, steps=self.save_every_steps, seconds=self.save_every_seconds)
 
 
+class ReferenceConfig(Section, frozen=True):
+    """The policy that `kl_*` measures the distance from."""
+
+    path: str | None = None
+    """Hugging Face checkpoint folder of a model with the policy's tokens, of any size: a teacher (on-policy
+    distillation, docs/algorithms.md). None: what the policy was at the start of the run."""
+
+
 class CriticConfig(Section, frozen=True):
     """The critic; there is one with `algorithm.advantage = "gae"`."""
 
@@ -140,10 +149,11 @@ class AlgorithmConfig(Section, frozen=True):
     docs/algorithms.md tells which settings make which algorithm.
     """
 
-    advantage: Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = "grpo"
+    advantage: Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae", "none"] = "grpo"
     """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean; `rloo`: r - mean of the other siblings;
     `reinforce++`: r, and `reinforce++-baseline`: r - mean; `gae`: generalised advantage estimation with a critic.
-    With the last three each token has its own advantage, and they are whitened over the tokens of the batch."""
+    With these three each token has its own advantage, and they are whitened over the tokens of the batch. `none`: 0, so
+    rewards are only watched, and what is learned is the reference's."""
     gamma: Share = 1.0
     """Discount of later tokens (`gae`, `reinforce++`, `reinforce++-baseline`)."""
     gae_lambda: Share = 0.95

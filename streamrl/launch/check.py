@@ -28,7 +28,7 @@ from streamrl.importing import load_object
 from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
 from streamrl.lora import adapter_specs
-from streamrl.models import check_checkpoint, ensure_checkpoint
+from streamrl.models import check_checkpoint, check_tokens, ensure_checkpoint
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.records.sinks import check_installed
@@ -101,14 +101,16 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
         if config.run.resume_from is not None:
             _try_state(Path(config.run.resume_from).expanduser(), folder, config, found)
     others: tuple[tuple[RoleName, str, str | None], ...] = (
-        ("ref", "", None),
+        ("ref", "reference.path", config.reference.path),
         ("critic", "critic.path", config.critic.path),
         ("reward", "reward_model.path", config.reward_model.path),
     )
     for role, setting, path in others:
         if path is not None:
             with found.part(setting):
-                check_checkpoint(Path(path).expanduser())
+                check_checkpoint(Path(path).expanduser(), setting=setting)
+                if folder is not None:
+                    check_tokens(Path(path).expanduser(), folder, setting=setting)
                 _try_weights(config, role, Path(path).expanduser(), found, name=setting)
         elif folder is not None and role in roles and role in config.trainer.roles:
             with found.part(f"trainer.roles.{role}"):

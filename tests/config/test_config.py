@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any, get_origin
@@ -51,6 +52,7 @@ def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Sect
     [
         ("trainer.lr", "fast", "trainer.lr: Expected `float`"),
         ("trainer.lr", 0, "trainer.lr: Expected `float` > 0"),
+        ("trainer.lr", math.inf, "trainer.lr: Expected `float` <= 1.797"),
         ("trainer.batch_groups", 2.5, "trainer.batch_groups: Expected `int`"),
         ("trainer.optimizer.betas", [0.9], r"trainer.optimizer.betas: Expected `array` of length 2"),
         ("trainer.optimizer.betas", ["a", 0.9], r"trainer.optimizer.betas\[0\]: Expected `float`"),
@@ -78,6 +80,13 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["rollout.group_size=1"], "rollout.group_size must be at least 2"),
         (["rollout.reward.overlong_tokens=9999"], "must not exceed rollout.sampling.max_new_tokens"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "has no gradient on average in the loss"),
+        (["algorithm.advantage=none"], "learns from the reference alone: it needs an algorithm.kl_coef above 0"),
+        (["algorithm.advantage=none", "algorithm.kl_coef=1", "algorithm.kl_in=reward"], 'algorithm.kl_in = "loss"'),
+        (["reference.path=teacher"], "reference.path is of what algorithm.kl_coef measures the distance from"),
+        (
+            ["reference.path=teacher", "algorithm.kl_coef=1", "algorithm.ref_update_every=5"],
+            "a model of its own stays as it is",
+        ),
         (["algorithm.kl_target=0.1"], "needs an algorithm.kl_coef above 0"),
         (["algorithm.behavior_weight_floor=0.1"], 'needs algorithm.behavior_weight_limit = "mask"'),
         (["algorithm.behavior_weight_limit=mask", "algorithm.behavior_weight_floor=9"], "must not exceed"),

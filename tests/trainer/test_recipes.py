@@ -177,6 +177,11 @@ def dapo_loss(part: list[Response]) -> Tensor:
     return mean_over_tokens(part, lambda r: surrogates(r, r.behavior, high=0.28))
 
 
+def distillation_loss(part: list[Response]) -> Tensor:
+    """REINFORCE with log(π_teacher / π) of each token as its advantage."""
+    return mean_over_tokens(part, lambda r: [(n.detach() - f) * n for n, f in zip(r.now, r.ref, strict=True)])
+
+
 def gspo_loss(part: list[Response]) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for r in part:
@@ -256,6 +261,7 @@ PAPERS = {
     "GSPO": Paper(lambda batch: constant_in_responses(batch, standardised), gspo_loss),
     "CISPO": Paper(lambda batch: constant_in_responses(batch, standardised), cispo_loss),
     "AReaL": Paper(lambda batch: reinforce_pp(batch, beta=0.0), areal_loss),
+    "On-policy distillation": Paper(lambda batch: None, distillation_loss, by_gradient=True),
     "Masked importance sampling on whole responses": Paper(
         lambda batch: constant_in_responses(batch, standardised), masked_responses_loss
     ),
@@ -279,6 +285,8 @@ class Run:
         """`fresh`: the policy at the start of the step wrote the data; else another one, far from it."""
         sections = tomllib.loads(recipe)
         sections["algorithm"] |= algorithm
+        if "reference" in sections:
+            sections["reference"]["path"] = str(save_model(tmp_path / "teacher", "qwen3", seed=3))
         sections.setdefault("rollout", {}).update(group_size=4, sampling={"max_new_tokens": LONGEST})
         self.config = from_dict(
             {
@@ -421,7 +429,8 @@ class Run:
     def _transformer(self, role: str, weights: dict[str, Tensor] | None = None) -> torch.nn.Module:
         kind = AutoModelForSequenceClassification if role == "critic" else AutoModelForCausalLM
         options = {"num_labels": 1} if role == "critic" else {}
-        model = kind.from_pretrained(self.assembly.model_dir, dtype=torch.float64, **options)
+        folder = self.config.reference.path if role == "ref" else None
+        model = kind.from_pretrained(folder or self.assembly.model_dir, dtype=torch.float64, **options)
         for name, parameter in model.named_parameters() if weights else ():
             parameter.data.copy_(weights[name])
         return model

@@ -10,7 +10,7 @@ from torch import Tensor
 
 STD_EPS = 1e-4
 
-AdvantageKind = Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae"]
+AdvantageKind = Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae", "none"]
 PER_TOKEN = ("reinforce++", "reinforce++-baseline", "gae")
 """Kinds in which each token has an advantage of its own. Those of a batch are whitened together."""
 
@@ -28,14 +28,15 @@ def group_advantages(rewards: Tensor, *, kind: AdvantageKind, episodes: Tensor |
     - `rloo`: `r` minus the mean of the *other* attempts (RLOO, https://arxiv.org/abs/2402.14740, eq. 6);
     - `reinforce++`: `r` itself, and `reinforce++-baseline`: as `mean` (REINFORCE++,
       https://arxiv.org/abs/2501.03262): what the last token earns, see `PER_TOKEN`;
-    - `gae`: `r` itself, too: a critic takes the place of the siblings.
+    - `gae`: `r` itself, too: a critic takes the place of the siblings;
+    - `none`: 0.
 
     Siblings that all scored the same get exactly 0 where they are compared: they teach nothing.
     """
     rewards = rewards.float()
     if kind in ("reinforce++", "gae"):
         return rewards
-    if bool((rewards == rewards[0]).all()):
+    if kind == "none" or bool((rewards == rewards[0]).all()):
         return torch.zeros_like(rewards)
     if episodes is None:
         episodes = torch.arange(len(rewards))

@@ -18,7 +18,7 @@ from streamrl.config.trainer import RoleName, role_config
 from streamrl.device import resolve_dtype
 from streamrl.errors import ModelError
 from streamrl.importing import without_garbage_collection
-from streamrl.models import check_checkpoint, initial_checkpoint
+from streamrl.models import check_checkpoint, check_tokens, initial_checkpoint
 from streamrl.records import progress
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import AdaptedModel, Head, ModelSpec, ParallelModel, Ranks, WholeWeights
@@ -85,6 +85,9 @@ class Assembly:
         return cast(AdaptedModel, model).merged()
 
     def _reference(self) -> Role:
+        if self._config.reference.path is not None:
+            teacher = self._other_model(self._config.reference.path, setting="reference.path")
+            return self._policy(self._model("ref", teacher, head="tokens"), "ref")
         if self._config.model.lora is not None:  # it is what the adapter is on
             adapted = cast(AdaptedModel, self.actor.model)
             return self._policy(adapted, "ref", inferring=adapted.without_adapter)
@@ -112,8 +115,7 @@ class Assembly:
         path = self._config.reward_model.path
         if path is None:
             raise ModelError("the graph wants a reward model, but reward_model.path is not set")
-        folder = Path(path).expanduser()
-        check_checkpoint(folder)
+        folder = self._other_model(path, setting="reward_model.path")
         return RewardModel(self._model("reward", folder, head="scalar"), trainer=self._config.trainer)
 
     def _policy(
@@ -140,6 +142,13 @@ class Assembly:
             return None
         folder = Path(self._config.run.resume_from) / role
         return folder if folder.is_dir() else None
+
+    def _other_model(self, path: str, *, setting: str) -> Path:
+        """Return the folder of a model that reads the policy's tokens; raises `ModelError` unless it can."""
+        folder = Path(path).expanduser()
+        check_checkpoint(folder, setting=setting)
+        check_tokens(folder, self.model_dir, setting=setting)
+        return folder
 
     def _first_weights(self) -> Path:
         return initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from streamrl.config import from_dict
+from streamrl.errors import ModelError
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.worker.assembly import Assembly, give_weights
 from tests.trainer.backends.reference import make_spec, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
-from tests.trainer.models import save_model
+from tests.trainer.models import random_group, save_model
 
 
 def _give(rank: int, models: Path) -> None:
@@ -81,6 +84,42 @@ def _give_a_share(rank: int, folder: Path) -> None:
 
 def test_a_share_of_weights_is_given_to_a_model_that_is_spread(tmp_path: Path) -> None:
     run_world(2, _give_a_share, save_model(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "adapter"])
+def test_a_teacher_is_a_reference_of_any_size(tmp_path: Path, lora: dict[str, object]) -> None:
+    policy, teacher = save_model(tmp_path / "model"), save_model(tmp_path / "teacher", "qwen3", seed=7)
+    settings = {
+        "model": {"path": str(policy), **lora},
+        "algorithm": {"advantage": "none", "kl_coef": 1.0, "kl_estimator": "k2"},
+        "run": {"device": "cpu"},
+        "trainer": {"dtype": "float32"},
+    }
+    config = from_dict({**settings, "reference": {"path": str(teacher)}})
+    assembly = Assembly(config, roles=frozenset({"actor", "ref"}), model_dir=policy, rank=0, device=torch.device("cpu"))
+    group = random_group(0, np.random.default_rng(0))
+    found = assembly.roles["ref"].inference([group])[0]
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64)
+    first = torch.from_numpy(group.packed_input_ids[: group.seqlens[0]].astype(np.int64))
+    wanted = model(first[None]).logits[0].log_softmax(-1)[:-1].gather(-1, first[1:, None])[:, 0].detach()
+    sampled = group.packed_loss_mask[1 : group.seqlens[0]]
+    np.testing.assert_allclose(found[1 : group.seqlens[0]][sampled], wanted.numpy()[sampled], atol=1e-5)
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    policy, teacher = save_model(tmp_path / "model"), save_model(tmp_path / "teacher")
+    tokenizer = teacher / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace('"t7": 7', '"seven": 7'))
+    config = from_dict(
+        {
+            "model": {"path": str(policy)},
+            "algorithm": {"kl_coef": 1.0},
+            "reference": {"path": str(teacher)},
+            "run": {"device": "cpu"},
+        }
+    )
+    with pytest.raises(ModelError, match=r"reference\.path = .* other tokens than the policy's: 1 of 48"):
+        Assembly(config, roles=frozenset({"actor", "ref"}), model_dir=policy, rank=0, device=torch.device("cpu"))
 
 
 SHARE, TIMES = 0.05, 20

@@ -71,6 +71,18 @@ class Trajectory(msgspec.Struct, frozen=True):
     after layer; `NO_EXPERT` where that is not known, and in layers without experts. None: nothing is known."""
 
 
+class GroupFacts(msgspec.Struct, frozen=True):
+    """What a group has besides its number and its arrays, as `TrajectoryGroup` has it."""
+
+    worker: str
+    prompt_length: int
+    finish_reasons: list[str]
+    generation_seconds: float = 0.0
+    scores: list[float] = []
+    gserver: str = ""
+    reward_parts: list[dict[str, float]] = []
+
+
 class TrajectoryGroup(msgspec.Struct):
     """All that came of one prompt, packed: the unit of the stream.
 
@@ -152,6 +164,16 @@ class TrajectoryGroup(msgspec.Struct):
         return group
 
     @property
+    def facts(self) -> GroupFacts:
+        """All that is no array."""
+        return GroupFacts(**{name: getattr(self, name) for name in GroupFacts.__struct_fields__})
+
+    @property
+    def packed_facts(self) -> NDArray[np.uint8]:
+        """The facts as an array: msgpack."""
+        return np.frombuffer(msgspec.msgpack.encode(self.facts), np.uint8)
+
+    @property
     def mean_reward(self) -> float:
         """Mean reward of its episodes."""
         return fmean(self.scores or _means(self.rewards.tolist(), self.episodes.tolist()))
@@ -227,6 +249,8 @@ class SampleMeta(msgspec.Struct, frozen=True):
     """As in `TrajectoryGroup`."""
     routes: int = 0
     """As in `TrajectoryGroup`."""
+    facts_bytes: int = 0
+    """Length of the group's `packed_facts`."""
 
     @property
     def episode_count(self) -> int:
@@ -267,6 +291,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
             episodes=group.episodes.tolist() if int(group.episodes[-1]) + 1 < group.size else [],
             scores=group.scores,
             routes=group.routes,
+            facts_bytes=len(group.packed_facts),
         )
 
 

@@ -25,7 +25,7 @@ from streamrl.trainer.calls import EvaluateHook, Hook, MasterHook, Offload, Para
 Interface = Literal["generate", "inference", "train_step", "function"]
 """What an MFC does: sample on rollout workers, a forward pass, a training step, or call the user's function."""
 
-SEQUENCE_KEYS = frozenset({"packed_input_ids", "packed_loss_mask", "seqlens", "episodes", "prompt_length"})
+SEQUENCE_KEYS = frozenset({"packed_input_ids", "packed_loss_mask", "seqlens", "episodes", "packed_facts"})
 """What a pass over a group's tokens needs."""
 GENERATED_KEYS = SEQUENCE_KEYS | {"packed_behavior_logprobs", "packed_policy_versions", "packed_routed_experts"}
 """What `actor_gen` gives."""

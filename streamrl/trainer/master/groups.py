@@ -40,13 +40,13 @@ STREAM_DTYPES = {
     "packed_policy_versions": "int32",
     "packed_routed_experts": "uint8",
     "seqlens": "int32",
-    "prompt_length": "int32",
+    "packed_facts": "uint8",
     "rewards": "float32",
     "episodes": "int32",
 }
 """Dtypes of the arrays that a group brings. Those that model function calls give are float32."""
 OF_TRAJECTORIES = frozenset({"seqlens", "rewards", "episodes"})
-"""Keys with one number for each trajectory; `prompt_length` has one for the group, `packed_routed_experts` several for
+"""Keys with one number for each trajectory; `packed_facts` are bytes, `packed_routed_experts` has several numbers for
 each token, all others one for each token."""
 
 NO_KEYS: frozenset[str] = frozenset()
@@ -349,6 +349,6 @@ class GroupTable:
 
     def _piece(self, seq: int, key: str) -> ArrayFacts:
         meta = self._groups[seq].meta
-        lengths = {"prompt_length": 1, "packed_routed_experts": meta.tokens * meta.routes}
+        lengths = {"packed_facts": meta.facts_bytes, "packed_routed_experts": meta.tokens * meta.routes}
         length = lengths.get(key, meta.size if key in OF_TRAJECTORIES else meta.tokens)
         return ArrayFacts(seq, key, STREAM_DTYPES.get(key, "float32"), (length,))

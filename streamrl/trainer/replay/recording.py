@@ -38,7 +38,7 @@ from streamrl.trainer.graph import ROLLOUT, Graph
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.groups import OF_TRAJECTORIES
 from streamrl.transport.codec import ARRAYS, group_bytes
-from streamrl.types import TrajectoryGroup
+from streamrl.types import GroupFacts, TrajectoryGroup
 
 if TYPE_CHECKING:
     from streamrl.trainer.worker.data import WorkerData
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "record"
-FORMAT = "3"
+FORMAT = "4"
 """Changes when files are no longer read as before."""
 MOST_ON_THEIR_WAY = 2
 """Steps that wait for the thread that writes; for a third one training waits."""
@@ -93,8 +93,7 @@ class RecordedStep(msgspec.Struct):
     answers: list[Trained]
     """What the rank returned for each `TrainStep` in `calls`, in order."""
     groups: list[TrajectoryGroup]
-    """The groups that this rank trained on. Of those that reached another rank first, `worker`, `finish_reasons` and
-    `generation_seconds` are blank; when read back, of all."""
+    """The groups that this rank trained on."""
     given: dict[str, list[NDArray[Any]]]
     """Key → for each group what a model function call had found out about it before, such as `ref_logprobs`, or the
     user's `advantages`: `[tokens]` or, of `OF_TRAJECTORIES`, `[size]`."""
@@ -117,9 +116,9 @@ class _Header(msgspec.Struct, frozen=True):
     seqs: list[int]
     """Sequence numbers of the groups, in the order in which their arrays follow one another."""
     sizes: list[int]
-    prompt_lengths: list[int]
     routes: list[int]
     """As in `TrajectoryGroup`, of each group."""
+    facts: list[GroupFacts]
     given: list[str]
     """Keys of `RecordedStep.given`."""
 
@@ -135,8 +134,8 @@ def write_step(file: Path, step: RecordedStep) -> None:
         answers=step.answers,
         seqs=[group.seq for group in step.groups],
         sizes=[group.size for group in step.groups],
-        prompt_lengths=[group.prompt_length for group in step.groups],
         routes=[group.routes for group in step.groups],
+        facts=[group.facts for group in step.groups],
         given=list(step.given),
     )
     tensors[HEADER] = np.frombuffer(msgspec.msgpack.encode(header), np.uint8)
@@ -169,23 +168,20 @@ def _put_together(tensors: dict[str, NDArray[Any]]) -> RecordedStep:
     routed = [each * routes for each, routes in zip(tokens, header.routes, strict=True)]
     lengths = {**dict.fromkeys(OF_TRAJECTORIES, header.sizes), "packed_routed_experts": routed}
     packed = {name: _cut(tensors[name], lengths.get(name, tokens)) for name in ARRAYS}
-    names = zip(header.seqs, header.sizes, header.prompt_lengths, strict=True)
     groups = [
         TrajectoryGroup(
             seq=seq,
-            worker="",
-            prompt_length=prompt_length,
+            **msgspec.structs.asdict(facts),
             seqlens=seqlens[place],
             rewards=packed["rewards"][place],
             packed_input_ids=packed["packed_input_ids"][place],
             packed_loss_mask=packed["packed_loss_mask"][place],
             packed_behavior_logprobs=packed["packed_behavior_logprobs"][place],
             packed_policy_versions=packed["packed_policy_versions"][place],
-            finish_reasons=[""] * size,
             episodes=packed["episodes"][place],
             packed_routed_experts=packed["packed_routed_experts"][place],
         )
-        for place, (seq, size, prompt_length) in enumerate(names)
+        for place, (seq, facts) in enumerate(zip(header.seqs, header.facts, strict=True))
     ]
     given = {key: _cut(tensors[key], header.sizes if key in OF_TRAJECTORIES else tokens) for key in header.given}
     return RecordedStep(header.step, header.rank, header.calls, header.answers, groups, given)

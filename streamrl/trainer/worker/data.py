@@ -34,7 +34,7 @@ from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
 from streamrl.trainer.redistributor import ArrayFacts, Transfer, concerning, numpy_dtype
 from streamrl.transport.collective import destroy_group, form_group, join_store
-from streamrl.types import NO_VERSION, TrajectoryGroup
+from streamrl.types import NO_VERSION, GroupFacts, TrajectoryGroup
 
 Array = NDArray[Any]
 
@@ -327,10 +327,10 @@ class WorkerData:
         ids = self._store.get(seq, "packed_input_ids")
         seqlens = self._store.get(seq, "seqlens")
         tokens, size = len(ids), len(seqlens)
+        facts = msgspec.msgpack.decode(self._store.get(seq, "packed_facts").data, type=GroupFacts)
         return TrajectoryGroup(
             seq=seq,
-            worker="",
-            prompt_length=int(self._store.get(seq, "prompt_length")[0]),
+            **msgspec.structs.asdict(facts),
             seqlens=seqlens,
             rewards=_or(self.optional(seq, "rewards"), np.zeros(size, np.float32)),
             packed_input_ids=ids,
@@ -339,7 +339,6 @@ class WorkerData:
             packed_policy_versions=_or(
                 self.optional(seq, "packed_policy_versions"), np.full(tokens, NO_VERSION, np.int32)
             ),
-            finish_reasons=[""] * size,
             episodes=self._store.get(seq, "episodes"),
             packed_routed_experts=_or(self.optional(seq, "packed_routed_experts"), np.zeros(0, np.uint8)),
         )
@@ -395,9 +394,7 @@ class WorkerData:
         group = self._dataset.find(seq)
         if group is None:
             return
-        if key == "prompt_length":
-            self._store.put(seq, key, np.array([group.prompt_length], np.int32))
-        elif key in type(group).__struct_fields__:
+        if key in (*type(group).__struct_fields__, "packed_facts"):
             self._store.put(seq, key, getattr(group, key))
 
 

@@ -52,8 +52,8 @@ def make_step(step: int = 1, *, rank: int = 0, seqs: tuple[int, ...] = (3, 7), a
         Inference("actor_inf", list(seqs), post_hooks=[Offload("ref")]),
         TrainStep("actor_train", step - 1, 0, [share], compared=Sibling(3, 1), post_hooks=[ParamRealloc("a", "b")]),
     ]
-    made = [make_group(seq, worker="", version=step - 1, routes=4 * (seq == 7)) for seq in seqs]
-    made = [msgspec.structs.replace(group, finish_reasons=[""] * group.size) for group in made]
+    made = [make_group(seq, version=step - 1, routes=4 * (seq == 7)) for seq in seqs]
+    made[0].scores = [0.25] * made[0].size
     given = {"ref_logprobs": [np.arange(group.tokens, dtype=np.float32) for group in made]}
     return RecordedStep(step, rank, list(calls), [answer or trained()], made, given)
 
@@ -78,7 +78,7 @@ def assert_same(found: RecordedStep, wanted: RecordedStep) -> None:
     assert msgspec.json.encode(found.answers) == msgspec.json.encode(wanted.answers)
     assert [group.seq for group in found.groups] == [group.seq for group in wanted.groups]
     for mine, other in zip(found.groups, wanted.groups, strict=True):
-        assert mine.prompt_length == other.prompt_length
+        assert mine.facts == other.facts
         for name in ARRAYS:
             assert getattr(mine, name).dtype == getattr(other, name).dtype
             np.testing.assert_array_equal(getattr(mine, name), getattr(other, name))
@@ -138,7 +138,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(recording, "FORMAT", "99")
     write_step(tmp_path / "new", make_step())
     monkeypatch.undo()
-    with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 3"):
+    with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 4"):
         read_step(tmp_path / "new")
     rank = write_part(tmp_path, range(1, 2))
     part = msgspec.json.decode((rank / "part.json").read_bytes(), type=RankRecording)

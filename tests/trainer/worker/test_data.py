@@ -17,6 +17,8 @@ from tests.trainer.models import random_group
 def head():
     dataset = StreamDataset(rank=0, capacity_groups=4)
     group = random_group(5, np.random.default_rng(0), gaps=True)
+    group.worker, group.gserver, group.generation_seconds = "rollout/3", "gserver/1", 1.5
+    group.scores, group.reward_parts = [0.5, 1.0, 0.0, 0.25], [{"form": 0.5}, {}, {}, {"form": 0.25}]
     group.packed_routed_experts = np.arange(3 * group.tokens).astype(np.uint8)
     dataset.offer(group)
     return WorkerData(dataset, rank=0)
@@ -32,8 +34,9 @@ def sent_to_another(head, keys):
 
 def test_a_group_that_was_sent_equals_the_one_that_arrived(head):
     own, sent = head.group(5), sent_to_another(head, STREAM_KEYS).group(5)
-    assert sent.prompt_length == own.prompt_length
-    for key in sorted(STREAM_KEYS - {"prompt_length"}):
+    assert sent.facts == own.facts
+    assert own.facts.scores == [0.5, 1.0, 0.0, 0.25]
+    for key in sorted(STREAM_KEYS):
         assert np.array_equal(getattr(sent, key), getattr(own, key)), key
     assert sent.routes == 3
 

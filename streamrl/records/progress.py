@@ -54,6 +54,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fingerprint of what the prompts are a function of, besides the sequence number."""
     data_rows: int = 0
     """Rows of the training data; 0: not recorded."""
+    reached_at: float = 0.0
+    """Unix time; 0: not recorded."""
     train_seconds: float = 0.0
     """Since the first step, without times in which the run was down."""
     tokens_dropped: int = 0
@@ -213,9 +215,16 @@ def _last_healthy(folders: Sequence[Path]) -> Path | None:
     return None
 
 
-def _written(folder: Path) -> tuple[int, str]:
-    """Return when a checkpoint was written; of two within a tick of the clock, their names decide."""
-    return folder.stat().st_mtime_ns, folder.name
+def _written(folder: Path) -> tuple[float, str]:
+    """Return when a checkpoint was written, and its name, which decides where times are alike.
+
+    It says so itself, since its folder has another time when it was copied; where it does not, the folder has to.
+    """
+    try:
+        reached_at = read(folder).reached_at
+    except ConfigError:
+        reached_at = 0.0
+    return reached_at or folder.stat().st_mtime, folder.name
 
 
 def rewind(run_dir: Path, *, policy_version: int) -> None:

@@ -121,6 +121,19 @@ def test_a_run_that_went_back_keeps_its_new_checkpoints(tmp_path: Path) -> None:
     assert left == {"step-000020", "step-000040", "step-000024"}
 
 
+def test_a_run_that_was_copied_goes_on_from_its_latest_checkpoint(tmp_path: Path) -> None:
+    """Whatever times the copies of its folders have."""
+    for reached_at, version in ((100.0, 8), (300.0, 10), (200.0, 9)):
+        folder = save(tmp_path, f"step-{version:06d}", make_progress(version, reached_at=reached_at))
+        os.utime(folder, (reached_at + version, 1000 - version))
+    (save(tmp_path, "step-000011", make_progress(11)) / "state" / "progress.json").write_text("{")
+    os.utime(tmp_path / "checkpoints" / "step-000011", (1, 1))
+    versions = [int(folder.name[-2:]) for folder in progress.checkpoints(tmp_path)]
+    assert versions == [11, 8, 9, 10]
+    progress.prune(tmp_path / "checkpoints", keep=1, spare=None)
+    assert progress.checkpoints(tmp_path) == [tmp_path / "checkpoints" / "step-000010"]
+
+
 def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path) -> None:
     config = from_dict({})
     good = save(tmp_path, "good", make_progress(prompts=progress.prompts_digest(config)))

@@ -103,6 +103,7 @@ class History:
             rejected=groups.given_up.ranges(),
             prompts=progress.prompts_digest(self._config),
             data_rows=data_rows,
+            reached_at=time.time(),
             train_seconds=self.train_seconds,
             tokens_dropped=self.tokens_dropped,
             recent_rewards=self.rewards[-self._config.run.stop_window :],

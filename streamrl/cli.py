@@ -20,6 +20,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from streamrl.config import SecurityConfig
     from streamrl.launch.pool import PoolRole
     from streamrl.launch.processes import PlanRole
     from streamrl.transport.secret import Secret
@@ -77,6 +78,10 @@ ManagerAddress = Annotated[str, typer.Argument(metavar="URL", callback=_url, hel
 SecretFile = Annotated[
     Path | None,
     typer.Option("--secret-file", metavar="FILE", help="File with the run's secret; without it: STREAMRL_SECRET."),
+]
+SecurityOf = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="CONFIG", help="Configuration of the run, if it sets anything in [security]."),
 ]
 ModelDir = Annotated[Path | None, typer.Option("--model-dir", hidden=True)]
 Component = Annotated[str | None, typer.Option("--component", hidden=True)]
@@ -504,22 +509,25 @@ def drain(
     manager: ManagerAddress,
     process: Annotated[str, typer.Argument(metavar="ROLE/INDEX", help="For example gserver/2 or rollout/0.")],
     secret_file: SecretFile = None,
+    config: SecurityOf = None,
 ) -> None:
     """Have a gserver or a rollout worker finish what it has and leave, while the run goes on."""
     from streamrl.launch.role import drain_by_name
 
-    drain_by_name(manager, process, secret=_secret_of(manager, secret_file))
+    secret, security = _security_of(manager, secret_file, config)
+    drain_by_name(manager, process, secret=secret, security=security)
     _console().print(f"{process} is asked to leave", markup=False)
 
 
 @app.command(rich_help_panel=LOOK)
-def status(manager: ManagerUrl, secret_file: SecretFile = None) -> None:
+def status(manager: ManagerUrl, secret_file: SecretFile = None, config: SecurityOf = None) -> None:
     """Show the state of a run."""
     import asyncio
 
     from streamrl.launch.display import picture_of
 
-    _console().print(asyncio.run(picture_of(manager, secret=_secret_of(manager, secret_file))))
+    secret, security = _security_of(manager, secret_file, config)
+    _console().print(asyncio.run(picture_of(manager, secret=secret, security=security)))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -846,11 +854,18 @@ def _console(*, stderr: bool = False) -> Console:
     return Console(stderr=stderr)
 
 
-def _secret_of(manager_url: str, file: Path | None) -> Secret | None:
-    """Return the secret of the run whose manager is there, as far as it is known."""
+def _security_of(
+    manager_url: str, secret_file: Path | None, config_file: Path | None
+) -> tuple[Secret | None, SecurityConfig]:
+    """Return the secret of the run whose manager is there, as far as it is known, and how its processes are asked."""
+    from streamrl import config as configuration
     from streamrl.transport.secret import of_run_at, read_file
 
-    return of_run_at(manager_url) if file is None else read_file(file, setting="--secret-file")
+    config = None if config_file is None else configuration.load(config_file)
+    security = configuration.SecurityConfig() if config is None else config.security
+    if secret_file is not None:
+        return read_file(secret_file, setting="--secret-file"), security
+    return of_run_at(manager_url, config), security
 
 
 def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable[[str], None]:

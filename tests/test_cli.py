@@ -140,6 +140,9 @@ def test_check_tries_what_a_run_would(config: Path) -> None:
         (["page", "docs"], 2, "docs is no run, and has none in it"),
         (["replay", "nowhere"], 1, "nowhere: this run has kept no record"),
         (["status", "--manager", "http://127.0.0.1:1"], 1, "cannot be reached at http://127.0.0.1:1"),
+        (["status", "--manager", "http://0.0.0.0:1"], 1, "cannot be reached at https://0.0.0.0:1"),
+        (["status", "--manager", "http://0.0.0.0:1", "--config", "OPEN"], 1, "cannot be reached at http://0.0.0.0:1"),
+        (["drain", "http://0.0.0.0:1", "gserver/0", "--config", "OPEN"], 1, "cannot be reached at http://0.0.0.0:1"),
         (["checkpoint", "CONFIG", "--component", "streamrl.config:load"], 1, "TypeError"),
         (["checkpoint", "CONFIG", "--component", "streamrl.config:nothing"], 2, "streamrl.config has no nothing"),
         (["gserver", "CONFIG", "trainer.lr=-1", "--manager", "http://127.0.0.1:1"], 2, "trainer.lr"),
@@ -158,8 +161,11 @@ def test_check_tries_what_a_run_would(config: Path) -> None:
         (["plan", "--model-shape", "70B", "--gpus", "8"], 2, "Llama-3-70B does not fit on 8 GPUs of 80 GiB"),
     ],
 )
-def test_errors(config: Path, words: list[str], code: int, said: str) -> None:
-    done = streamrl(*[str(config) if word == "CONFIG" else word for word in words])
+def test_errors(config: Path, tmp_path: Path, words: list[str], code: int, said: str) -> None:
+    unencrypted = tmp_path / "unencrypted.toml"
+    unencrypted.write_text('[security]\nencryption = "off"\n')
+    files = {"CONFIG": str(config), "OPEN": str(unencrypted)}
+    done = streamrl(*[files.get(word, word) for word in words])
     assert done.returncode == code
     assert said in done.stderr
     assert ("Traceback" in done.stderr) == ("TypeError" in said)  # only what nobody expected has one

@@ -18,7 +18,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from streamrl.config import Config
+from streamrl.config import Config, SecurityConfig
 from streamrl.errors import StreamRLError
 from streamrl.launch.dashboard import RunSoFar, dashboard, duration, step_line
 from streamrl.launch.files import Warnings
@@ -178,9 +178,9 @@ class LiveDisplay(Display):
         self._live.update(picture, refresh=True)
 
 
-async def picture_of(manager_url: str, *, secret: Secret | None) -> RenderableType:
+async def picture_of(manager_url: str, *, secret: Secret | None, security: SecurityConfig) -> RenderableType:
     """Return the state of the run now, with rates from two looks at it; `secret`: the run's, if it is known here."""
-    client = ControlClient(manager_url, secret=secret, timeout=10.0)
+    client = ControlClient(manager_url, secret=secret, timeout=10.0, security=security)
     history = RunSoFar(started=time.monotonic())
     try:
         for look in range(2):

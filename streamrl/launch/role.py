@@ -16,7 +16,7 @@ from typing import Any, cast, get_args
 
 from streamrl import config as configuration
 from streamrl.children import Lifeline
-from streamrl.config import Config
+from streamrl.config import Config, SecurityConfig
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object, without_garbage_collection
 from streamrl.launch.process import Component, run_component, set_up_logging
@@ -60,14 +60,14 @@ async def ask_to_leave(config: Config, *, manager_url: str, role: Role, index: i
     await _drain(client, role, index)
 
 
-def drain_by_name(manager_url: str, process: str, *, secret: Secret | None) -> None:
+def drain_by_name(manager_url: str, process: str, *, secret: Secret | None, security: SecurityConfig) -> None:
     """Have `process`, for example `gserver/2`, drained. Raises `ConfigError` for a name that makes no sense."""
     role, slash, number = process.partition("/")
     if role not in get_args(Role) or not slash or not number.isdecimal():
         raise ConfigError(f"{process!r} names no process; write it as gserver/2 or rollout/0")
 
     async def drain() -> None:
-        client = ControlClient(manager_url, secret=secret, timeout=ANSWER_SECONDS)
+        client = ControlClient(manager_url, secret=secret, timeout=ANSWER_SECONDS, security=security)
         await _drain(client, cast(Role, role), int(number))
 
     asyncio.run(drain())

@@ -57,7 +57,7 @@ from fuzz_taps import Taps  # noqa: E402
 from streamrl import config as configuration  # noqa: E402
 from streamrl.gserver.manager.access import ALLOWED, LOOKS  # noqa: E402
 from streamrl.gserver.manager.http import POSTS  # noqa: E402
-from streamrl.machine import machine_identity  # noqa: E402
+from streamrl.machine import machine_identity, process_space  # noqa: E402
 from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
 from streamrl.rollout.agents.pipe import Score  # noqa: E402
 from streamrl.trainer.calls import CallDone, Published, Stored, Trained  # noqa: E402
@@ -250,7 +250,7 @@ class Run:
         """Join as another rollout worker."""
         config = self.config
         message = Register("rollout", WORKER, "", config.digest(), os.getpid(), "fuzz", config.shared_changes())
-        message = msgspec.structs.replace(message, machine=machine_identity())
+        message = msgspec.structs.replace(message, machine=machine_identity(), process_space=process_space())
         client = ControlClient(self.url, secret=self.secret)
         granted = await client.register(message, patience=10)
         await client.close()

@@ -1,4 +1,4 @@
-"""Which machine this is, as far as memory can be shared on it."""
+"""Which machine this is: who shares memory with this process, and who sees the same processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 """Files in here are memory of this host."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
+PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 @cache
@@ -24,3 +25,15 @@ def machine_identity(*, shared_memory: Path = SHARED_MEMORY, boot: Path = BOOT) 
         return f"{boot.read_text().strip()}/{found.st_dev}-{found.st_ino}"
     except OSError:
         return f"{socket.gethostname()}/{os.getpid()}"  # a system that tells neither: nothing is shared
+
+
+@cache
+def process_space(*, namespace: Path = PID_NAMESPACE, boot: Path = BOOT) -> str:
+    """Return what processes have alike if and only if a pid means the same process to them; empty: nobody can know.
+
+    Containers number processes each for themselves, also where they share the host's network, name and memory.
+    """
+    try:
+        return f"{boot.read_text().strip()}/{os.readlink(namespace)}"
+    except OSError:
+        return ""

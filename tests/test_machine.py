@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from streamrl.machine import machine_identity
+from streamrl.machine import machine_identity, process_space
 
 
 def test_a_machine_is_a_boot_of_the_kernel_and_a_file_system(tmp_path: Path) -> None:
@@ -14,6 +14,15 @@ def test_a_machine_is_a_boot_of_the_kernel_and_a_file_system(tmp_path: Path) -> 
     boot = tmp_path / "boot_id"
     boot.write_text("another\n")
     assert machine_identity(boot=boot) != machine_identity()
+
+
+def test_a_process_space_is_a_boot_of_the_kernel_and_a_namespace(tmp_path: Path) -> None:
+    assert process_space() == process_space() != ""
+    namespace, boot = tmp_path / "pid", tmp_path / "boot_id"
+    namespace.symlink_to("pid:[1]")
+    boot.write_text("another\n")
+    assert len({process_space(), process_space(namespace=namespace), process_space(boot=boot)}) == 3
+    assert process_space(namespace=tmp_path / "missing") == ""
 
 
 def test_where_the_system_does_not_tell_nothing_is_shared(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class Register(msgspec.Struct, frozen=True):
     """`Config.shared_changes`: to say what differs where the digest does."""
     machine: str = ""
     """`machine_identity`: alike for processes that share memory."""
+    process_space: str = ""
+    """`machine.process_space`: alike for those to whom `pid` means the same process."""
     gpu: str = ""
     """UUID of the GPU from which a gserver serves its weights; empty: from none, or not from one alone."""
     curve_key: str = ""

@@ -16,7 +16,7 @@ import psutil
 from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import PeerError, PeerLost, StreamRLError, first_error
-from streamrl.machine import machine_identity
+from streamrl.machine import machine_identity, process_space
 from streamrl.records.metrics import finite
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
 from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
@@ -150,6 +150,7 @@ class Membership:
                 pid=os.getpid(),
                 host=socket.gethostname(),
                 machine=machine_identity(),
+                process_space=process_space(),
                 gpu=self._gpu,
                 curve_key=self.keys.public,
                 encrypted=self._encrypted,

@@ -16,7 +16,7 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.manager import process as manager_module
 from streamrl.ledger import Fate
-from streamrl.machine import machine_identity
+from streamrl.machine import machine_identity, process_space
 from streamrl.transport.control import (
     Admission,
     Admit,
@@ -103,6 +103,7 @@ class Run:
             pid=NO_PROCESS + pid,
             host=host,
             machine=machine_identity() if machine is None else machine,
+            process_space=process_space() if machine is None else machine,
         )
 
     async def register(

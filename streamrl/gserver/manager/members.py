@@ -8,7 +8,6 @@ told to `on_joined`, `on_heard` and `on_silent`.
 from __future__ import annotations
 
 import logging
-import socket
 import time
 from collections.abc import Callable, Set
 from pathlib import Path
@@ -23,7 +22,7 @@ from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.run_state import RunState, Signals
-from streamrl.machine import machine_identity
+from streamrl.machine import process_space
 from streamrl.records import progress
 from streamrl.records.timeline import HeartbeatEntry, Timeline
 from streamrl.transport.addresses import host_of, is_loopback
@@ -282,6 +281,7 @@ class Members:
             "pid": message.pid,
             "host": message.host,
             "machine": message.machine,
+            "process_space": message.process_space,
             "gpu": message.gpu,
             "curve_key": message.curve_key,
             "encrypted": message.encrypted,
@@ -368,8 +368,8 @@ class Members:
 
 
 def has_ended(member: Member) -> bool:
-    """Whether this process can see that the process of `member`, on the same machine, is gone."""
-    if (member.host, member.machine) != (socket.gethostname(), machine_identity()):
+    """Whether this process can see that the process of `member` is gone."""
+    if not member.process_space or member.process_space != process_space():
         return False
     try:
         return bool(psutil.Process(member.pid).status() == psutil.STATUS_ZOMBIE)

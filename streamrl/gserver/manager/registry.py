@@ -34,20 +34,22 @@ class Member:
         pid: int = 0,
         host: str = "",
         machine: str = "",
+        process_space: str = "",
         gpu: str = "",
         curve_key: str = "",
         encrypted: bool = False,
         now: float = 0.0,
         patience: float = math.inf,
     ) -> None:
-        """`host` as it calls itself; `machine`, `gpu`: as in `Register`; `patience`: seconds without a word after which
-        it counts as silent."""
+        """`host` as it calls itself; `machine`, `process_space`, `gpu`: as in `Register`; `patience`: seconds without a
+        word after which it counts as silent."""
         self.role: Role = role
         self.index = index
         self.address = address
         self.pid = pid
         self.host = host
         self.machine = machine
+        self.process_space = process_space
         self.gpu = gpu
         self.curve_key = curve_key
         self.encrypted = encrypted

@@ -17,12 +17,12 @@ import pytest
 from streamrl.errors import PeerError
 from streamrl.gserver.manager import http as manager_http
 from streamrl.gserver.manager.access import ALLOWED, LOOKS
-from streamrl.machine import machine_identity
+from streamrl.machine import machine_identity, process_space
 from streamrl.transport import control
 from streamrl.transport.control import Admit, FailRun, FinishRun, Heartbeat, Register
 from streamrl.transport.keys import bearer
 from streamrl.transport.manager_client import PLACE_TAKEN, ControlClient
-from tests.gserver.harness import HERE, Run, managed, small_config
+from tests.gserver.harness import HERE, NO_PROCESS, Run, managed, small_config
 
 
 async def status_of(run: Run, key: str, headers: dict[str, str], *, body: Any = None) -> int:
@@ -112,13 +112,27 @@ async def test_a_second_claimant_of_a_place_is_refused_and_named_unless_the_firs
 async def test_the_place_of_a_process_that_has_ended_is_free_at_once(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path, manager={"lease_seconds": 600.0})) as run:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
-        message = Register("rollout", 0, "", run.config.digest(), process.pid, HERE, machine=machine_identity())
+        place = {"machine": machine_identity(), "process_space": process_space()}
+        message = Register("rollout", 0, "", run.config.digest(), process.pid, HERE, **place)
         async with run.member() as first, run.member() as second:
             await first.register(message, patience=5.0)
             process.kill()
             await process.wait()
             await second.register(msgspec.structs.replace(message, pid=os.getpid()), patience=5.0)
             assert (await run.process("rollout")).pid == os.getpid()
+
+
+async def test_a_number_of_another_container_says_nothing_of_its_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It shares the network and the memory of this one, not the numbers of processes."""
+    async with managed(small_config(tmp_path, manager={"lease_seconds": 1.0})) as run:
+        place = {"machine": machine_identity(), "process_space": "pid:[1]"}
+        message = Register("rollout", 0, "", run.config.digest(), NO_PROCESS, HERE, **place)
+        async with run.member() as first, run.member() as second:
+            await first.register(message, patience=5.0)
+            await second.register(msgspec.structs.replace(message, pid=os.getpid()), patience=0.0)
+            assert "claims to be rollout/0" in caplog.text, "it has to wait until the first one's lease has run out"
 
 
 async def keep_beating(client: ControlClient) -> None:

@@ -45,10 +45,10 @@ def found_in(config: Config) -> list[str]:
             'algorithm.kl_estimator = "k1" has no gradient on average in the loss; '
             'take "k2" or "k3" there, or algorithm.kl_in = "reward"'
         )
-    if algorithm.advantage == "none" and (algorithm.kl_coef == 0 or algorithm.kl_in == "reward"):
+    if algorithm.advantage == "none" and (algorithm.kl_coef == 0 or algorithm.kl_in == "loss"):
         problems.append(
             'algorithm.advantage = "none" learns from the reference alone: it needs an algorithm.kl_coef above 0, and '
-            'algorithm.kl_in = "loss"'
+            'algorithm.kl_in = "reward"'
         )
     if config.reference.path is not None and algorithm.kl_coef == 0:
         problems.append("reference.path is of what algorithm.kl_coef measures the distance from; set that above 0")

@@ -152,10 +152,10 @@ class AlgorithmConfig(Section, frozen=True):
     advantage: Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae", "none"] = "grpo"
     """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean; `rloo`: r - mean of the other siblings;
     `reinforce++`: r, and `reinforce++-baseline`: r - mean; `gae`: generalised advantage estimation with a critic.
-    With these three each token has its own advantage, and they are whitened over the tokens of the batch. `none`: 0, so
-    rewards are only watched, and what is learned is the reference's."""
+    `none`: 0, so that rewards are only watched, and the policy learns from its reference alone. With the last four each
+    token has its own advantage, and they are whitened over the tokens of the batch."""
     gamma: Share = 1.0
-    """Discount of later tokens (`gae`, `reinforce++`, `reinforce++-baseline`)."""
+    """Discount of later tokens, where tokens have advantages of their own."""
     gae_lambda: Share = 0.95
     """Between one-step (0) and whole-response (1) estimates (`gae`)."""
     objective: Literal["ppo", "gspo", "cispo"] = "ppo"
@@ -185,8 +185,8 @@ class AlgorithmConfig(Section, frozen=True):
     """Weight of the estimated KL(policy || reference) of a token; above 0 brings `ref_inf`."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
-    """Penalise each token in the loss; or in the reward: that of each token where tokens have advantages of their own
-    (`gae`, `reinforce++`, `reinforce++-baseline`), else that of each response, by the sum over its tokens."""
+    """Penalise each token in the loss; or in the reward: that of each token where tokens have advantages of their own,
+    else that of each response, by the sum over its tokens."""
     kl_target: PositiveFloat | None = None
     """Mean KL of a token that `kl_coef` is steered towards from step to step."""
     kl_horizon: Positive = 10

@@ -81,7 +81,7 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["rollout.reward.overlong_tokens=9999"], "must not exceed rollout.sampling.max_new_tokens"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "has no gradient on average in the loss"),
         (["algorithm.advantage=none"], "learns from the reference alone: it needs an algorithm.kl_coef above 0"),
-        (["algorithm.advantage=none", "algorithm.kl_coef=1", "algorithm.kl_in=reward"], 'algorithm.kl_in = "loss"'),
+        (["algorithm.advantage=none", "algorithm.kl_coef=1"], 'algorithm.kl_in = "reward"'),
         (["reference.path=teacher"], "reference.path is of what algorithm.kl_coef measures the distance from"),
         (
             ["reference.path=teacher", "algorithm.kl_coef=1", "algorithm.ref_update_every=5"],

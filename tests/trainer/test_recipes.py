@@ -109,6 +109,14 @@ def reinforce_pp(batch: Batch, *, beta: float) -> None:
     normalised_over_tokens(batch)
 
 
+def taught(batch: Batch) -> None:
+    """A_t = log(π_teacher / π_b)(t), normalised over the batch's tokens."""
+    for group in batch:
+        for response in group:
+            response.advantages = [f - b for b, f in zip(response.behavior, response.ref, strict=True)]
+    normalised_over_tokens(batch)
+
+
 def generalised(batch: Batch, *, beta: float, gae_lambda: float) -> None:
     """GAE with γ = 1 as the sum that defines it, on rewards -β log(π_b / π_ref), and r at the end."""
     for group in batch:
@@ -175,11 +183,6 @@ def baseline_loss(part: list[Response]) -> Tensor:
 
 def dapo_loss(part: list[Response]) -> Tensor:
     return mean_over_tokens(part, lambda r: surrogates(r, r.behavior, high=0.28))
-
-
-def distillation_loss(part: list[Response]) -> Tensor:
-    """REINFORCE with log(π_teacher / π) of each token as its advantage."""
-    return mean_over_tokens(part, lambda r: [(n.detach() - f) * n for n, f in zip(r.now, r.ref, strict=True)])
 
 
 def gspo_loss(part: list[Response]) -> Tensor:
@@ -261,7 +264,7 @@ PAPERS = {
     "GSPO": Paper(lambda batch: constant_in_responses(batch, standardised), gspo_loss),
     "CISPO": Paper(lambda batch: constant_in_responses(batch, standardised), cispo_loss),
     "AReaL": Paper(lambda batch: reinforce_pp(batch, beta=0.0), areal_loss),
-    "On-policy distillation": Paper(lambda batch: None, distillation_loss, by_gradient=True),
+    "On-policy distillation": Paper(taught, dapo_loss),
     "Masked importance sampling on whole responses": Paper(
         lambda batch: constant_in_responses(batch, standardised), masked_responses_loss
     ),

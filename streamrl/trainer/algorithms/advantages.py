@@ -11,7 +11,7 @@ from torch import Tensor
 STD_EPS = 1e-4
 
 AdvantageKind = Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae", "none"]
-PER_TOKEN = ("reinforce++", "reinforce++-baseline", "gae")
+PER_TOKEN = ("reinforce++", "reinforce++-baseline", "gae", "none")
 """Kinds in which each token has an advantage of its own. Those of a batch are whitened together."""
 
 
@@ -29,7 +29,7 @@ def group_advantages(rewards: Tensor, *, kind: AdvantageKind, episodes: Tensor |
     - `reinforce++`: `r` itself, and `reinforce++-baseline`: as `mean` (REINFORCE++,
       https://arxiv.org/abs/2501.03262): what the last token earns, see `PER_TOKEN`;
     - `gae`: `r` itself, too: a critic takes the place of the siblings;
-    - `none`: 0.
+    - `none`: 0, so that all that a token is credited with is what is taken from its reward: its KL from a reference.
 
     Siblings that all scored the same get exactly 0 where they are compared: they teach nothing.
     """

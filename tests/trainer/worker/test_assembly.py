@@ -91,7 +91,7 @@ def test_a_teacher_is_a_reference_of_any_size(tmp_path: Path, lora: dict[str, ob
     policy, teacher = save_model(tmp_path / "model"), save_model(tmp_path / "teacher", "qwen3", seed=7)
     settings = {
         "model": {"path": str(policy), **lora},
-        "algorithm": {"advantage": "none", "kl_coef": 1.0, "kl_estimator": "k2"},
+        "algorithm": {"advantage": "none", "kl_coef": 1.0, "kl_in": "reward"},
         "run": {"device": "cpu"},
         "trainer": {"dtype": "float32"},
     }

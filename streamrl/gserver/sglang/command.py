@@ -32,6 +32,11 @@ CPU_FLAGS: Sequence[str] = (
 )
 """The parts of SGLang that do without CUDA operators."""
 
+IN_PLACE_FLAGS: Sequence[str] = ("--disable-radix-cache", "--disable-overlap-schedule")
+"""For requests that stay in place during a weight update. With the overlap schedule, SGLang's default on GPUs, the
+results of the last step are still to come when it pauses like that: it would name these tokens after weights that have
+not sampled them, and write new weights while the step may still compute with the old ones."""
+
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """What a server is started with besides its section of the configuration."""
@@ -46,7 +51,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     weight_version: str
     prompt_cache: bool
-    """Whether prompts are kept for later requests, which needs weight updates to flush them."""
+    """Whether prompts are kept for later requests, which needs weight updates to flush them; False: requests stay in
+    place during updates."""
     routed_experts: bool = False
     """Whether replies say, if asked, which experts computed which tokens."""
     certificate: CertificateFiles | None = None
@@ -83,7 +89,7 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
     if launch.certificate is not None:
         flags += [f"--ssl-certfile={launch.certificate.certificate}", f"--ssl-keyfile={launch.certificate.key}"]
     if not launch.prompt_cache:
-        flags.append("--disable-radix-cache")
+        flags += IN_PLACE_FLAGS
     if launch.routed_experts:
         flags.append(entry.ROUTED_EXPERTS)
     if kind == "cpu":

@@ -41,6 +41,7 @@ class Settings(msgspec.Struct, frozen=True):
 
     version: str = ""
     disable_radix_cache: bool = False
+    disable_overlap_schedule: bool = False
     context_length: int | None = None
     pp_size: int = 1
     dp_size: int = 1
@@ -136,6 +137,11 @@ async def _check_flags(
         problems.append(
             'with weights.pause_mode = "in_place" prompts of old weights would stay in its cache: '
             "start it with --disable-radix-cache, or choose retract or abort"
+        )
+    if not prompt_cache and not settings.disable_overlap_schedule:
+        problems.append(
+            'with weights.pause_mode = "in_place" the tokens of the step before an update would be named after the new '
+            "weights: start it with --disable-overlap-schedule, or choose retract or abort"
         )
     if routed_experts and not settings.enable_return_routed_experts:
         problems.append(

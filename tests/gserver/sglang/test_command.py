@@ -43,15 +43,20 @@ def test_flags_on_a_cpu() -> None:
 
 
 def test_flags_on_a_gpu() -> None:
-    launch = msgspec.structs.replace(ON_CPU, device="cuda:3", prompt_cache=False)
+    launch = msgspec.structs.replace(ON_CPU, device="cuda:3")
     words = command(settings(python="other/python", args=["--mem-fraction-static=0.6"]), launch)
     assert words[0] == "other/python"
-    assert {"--device=cuda", "--base-gpu-id=3", "--disable-radix-cache"} < set(words)
+    assert {"--device=cuda", "--base-gpu-id=3"} < set(words)
     assert words[-1] == "--mem-fraction-static=0.6"
     assert not set(CPU_FLAGS) & set(words)
     assert "SGLANG_USE_CPU_ENGINE" not in environment(
         device="cuda:3", threads=1, index=0, ranks=1, group_seconds=30, keys=GserverKeys()
     )
+
+
+def test_no_step_is_under_way_when_requests_stay_in_place_during_an_update() -> None:
+    launch = msgspec.structs.replace(ON_CPU, device="cuda:0", prompt_cache=False)
+    assert {"--disable-radix-cache", "--disable-overlap-schedule"} < set(command(settings(), launch))
 
 
 def test_servers_on_a_cpu_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

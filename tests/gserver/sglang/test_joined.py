@@ -140,6 +140,7 @@ async def test_its_silence_is_told(model_dir: Path, monkeypatch: pytest.MonkeyPa
     ("how", "pause_mode", "error", "said"),
     [
         ({}, "in_place", ConfigError, "start it with --disable-radix-cache, or choose retract or abort"),
+        ({}, "in_place", ConfigError, "start it with --disable-overlap-schedule, or choose retract or abort"),
         ({"flags": {"context_length": 512}}, "abort", ConfigError, "--context-length=512 is less than gserver.max_con"),
         ({"flags": {"dp_size": 2}}, "abort", ConfigError, "--pp-size=1 --dp-size=2: only tensor parallel ranks"),
         (
@@ -151,7 +152,15 @@ async def test_its_silence_is_told(model_dir: Path, monkeypatch: pytest.MonkeyPa
         ({"flags": {"version": ""}}, "abort", ConfigError, "it is SGLang of an unknown version"),
         ({"loads": False}, "retract", ModelError, "size mismatch; it has to see that folder"),
     ],
-    ids=["keeps prompts", "context too short", "several replicas", "too old", "says nothing", "cannot load"],
+    ids=[
+        "keeps prompts",
+        "overlaps steps",
+        "context too short",
+        "several replicas",
+        "too old",
+        "says nothing",
+        "cannot load",
+    ],
 )
 async def test_one_that_does_not_fit_is_refused(
     model_dir: Path, how: dict[str, Any], pause_mode: str, error: type[Exception], said: str

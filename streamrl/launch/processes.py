@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -325,9 +326,12 @@ def _component_option(role: str, components: Mapping[str, str]) -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """GPUs that this process may use, as entries of CUDA_VISIBLE_DEVICES; finds them without loading torch."""
+    """GPUs that this process may use, as entries of CUDA_VISIBLE_DEVICES; finds them without loading torch.
+
+    As for CUDA the entries end with the first that is none: -1 is a common way to hide all GPUs.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
-        return [entry.strip() for entry in chosen.split(",") if entry.strip()]
+        return list(takewhile(re.compile(r"\d|GPU-|MIG-").match, map(str.strip, chosen.split(","))))
     devices = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
     return [str(index) for index in range(len(devices))]

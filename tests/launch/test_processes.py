@@ -145,8 +145,11 @@ def test_command_is_the_one_to_type() -> None:
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2, GPU-abc")
     assert visible_gpus() == ["2", "GPU-abc"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert visible_gpus() == []
+    for hidden in ("", "-1", "-1,0", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert visible_gpus() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,1")
+    assert visible_gpus() == ["0"], "as CUDA reads it"
 
 
 def test_run_folder_is_never_taken_twice(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def plan_trainer(config: Config, *, share: TrainerShare, master: bool, gpus: Seq
     """
     if share.nodes == 1:
         return [p for p in plan(config, gpus=gpus) if p.role == "model_worker" or (p.role == "master" and master)]
-    planner = _Planner(config, share.of(gpus))
+    planner = _Planner(config, share.of(gpus), of_machine=gpus)
     workers = list(planner.model_workers(share.ranks(config.trainer.workers)))
     return [*workers, planner.master()] if master else workers
 
@@ -205,9 +205,11 @@ def plan_pool(config: Config, role: PlanRole, *, indices: Sequence[int], gpus: S
 class _Planner:
     """Plans processes one after another; those that compute models take turns with the GPUs."""
 
-    def __init__(self, config: Config, gpus: Sequence[str]) -> None:
+    def __init__(self, config: Config, gpus: Sequence[str], *, of_machine: Sequence[str] = ()) -> None:
+        """`of_machine`: all that the machine has, where `gpus` are one process's share of them."""
         self._config = config
         self._gpus = gpus
+        self._are_dealt = len(of_machine or gpus) > 1
         self._device = _device(config, gpus)
         self._taken = 0
 
@@ -226,7 +228,7 @@ class _Planner:
     def one(self, role: PlanRole, index: int, *, address: str = "-", ranks: int = 0) -> ProcessPlan:
         """`ranks`: how many GPUs it can use."""
         gpus, own = self._gpus, list[str]()
-        if self._device == "cuda" and len(gpus) > 1:
+        if self._device == "cuda" and self._are_dealt:
             own = [gpus[(self._taken + rank) % len(gpus)] for rank in range(ranks)]
         self._taken += ranks
         return ProcessPlan(

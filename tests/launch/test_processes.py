@@ -205,6 +205,22 @@ def test_processes_of_one_machine_share_its_gpus(local: int, gpus: int) -> None:
         assert all(len(own) == (gpus > 0) for own in used)
 
 
+@given(st.integers(1, 8), st.integers(0, 8), st.integers(1, 4))
+def test_no_two_model_workers_of_a_machine_have_the_same_gpu(local: int, more: int, machines: int) -> None:
+    """Also where a process's share of the GPUs is a single one."""
+    names = [str(i) for i in range(local + more)]
+    chosen = from_dict({"trainer": {"data_parallel": local * machines, "batch_groups": 64}})
+    for machine in range(machines):
+        shares = [TrainerShare(machine * local + i, local * machines, i, local) for i in range(local)]
+        processes = [
+            process for share in shares for process in plan_trainer(chosen, share=share, master=False, gpus=names)
+        ]
+        seen = [list(process.gpus) or names for process in processes]  # without GPUs of its own it sees all
+        used = [gpus[process.index % len(gpus)] for process, gpus in zip(processes, seen, strict=True)]
+        if local * machines > 1:
+            assert len(set(used)) == local
+
+
 def test_each_node_starts_its_ranks_and_the_first_one_the_master() -> None:
     chosen = config(model_workers=4)
     gpus = ["0", "1"]

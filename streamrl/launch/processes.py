@@ -248,8 +248,8 @@ class _Planner:
 def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
     """`config` for a whole run on a machine with these `gpus`.
 
-    Weights are broadcast over gloo where the trainer's first rank and those of the gservers cannot have a GPU each, as
-    NCCL demands. Raises `ConfigError` when there are fewer GPUs than one server has ranks.
+    Weights are broadcast over gloo where the trainer's ranks that send them and those of the gservers cannot have a GPU
+    each, as NCCL demands. Raises `ConfigError` when there are fewer GPUs than one server has ranks.
     """
     weights, of_a_gserver = config.weights, _ranks_of_a_gserver(config)
     if _device(config, gpus) != "cuda":
@@ -260,7 +260,9 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
         )
     if weights.backend != "auto" or weights.mode not in ("auto", "collective"):
         return config
-    ranks = 1 + config.gserver.count * of_a_gserver
+    # over NCCL one sends, unless several are asked for
+    senders = 1 if weights.senders in (None, 1) else config.trainer.workers
+    ranks = senders + config.gserver.count * of_a_gserver
     if ranks <= len(gpus) and config.gserver.engine != "simulated":
         return config
     return msgspec.structs.replace(config, weights=msgspec.structs.replace(weights, backend="gloo"))

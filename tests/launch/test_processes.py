@@ -112,6 +112,22 @@ def test_nccl_is_left_where_gpus_are_shared(gservers: int, ranks: int, gpus: int
     assert (backend == "auto") == (len(used) == len(set(used)) > 0)
 
 
+@pytest.mark.parametrize(
+    ("senders", "workers", "gpus", "backend"), [(2, 2, 2, "gloo"), (1, 2, 2, "auto"), (2, 2, 3, "auto")]
+)
+def test_whoever_sends_weights_over_nccl_has_a_gpu_without_a_gserver(
+    senders: int, workers: int, gpus: int, backend: str
+) -> None:
+    chosen = from_dict(
+        {
+            "run": {"device": "cuda"},
+            "trainer": {"data_parallel": workers, "batch_groups": 16},
+            "weights": {"senders": senders},
+        }
+    )
+    assert fitted(chosen, gpus=[str(i) for i in range(gpus)]).weights.backend == backend
+
+
 def test_nccl_is_left_for_nothing_else() -> None:
     def backend(gserver: dict[str, object] | None = None, device: str = "cuda", **weights: object) -> str:
         sections = {"run": {"device": device}, "gserver": gserver or {}, "weights": weights}

@@ -249,7 +249,8 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
     """`config` for a whole run on a machine with these `gpus`.
 
     Weights are broadcast over gloo where the trainer's ranks that send them and those of the gservers cannot have a GPU
-    each, as NCCL demands. Raises `ConfigError` when there are fewer GPUs than one server has ranks.
+    each, as NCCL demands. Raises `ConfigError` when there are fewer GPUs than one server has ranks, or the trainer has
+    model workers.
     """
     weights, of_a_gserver = config.weights, _ranks_of_a_gserver(config)
     if _device(config, gpus) != "cuda":
@@ -258,10 +259,16 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
         raise ConfigError(
             f"gserver.sglang.tensor_parallel = {of_a_gserver} needs as many GPUs; this machine has {len(gpus)}"
         )
+    workers = config.trainer.workers
+    if workers > max(len(gpus), 1):
+        raise ConfigError(
+            f"{workers} model workers (trainer.data_parallel * context_parallel * tensor_parallel * pipeline_parallel) "
+            f'need as many GPUs; this machine has {len(gpus)}: have fewer, or set run.device = "cpu"'
+        )
     if weights.backend != "auto" or weights.mode not in ("auto", "collective"):
         return config
     # over NCCL one sends, unless several are asked for
-    senders = 1 if weights.senders in (None, 1) else config.trainer.workers
+    senders = 1 if weights.senders in (None, 1) else workers
     ranks = senders + config.gserver.count * of_a_gserver
     if ranks <= len(gpus) and config.gserver.engine != "simulated":
         return config

@@ -128,6 +128,14 @@ def test_whoever_sends_weights_over_nccl_has_a_gpu_without_a_gserver(
     assert fitted(chosen, gpus=[str(i) for i in range(gpus)]).weights.backend == backend
 
 
+def test_model_workers_that_would_share_a_gpu_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^2 model workers .* need as many GPUs; this machine has 1: have fewer"):
+        fitted(config(model_workers=2), gpus=["0"])
+    assert fitted(config(model_workers=2), gpus=["0", "1"])
+    assert fitted(config(model_workers=2), gpus=[])
+    assert fitted(config(model_workers=2, device="cpu"), gpus=["0"])
+
+
 def test_nccl_is_left_for_nothing_else() -> None:
     def backend(gserver: dict[str, object] | None = None, device: str = "cuda", **weights: object) -> str:
         sections = {"run": {"device": device}, "gserver": gserver or {}, "weights": weights}

@@ -17,8 +17,8 @@ class Peak(NamedTuple):
 
 PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"GB200|B200", Peak(2250.0, 8.0)),
-    (r"H200", Peak(989.0, 4.8)),
     (r"GH200", Peak(989.0, 4.0)),
+    (r"H200", Peak(989.0, 4.8)),
     (r"H100 NVL", Peak(835.0, 3.9)),
     (r"H100.*PCIe", Peak(756.0, 2.0)),
     (r"H100", Peak(989.0, 3.35)),

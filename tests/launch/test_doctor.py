@@ -16,7 +16,7 @@ import torch
 
 from streamrl.launch import doctor
 from streamrl.launch.doctor import Device, DoctorLine, TorchAnswer, torch_findings
-from streamrl.planner.gpus import peak_of
+from streamrl.planner.gpus import Peak, peak_of
 
 GIB = 2**30
 H100 = Device(name="NVIDIA H100 80GB HBM3", memory=80 * GIB, free=79 * GIB, capability="9.0")
@@ -184,6 +184,10 @@ def test_peaks(name: str, tflops: float) -> None:
     peak = peak_of(name)
     assert peak is not None
     assert peak.tflops == tflops
+
+
+def test_one_whose_name_has_anothers_in_it_has_its_own_peak() -> None:
+    assert peak_of("NVIDIA GH200 480GB") == Peak(989.0, 4.0)
 
 
 def test_an_unknown_gpu_has_no_peak() -> None:

@@ -94,13 +94,13 @@ class Assembly:
         folder = initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir
         algorithm = self._config.algorithm
         averaged = algorithm.ref_update_every > 0 and algorithm.ref_update_share < 1
-        model = self._model("ref", self._resumed(REFERENCE) or folder, head="tokens", averaged=averaged)
+        model = self._model("ref", self.resumed(REFERENCE) or folder, head="tokens", averaged=averaged)
         return self._policy(model, "ref")
 
     def _critic(self) -> Role:
         critic = self._config.critic
         first = Path(critic.path).expanduser() if critic.path else self._first_weights()
-        model = self._model("critic", self._resumed(CRITIC) or first, head="scalar", lr=critic.lr)
+        model = self._model("critic", self.resumed(CRITIC) or first, head="scalar", lr=critic.lr)
         return Critic(
             model,
             ranks=self._ranks("critic"),
@@ -136,7 +136,7 @@ class Assembly:
     def _ranks(self, role: str) -> Ranks:
         return Ranks(self.layout(role), self.rank, device=self.device)
 
-    def _resumed(self, role: str) -> Path | None:
+    def resumed(self, role: str) -> Path | None:
         """Return where the checkpoint that the run goes on from has weights of `role`, if it has."""
         if self._config.run.resume_from is None:
             return None

@@ -61,6 +61,8 @@ from streamrl.safetensors_files import (
     write_index,
 )
 from streamrl.trainer.backends.optimizer import OPTIMIZER, state_specs
+from streamrl.trainer.calls import ParamRealloc
+from streamrl.trainer.graph import graph_of
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic
 from streamrl.trainer.worker.assembly import CRITIC, REFERENCE, Assembly
@@ -367,11 +369,20 @@ class HostCopy(msgspec.Struct, frozen=True):
 
 
 def roles_to_save(assembly: Assembly, config: Config) -> list[str]:
-    """Return the roles whose weights a checkpoint has: those that change."""
+    """Return the roles whose weights a checkpoint has: those that change, and a reference that has changed before."""
     saved = {"actor", CRITIC}
-    if config.algorithm.ref_update_every:
+    if config.model.lora is None and (_moves_the_reference(config) or assembly.resumed(REFERENCE) is not None):
         saved.add(REFERENCE)
     return [name for name in assembly.roles if name in saved]
+
+
+def _moves_the_reference(config: Config) -> bool:
+    """Whether the graph gives weights to the reference: by `algorithm.ref_update_every`, or by a hook of the user's."""
+    return any(
+        isinstance(hook, ParamRealloc) and hook.target == REFERENCE
+        for mfc in graph_of(config).mfcs
+        for hook in (*mfc.pre_hooks, *mfc.post_hooks)
+    )
 
 
 def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, final: bool = False) -> HostCopy:

@@ -93,8 +93,9 @@ def from_managers(config_file: Path, overrides: Sequence[str], *, manager_url: s
     """Return `overrides` with the one that has this process go on from the checkpoint that the manager goes on from: so
     all agree, whenever each is started, even if one more checkpoint is written in between.
 
-    `needed`: it counts from there, so it cannot begin without. Else it begins with the model where it has no such
-    checkpoint. Raises `ConfigError` and `StreamRLError`.
+    That is one of the run's own, or until it has written one that which `run.resume_from` names. `needed`: it counts
+    from there, so it cannot begin without. Else it begins with the model where it has no such checkpoint. Raises
+    `ConfigError` and `StreamRLError`.
     """
     config = configuration.load(config_file, overrides)
 
@@ -109,10 +110,13 @@ def from_managers(config_file: Path, overrides: Sequence[str], *, manager_url: s
     point = asyncio.run(ask())
     if not point.checkpoint:
         return list(overrides)
-    for folder in progress.checkpoints(config.run_dir):
+    named = [Path(config.run.resume_from)] if config.run.resume_from is not None else []
+    for folder in (*progress.checkpoints(config.run_dir), *named):
+        if folder.name != point.checkpoint or not (folder / progress.STATE / progress.FILE).is_file():
+            continue
         chosen = [*overrides, f"run.resume_from={folder.absolute()}"]
         identity = progress.identity(configuration.load(config_file, chosen))
-        if (folder.name, identity) == (point.checkpoint, point.identity):
+        if identity == point.identity:
             return chosen
     if needed:
         raise ConfigError(

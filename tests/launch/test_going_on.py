@@ -54,6 +54,23 @@ async def test_all_go_on_from_the_managers_checkpoint_though_there_is_a_newer_on
             assert await taken(run, file, needed=needed) == [f"run.resume_from={older}"]
 
 
+async def test_a_run_that_begins_from_a_checkpoint_of_another_one_is_joined_with_resume(tmp_path: Path) -> None:
+    """Clusters give all commands --resume, and the checkpoint stands in the configuration."""
+    config = small_config(tmp_path)
+    theirs = written(config, 4)
+    branch = going_on(config, theirs)
+    branch = msgspec.structs.replace(branch, run=msgspec.structs.replace(branch.run, name="branch"))
+    file = file_of(branch, tmp_path)
+    assert from_latest(file, []) == []
+    async with managed(branch) as run:
+        for needed in (True, False):
+            assert await taken(run, file, needed=needed) == [f"run.resume_from={theirs}"]
+    own = written(branch, 8)
+    assert from_latest(file, []) == [f"run.resume_from={own}"]
+    async with managed(going_on(branch, own)) as run:
+        assert await taken(run, file, needed=True) == [f"run.resume_from={own}"]
+
+
 async def test_a_rollout_worker_with_its_prompts_in_another_place_goes_on_too(tmp_path: Path) -> None:
     """Where files are belongs to a machine, be the checkpoint on a disk that all share or not."""
     config = small_config(tmp_path, data={"source": "jsonl", "path": "train.jsonl"})

@@ -305,11 +305,14 @@ class Members:
     def _model_of(self, message: Register) -> tuple[str, str] | None:
         """Return the fingerprint of the weights that have to be the run's, and who tells it; None: none have to.
 
-        A gserver without the checkpoint that a run goes on from may begin with anything: it does not serve the run's
-        version, and is brought up to it before it is given groups.
+        A gserver that does not begin from the checkpoint that a run goes on from, because it has no copy or has been
+        there since an earlier start of the run, may begin with anything: it does not serve the run's version, and is
+        brought up to it before it is given groups.
         """
-        behind = message.role == "gserver" and not message.begins_from and self._policy_version() > 0
-        if not message.model or (behind and self._resume_point.identity):
+        ours, theirs = self._resume_point.identity, message.begins_from
+        same_version = theirs.partition(",")[0] == f"version {self._policy_version()}"
+        behind = message.role == "gserver" and bool(ours) and theirs != ours and not same_version
+        if not message.model or behind:
             return None
         return message.model, f"{message.role}/{message.index} on {message.host}"
 

@@ -179,6 +179,30 @@ async def test_of_a_run_that_goes_on_a_gserver_may_begin_without_the_checkpoint(
             await run.client.register(message("gserver", 3, "another's", identity), patience=1.0)
 
 
+async def test_a_gserver_of_an_earlier_start_of_the_run_does_not_keep_the_trainer_out(tmp_path: Path) -> None:
+    """It began from the checkpoint of that start, and is back before the trainer of the next one is there."""
+    prompts = progress.prompts_digest(small_config(tmp_path))
+    identities = []
+    for version in (3, 6):
+        checkpoint = tmp_path / "checkpoints" / f"step-{version:06d}"
+        checkpoint.mkdir(parents=True)
+        progress.write(checkpoint, Progress(version, trained=[(0, 2 * version)], rejected=[], prompts=prompts))
+        config = small_config(tmp_path, run={"resume_from": str(checkpoint)})
+        identities.append(progress.identity(config))
+    earlier, latest = identities
+    async with managed(config) as run:
+
+        async def join(role: Role, index: int, model: str, begins_from: str) -> None:
+            told = msgspec.structs.replace(run.registration(role, index), model=model, begins_from=begins_from)
+            await run.client.register(told, patience=1.0)
+
+        await join("gserver", 0, "those of version 3", earlier)
+        await join("model_worker", 0, "those of version 6", latest)
+        await join("gserver", 1, "those of version 3", earlier)
+        with pytest.raises(PeerError, match=r"gserver/2 on \S+ begins with other weights"):
+            await join("gserver", 2, "others of version 6", latest.replace(latest[-4:], "0000"))
+
+
 async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_client, "PATIENCE_SECONDS", 0.3)  # it is asked again, since it may register yet
     async with managed(small_config(tmp_path)) as run:

@@ -110,7 +110,10 @@ def merge_adapter(base: Path, adapter: Path, lora: LoraConfig, *, into: Path) ->
     """Write the model in `base` with the `adapter` added, as a checkpoint in the folder `into`, which is made; each
     weight in the dtype that it has in `base`. Raises `ModelError`."""
     check_adapter(adapter, lora)
-    shutil.copytree(base, into, ignore=shutil.ignore_patterns("*.safetensors"))
+    into.mkdir()
+    _copy_files(base, into)
+    for index in base.glob("*.safetensors.index.json"):
+        shutil.copyfile(index, into / index.name)
     try:
         pairs = load_file(adapter / f"{TENSORS}.safetensors")
         for file in sorted(base.glob("*.safetensors")):
@@ -129,8 +132,8 @@ def merge_adapter(base: Path, adapter: Path, lora: LoraConfig, *, into: Path) ->
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy all files but weights. The folder `target` does not get the time of `source`, as it would by
-    `shutil.copytree`: by its own the checkpoint is found that was written last."""
+    """Copy all files but weights. Neither times nor permissions are copied: by its own time the checkpoint is found
+    that was written last, and a model may be where nothing can be written, with files that nobody may change."""
     for file in source.iterdir():
         if file.is_file() and not any(fnmatch(file.name, pattern) for pattern in NOT_COPIED):
-            shutil.copy2(file, target)
+            shutil.copyfile(file, target / file.name)

@@ -21,7 +21,8 @@ def cache_home() -> Path:
 def making(path: Path) -> Iterator[None]:
     """Hold the lock under which `path`, a file or folder of the cache, is made.
 
-    Another process that wants to make it waits, and should then look whether it is there.
+    Another process that wants to make it waits, and should then look whether it is there. On a file system without
+    locks both make it at once: what is made has to be put in its place whole.
     """
     with path.with_name(f".{path.name}.lock").open("w") as file:
         try:
@@ -29,4 +30,6 @@ def making(path: Path) -> Iterator[None]:
         except BlockingIOError:
             log.info("waiting for another process that is making %s", path.name)
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:  # as Lustre often is
+            log.debug("%s cannot be locked: %s", file.name, error)
         yield

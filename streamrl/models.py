@@ -238,7 +238,10 @@ def _tokenizer_class(folder: Path) -> Any:
 
 
 def made(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Return `folder`, which `make` fills unless it is there already; safe against concurrent callers."""
+    """Return `folder`, which `make` fills unless it is there already; safe against concurrent callers.
+
+    Raises `ModelError` when it cannot be written.
+    """
     if folder.is_dir():
         return folder
     try:
@@ -249,7 +252,11 @@ def made(folder: Path, make: Callable[[Path], None]) -> Path:
                 try:
                     make(draft)
                     draft.chmod(0o755)
-                    draft.rename(folder)
+                    try:
+                        draft.rename(folder)
+                    except OSError:
+                        if not folder.is_dir():  # else another process has made it meanwhile, where there are no locks
+                            raise
                 finally:
                     shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:

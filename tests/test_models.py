@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from streamrl.models import (
     check_tokens,
     ensure_checkpoint,
     load_tokenizer,
+    made,
     weights_fingerprint,
 )
 from tests.forked import Forked, forking
@@ -213,3 +217,17 @@ def test_a_name_of_the_hub_is_told_how_to_become_a_folder(tmp_path: Path) -> Non
         check_checkpoint(Path("Qwen/Qwen2.5-0.5B"))
     with pytest.raises(ModelError, match=r"is no folder; give the folder of a Hugging Face checkpoint, "):
         check_checkpoint(tmp_path / "nowhere")
+
+
+def test_a_cache_on_a_file_system_without_locks_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    def make(folder: Path) -> None:
+        (folder / "own").touch()
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "of another process").touch()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert (ensure_checkpoint(scratch_config(), cache=tmp_path) / "config.json").exists()
+    assert [path.name for path in made(tmp_path / "model", make).iterdir()] == ["of another process"]

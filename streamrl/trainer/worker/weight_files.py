@@ -267,11 +267,15 @@ def _claim(folder: Path) -> IO[bytes]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / OWNER).open("ab")
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise PublicationError(
-            f"{folder} cannot be used for weights ({error.strerror}); is another run writing there?"
-        ) from error
+        raise PublicationError(f"{folder} cannot be used for weights ({error.strerror})") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.close()
+        raise PublicationError(f"{folder} cannot be used for weights: is another run writing there?") from error
+    except OSError as error:  # a file system without locks, as Lustre's often is
+        log.warning("%s cannot be locked (%s): let no other run write its weights there", folder, error.strerror)
     for left in folder.iterdir():
         if left.is_dir():
             shutil.rmtree(left)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import stat
 import subprocess
 import sys
@@ -137,6 +140,20 @@ def test_a_folder_has_one_owner_and_is_emptied_by_the_next(tmp_path: Path) -> No
     assert not (tmp_path / "v000007").exists()
     with pytest.raises(PublicationError, match="is another run writing there"):
         files(tmp_path)
+    carrier.close()
+
+
+def test_a_folder_on_a_file_system_without_locks_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(file: object, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    carrier = files(tmp_path)
+    carrier.prepare(1, FixedWeights(some(1)))
+    assert (tmp_path / "v000001").exists()
+    assert "cannot be locked (Function not implemented)" in caplog.text
     carrier.close()
 
 

@@ -18,12 +18,13 @@ def cache_home() -> Path:
 
 
 @contextmanager
-def making(path: Path) -> Iterator[None]:
-    """Hold the lock under which `path`, a file or folder of the cache, is made.
+def making(path: Path) -> Iterator[bool]:
+    """Hold the lock under which `path`, a file or folder of the cache, is made; gives whether nobody else makes it.
 
     Another process that wants to make it waits, and should then look whether it is there. On a file system without
     locks both make it at once: what is made has to be put in its place whole.
     """
+    alone = True
     with path.with_name(f".{path.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,4 +33,5 @@ def making(path: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError as error:  # as Lustre often is
             log.debug("%s cannot be locked: %s", file.name, error)
-        yield
+            alone = False
+        yield alone

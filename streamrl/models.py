@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -246,9 +247,12 @@ def made(folder: Path, make: Callable[[Path], None]) -> Path:
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with making(folder), without_garbage_collection():
+        with making(folder) as alone, without_garbage_collection():
             if not folder.is_dir():
-                draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+                prefix = f".{folder.name}-{socket.gethostname()}-"  # other hosts may not see the lock
+                for left in folder.parent.glob(f"{prefix}*") if alone else ():  # of processes that were ended meanwhile
+                    shutil.rmtree(left, ignore_errors=True)
+                draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
                 try:
                     make(draft)
                     draft.chmod(0o755)

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,16 @@ def test_a_cache_on_a_file_system_without_locks_is_used(tmp_path: Path, monkeypa
     monkeypatch.setattr(fcntl, "flock", flock)
     assert (ensure_checkpoint(scratch_config(), cache=tmp_path) / "config.json").exists()
     assert [path.name for path in made(tmp_path / "model", make).iterdir()] == ["of another process"]
+
+
+def test_what_a_process_has_left_that_was_ended_while_it_made_a_folder_is_removed(tmp_path: Path) -> None:
+    """It may be as large as the model, and each that is ended would leave another."""
+
+    def make(folder: Path) -> None:
+        assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {others, folder.name}
+
+    left, others = (f".model-{host}-abcdefgh" for host in (socket.gethostname(), "another"))
+    for name in (left, others):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "half").touch()
+    made(tmp_path / "model", make)

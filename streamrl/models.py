@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from streamrl.config import Config, ScratchConfig
+from streamrl.disk import all_to_disk
 from streamrl.errors import ModelError
 from streamrl.importing import without_garbage_collection
 from streamrl.local_cache import cache_home, making
@@ -256,6 +257,7 @@ def made(folder: Path, make: Callable[[Path], None]) -> Path:
                 try:
                     make(draft)
                     draft.chmod(0o755)
+                    all_to_disk(draft)
                     try:
                         draft.rename(folder)
                     except OSError:

@@ -25,6 +25,7 @@ GROUND = {
     "cuda_memory",
     "delta",
     "device",
+    "disk",
     "errors",
     "essential",
     "export",

@@ -245,3 +245,11 @@ def test_what_a_process_has_left_that_was_ended_while_it_made_a_folder_is_remove
         (tmp_path / name).mkdir()
         (tmp_path / name / "half").touch()
     made(tmp_path / "model", make)
+
+
+def test_a_folder_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are empty after a loss of power would be taken for the model for ever."""
+    on_disk: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(os.fstat(descriptor).st_ino))
+    folder = made(tmp_path / "model", lambda draft: (draft / "config.json").touch())
+    assert on_disk == [(folder / "config.json").stat().st_ino, folder.stat().st_ino]

@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from streamrl.disk import to_disk
 from streamrl.local_cache import cache_home, making
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ def shared_library(sources: Sequence[Path], *, headers: Sequence[Path] = (), opt
             except Unavailable as reason:
                 failure.write_text(str(reason))
                 raise
+            to_disk(made)
             made.rename(library)
     return library
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -257,6 +258,17 @@ def test_what_took_too_long_to_compile_is_tried_again(made_anew: Path, monkeypat
     with pytest.raises(Unavailable, match="did not end within 1 s"):
         shared_library([module.FOLDER / "sums.c"])
     assert not list(made_anew.glob("*.failed"))
+
+
+def test_a_library_is_on_the_disk_before_it_is_in_its_place(made_anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty one, after a loss of power, would be taken for ever."""
+    compiler, on_disk = made_anew / "compiler", []
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\n[ "$1" = --version ] || echo compiled > "$last"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", shlex.quote(str(compiler)))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(os.fstat(descriptor).st_ino))
+    library = shared_library([module.FOLDER / "sums.c"])
+    assert on_disk == [library.stat().st_ino]
 
 
 def test_a_processor_without_long_vectors_computes_in_torch(

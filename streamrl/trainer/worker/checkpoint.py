@@ -25,7 +25,6 @@ version, those of a response of run seed and sequence number.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 import sys
@@ -43,6 +42,7 @@ from torch import Tensor
 
 from streamrl.config import Config, LoraConfig
 from streamrl.device import compute_with
+from streamrl.disk import all_to_disk, to_disk
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost
 from streamrl.export import copy_base, copy_settings, make_whole
 from streamrl.lora import TENSORS as ADAPTER
@@ -259,7 +259,7 @@ class CheckpointWriter:
     def _complete(self, folder: Path, unfinished: Path, sign: Path, share: CheckpointPart) -> None:
         sign.unlink()
         share.complete(unfinished)
-        _to_disk(unfinished)
+        all_to_disk(unfinished)
         _put(unfinished, folder)
         progress.prune(folder.parent, keep=self._keep, spare=self._spare)
 
@@ -275,7 +275,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
     _make_anew(unfinished)
     try:
         write(unfinished)
-        _to_disk(unfinished)
+        all_to_disk(unfinished)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
@@ -303,21 +303,7 @@ def _put(unfinished: Path, folder: Path) -> None:
     unfinished.rename(folder)
     if replaced.exists():
         progress.remove(replaced)
-    _sync(folder.parent)
-
-
-def _to_disk(folder: Path) -> None:
-    """Let a checkpoint that can be seen be one that survives the loss of power, too."""
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    to_disk(folder.parent)
 
 
 # --- snapshot ---

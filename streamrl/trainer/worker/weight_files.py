@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from streamrl.checksum import copy_and_sum
+from streamrl.disk import to_disk
 from streamrl.errors import PublicationError
 from streamrl.lora import SETTINGS, TENSORS
 from streamrl.machine import SHARED_MEMORY, machine_identity
@@ -125,10 +126,10 @@ class WeightFiles:
             self.sent_numbers += sum(math.prod(shape) for _, shape in weights.specs())
             self.sent_bytes = self.sent_numbers * self.dtype.itemsize
             if self._durable:
-                _synchronise(unfinished)
+                to_disk(unfinished)
             self._rename(unfinished, target)
             if self._durable:
-                _synchronise(self.folder)
+                to_disk(self.folder)
         except OSError as error:
             raise PublicationError(f"weights v{version} cannot be written: {error}") from error
         self._latest = target
@@ -193,7 +194,7 @@ class WeightFiles:
             sums = self._copiers.each(write, found)
         if self._durable:
             file.memory.flush()
-            _synchronise(folder / self._file_name)
+            to_disk(folder / self._file_name)
         return sums if self._checksum else {}
 
     def _file(self, folder: Path, size: int) -> _MappedFile:
@@ -251,15 +252,6 @@ def has_room(size: int, root: Path = SHARED_MEMORY) -> bool:
         return shutil.disk_usage(root).free >= size
     except OSError:
         return False
-
-
-def _synchronise(path: Path) -> None:
-    """Wait until the file, or the names in the folder, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _claim(folder: Path) -> IO[bytes]:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 FOLDER = "record"
+FACTS = "part.json"
 FORMAT = "4"
 """Changes when files are no longer read as before."""
 MOST_ON_THEIR_WAY = 2
@@ -257,7 +258,7 @@ class RecordWriter:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
             self._note.write_bytes(b" " * NOTE_BYTES)
-            _appear(self._folder / "part.json", msgspec.json.format(msgspec.json.encode(part)))
+            _appear(self._folder / FACTS, msgspec.json.format(msgspec.json.encode(part)))
         except OSError as error:
             self._give_up(f"there is no record: {self._folder} cannot be made ({error})")
 
@@ -441,9 +442,11 @@ class Recording(msgspec.Struct, frozen=True):
 def read_recording(run_dir: Path) -> Recording:
     """Return the record in the folder of a run, of which only the arrays are not read yet.
 
-    Raises `DataError` if there is none, or if a file of it is missing or cannot be read.
+    A start of the run that was killed, or met a full disk, before it could record anything leaves a part with no facts,
+    which is passed over. Raises `DataError` if there is no record, or if a file of it is missing or cannot be read.
     """
-    parts = [_read_part(folder) for folder in _numbered(run_dir / FOLDER, "from-*").values()]
+    folders = _numbered(run_dir / FOLDER, "from-*").values()
+    parts = [_read_part(folder) for folder in folders if any(folder.glob(f"rank-*/{FACTS}"))]
     if not parts:
         raise DataError(
             f"{run_dir}: this run has kept no record of what it trained on; start runs with run.record=true"
@@ -453,7 +456,7 @@ def read_recording(run_dir: Path) -> Recording:
 
 def _read_part(folder: Path) -> PartOnDisk:
     ranks = _numbered(folder, "rank-*")
-    facts = [_read_facts(rank / "part.json") for rank in ranks.values()]
+    facts = [_read_facts(rank / FACTS) for rank in ranks.values()]
     heads = layout_of(facts[0].settings().trainer, "actor").heads if facts else [0]
     missing = [rank for rank in heads if rank not in ranks]
     if missing:

@@ -276,6 +276,20 @@ def test_a_folder_that_cannot_be_made_costs_the_record_alone(tmp_path: Path, cap
     assert "there is no record" in caplog.text
 
 
+def test_a_start_of_the_run_that_recorded_nothing_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_part(tmp_path, range(1, 4))
+    disk = Disk(monkeypatch)
+    disk.full = True
+    write_part(tmp_path, range(4, 4))
+    assert "there is no record" in caplog.text
+    disk.full = False
+    write_part(tmp_path, range(7, 9))
+    found = read_recording(tmp_path / "run")
+    assert [(part.begins_at, part.last) for part in found.parts] == [(0, 3), (6, 8)]
+
+
 def test_a_resumed_run_takes_its_record_back_to_the_checkpoint(tmp_path: Path) -> None:
     write_part(tmp_path, range(1, 7))
     write_part(tmp_path, range(7, 9))

@@ -60,10 +60,13 @@ def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Seq
     check_installed(config.metrics.sinks)
     begins_from = recorded.run.resume_from
     if begins_from is not None and not Path(begins_from).is_dir():
-        raise ConfigError(
-            f"the record in {run_dir} begins at version {found.first - 1}, from the checkpoint {begins_from}, "
-            "which is not there any more"
-        )
+        moved = run_dir.absolute() / "checkpoints" / Path(begins_from).name  # with the run's folder
+        if not moved.is_dir():
+            raise ConfigError(
+                f"the record in {run_dir} begins at version {found.first - 1}, from the checkpoint {begins_from}, "
+                "which is not there any more"
+            )
+        config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from=str(moved)))
     run = msgspec.structs.replace(config.run, record=False)
     if to is None:
         run = msgspec.structs.replace(run, dir=str(run_dir.absolute().parent), name=f"{run_dir.absolute().name}-replay")

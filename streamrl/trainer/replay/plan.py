@@ -50,13 +50,14 @@ CHANGEABLE = (
 OF_THE_REPLAY = (
     "run.dir",
     "run.name",
+    "run.resume_from",
     "run.record",
     "metrics.",
     "algorithm.on_collapse",
     "trainer.save_at_end",
     "trainer.step_timeout_seconds",
 )
-"""Settings that may be others and change no number."""
+"""Settings that may be others and change no number: the first weights are compared with the recorded ones."""
 DECIDING = (
     "run.seed",
     "run.device",

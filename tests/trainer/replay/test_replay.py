@@ -223,11 +223,16 @@ def test_a_record_that_begins_at_a_checkpoint(tmp_path: Path) -> None:
     record(overridden(config, [f"run.resume_from={checkpoint}"]), range(3, 6))
     outcome = replay(config, tmp_path)
     assert (outcome.first_step, outcome.last_step, outcome.difference) == (3, 5, None)
-    checkpoint.rename(checkpoint.with_name("away"))
+    moved = tmp_path / "moved" / "run"
+    moved.parent.mkdir()
+    config.run_dir.rename(moved)
+    elsewhere = overridden(config, [f"run.dir={moved.parent}"])
+    assert replay(elsewhere, tmp_path, to="of the moved one").difference is None
+    (moved / "checkpoints" / "mid").rename(moved / "checkpoints" / "away")
     with pytest.raises(
         ConfigError, match=r"begins at version 2, from the checkpoint .*mid, which is not there any more"
     ):
-        replay(config, tmp_path, to="late")
+        replay(elsewhere, tmp_path, to="late")
 
 
 def test_another_objective_on_the_same_data(tmp_path: Path) -> None:

@@ -33,17 +33,16 @@ class EvaluationRequests:
         self._known = 0
         """How many reports the manager has sent."""
 
-    async def begin(self, version: int) -> None:
+    async def begin(self, version: int, *, was_due: bool) -> None:
         """Ask for the evaluation that is due when the run begins with `version`, if one is.
 
-        A resumed run also asks again for the evaluation of its checkpoint, if that was asked for and got lost.
+        A resumed run asks again for the evaluation of its checkpoint, if that `was_due` and got lost.
         """
         chosen = self._config.evaluation
         if self._config.run.resume_from is None:
             due = chosen.at_start
         else:
-            lost = bool(chosen.every_steps) and version % chosen.every_steps == 0
-            due = lost and not progress.evaluated(self._config.run_dir, policy_version=version)
+            due = was_due and not progress.evaluated(self._config.run_dir, policy_version=version)
         if due:
             await self.ask(version)
 

@@ -33,7 +33,8 @@ class RunControl:
         self.data_rows = data_rows
         epoch = consumed // data_rows
         self._saves = config.trainer.save_every.since(epoch=epoch, step=step, now=now)
-        self._evaluations = config.evaluation.every.since(epoch=epoch, step=step, now=now)
+        self._every_evaluation = config.evaluation.every
+        self._evaluations = self._every_evaluation.since(epoch=epoch, step=step, now=now)
 
     def epochs(self, consumed: int) -> float:
         """Return how often the data set was passed through."""
@@ -59,6 +60,14 @@ class RunControl:
     def evaluation_is_due(self, *, step: int, consumed: int, now: float) -> bool:
         """Ask once after each step."""
         return self._evaluations.due(epoch=consumed // self.data_rows, step=step, now=now)
+
+    def evaluation_was_due(self, *, step: int, consumed: int, groups: int) -> bool:
+        """Whether one was due, by epochs or steps, after the `step` that the run goes on from, with `groups` trained
+        on."""
+        if not step:
+            return False
+        before = self._every_evaluation.since(epoch=max(0, consumed - groups) // self.data_rows, step=step - 1, now=0.0)
+        return before.due(epoch=consumed // self.data_rows, step=step, now=0.0)
 
 
 # --- what was done ---

@@ -314,7 +314,10 @@ class Master:
 
     async def _steps(self) -> str:
         await self._begin_counting()
-        await self._evaluations.begin(self.policy_version)
+        was_due = self._control.evaluation_was_due(
+            step=self.policy_version, consumed=self._groups.consumed, groups=self._config.trainer.batch_groups
+        )
+        await self._evaluations.begin(self.policy_version, was_due=was_due)
         while (reason := self._end()) is None:
             await self._step()
         if self._publication is not None:

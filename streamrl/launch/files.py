@@ -25,9 +25,10 @@ _BADLY = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) +(.*)$")
 class Tail:
     """Yields the complete lines that were appended to a file since the last call."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, *, begin: int = 0) -> None:
+        """`begin`: bytes that are passed over."""
         self.file = file
-        self._offset = 0
+        self._offset = begin
 
     def new_lines(self) -> list[str]:
         """Without a file: none. A last line without its end is left for the next call."""
@@ -45,11 +46,12 @@ class Tail:
 
 
 class Warnings:
-    """Collects what the processes of a run warn of in their logs."""
+    """Collects what the processes of a run warn of in their logs from now on: what is there already is of an earlier
+    start of a run that goes on."""
 
     def __init__(self, folder: Path, *, keep: int = 20) -> None:
         self._folder = folder
-        self._tails: dict[Path, Tail] = {}
+        self._tails = {file: Tail(file, begin=file.stat().st_size) for file in folder.glob("*.log")}
         self._kept: deque[str] = deque(maxlen=keep)
 
     def recent(self) -> list[str]:

@@ -24,11 +24,13 @@ def test_only_complete_new_lines(tmp_path: Path) -> None:
 
 
 def test_warnings_of_all_logs(tmp_path: Path) -> None:
-    (tmp_path / "gserver-0.log").write_text(
-        "12:00:00 INFO    gserver/0 ready\n12:00:01 WARNING gserver/0 slow\nTraceback WARNING\n"
-    )
-    (tmp_path / "rollout-0.log").write_text("12:00:02 ERROR   rollout/0 RewardError: no\n")
+    gserver = tmp_path / "gserver-0.log"
+    gserver.write_text("12:00:00 ERROR   gserver/0 is said of an earlier start of the run\n")
     warnings = Warnings(tmp_path)
+    assert warnings.recent() == []
+    with gserver.open("a") as log:
+        log.write("12:00:00 INFO    gserver/0 ready\n12:00:01 WARNING gserver/0 slow\nTraceback WARNING\n")
+    (tmp_path / "rollout-0.log").write_text("12:00:02 ERROR   rollout/0 RewardError: no\n")
     assert warnings.recent() == ["gserver/0 slow", "rollout/0 RewardError: no"]
     assert warnings.recent() == ["gserver/0 slow", "rollout/0 RewardError: no"]
 

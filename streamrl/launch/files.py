@@ -64,12 +64,15 @@ class Warnings:
         return list(self._kept)
 
 
-def last_lines(file: Path, count: int, *, most_bytes: int = 16384) -> list[str]:
-    """Return the last `count` lines of `file` that are not empty; none if there is no file."""
+def last_lines(file: Path, count: int, *, begin: int = 0, most_bytes: int = 16384) -> list[str]:
+    """Return the last `count` lines of `file` that are not empty; none if there is no file.
+
+    `begin`: bytes that are passed over, unless the file has become shorter since (`cut`).
+    """
     try:
         with file.open("rb") as stream:
-            stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, stream.tell() - most_bytes))
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(begin if begin <= size else 0, size - most_bytes))
             text = stream.read().decode(errors="replace")
     except FileNotFoundError:
         return []

@@ -60,13 +60,21 @@ class Child:
     """One process."""
 
     def __init__(
-        self, process: ProcessPlan | None, *, name: str, handle: asyncio.subprocess.Process, log_file: Path | None
+        self,
+        process: ProcessPlan | None,
+        *,
+        name: str,
+        handle: asyncio.subprocess.Process,
+        log_file: Path | None,
+        log_begin: int = 0,
     ):
+        """`log_begin`: bytes of the log that others have written before."""
         self.process = process
         """What it is; None for a helper that is not part of the run."""
         self.name = name
         self.pid = handle.pid
         self.log_file = log_file
+        self._log_begin = log_begin
         self.exit_code: int | None = None
         """None: still running; -n: ended by signal n."""
         self.ended = asyncio.Event()
@@ -105,9 +113,9 @@ class Child:
         text = f"{self.name} (pid {self.pid}) {self.how_it_ended}"
         if self.log_file is None:
             return text
-        lines = last_lines(self.log_file, TAIL_LINES)
+        lines = last_lines(self.log_file, TAIL_LINES, begin=self._log_begin)
         if not lines:
-            return f"{text}; its log {self.log_file} is empty"
+            return f"{text}; it said nothing in {self.log_file}"
         return "\n".join([f"{text}; last lines of {self.log_file}:", *(f"  {line}" for line in lines)])
 
     def reason(self) -> str:
@@ -210,6 +218,7 @@ class Children:
         environment = process.environment
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(log_file.open("ab")) if log_file else None
+            begin = os.fstat(output.fileno()).st_size if output is not None else 0
             if self._secret is not None:
                 pipe = stack.enter_context(self._secret.handed_on())
                 environment = {**environment, DESCRIPTOR: str(pipe)}
@@ -225,7 +234,7 @@ class Children:
                 start_new_session=True,
             )
         member = process if isinstance(process, ProcessPlan) else None
-        child = Child(member, name=process.name, handle=handle, log_file=log_file)
+        child = Child(member, name=process.name, handle=handle, log_file=log_file, log_begin=begin)
         log.debug("%s started as pid %d", child.name, child.pid)
         self.untold += member is not None
         self._ends[child] = essential.begin(self._see_end(child), name=f"end of {child.name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -62,6 +63,24 @@ async def test_why_a_run_failed_is_known_when_its_manager_has_left_before_the_ot
         await waiting
     assert died.value.reason == "model_worker/1: RuntimeError: Connection closed by peer"
     children.close()
+
+
+async def test_who_said_nothing_is_not_given_the_words_of_an_earlier_start(tmp_path: Path) -> None:
+    plan = ProcessPlan("gserver", 0, 1, "-", (), "")
+    log_file = tmp_path / plan.log_name
+    log_file.write_text("12:00:00 ERROR   gserver/0 is said of the day before\n")
+    children = Children(logs=tmp_path)
+    try:
+        await children.start(plan, ["sh", "-c", "exit 1"])
+        silent = await children.next_exit()
+        ended = f"gserver/0 (pid {silent.pid}) ended with exit code 1"
+        assert silent.obituary() == f"{ended}; it said nothing in {log_file}"
+        await children.start(plan, ["sh", "-c", "echo out of memory; exit 1"])
+        said = await children.next_exit()
+        assert said.obituary().splitlines()[1:] == ["  out of memory"]
+    finally:
+        await children.stop()
+        children.close()
 
 
 class _FinishedRun(_FailedRun):

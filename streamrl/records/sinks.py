@@ -29,7 +29,7 @@ from streamrl.children import describe_exit, die_with_parent, take_standard_stre
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, scalars
-from streamrl.records.files import LineFile, Lines
+from streamrl.records.files import LineFile, Lines, read_records
 from streamrl.records.metrics import METRICS_FILE, StepReport
 
 log = logging.getLogger(__name__)
@@ -60,6 +60,8 @@ class Task(msgspec.Struct, frozen=True):
     """The resolved configuration."""
     begin: dict[str, int]
     """File → byte from which on its lines are new."""
+    last_step: int
+    """The last step before these: later ones that the sink knows are made again."""
 
 
 # --- in the run ---
@@ -125,6 +127,7 @@ def start_sinks(config: Config) -> list[SinkProcess]:
     sinks = list(dict.fromkeys(config.metrics.sinks))
     check_installed(sinks)
     begin = {name: _size(config.run_dir / name) for name in (METRICS_FILE, EVALUATIONS_FILE)}
+    last_step = max((step.step for step in read_records(config.run_dir / METRICS_FILE, StepReport)), default=0)
     started = []
     for sink in sinks:
         task = Task(
@@ -135,6 +138,7 @@ def start_sinks(config: Config) -> list[SinkProcess]:
             resumed=bool(config.run.resume_from),
             config=msgspec.to_builtins(config),
             begin=begin,
+            last_step=last_step,
         )
         try:
             started.append(SinkProcess(task))
@@ -228,7 +232,7 @@ class TensorBoard:
     """An event file in `tensorboard/`."""
 
     def __init__(self, task: Task) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -236,6 +240,9 @@ class TensorBoard:
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
         self._event, self._summary = Event, Summary
+        # TensorBoard leaves out what earlier files of the folder have from that step on.
+        again = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=task.last_step + 1, session_log=again))
 
     def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
         values = [self._summary.Value(tag=tag, simple_value=value) for tag, value in figures.items()]

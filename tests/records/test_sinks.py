@@ -22,7 +22,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
-from streamrl.records import sinks
+from streamrl.records import progress, sinks
 from streamrl.records.metrics import METRICS_FILE, StepReport
 from streamrl.records.sinks import MetricsWriter, SinkProcess, start_sinks
 from tests.evaluations import make_report
@@ -80,6 +80,16 @@ def test_tensorboard_shows_steps_ages_and_evaluations(tmp_path: Path) -> None:
     assert [(e.step, e.value, e.wall_time) for e in events.Scalars("reward_mean")] == [(1, 0.25, 1001), (2, 0.5, 1002)]
     assert events.Scalars("token_age/2")[0].value == 0.25
     assert [(e.step, e.value) for e in events.Scalars("evaluation/pass@1")] == [(1, 0.25)]
+
+
+def test_tensorboard_forgets_the_steps_that_a_resumed_run_makes_again(tmp_path: Path) -> None:
+    config = configured(tmp_path, "tensorboard")
+    write_run(config)
+    progress.rewind(config.run_dir, policy_version=1)
+    write_run(configured(tmp_path, "tensorboard", resume_from="somewhere"), first=2)
+    events = EventAccumulator(str(config.run_dir / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("reward_mean")] == [(1, 0.25), (2, 0.25), (3, 0.5)]
 
 
 def wandb_records(file: Path) -> Iterator[Any]:

@@ -266,5 +266,5 @@ def _seed(config: Config, index: int) -> int:
 
 def _initial_version(config: Config) -> str:
     """Return what the weights are called that a gserver of the run starts with."""
-    begun = progress.of_run(config)
-    return INITIAL_WEIGHT_VERSION if begun is None else str(begun.policy_version)
+    begun = config.run.resume_from  # where prompts are is nothing to a gserver: its [data] is not compared
+    return INITIAL_WEIGHT_VERSION if begun is None else str(progress.read(Path(begun)).policy_version)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,6 +18,8 @@ from streamrl.errors import ModelError, PeerError
 from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.server import process
 from streamrl.gserver.server.process import first_weights, serve
+from streamrl.records import progress
+from streamrl.records.progress import Progress
 from streamrl.transport.addresses import Listening
 from streamrl.transport.control import Heartbeat, HeartbeatReply, Register, RegisterReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient
@@ -189,3 +191,21 @@ async def test_what_a_killed_gserver_left_of_its_merged_model_makes_room_for_the
         assert not left.parent.exists()
     assert not merged.exists()
     assert others.is_dir()
+
+
+def test_a_gserver_of_a_machine_with_its_prompts_in_another_place_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
+    """Where files of prompts are may differ, and one configuration may be of all that is on a machine."""
+    data = {"source": "jsonl", "path": "train.jsonl"}
+    checkpoint = tmp_path / "step-000004"
+    checkpoint.mkdir()
+    prompts = progress.prompts_digest(from_dict({"data": data}))
+    progress.write(checkpoint, Progress(4, trained=[(0, 8)], rejected=[], prompts=prompts))
+    there = from_dict(
+        {
+            "run": {"resume_from": str(checkpoint)},
+            "data": data | {"path": "/local/train.jsonl"},
+            "gserver": {"engine": "simulated"},
+        }
+    )
+    engine = process.make_engine(there, index=0, model_dir=tmp_path, text=cast(Any, None))
+    assert engine.weight_version == "4"

@@ -224,6 +224,12 @@ def resume(assembly: Assembly, folder: Path) -> None:
     state = folder / progress.STATE
     for name, role in assembly.roles.items():
         if isinstance(role, Critic) or role is assembly.actor:
+            if not (state / name).is_dir():
+                raise ModelError(
+                    f"the checkpoint {folder} has no {name}: the run that wrote it trained none. Go on with the "
+                    "settings of that run (algorithm.advantage, trainer.graph), or begin a new run with its weights "
+                    "(model.path)"
+                )
             try:
                 role.load_state(state / name)
             except ModelError as error:

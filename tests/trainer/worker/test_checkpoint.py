@@ -15,12 +15,12 @@ import pytest
 import torch
 
 from streamrl.config import Config, from_dict
-from streamrl.errors import DeadlineExceeded, PeerLost
+from streamrl.errors import DeadlineExceeded, ModelError, PeerLost
 from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.trainer.calls import ParamRealloc
 from streamrl.trainer.graph import MFC, downstream
-from streamrl.trainer.worker.assembly import Assembly
+from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.checkpoint import REPLACED, CheckpointWriter, Together, take_snapshot, write_folder
 from tests.trainer.backends.world import run_world
 from tests.trainer.models import save_model
@@ -275,3 +275,13 @@ def test_a_reference_that_has_moved_stays_what_it_is_however_often_the_run_goes_
             reference.load_weights([(name, torch.ones(shape)) for name, shape in reference.weight_specs()])
         assert all(bool((weight == 1).all()) for _, weight in reference.gather_weights()), number
         saved = save(tmp_path / f"step-{number:06d}", config, assembly)
+
+
+def test_a_critic_that_the_checkpoint_does_not_have_is_no_damage(tmp_path: Path) -> None:
+    """Whoever were told so would remove one checkpoint after another."""
+    model = save_model(tmp_path / "model")
+    saved = save(tmp_path / "step-000001", *assembled(model, "actor"))
+    _, assembly = assembled(model, "actor", "critic", saved=saved, algorithm={"advantage": "gae"})
+    with pytest.raises(ModelError, match="has no critic: the run that wrote it trained none") as refused:
+        resume(assembly, saved)
+    assert "remove" not in str(refused.value)

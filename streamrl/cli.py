@@ -139,12 +139,11 @@ def manager(
     """Start the gserver manager, which all others join. Tells its URL."""
 
     from streamrl import config as configuration
-    from streamrl.launch.role import begin_anew, from_latest, run_manager
+    from streamrl.launch.role import from_latest, run_manager
 
     settings = [*(overrides or ()), *(["--resume"] if resume else [])]
     if resume:
         overrides = from_latest(config, overrides or ())
-        begin_anew(configuration.load(config, overrides))
 
     def tell(url: str) -> None:
         console = _console()
@@ -162,6 +161,7 @@ def manager(
         host=host,
         port=port,
         advertise=advertise,
+        resume=resume,
         on_ready=_teller(answer_fd, tell),
         component=component,
     )

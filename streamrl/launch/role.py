@@ -127,7 +127,7 @@ def from_managers(config_file: Path, overrides: Sequence[str], *, manager_url: s
     return list(overrides)
 
 
-def begin_anew(config: Config) -> None:
+def _begin_anew(config: Config) -> None:
     """Take the records of a run that has no checkpoint back to nothing: all its steps are about to be made again."""
     if config.run.resume_from is None and config.run_dir.exists():
         progress.rewind(config.run_dir, policy_version=0)
@@ -146,24 +146,31 @@ def run_manager(
     host: str | None,
     port: int | None,
     advertise: str = "",
+    resume: bool = False,
     on_ready: Callable[[str], None],
     component: str | None,
 ) -> int:
     """Run the manager; return its exit code. `host` and `port` replace those of the configuration; `advertise`: the
-    address that others are told."""
+    address that others are told. `resume`: a run that has no checkpoint begins anew, in the same folder."""
 
     def arguments(config: Config) -> dict[str, Any]:
         metrics = config.run_dir / METRICS_FILE
-        if config.run.resume_from is None and metrics.exists() and metrics.stat().st_size:
+        if not resume and config.run.resume_from is None and metrics.exists() and metrics.stat().st_size:
             raise ConfigError(
                 f"run.name: {config.run_dir} holds another run; choose a new run.name for this one, "
                 "or set run.resume_from to one of its checkpoints to go on with it"
             )
+
+        def listening(url: str) -> None:
+            if resume:  # not before: where another manager listens the run goes on, and its records are not touched
+                _begin_anew(config)
+            on_ready(url)
+
         return {
             "host": config.manager.host if host is None else host,
             "port": config.manager.port if port is None else port,
             "advertise": advertise,
-            "on_ready": on_ready,
+            "on_ready": listening,
         }
 
     return _run_role("manager", 0, config_file, overrides, component, arguments)

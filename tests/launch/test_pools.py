@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import psutil
 import pytest
 
@@ -17,6 +19,7 @@ from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.pool import Pool
 from streamrl.launch.processes import Helper, ProcessPlan
 from streamrl.launch.supervise import Children
+from streamrl.records.metrics import StepReport
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, calling, start_command, until
@@ -160,3 +163,20 @@ def test_a_number_is_of_one_process(start: Start, tmp_path: Path) -> None:
     command = start("gserver", configuration(tmp_path, "wait"), *words)
     command.exit_code(seconds=PATIENCE)
     assert "--index 3 is of one process; with --count 2 the manager gives them numbers" in command.said
+
+
+def test_a_manager_that_cannot_listen_leaves_the_records_of_the_run_alone(start: Start, tmp_path: Path) -> None:
+    """With --resume it takes them back where there is no checkpoint; but the run may be going on under another one."""
+    config = configuration(tmp_path, "finish")
+    metrics = tmp_path / "runs" / "trial" / "metrics.jsonl"
+    step = msgspec.json.encode(StepReport(1, 0.0, {}, {})) + b"\n"
+    metrics.write_bytes(step)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        refused = start("manager", config, "--resume", "--port", str(other.getsockname()[1]))
+        assert refused.exit_code(seconds=PATIENCE) == 1
+    assert "cannot listen" in refused.output
+    assert metrics.read_bytes() == step
+    manager = start("manager", config, "--resume", "--port", "0")
+    until(lambda: told(manager) or not manager.running, "the manager's URL", seconds=PATIENCE)
+    assert told(manager)
+    assert metrics.read_bytes() == b""

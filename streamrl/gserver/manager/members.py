@@ -307,12 +307,12 @@ class Members:
 
         A gserver that does not begin from the checkpoint that a run goes on from, because it has no copy or has been
         there since an earlier start of the run, may begin with anything: it does not serve the run's version, and is
-        brought up to it before it is given groups.
+        brought up to it before it is given groups. With [model.lora] everybody begins with the base, which stays.
         """
         ours, theirs = self._resume_point.identity, message.begins_from
         same_version = theirs.partition(",")[0] == f"version {self._policy_version()}"
-        behind = message.role == "gserver" and bool(ours) and theirs != ours and not same_version
-        if not message.model or behind:
+        compared = message.role != "gserver" or not ours or theirs == ours or same_version or self._config.model.lora
+        if not message.model or not compared:
             return None
         return message.model, f"{message.role}/{message.index} on {message.host}"
 

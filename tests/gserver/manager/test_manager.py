@@ -203,6 +203,25 @@ async def test_a_gserver_of_an_earlier_start_of_the_run_does_not_keep_the_traine
             await join("gserver", 2, "others of version 6", latest.replace(latest[-4:], "0000"))
 
 
+async def test_the_base_of_an_adapter_is_compared_also_where_the_adapter_is_not(tmp_path: Path) -> None:
+    """What brings a gserver up to date brings no base."""
+    checkpoint = tmp_path / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    prompts = progress.prompts_digest(small_config(tmp_path))
+    progress.write(checkpoint, Progress(policy_version=3, trained=[(0, 6)], rejected=[], prompts=prompts))
+    config = small_config(tmp_path, run={"resume_from": str(checkpoint)}, model={"lora": {"rank": 2}})
+    async with managed(config) as run:
+
+        async def join(role: Role, index: int, model: str, begins_from: str) -> None:
+            told = msgspec.structs.replace(run.registration(role, index), model=model, begins_from=begins_from)
+            await run.client.register(told, patience=1.0)
+
+        await join("model_worker", 0, "the base", progress.identity(config))
+        await join("gserver", 0, "the base", "")
+        with pytest.raises(PeerError, match=r"gserver/1 on \S+ begins with other weights"):
+            await join("gserver", 1, "another base", "")
+
+
 async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_client, "PATIENCE_SECONDS", 0.3)  # it is asked again, since it may register yet
     async with managed(small_config(tmp_path)) as run:

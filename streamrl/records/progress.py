@@ -24,6 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from streamrl.config import Config
+from streamrl.disk import to_disk
 from streamrl.errors import ConfigError
 from streamrl.records.collapse import CollapseWatch
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
@@ -254,4 +255,5 @@ def _keep_lines(file: Path, kind: type[Record], keep: Callable[[Record], bool]) 
     kept = [line for line, record in read_lines(file, kind) if keep(record)]
     unfinished = file.with_name(file.name + UNFINISHED)
     unfinished.write_bytes(b"".join(line + b"\n" for line in kept))
+    to_disk(unfinished)  # else a loss of power may leave an empty file in the place of all figures
     unfinished.rename(file)

@@ -154,12 +154,15 @@ def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path) -> None:
         begin(bad)
 
 
-def test_records_go_back_to_the_checkpoint(tmp_path: Path) -> None:
+def test_records_go_back_to_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = [StepReport(step=n, time=float(n), metrics={}, token_ages={}) for n in range(1, 6)]
     lines = [msgspec.json.encode(report) + b"\n" for report in reports]
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines) + b'{"step": 6, "ti')
     (tmp_path / "final.json").write_text("{}")
+    on_disk: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(os.fstat(descriptor).st_ino))
     progress.rewind(tmp_path, policy_version=3)
+    assert on_disk == [(tmp_path / "metrics.jsonl").stat().st_ino], "before it took the place of what there was"
     assert read_run(tmp_path).steps == reports[:3]
     assert not (tmp_path / "final.json").exists()
     progress.rewind(tmp_path / "nowhere", policy_version=3)

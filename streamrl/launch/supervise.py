@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 TAIL_LINES = 15
 LONGEST_DELAY_SECONDS = 60.0
+MOST_DOUBLINGS = 64
+"""Of the delay, which no float holds after a thousand."""
 LEAVE_SECONDS = 10.0
 """How long processes may take to leave by themselves once the run is over."""
 REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator")
@@ -281,7 +283,7 @@ class Restarts:
         if len(recent) >= self.most:
             return None
         recent.append(now)
-        return float(min(self._delay * 2 ** (len(recent) - 1), LONGEST_DELAY_SECONDS))
+        return float(min(math.ldexp(self._delay, min(len(recent), MOST_DOUBLINGS) - 1), LONGEST_DELAY_SECONDS))
 
     def rest(self, name: str, *, now: float) -> float | None:
         """Return the seconds until `name`, which has died too often, may be started again; None: it never may."""

@@ -140,6 +140,12 @@ def test_each_waits_twice_as_long_until_there_were_too_many() -> None:
     assert restarts.count("a") == 3
 
 
+def test_one_that_may_die_thousands_of_times_is_started_again_each_time() -> None:
+    restarts = Restarts(most=3000, window=1e6, delay=1e-3)
+    delays = [restarts.allow("a", now=60.0 * number) for number in range(3000)]
+    assert (delays[0], delays[1], set(delays[100:])) == (1e-3, 2e-3, {LONGEST_DELAY_SECONDS})
+
+
 def test_what_is_long_ago_does_not_count() -> None:
     restarts = Restarts(most=1, window=100.0, delay=1.0)
     assert [restarts.allow("a", now=now) for now in (0.0, 99.0, 100.0)] == [1.0, None, 1.0]

@@ -55,6 +55,8 @@ class Assembly:
         unknown = sorted(roles - makers.keys())
         if unknown:
             raise ModelError(f"the graph wants the role {unknown[0]!r}; there are {', '.join(makers)}")
+        self.folders: dict[str, Path] = {}
+        """Checkpoint that each role was loaded from: its settings and its tokenizer are those of the model."""
         self.roles: dict[str, Role] = {}
         for name, make in makers.items():
             if name in roles | {"actor"}:
@@ -164,6 +166,7 @@ class Assembly:
         averaged: bool = False,
     ) -> ParallelModel:
         config, trainer = self._config, self._config.trainer
+        self.folders[role] = folder
         updates = config.planned_steps * config.algorithm.minibatches * config.algorithm.epochs
         spec = ModelSpec(
             folder=folder,

@@ -313,8 +313,8 @@ class HostCopy(msgspec.Struct, frozen=True):
     """What one worker has of a run at the end of a step, in host memory."""
 
     progress: Progress
-    source: Path
-    """Checkpoint whose settings and tokenizer the policy has."""
+    sources: dict[str, Path]
+    """Stem of a model's weights → checkpoint whose settings and tokenizer it has."""
     parts: dict[str, list[Part]]
     """By the stem of their file."""
     specs: dict[str, Specs]
@@ -342,13 +342,13 @@ class HostCopy(msgspec.Struct, frozen=True):
             if name == ADAPTER and self.lora is not None:
                 if self.world > 1:
                     make_whole(home, ADAPTER, limit=sys.maxsize)  # peft reads one file
-                copy_base(self.source, home, lora=self.lora)
+                copy_base(self.sources[stem], home, lora=self.lora)
             elif name == MODEL:
                 if self.final and self.world > 1:
                     make_whole(home)
                 elif self.world > 1 and files.are_wholes:
                     write_index(home, MODEL)
-                copy_settings(self.source, home, scalar_head=home.name == CRITIC)
+                copy_settings(self.sources[stem], home, scalar_head=home.name == CRITIC)
         for file, content in self.facts.items():
             (folder / file).write_bytes(content)
         progress.write(folder, self.progress)
@@ -380,9 +380,11 @@ def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, fina
     parts: dict[str, list[Part]] = {}
     specs: dict[str, Specs] = {}
     facts: dict[str, bytes] = {}
+    sources: dict[str, Path] = {}
     for name in roles_to_save(assembly, config):
         role = assembly.roles[name]
         stem = f"{name}/{MODEL}" if name != "actor" else ADAPTER if lora is not None else MODEL
+        sources[stem] = assembly.folders[name]
         specs[stem] = role.model.weight_specs()
         parts[stem] = _copied(role.model.weight_parts())
         if isinstance(role, Critic) or (isinstance(role, Actor) and role is assembly.actor):
@@ -392,7 +394,7 @@ def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, fina
             facts |= {f"{home}/{file}": content for file, content in state.files.items()}
     return HostCopy(
         progress=reached,
-        source=Path(config.run.resume_from or assembly.model_dir) if lora is None else assembly.model_dir,
+        sources=sources,
         parts=parts,
         specs=specs,
         facts=facts,

@@ -285,3 +285,20 @@ def test_a_critic_that_the_checkpoint_does_not_have_is_no_damage(tmp_path: Path)
     with pytest.raises(ModelError, match="has no critic: the run that wrote it trained none") as refused:
         resume(assembly, saved)
     assert "remove" not in str(refused.value)
+
+
+def test_a_critic_of_another_shape_than_the_policy_goes_on(tmp_path: Path) -> None:
+    """One that began with a reward model, say: it has settings of its own."""
+    model, first = save_model(tmp_path / "model"), save_model(tmp_path / "reward model", "qwen2", seed=1)
+    sections = {"algorithm": {"advantage": "gae"}, "critic": {"path": str(first)}}
+    saved: Path | None = None
+    for number in range(3):
+        config, assembly = assembled(model, "actor", "critic", saved=saved, **sections)
+        weights = dict(assembly.roles["critic"].model.gather_weights())
+        if saved is None:
+            wanted = {name: weight.clone() for name, weight in weights.items()}
+        else:
+            resume(assembly, saved)
+        assert weights.keys() == wanted.keys()
+        assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
+        saved = save(tmp_path / f"step-{number:06d}", config, assembly)

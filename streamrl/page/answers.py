@@ -409,7 +409,7 @@ def _response(kept: KeptGroup, index: int, branch: Branch, shared: int) -> Respo
         index=index,
         episode=int(kept.episodes[index]),
         reward=float(kept.rewards[index]),
-        reward_parts=kept.reward_parts[index] if kept.reward_parts else {},
+        reward_parts=kept.reward_parts[kept.episodes[index]] if kept.reward_parts else {},
         finish=kept.finish_reasons[index],
         parent=branch.parent,
         shared=branch.shared,

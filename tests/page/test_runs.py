@@ -17,7 +17,10 @@ from streamrl.page import answers
 from streamrl.page.lanes import MOST_PIECES, Lane, lanes
 from streamrl.page.logs import tail
 from streamrl.page.runs import Run, found_in
+from streamrl.records.rollouts import FOLDER
+from streamrl.records.rollouts_writer import RolloutWriter
 from tests.launch.statuses import EPOCH
+from tests.page.made_up import branching_group
 from tests.runs import write_lines, write_run
 
 
@@ -162,3 +165,15 @@ def test_logs_are_merged_by_time(tmp_path: Path) -> None:
     assert tail(tmp_path, processes=["manager-0"], most=1)[0].level == "WARNING"
     assert lines[-1].time - lines[1].time == pytest.approx(4.0)
     assert msgspec.json.encode(lines)
+
+
+def test_all_conversations_of_an_episode_have_the_parts_of_its_reward(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    group = branching_group(1, 5)
+    group.reward_parts = [{"function": 1.0, "overlong": -0.5}]  # of its one episode
+    writer = RolloutWriter(folder / FOLDER / "rank-0", most_bytes=2**20, policy_version=0)
+    writer.append(group)
+    writer.close()
+    run = Run(folder)
+    run.refresh()
+    assert [one.reward_parts for one in answers.group(run, step=1, seq=5).responses] == 3 * group.reward_parts

@@ -192,5 +192,5 @@ async def picture_of(manager_url: str, *, secret: Secret | None, security: Secur
 
 
 def make_display(console: Console, *, config: Config) -> Display:
-    """Return the display that fits `console`."""
-    return (LiveDisplay if console.is_terminal else Display)(console, config=config)
+    """Return the display that fits `console`: on a terminal that cannot go back (TERM=dumb) no picture is drawn."""
+    return (LiveDisplay if console.is_interactive else Display)(console, config=config)

@@ -15,7 +15,7 @@ from rich.console import Console, RenderableType
 
 from streamrl.config import from_dict
 from streamrl.launch.dashboard import RunSoFar, dashboard, duration, plan_table, sparkline, step_line
-from streamrl.launch.display import Display
+from streamrl.launch.display import Display, LiveDisplay, make_display
 from streamrl.launch.processes import plan
 from streamrl.records import progress
 from streamrl.records.collapse import Health, HealthState
@@ -263,3 +263,9 @@ def test_a_finding_is_told_once_where_there_is_no_picture(tmp_path: Path) -> Non
     told = [line for line in out.getvalue().splitlines() if "all siblings scored the same" in line]
     assert len(told) == 1
     assert "step 5: in 100% of the groups" in told[0]
+
+
+@pytest.mark.parametrize(("terminal", "kind"), [("xterm", LiveDisplay), ("dumb", Display)])
+def test_a_picture_is_only_where_it_can_be_drawn_anew(terminal: str, kind: type[Display]) -> None:
+    console = Console(force_terminal=True, file=io.StringIO(), _environ={"TERM": terminal})
+    assert type(make_display(console, config=CONFIG)) is kind

@@ -308,6 +308,9 @@ def _put(unfinished: Path, folder: Path) -> None:
 
 # --- snapshot ---
 
+CHAT_TEMPLATE = "chat_template.jinja"
+"""Where transformers looks for the chat template first."""
+
 
 class HostCopy(msgspec.Struct, frozen=True):
     """What one worker has of a run at the end of a step, in host memory."""
@@ -326,6 +329,8 @@ class HostCopy(msgspec.Struct, frozen=True):
     """Leave weights as Hugging Face has them, whoever wrote them."""
     lora: LoraConfig | None = None
     """The policy's weights are an adapter's."""
+    chat_template: str | None = None
+    """What the policy was trained with in place of the tokenizer's own; None: it was that one."""
 
     @property
     def stems(self) -> list[str]:
@@ -349,6 +354,8 @@ class HostCopy(msgspec.Struct, frozen=True):
                 elif self.world > 1 and files.are_wholes:
                     write_index(home, MODEL)
                 copy_settings(self.sources[stem], home, scalar_head=home.name == CRITIC)
+        if self.chat_template is not None:
+            (folder / CHAT_TEMPLATE).write_bytes(self.chat_template.encode())
         for file, content in self.facts.items():
             (folder / file).write_bytes(content)
         progress.write(folder, self.progress)
@@ -401,6 +408,7 @@ def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, fina
         world=config.trainer.workers,
         final=final,
         lora=lora,
+        chat_template=config.model.chat_template,
     )
 
 

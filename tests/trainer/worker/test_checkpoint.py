@@ -16,6 +16,7 @@ import torch
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost
+from streamrl.models import initial_checkpoint, load_tokenizer
 from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.trainer.calls import ParamRealloc
@@ -302,3 +303,19 @@ def test_a_critic_of_another_shape_than_the_policy_goes_on(tmp_path: Path) -> No
         assert weights.keys() == wanted.keys()
         assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
         saved = save(tmp_path / f"step-{number:06d}", config, assembly)
+
+
+def test_a_checkpoint_has_the_chat_template_that_it_was_trained_with(tmp_path: Path) -> None:
+    template = "{% for message in messages %}«{{ message['content'] }}»{% endfor %}"
+    scratch = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8}
+    model = {"path": "scratch", "scratch": scratch, "chat_template": template}
+    config = from_dict({"model": model, "run": {"device": "cpu"}})
+    first = initial_checkpoint(config, cache=tmp_path)
+    cpu = torch.device("cpu")
+    assembly = Assembly(config, roles=frozenset({"actor"}), model_dir=first, rank=0, device=cpu)
+    reached = Progress(policy_version=1, trained=[], rejected=[], prompts="")
+    writer = alone()
+    writer.begin(tmp_path / "final", take_snapshot(assembly, config, reached, final=True))
+    assert writer.finish(limit=LIMIT) == ""
+    assert load_tokenizer(first).chat_template != template
+    assert load_tokenizer(tmp_path / "final").chat_template == template

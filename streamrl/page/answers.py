@@ -92,25 +92,28 @@ def facts(run: Run, *, number: int) -> RunFacts:
 def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: int) -> bytes:
     """Figures of the steps from `first` to `last`, as columns of 32-bit floats.
 
-    `names`: of the columns, besides `step` and `time`; empty: all. `age/LOW-HIGH` are tokens that entered the loss by
-    their age. At most `points` rows: where there are more, of each stretch the least and greatest values.
+    `names`: of the columns, besides `step`, `time` and `tokens_until` (tokens trained on up to the end of the step);
+    empty: all. `age/LOW-HIGH` are tokens that entered the loss by their age. At most `points` rows: where there are
+    more, of each stretch the least and greatest values.
 
     The answer is the length of a JSON header in 4 bytes (little endian), the header, spaces up to a multiple of 4, and
     the columns one after the other.
     """
     columns = run.columns() | _by_age(run, run.ages, "age") | _by_age(run, run.masked_ages, "masked")
+    if "tokens_trained" in columns:
+        columns["tokens_until"] = np.cumsum(np.nan_to_num(columns["tokens_trained"]))
     known = sorted(columns)
     wanted = [*(names or known)]
     wanted += [name for name in known if name.startswith("age/") and "age" in names]
     x = columns.get("step", np.zeros(0))
     inside = (x >= first) & (x <= last)
     picked = {name: columns[name][inside] for name in dict.fromkeys(wanted) if name in columns and name != "step"}
-    if "time" in columns:
-        picked["time"] = columns["time"][inside]
+    axes = [name for name in ("time", "tokens_until") if name in columns]
+    picked |= {name: columns[name][inside] for name in axes}
     rows = int(inside.sum())
     x, picked = thinned(x[inside], picked, points=min(points, MOST_POINTS))
-    if rows > len(x) and "time" in picked:
-        picked["time"] = np.interp(x, columns["step"], columns["time"])
+    if rows > len(x):
+        picked |= {name: np.interp(x, columns["step"], columns[name]) for name in axes}
     picked = {"step": x, **picked}
     header = {"rows": len(x), "of": rows, "names": list(picked), "known": known, "begin": run.begin}
     encoded = msgspec.json.encode(header)

@@ -414,3 +414,12 @@ async def test_a_long_run(tmp_path: Path) -> None:
         table = await page.json("api/runs/0/rollouts?sort=reward&limit=1")
         assert table["total"] == 6000
         assert table["rows"][0]["reward"] == pytest.approx(0.95)
+
+
+async def test_tokens_are_those_of_all_steps_where_few_are_drawn(tmp_path: Path) -> None:
+    async with serving(write_run(tmp_path / "run", steps=60)) as page:
+        _, every = columns((await page.get("api/runs/0/steps?names=tokens_trained"))[1])
+        header, few = columns((await page.get("api/runs/0/steps?names=loss&points=20"))[1])
+    assert header["rows"] == 20
+    until = np.interp(few["step"], every["step"], np.cumsum(every["tokens_trained"]))
+    assert few["tokens_until"] == pytest.approx(until)

@@ -69,7 +69,7 @@ export function mount(root) {
     if (fetched) {
       const found = await Promise.all(runs.map(async (run) => ({
         run,
-        steps: await data.steps(run.id, { names: [...NAMES, "age", "tokens_trained", ...extra()].join(",") }),
+        steps: await data.steps(run.id, { names: [...NAMES, "age", ...extra()].join(",") }),
         evaluations: await data.get(`runs/${run.id}/evaluations`),
         findings: await data.get(`runs/${run.id}/health`),
       })));
@@ -183,11 +183,7 @@ export function xOf(one) {
   const axis = state.get("x") in AXES ? state.get("x") : "step";
   if (axis === "step") return one.steps.columns.step;
   if (axis === "time") return one.steps.columns.time;
-  if (!one.tokens) {
-    let sum = 0;
-    one.tokens = Array.from(one.steps.columns.tokens_trained ?? [], (value) => (sum += Number.isNaN(value) ? 0 : value));
-  }
-  return one.tokens;
+  return one.steps.columns.tokens_until ?? [];
 }
 
 function evaluated(one, name) {

@@ -134,14 +134,15 @@ def figures(records: Records) -> RunFigures:
 
 
 def generation_busy(records: Records, *, since: float = 0.0) -> float | None:
-    """Return the share of the gservers' time in which they computed; `since`: seconds since the epoch."""
+    """Return the share of the gservers' time in which they computed, without times before one was started again, when
+    it was away, or the whole run; `since`: seconds since the epoch."""
     busy = seconds = 0.0
     for process, entries in records.heartbeats.items():
         recent = [entry for entry in entries if entry.time >= since]
         if process.startswith("gserver/") and len(recent) > 1:
-            computed = grown(recent, "busy_seconds_total")
-            busy += float(computed[-1] - computed[0])
-            seconds += recent[-1].time - recent[0].time
+            there = ~(np.diff(_column(recent, PROCESSOR_SECONDS)) < 0)  # NaN: older runs do not tell
+            busy += float(np.diff(grown(recent, "busy_seconds_total"))[there].sum())
+            seconds += float(np.diff([entry.time for entry in recent])[there].sum())
     return busy / seconds if seconds > 0 else None
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from streamrl.records.collapse import HEALTHY, Health
 from streamrl.records.timeline import HeartbeatEntry
 from streamrl.report.plots import _draw_throughput
-from streamrl.report.reading import read_run, total
+from streamrl.report.reading import generation_busy, read_run, total
 from streamrl.report.summary import evaluation_table, summary_table, write_report
 from tests.evaluations import make_report
 from tests.launch.statuses import EPOCH
@@ -280,3 +280,15 @@ def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) ->
     text = console.export_text()
     assert "50% of the sampled tokens were more than 4 versions old" in text
     assert "turn staleness.max_staleness=8 (it is 4)" in " ".join(text.split())
+
+
+def test_gservers_are_not_idle_while_the_run_is_down(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    beats = [
+        {"kind": "heartbeat", "time": begin + up, "role": "gserver", "index": 0,
+         "stats": {"busy_seconds_total": 0.5 * up, "processor_seconds_total": up}}
+        for begin in (EPOCH, EPOCH + 10_000)
+        for up in range(10)
+    ]  # fmt: skip
+    write_lines(folder / "timeline.jsonl", beats)
+    assert generation_busy(read_run(folder)) == pytest.approx(0.5)

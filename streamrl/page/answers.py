@@ -240,7 +240,7 @@ def _waits(run: Run, *, most: int = 12) -> list[tuple[str, str, float, float]]:
     found: dict[tuple[str, str], float] = {}
     seconds: dict[str, float] = {}
     for process in run.processes.values():
-        gaps = np.diff(process.times)
+        gaps = np.where(process.began_anew, 0.0, np.diff(process.times))
         seconds[process.name] = float(gaps.sum())
         for gap, text in zip(gaps, process.waits, strict=False):
             if text:

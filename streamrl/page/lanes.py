@@ -117,26 +117,31 @@ def _of_updates(publications: Sequence[PublicationEntry], edges: Column, *, orig
 
 def _of_process(process: Process, edges: Column, *, origin: float) -> list[LanePiece]:
     times = process.times - origin
-    pieces = _away(process, times, edges)
+    marks = _away(process, times, edges)  # on top of the others
     if process.role == "gserver":
-        return _of_gserver(process, times, edges) + pieces
+        return _of_gserver(process, times, edges) + marks
     first, last = _window(times, edges)
-    waiting = np.array([bool(text) for text in process.waits])
+    anew = process.began_anew
     if last - first <= MOST_PIECES:
+        pieces = []
         at = first
         while at < last:  # heartbeats that say the same are one piece
             upto = at + 1
-            while upto < last and process.waits[upto] == process.waits[at]:
+            while upto < last and process.waits[upto] == process.waits[at] and not anew[upto - 1]:
                 upto += 1
             text = process.waits[at]
-            stop = times[upto] if upto < len(times) else times[-1]
+            lasts = upto < len(times) and not anew[upto - 1]  # else nobody knows more than the last heartbeat
+            stop = times[upto] if lasts else times[upto - 1]
             pieces.append(LanePiece(float(times[at]), float(stop), "wait" if text else "work", 1.0, text))
             at = upto
-        return pieces
-    waited = np.concatenate([[0.0], np.cumsum(np.diff(times) * waiting[:-1])])
-    present = np.clip(np.minimum(edges[1:], times[-1]) - np.maximum(edges[:-1], times[0]), 0.0, None)
-    seconds = np.diff(np.interp(edges, times, waited))
-    return [*_shares("wait", seconds, edges), *_shares("work", present - seconds, edges), *pieces]
+        return pieces + marks
+    waiting = np.array([bool(text) for text in process.waits])
+    gaps = np.where(anew, 0.0, np.diff(times))
+    waited, present = (
+        np.diff(np.interp(edges, times, np.concatenate([[0.0], np.cumsum(each)])))
+        for each in (gaps * waiting[:-1], gaps)
+    )
+    return [*_shares("wait", waited, edges), *_shares("work", present - waited, edges), *marks]
 
 
 def _of_gserver(process: Process, times: Column, edges: Column) -> list[LanePiece]:
@@ -163,8 +168,7 @@ def _away(process: Process, times: Column, edges: Column) -> list[LanePiece]:
     if not len(gaps):
         return []
     usual = max(1.0, float(np.median(gaps)))
-    seconds = process.stats.column("processor_seconds_total")
-    began = np.flatnonzero(np.diff(seconds) < 0)
+    began = np.flatnonzero(process.began_anew)
     pieces = [LanePiece(float(times[at]), float(times[at + 1]), "restart", 1.0, "started again") for at in began]
     for at in np.flatnonzero(gaps > SILENT_BEATS * usual):
         if at not in began:

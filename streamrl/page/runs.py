@@ -83,6 +83,11 @@ class Process:
         return growth(self.stats.column(counter))
 
     @property
+    def began_anew(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Whether it was started again between each heartbeat and the next, so that it was away, or the whole run."""
+        return np.diff(self.stats.column(PROCESSOR_SECONDS)) < 0
+
+    @property
     def restarts(self) -> int:
         """How often it was started again, as far as its heartbeats tell."""
         return restarts(self.stats.column(PROCESSOR_SECONDS))

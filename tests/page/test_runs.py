@@ -177,3 +177,40 @@ def test_all_conversations_of_an_episode_have_the_parts_of_its_reward(tmp_path: 
     run = Run(folder)
     run.refresh()
     assert [one.reward_parts for one in answers.group(run, step=1, seq=5).responses] == 3 * group.reward_parts
+
+
+def test_nobody_waits_while_the_run_is_down(tmp_path: Path) -> None:
+    """Killed, and resumed hours later: the heartbeats before and after tell of waiting, and the lane of a restart."""
+    folder = write_run(tmp_path / "run", steps=1)
+    beats = [
+        {"kind": "heartbeat", "time": begin + up, "role": "rollout", "index": 0,
+         "stats": {"processor_seconds_total": 1.0 + up}, "waiting_for": "room in the ledger"}
+        for begin in (EPOCH, EPOCH + 10_000)
+        for up in range(11)
+    ]  # fmt: skip
+    write_lines(folder / "timeline.jsonl", beats)
+    run = Run(folder)
+    run.refresh()
+    assert answers.fleet(run).waits == [("rollout/0", "room in the ledger", 20.0, 1.0)]
+    (near,) = [lane for lane in lanes(run, begin=0, end=10_010, columns=1001) if lane.name == "rollout/0"]
+    assert [(piece.begin, piece.end, piece.kind) for piece in near.pieces] == [
+        (0.0, 10.0, "wait"),
+        (10_000.0, 10_010.0, "wait"),
+        (10.0, 10_000.0, "restart"),  # drawn last, on top of what is before and after
+    ]
+
+
+def test_far_away_nobody_waits_or_works_while_the_run_is_down(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    beats = [
+        {"kind": "heartbeat", "time": begin + up, "role": "rollout", "index": 0,
+         "stats": {"processor_seconds_total": 1.0 + up}, "waiting_for": "room" if up % 2 else ""}
+        for begin in (EPOCH, EPOCH + 100_000)
+        for up in range(1001)
+    ]  # fmt: skip
+    write_lines(folder / "timeline.jsonl", beats)
+    run = Run(folder)
+    run.refresh()
+    (far,) = [lane for lane in lanes(run, begin=0, end=101_000, columns=1010) if lane.name == "rollout/0"]
+    assert total(far, "wait") == pytest.approx(1000, rel=0.02)
+    assert total(far, "work") == pytest.approx(1000, rel=0.02)

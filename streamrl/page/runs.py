@@ -107,6 +107,7 @@ class Run:
         self._evaluations: dict[int, EvaluationReport] = {}
         self._final_stamp = 0
         self._settings: Mapping[str, Any] = {}
+        self._settings_stamp = 0
         self._gone = False
         self._rollouts: Rollouts | None = None
         self.final: Final | None = None
@@ -286,12 +287,14 @@ class Run:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The resolved configuration; empty where it cannot be read. Read once: a run does not change it."""
-        if not self._settings:
-            try:
-                self._settings = self.config()
-            except ConfigError:
-                return {}
+        """The resolved configuration, as it was last readable; empty: it never was. A run that is resumed writes it
+        anew."""
+        try:
+            stamp = (self.folder / CONFIG_FILE).stat().st_mtime_ns
+            if stamp != self._settings_stamp:
+                self._settings, self._settings_stamp = self.config(), stamp
+        except (OSError, ConfigError) as error:
+            log.debug("the configuration stays as it was read last: %s", error)
         return self._settings
 
     def columns(self) -> dict[str, Column]:

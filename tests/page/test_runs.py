@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from streamrl.config import from_dict, to_toml
 from streamrl.errors import ConfigError
 from streamrl.page import answers
 from streamrl.page.lanes import MOST_PIECES, Lane, lanes
@@ -214,3 +215,13 @@ def test_far_away_nobody_waits_or_works_while_the_run_is_down(tmp_path: Path) ->
     (far,) = [lane for lane in lanes(run, begin=0, end=101_000, columns=1010) if lane.name == "rollout/0"]
     assert total(far, "wait") == pytest.approx(1000, rel=0.02)
     assert total(far, "work") == pytest.approx(1000, rel=0.02)
+
+
+def test_a_run_that_goes_on_with_other_settings_is_shown_with_them(tmp_path: Path) -> None:
+    run = Run(write_run(tmp_path / "run", steps=1))
+    os.utime(run.folder / "config.toml", (EPOCH, EPOCH))
+    assert answers.facts(run, number=0).max_staleness == 4
+    changed = {"run": {"total_train_steps": 500}, "staleness": {"max_staleness": 2}}
+    (run.folder / "config.toml").write_text(to_toml(from_dict(changed)))
+    facts = answers.facts(run, number=0)
+    assert (facts.most_steps, facts.max_staleness) == (500, 2)

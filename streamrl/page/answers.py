@@ -196,7 +196,7 @@ def fleet(run: Run) -> ProcessesView:
             for process in ordered(run.processes.values())
             if len(process.times)
         ],
-        served_version=max((update.version for update in done), default=None),
+        served_version=done[-1].version if done else None,
         updates=len(done),
         updates_failed=len(run.publications) - len(done),
         waits=_waits(run),

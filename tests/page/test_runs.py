@@ -225,3 +225,16 @@ def test_a_run_that_goes_on_with_other_settings_is_shown_with_them(tmp_path: Pat
     (run.folder / "config.toml").write_text(to_toml(from_dict(changed)))
     facts = answers.facts(run, number=0)
     assert (facts.most_steps, facts.max_staleness) == (500, 2)
+
+
+def test_the_weights_that_are_served_are_the_last_ones_also_when_a_run_went_back(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    updates = [
+        {"kind": "publication", "time": EPOCH + i, "begin": EPOCH + i, "end": EPOCH + i, "pause": 0.0,
+         "version": version, "done": done, "error": ""}
+        for i, (version, done) in enumerate([(4, True), (5, True), (3, True), (4, False)])
+    ]  # fmt: skip
+    write_lines(folder / "timeline.jsonl", updates)
+    run = Run(folder)
+    run.refresh()
+    assert answers.fleet(run).served_version == 3

@@ -201,9 +201,10 @@ class Launcher:
             lock.close()
 
     def kill(self) -> None:
-        """End everything by force, at once."""
+        """End everything by force, at once; the terminal gets its cursor back, since nothing runs after that."""
         if self._children is not None:
             self._children.kill()
+        self._display.__exit__(None, None, None)
 
     async def _show_page(self, children: Children) -> None:
         """Have the run shown in a browser; it goes on without if that fails."""

@@ -16,11 +16,13 @@ from rich.console import Console, RenderableType
 from streamrl.config import from_dict
 from streamrl.launch.dashboard import RunSoFar, dashboard, duration, plan_table, sparkline, step_line
 from streamrl.launch.display import Display, LiveDisplay, make_display
+from streamrl.launch.local import Launcher
 from streamrl.launch.processes import plan
 from streamrl.records import progress
 from streamrl.records.collapse import Health, HealthState
 from streamrl.records.health import findings
 from streamrl.records.metrics import StepReport
+from streamrl.transport import secret
 from streamrl.transport.control import EvaluationStatus, EvaluationTask
 from tests.evaluations import make_report
 from tests.launch.statuses import history, status, step_report
@@ -269,3 +271,17 @@ def test_a_finding_is_told_once_where_there_is_no_picture(tmp_path: Path) -> Non
 def test_a_picture_is_only_where_it_can_be_drawn_anew(terminal: str, kind: type[Display]) -> None:
     console = Console(force_terminal=True, file=io.StringIO(), _environ={"TERM": terminal})
     assert type(make_display(console, config=CONFIG)) is kind
+
+
+def test_an_end_by_force_gives_the_terminal_its_cursor_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a second Ctrl-C, after which nothing else of the launcher runs."""
+    monkeypatch.setattr(secret, "_held", [])
+    out = io.StringIO()
+    console = Console(force_terminal=True, file=out, _environ={"TERM": "xterm"})
+    display = LiveDisplay(console, config=CONFIG)
+    launcher = Launcher(CONFIG, processes=plan(CONFIG), display=display)
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    with display:
+        assert hide in out.getvalue()
+        launcher.kill()
+        assert out.getvalue().rindex(show) > out.getvalue().rindex(hide)

@@ -185,9 +185,12 @@ class Launcher:
     async def run(self) -> None:
         """Start everything, watch it to the end, and leave nothing behind."""
         logs = self._config.run_dir / "logs"
-        logs.mkdir(exist_ok=True)
-        lock = lock_run_dir(self._config.run_dir)
-        self._config_file.write_text(configuration.to_toml(self._config))
+        try:
+            logs.mkdir(exist_ok=True)
+            lock = lock_run_dir(self._config.run_dir)
+            self._config_file.write_text(configuration.to_toml(self._config))
+        except OSError as error:  # a full disk, or a run of somebody else's that is resumed
+            raise ConfigError(f"run.dir: {self._config.run_dir} cannot be written ({error.strerror})") from error
         self._children = self._make_children(logs, self._secret)
         try:
             with ending_written(self._config.run_dir), self._display:

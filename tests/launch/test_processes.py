@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
+import io
 import os
 import subprocess
 import sys
@@ -12,10 +14,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
-from streamrl.launch.local import claim_run_dir, lock_run_dir
+from streamrl.launch.display import Display
+from streamrl.launch.local import Launcher, claim_run_dir, lock_run_dir
 from streamrl.launch.processes import (
     COMPONENTS,
     STOP_ORDER,
@@ -28,6 +32,7 @@ from streamrl.launch.processes import (
     share_of,
     visible_gpus,
 )
+from streamrl.transport import secret
 
 
 def config(gservers: int = 1, model_workers: int = 1, workers: int = 1, **run: object) -> Config:
@@ -287,3 +292,13 @@ def test_a_pool_has_the_numbers_that_the_manager_gave() -> None:
     workers = plan_pool(config(), "rollout", indices=[4])
     words = command(workers[0], config_file=Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9")
     assert words[-4:] == ["--index", "4", "--advertise", "10.0.0.9"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_a_run_that_finds_the_disk_full_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret, "_held", [])
+    claimed = claim_run_dir(config(dir=str(tmp_path)))
+    (claimed.run_dir / "config.toml").symlink_to("/dev/full")
+    launcher = Launcher(claimed, processes=plan(claimed), display=Display(Console(file=io.StringIO()), config=claimed))
+    with pytest.raises(ConfigError, match=r"run\.dir: .*run cannot be written \(No space left on device\)"):
+        asyncio.run(launcher.run())

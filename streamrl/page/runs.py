@@ -132,7 +132,7 @@ class Run:
 
     def refresh(self) -> bool:
         """Read what is new; whether there was anything."""
-        gone = not self.folder.is_dir()
+        gone = not os.path.isdir(self.folder)  # also where a server has lost it: Path.is_dir raises then
         changed = gone != self._gone
         self._gone = gone
         changed |= self._rollouts is not None and self._rollouts.refresh()

@@ -541,7 +541,7 @@ class Rollouts:
     def _ranks(self) -> list[str]:
         try:
             return sorted(entry for entry in os.listdir(self._folder) if entry.startswith("rank-"))
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError:  # there is none yet, it is gone, or its server has lost it
             return []
 
     def _load(self, folder: Path, name: SegmentName, before: _Loaded | None) -> _Loaded | None:

@@ -238,3 +238,18 @@ def test_the_weights_that_are_served_are_the_last_ones_also_when_a_run_went_back
     run = Run(folder)
     run.refresh()
     assert answers.fleet(run).served_version == 3
+
+
+def test_a_folder_that_its_server_has_lost_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS, when somebody removes it on another host."""
+    run = Run(write_run(tmp_path / "run", steps=1))
+    assert run.refresh()
+    assert len(run.rollouts) == 0
+
+    def lost(*words: Any, **options: Any) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(os, "stat", lost)
+    monkeypatch.setattr(os, "listdir", lost)
+    run.refresh()
+    assert run.state()[0] == "gone"

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.config import Config
+from streamrl.config.sections import DEFAULT_TRAIN_STEPS
 from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
 from streamrl.errors import ConfigError
 from streamrl.launch.graph_picture import Arrow, Box, drawing
@@ -69,6 +70,8 @@ def facts(run: Run, *, number: int) -> RunFacts:
     settings = run.settings
     begin = run.begin
     steps = _get(settings, "run", "total_train_steps")
+    if steps is None and settings and _get(settings, "run", "total_train_epochs") is None:
+        steps = DEFAULT_TRAIN_STEPS
     return RunFacts(
         id=number,
         name=run.name,

@@ -253,3 +253,10 @@ def test_a_folder_that_its_server_has_lost_is_gone(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "listdir", lost)
     run.refresh()
     assert run.state()[0] == "gone"
+
+
+@pytest.mark.parametrize(("run", "most"), [({}, 100), ({"total_train_steps": 7}, 7), ({"total_train_epochs": 2}, None)])
+def test_how_many_steps_a_run_makes_at_most(run: dict[str, int], most: int | None, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    (folder / "config.toml").write_text(to_toml(from_dict({"run": run})))
+    assert answers.facts(Run(folder), number=0).most_steps == most

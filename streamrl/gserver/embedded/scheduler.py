@@ -198,8 +198,7 @@ class Scheduler:
             compute()
         except Exception as error:  # tolerance point: a failed step fails its requests, not the engine
             log.exception("prefill of %d requests failed", len(batch))
-            unfinished = [request for request in batch if request.finish_reason is None]
-            self._fail(unfinished, f"the prompt could not be computed: {type(error).__name__}: {error}")
+            self._fail_step(batch, f"the prompt could not be computed: {type(error).__name__}: {error}")
 
     def _next_batch(self) -> tuple[list[Request], int]:
         """Return the requests whose prompts are completed now, and how many tokens are computed of the next one."""
@@ -346,8 +345,7 @@ class Scheduler:
             self._decode_running(requests)
         except Exception as error:  # tolerance point: a failed step fails its requests, not the engine
             log.exception("a decode step of %d requests failed", len(requests))
-            unfinished = [request for request in requests if request.finish_reason is None]
-            self._fail(unfinished, f"a token could not be computed: {type(error).__name__}: {error}")
+            self._fail_step(requests, f"a token could not be computed: {type(error).__name__}: {error}")
 
     def _decode_running(self, requests: Sequence[Request]) -> None:
         """Make a token for each of `requests`, of which request i sits in slot i."""
@@ -421,6 +419,15 @@ class Scheduler:
             request.abort("aborted on request")
             self._tell(request)
         self._forget(requests)
+
+    def _fail_step(self, requests: Sequence[Request], message: str) -> None:
+        """Fail those of `requests` that have not ended, of which a step has failed.
+
+        Raises what the GPU itself has failed with, if it has: nothing can be computed in this process then, and an
+        engine that went on would fail whatever comes.
+        """
+        self._fail([request for request in requests if request.finish_reason is None], message)
+        self._model.parameters.synchronize()
 
     def _fail(self, requests: Sequence[Request], message: str) -> None:
         self.events.extend((request.ticket, message) for request in requests)

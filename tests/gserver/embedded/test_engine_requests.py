@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.errors import Refused
+from streamrl.errors import ModelError, Refused
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import Scheduler
@@ -259,6 +259,23 @@ async def test_a_failed_step_fails_its_requests_only(folder: Path, monkeypatch: 
         [output] = await generate(engine, [job("c", prompt(5))])
         assert engine.stats()["running"] == 0
     assert len(output.output_ids) == 20
+
+
+async def test_an_engine_whose_gpu_has_failed_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA does not get over an illegal access or a broken GPU: all that comes after in the process fails, too."""
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    async with engine_for(folder) as engine:
+        monkeypatch.setattr(engine._scheduler._model, "decode", failing)
+        monkeypatch.setattr(engine._weights.served, "synchronize", failing)
+        ticket = engine.submit(job("a", prompt(5)))
+        with pytest.raises(GenerationFailed, match="unspecified launch failure"):
+            await ticket.result()
+        async with asyncio.timeout(20):
+            with pytest.raises(ModelError, match="the engine has stopped: RuntimeError: CUDA error"):
+                await engine.failed()
 
 
 async def test_who_runs_goes_on_when_there_is_no_memory_for_a_larger_cache(

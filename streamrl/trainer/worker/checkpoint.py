@@ -362,9 +362,12 @@ class HostCopy(msgspec.Struct, frozen=True):
 
 
 def roles_to_save(assembly: Assembly, config: Config) -> list[str]:
-    """Return the roles whose weights a checkpoint has: those that change, and a reference that has changed before."""
+    """Return the roles whose weights a checkpoint has: those that change, and a reference that has changed before.
+
+    A reference that is a model of its own stays where it is."""
     saved = {"actor", CRITIC}
-    if config.model.lora is None and (_moves_the_reference(config) or assembly.resumed(REFERENCE) is not None):
+    own = config.model.lora is None and config.reference.path is None
+    if own and (_moves_the_reference(config) or assembly.resumed(REFERENCE) is not None):
         saved.add(REFERENCE)
     return [name for name in assembly.roles if name in saved]
 

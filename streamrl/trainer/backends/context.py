@@ -204,9 +204,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.part = slice(len(own) * dist.get_rank(group), len(own) * (dist.get_rank(group) + 1))
-        whole = own.new_empty(len(own) * dist.get_world_size(group))
-        dist.all_gather_single(whole, own.contiguous(), group=group)
-        return whole
+        whole = own.new_empty(dist.get_world_size(group), len(own))
+        dist.all_gather(list(whole), own.contiguous(), group=group)  # into one tensor has another name in each torch
+        return whole.flatten()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 from common import ROOT, latest, write_results
 
+from streamrl.launch.processes import visible_gpus
 from streamrl.planner.shapes import KNOWN, Shape
 
 BILLION, SEVEN = "Llama-3.2-1B", "Qwen2.5-7B"
@@ -507,7 +508,7 @@ async def _publication(place: Place, folder: Path, way: str) -> Row:
         files = TensorFiles(folder, "model")
         weights_here = {n: files.read(n).to(device, torch.float32) for n in files.names()}
         if backend == "nccl":  # this process has its device already; the gserver gets the next one
-            os.environ["CUDA_VISIBLE_DEVICES"] = "1"
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[1]
         async with point(config, Path(name), folder) as here:
             weights = Weights(weights_here, dtype=here.dtype)
             bare = bare_copy(place, list(weights_here.values()), here.dtype)

@@ -16,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -191,6 +192,7 @@ def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[s
             do="other processes hold its memory (nvidia-smi)" if busy else "",
         )
     if answer.devices:
+        yield _python_headers()
         yield DoctorLine(
             name="NCCL",
             ok=bool(answer.nccl),
@@ -209,6 +211,18 @@ def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[s
         ok=answer.gloo,
         found="in torch" if answer.gloo else "not in this build of torch",
         do="" if answer.gloo else "several model workers on CPUs, and broadcasts between CPUs, need it",
+    )
+
+
+def _python_headers() -> DoctorLine:
+    """What Triton compiles its kernels' launchers with: attention over rows that share their beginning, on GPUs."""
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    there = header.is_file()
+    return DoctorLine(
+        name="headers of Python",
+        ok=there,
+        found=str(header) if there else f"no {header}",
+        do="" if there else "training on GPUs compiles kernels with them: install python3-dev (or python3-devel)",
     )
 
 

@@ -76,6 +76,18 @@ def test_a_gpu_with_its_peak() -> None:
     assert "peer access" not in found  # there is one device
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_kernels_for_gpus_are_compiled_with_the_headers_of_python(
+    there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    if there:
+        (tmp_path / "Python.h").touch()
+    line = named(torch_findings(answer(), "", gpus=["0"]))["headers of Python"]
+    assert (line.ok, "install python3-dev" in line.do) == (there, not there)
+    assert "headers of Python" not in named(torch_findings(answer(devices=[]), "", gpus=[]))
+
+
 @pytest.mark.parametrize(
     ("changes", "gpus", "name", "said"),
     [

@@ -91,6 +91,7 @@ async def test_failures_are_told_apart_and_the_pool_goes_on() -> None:
             ("nan", "returned nan; a reward is a finite number"),
             ("text", r"returned 'good' \(str\)"),
             ("huge", r"returned 10+ \(int\); a reward is a number"),
+            ("two", r"returned tensor\(\[0\., 1\.\]\) \(TwoNumbers\); a reward is a number"),
         ]:
             with pytest.raises(RewardError, match=message):
                 await rewards.score(response(text), prompt(seq=5))

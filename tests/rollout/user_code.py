@@ -42,6 +42,16 @@ def no_row(index: int, seed: int) -> Any:
     return "not a row"
 
 
+class TwoNumbers:
+    """As a tensor of torch is no float."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+
+    def __repr__(self) -> str:
+        return "tensor([0., 1.])"
+
+
 def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
     """Does what the response says, so that one function covers all cases."""
     match response.text.split():
@@ -64,6 +74,8 @@ def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
             return "good"
         case ["huge"]:
             return 10**400
+        case ["two"]:
+            return TwoNumbers()
         case ["print"]:
             print("\x01\x02" * 3000, flush=True)  # noqa: T201
             os.write(1, b"straight to the descriptor")

@@ -113,7 +113,7 @@ def _checked(value: Any, call: ScoreCall, seconds: float) -> RewardReply:
     """Return the reply to `call`, for which the function returned `value`."""
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # what is no number may raise anything: a tensor of torch with several raises a RuntimeError
         told = f"it returned {value!r:.200} ({type(value).__name__}); a reward is a number"
         return Failure(told, call.number, seconds)
     if not math.isfinite(number):

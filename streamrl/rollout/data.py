@@ -329,11 +329,11 @@ def open_rows(config: DataConfig, *, seed: int) -> Rows:
     """Open the data source that `config` names; raises `DataError` or `ConfigError` if it is unreadable or empty."""
     match config.source:
         case "jsonl":
-            rows: Rows = JsonlRows(Path(config.path))
+            rows: Rows = JsonlRows(Path(config.path).expanduser())
         case "parquet":
-            rows = ParquetRows(Path(config.path))
+            rows = ParquetRows(Path(config.path).expanduser())
         case "hf_disk":
-            rows = HfDiskRows(Path(config.path))
+            rows = HfDiskRows(Path(config.path).expanduser())
         case "reasoning_gym":
             rows = ReasoningGymRows(config.path, size=config.size, seed=seed, args=config.args)
         case "python":

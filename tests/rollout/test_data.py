@@ -255,3 +255,9 @@ def test_a_template_that_fails_says_so(tmp_path: Path) -> None:
     assert chat.decode(source.prompt(0).input_ids) == "asked: a"
     with pytest.raises(DataError, match=r"refuses a conversation of user: .*list"):
         source.prompt(1)
+
+
+def test_a_file_in_the_users_home(chat: ChatTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jsonl(tmp_path, {"prompt": "a"})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(opened(chat, source="jsonl", path="~/data.jsonl")) == 1

@@ -599,6 +599,10 @@ def report(
 
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder; give the folder of a run, for example runs/addition")
+    from streamrl.page.runs import is_run
+
+    if not is_run(run_dir):
+        raise ConfigError(f"{run_dir} is no run: nothing of one is in it; give the folder of one, as runs/addition")
     _show_report(run_dir)
     if trace:
         from streamrl.report.reading import read_run

@@ -16,6 +16,7 @@ import typer
 from rich.markup import render
 
 from streamrl import cli
+from streamrl.errors import ConfigError
 from streamrl.launch import role
 from streamrl.launch.processes import COMPONENTS
 from tests.e2e.preloaded import run_command
@@ -260,3 +261,10 @@ def test_examples_are_valid() -> None:
 
 def test_there_are_examples() -> None:
     assert {path.stem for path in EXAMPLES} >= {"smollm2_addition", "chain_sum", "copy_scratch"}
+
+
+def test_a_folder_of_runs_is_no_run_to_report_on(tmp_path: Path) -> None:
+    runs = write_run(tmp_path / "runs" / "addition", steps=1).parent
+    with pytest.raises(ConfigError, match="runs is no run"):
+        cli.report(runs)
+    assert [path.name for path in runs.iterdir()] == ["addition"]

@@ -16,7 +16,7 @@ from streamrl.records.rollouts import FOLDER
 from streamrl.records.rollouts_writer import RolloutWriter
 from tests.e2e import harness
 from tests.page.browser import Tab, browser, chromium
-from tests.page.made_up import branching_group, made_up_run
+from tests.page.made_up import branching_group, made_up_group, made_up_run
 from tests.page.test_server import serving
 
 pytestmark = pytest.mark.skipif(chromium() is None, reason="there is no chromium (apt-get install chromium)")
@@ -234,3 +234,14 @@ async def test_the_overview_as_a_file_of_its_own(tmp_path: Path) -> None:
         assert await tab.value("window.hacked") is None
         assert tab.problems == []
         assert set(tab.asked) == {file.as_uri()}
+
+
+async def test_a_group_of_very_many_tokens(tmp_path: Path) -> None:
+    run = made_up_run(tmp_path / "run", steps=1)
+    writer = RolloutWriter(run / FOLDER / "rank-1", most_bytes=2**28, policy_version=0)
+    writer.append(made_up_group(1, 99, ["abc" * 50_000] * 4, rewards=[1.0, 0.0, 0.0, 1.0]))
+    writer.close()
+    async with serving(run) as page, browser() as tab:
+        await tab.open(f"{page.url}#/rollouts?group=1/99")
+        await until(tab, "all('.response').length == 4")
+        assert tab.problems == []

@@ -255,8 +255,9 @@ function groupView(found, { key, close, next }) {
     const colouring = COLOURINGS[name];
     const of = colouring.of ?? name;
     const values = found.responses.flatMap((response) => response.figures[of] ?? []).filter((value) => value !== null);
-    const most = Math.max(1e-9, ...values.map(Math.abs));
-    const least = Math.min(...values);
+    // not Math.max(...values): a function takes some ten thousand arguments, and a group may have more tokens
+    const most = values.reduce((greatest, value) => Math.max(greatest, Math.abs(value)), 1e-9);
+    const least = values.reduce((smallest, value) => Math.min(smallest, value), Infinity);
     const share = colouring.share ?? (colouring.scaled ? (v) => 0.5 + v / most / 2 : (v) => (most > least ? (v - least) / (most - least) : 0));
     for (const card of cards) card.colour(name, (value) => (value === null ? "" : colouring.colour(share(value))), of, colouring.own);
     if (name === "mask") {

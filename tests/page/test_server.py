@@ -106,7 +106,7 @@ async def test_what_it_tells_of_a_run(run: Path) -> None:
         shares = found["generation_busy"] + found["generation_paused"] + found["generation_idle"]
         assert shares[1:] == pytest.approx(np.ones(59), abs=1e-5)
         some, few = columns((await page.get("api/runs/0/steps?names=loss,no_such&first=11&last=30"))[1])
-        assert some["names"] == ["step", "loss", "time"]
+        assert some["names"] == ["step", "loss", "time", "tokens_until"]
         assert few["step"].tolist() == list(range(11, 31))
         fleet = await page.json("api/runs/0/fleet")
         assert [p["name"] for p in fleet["processes"]] == ["gserver/0", "gserver/1", "master/0"]

@@ -250,7 +250,7 @@ class RolloutConfig(Section, frozen=True):
     """In one worker."""
     max_failures: Positive = 20
     """After this many groups in a row that errors had rejected the worker ends, and the run with it, unless others make
-    groups."""
+    groups. Those that one end of an agent's process has cost count as one."""
     drop_uniform_groups: bool = False
     """Give up groups whose responses all scored the same, and make others instead (they teach nothing)."""
     request_timeout_seconds: PositiveFloat = 600.0

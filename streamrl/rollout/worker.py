@@ -108,7 +108,9 @@ class RolloutWorker:
         self._maker = maker
         self._pusher = pusher
         self._activity = joined.activity
-        self._failures_in_a_row = 0
+        self._failures: list[Exception] = []
+        """Why groups failed since the last one that did not; what several of them have in common, such as the end of
+        the process in which their agents ran, is there once."""
         self._uniform_in_a_row = 0
         self._unfinished: set[int] = set()
         """Groups that were admitted here, and are neither stored with the trainer nor rejected."""
@@ -218,7 +220,8 @@ class RolloutWorker:
                 log.exception("group %d failed", seq)
             await self._reject(seq, error)
         else:
-            self._failures_in_a_row = self._uniform_in_a_row = 0
+            self._failures.clear()
+            self._uniform_in_a_row = 0
             self._activity.done(mean_reward=group.mean_reward)
             return True
         return False
@@ -229,7 +232,7 @@ class RolloutWorker:
 
     async def _drop_uniform(self, seq: int, reward: float) -> None:
         """Give the group's place back; warn when no other groups come any more, for then training stands still."""
-        self._failures_in_a_row = 0
+        self._failures.clear()
         self._uniform_in_a_row += 1
         self._activity.uniform()
         if self._uniform_in_a_row % UNIFORM_WARNING_GROUPS == 0:
@@ -241,13 +244,14 @@ class RolloutWorker:
         await self._tell_rejection(seq, f"all responses scored {reward:.3g}")
 
     async def _reject(self, seq: int, reason: Exception) -> None:
-        self._failures_in_a_row += 1
+        if all(reason is not failure for failure in self._failures):
+            self._failures.append(reason)
         self._activity.rejected(seq, reason)
         await self._tell_rejection(seq, f"{type(reason).__name__}: {reason}")
         limit = self._config.rollout.max_failures
-        if self._failures_in_a_row >= limit:
+        if len(self._failures) >= limit:
             raise StreamRLError(
-                f"{self._failures_in_a_row} groups in a row failed (rollout.max_failures = {limit}); "
+                f"{len(self._failures)} groups in a row failed (rollout.max_failures = {limit}); "
                 f"the last, {seq}: {type(reason).__name__}: {reason}"
             ) from reason
 

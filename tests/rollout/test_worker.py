@@ -252,6 +252,16 @@ async def test_failures_in_a_row_stop_the_run(
         assert all("LookupError" in message.error for message in on.manager.failed)
 
 
+async def test_what_many_groups_fail_with_together_is_one_failure(model_dir: Path) -> None:
+    workflow = {"name": "tests.rollout.user_code:RowsFailWithOneError"}
+    config = configure(workflow=workflow, max_failures=3, data={"shuffle": False})
+    async with stage(say, model_dir, config) as on:
+        await on.manager.give(range(10))
+        await on.trainer.until(2)
+        await on.finish()
+    assert sorted(on.manager.rejected) == list(range(8))
+
+
 async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:
     reward = {"function": "tests.rollout.user_code:failing_reward", "on_error": "zero"}
     async with stage(say, model_dir, configure(reward=reward, max_failures=1)) as on:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
+from streamrl.errors import StreamRLError
 from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.workflows import Session, SingleTurn, TrajectoryBuilder
 from streamrl.types import Prompt, Trajectory
@@ -205,3 +206,14 @@ class CancelsItself:
 
 class NotAWorkflow:
     pass
+
+
+class RowsFailWithOneError(SingleTurn):
+    """Rows below 8 do, as the episodes do whose agents ran in a process that ended."""
+
+    error = StreamRLError("their process ended")
+
+    async def run(self, prompt: Prompt, session: Session) -> Trajectory:
+        if int(prompt.answer) < 8:
+            raise self.error
+        return await super().run(prompt, session)

@@ -237,9 +237,10 @@ class _AgentProcess:
             pass
         finally:
             kill_group(process.pid)
+            error = AgentError(f"the agent's process {why}, perhaps because of another episode")
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(AgentError(f"the agent's process {why}, perhaps because of another episode"))
+                    future.set_exception(error)  # one for all: it is one failure, however many groups it costs
 
     def _take(self, reply: FromAgents) -> None:
         if isinstance(reply, Ready):

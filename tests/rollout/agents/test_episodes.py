@@ -351,6 +351,14 @@ async def test_an_episode_that_ends_before_it_begins_ends_no_others() -> None:
         assert await other == Score(1.0)
 
 
+async def test_the_end_of_a_process_is_one_error_of_all_its_episodes() -> None:
+    async with started(SOLVE) as agents:
+        episodes = [asked(agents, "sleep 600"), asked(agents, "sleep 600"), asked(agents, "exit")]
+        errors = await asyncio.gather(*episodes, return_exceptions=True)
+    assert "exit code 7" in str(errors[0])
+    assert all(error is errors[0] for error in errors)
+
+
 async def test_an_episode_that_is_given_up_twice_ends_no_others() -> None:
     async with started(SOLVE) as agents:
         other, slow_to_end = asked(agents, "sleep 4"), asked(agents, "sleep 600 0.5")

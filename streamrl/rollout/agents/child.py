@@ -30,6 +30,7 @@ from streamrl.children import (
 from streamrl.errors import StreamRLError
 from streamrl.importing import load_object
 from streamrl.rollout.agents.pipe import (
+    MOST_AT_ONCE,
     Begin,
     Ended,
     Failed,
@@ -42,11 +43,11 @@ from streamrl.rollout.agents.pipe import (
 )
 from streamrl.rollout.agents.policy import Policy
 
-MOST_THREADS = 256
-"""Plain functions that run at the same time in one process."""
-MOST_ABANDONED = MOST_THREADS // 4
-"""Plain functions that may run on though their episodes were cancelled. With one more the process ends, to be replaced:
-each has a thread, and sooner or later no episode would find a free one."""
+MOST_ABANDONED = 64
+"""Plain functions that may run on though their episodes were cancelled: each has a thread. With one more the process
+ends, to be replaced."""
+MOST_THREADS = MOST_AT_ONCE + MOST_ABANDONED
+"""So that each episode finds a free one."""
 
 
 def main() -> None:
@@ -105,7 +106,7 @@ def _load(setup: Setup, reply: Callable[[FromAgents], None]) -> Callable[..., An
     except Exception as error:  # the user's module may raise anything: the parent reports it
         reply(Failed(-1, f"rollout.agent.function = {setup.function!r} cannot be imported:\n{traceback_tail(error)}"))
     else:
-        reply(Ready())
+        reply(Ready(threads=not inspect.iscoroutinefunction(function)))
         return partial(function, **setup.args)
     return None
 

@@ -13,6 +13,9 @@ import msgspec
 
 from streamrl.children import framed
 
+MOST_AT_ONCE = 192
+"""Episodes of a plain function that one process runs at the same time."""
+
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """Which function to serve; the reply is `Ready`, or `Failed` with `episode` -1."""
@@ -76,6 +79,9 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The function is imported."""
+
+    threads: bool = False
+    """Whether it is a plain function, of which each episode takes a thread."""
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -20,6 +20,7 @@ import re
 from asyncio.subprocess import DEVNULL
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,6 +39,7 @@ from streamrl.children import (
 from streamrl.config import Config
 from streamrl.errors import AgentError, WireError
 from streamrl.rollout.agents.pipe import (
+    MOST_AT_ONCE,
     Begin,
     Cancel,
     Ended,
@@ -147,11 +149,11 @@ class _AgentProcess:
         self._process: FramedChild | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
-
-    @property
-    def running(self) -> int:
-        """Episodes under way."""
-        return len(self._waiting)
+        self._plain = False
+        """Whether the function is a plain one, of which each episode takes a thread."""
+        self._threads = asyncio.Semaphore(MOST_AT_ONCE)
+        self.running = 0
+        """Episodes under way, and those that wait for a thread."""
 
     async def ready(self) -> None:
         """Wait until there is a process that has imported the function; raises `AgentError`."""
@@ -160,18 +162,26 @@ class _AgentProcess:
                 await self._start()
 
     async def run(self, task: dict[str, Any], access: Endpoint, begun: Callable[[], None]) -> Score:
+        self.running += 1
+        try:
+            await self.ready()
+            place: AbstractAsyncContextManager[None] = self._threads if self._plain else contextlib.nullcontext()
+            async with place:
+                await self.ready()  # it may have ended while a thread was waited for
+                return await self._play(task, access, begun)
+        finally:
+            self.running -= 1
+
+    async def _play(self, task: dict[str, Any], access: Endpoint, begun: Callable[[], None]) -> Score:
+        """Run an episode in the process that is there."""
         episode = next(self._episodes)
+        try:
+            self._send(Begin(episode, task, access))
+        except TypeError as error:
+            raise AgentError(f"the task cannot be sent to the agent: {error}") from error
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
         self._waiting[episode] = future
         future.add_done_callback(partial(self._ended, episode))
-        try:
-            await self.ready()
-            self._send(Begin(episode, task, access))
-        except BaseException as error:
-            future.cancel()  # it has not begun, so there is nothing to end
-            if isinstance(error, TypeError):
-                raise AgentError(f"the task cannot be sent to the agent: {error}") from error
-            raise
         begun()
         try:
             return await asyncio.shield(future)
@@ -223,6 +233,7 @@ class _AgentProcess:
         if isinstance(reply, Failed):
             await self.stop()
             raise AgentError(reply.message)
+        self._plain = isinstance(reply, Ready) and reply.threads
         self._reading = asyncio.create_task(self._read(self._process), name="replies of an agent's process")
 
     async def _read(self, process: FramedChild) -> None:

@@ -379,6 +379,26 @@ async def test_plain_functions_that_run_on_though_they_are_given_up_take_no_thre
         assert await asyncio.wait_for(asked(agents, "0"), 30) == Score(1.0)
 
 
+async def test_the_time_of_an_episode_counts_from_when_there_is_a_thread_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrl.rollout.agents.runner.MOST_AT_ONCE", 1)
+    begun: list[str] = []
+
+    def run(name: str, seconds: str) -> asyncio.Task[Score]:
+        endpoint = Endpoint("http://x", "1", "key", "policy")
+        playing = agents.run({"question": seconds}, endpoint, begun=lambda: begun.append(name))
+        return asyncio.create_task(playing)
+
+    async with started(AgentConfig(function="tests.rollout.agents.user_agents:sleeps")) as agents:
+        first, given_up, last = run("first", "1"), run("given up", "600"), run("last", "0")
+        await asyncio.sleep(0.3)
+        given_up.cancel()
+        assert await first == Score(1.0)
+        assert await asyncio.wait_for(last, 30) == Score(1.0)
+    assert begun == ["first", "last"]
+
+
 # --- programs ---
 
 PROGRAM = """

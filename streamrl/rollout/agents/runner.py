@@ -230,6 +230,9 @@ class _AgentProcess:
             raise AgentError(
                 f"{what} could not be imported: its process {ended}{needs}; its own words are above"
             ) from error
+        except asyncio.CancelledError:
+            await self.stop()  # whoever needs a process next starts one
+            raise
         if isinstance(reply, Failed):
             await self.stop()
             raise AgentError(reply.message)

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import psutil
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
@@ -397,6 +398,25 @@ async def test_the_time_of_an_episode_counts_from_when_there_is_a_thread_for_it(
         assert await first == Score(1.0)
         assert await asyncio.wait_for(last, 30) == Score(1.0)
     assert begun == ["first", "last"]
+
+
+async def test_an_episode_that_is_given_up_while_its_process_starts_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = set(psutil.Process().children())
+    agents = agents_for(AgentConfig(function="slow_to_import:solve"))
+    for _ in range(2):
+        given_up = asked(agents, "x")
+        async with asyncio.timeout(30):
+            while set(psutil.Process().children()) <= before:  # noqa: ASYNC110 (nothing tells of a process)
+                await asyncio.sleep(0.05)
+        await asyncio.sleep(0.5)
+        given_up.cancel()
+        await asyncio.gather(given_up, return_exceptions=True)
+        assert set(psutil.Process().children()) <= before
+    await agents.close()
 
 
 # --- programs ---

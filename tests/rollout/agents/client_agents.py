@@ -24,6 +24,18 @@ async def with_pydantic_ai(task: dict[str, Any], policy: Any) -> float:
     return float((await agent.run("1+1?", event_stream_handler=handler)).output == "2.")
 
 
+async def with_pydantic_ai_and_anthropic(task: dict[str, Any], policy: Any) -> float:
+    """The same loop over Anthropic's API."""
+    from pydantic_ai import Agent
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    provider = AnthropicProvider(base_url=policy.anthropic_base_url, api_key=policy.api_key)
+    agent = Agent(AnthropicModel(policy.model, provider=provider), tools=[add], instructions="Use the tool.")
+    handler = drain if task["question"] == "stream" else None  # with one it streams
+    return float((await agent.run("1+1?", event_stream_handler=handler)).output == "2.")
+
+
 async def drain(_: Any, events: AsyncIterable[Any]) -> None:
     async for _ in events:
         pass

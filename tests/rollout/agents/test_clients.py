@@ -13,16 +13,17 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 1}}</tool_call>'
 
 
 @pytest.mark.parametrize("question", ["whole", "stream"])
-@pytest.mark.parametrize("name", ["with_pydantic_ai", "with_anthropic"])
-async def test_an_agent_with_a_tool_is_one_conversation(name: str, question: str) -> None:
+@pytest.mark.parametrize("thought", ["", "<think>hm</think>"])
+@pytest.mark.parametrize("name", ["with_pydantic_ai", "with_pydantic_ai_and_anthropic", "with_anthropic"])
+async def test_an_agent_with_a_tool_is_one_conversation(name: str, thought: str, question: str) -> None:
     activity = Activity(idle="nothing")
     config = AgentConfig(function=f"tests.rollout.agents.client_agents:{name}", timeout_seconds=120, memory_mb=0)
     (found,) = await play(
-        config, question, f"Let me see. {CALL}<|im_end|>", "2.<|im_end|>", activity=activity, tokens=200
+        config, question, f"{thought}Let me see. {CALL}<|im_end|>", "2.<|im_end|>", activity=activity, tokens=200
     )
     opening, call, result, answer = parts(found)
     assert opening == (False, "{system\nUse the tool.}\n{user\n1+1?}\n{assistant\n")
-    assert call == (True, f"Let me see. {CALL}}}")
+    assert call == (True, f"{thought}Let me see. {CALL}}}")
     assert result == (False, "\n{tool\n2}\n{assistant\n")
     assert answer == (True, "2.}")
     assert (found.reward, found.turns) == (1.0, 2)

@@ -46,6 +46,7 @@ async def test_arguments_of_tools_and_the_conversation_with_their_result(client,
     served.episode.reasoning = "hm"
     answer = await ask(client)
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
+    assert answer.content[0].signature  # without one clients take it for broken off
     call = answer.content[2]
     assert (call.id, call.name, call.input) == ("call_1", "add", found)
     assert answer.stop_reason == "tool_use"

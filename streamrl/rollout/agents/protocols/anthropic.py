@@ -19,6 +19,10 @@ from streamrl.rollout.agents.messages import (
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import CheckedRequest
 
+_SIGNATURE = "streamrl"
+"""Of thinking. Nobody checks it; but clients take thinking without one for such as broke off, and send it back as text,
+which is another conversation to the policy."""
+
 
 class _Block(msgspec.Struct):
     type: str
@@ -129,7 +133,7 @@ def _input(arguments: str) -> msgspec.Raw:
 def _blocks(message: Message) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if message.reasoning:
-        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
+        blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": _SIGNATURE})
     if message.content or not message.tool_calls:
         blocks.append({"type": "text", "text": message.content})
     for call in message.tool_calls:
@@ -218,10 +222,11 @@ class Events:
     def _closed(self) -> bytes:
         if not self._open:
             return b""
-        self._open = ""
+        signed = self._delta({"type": "signature_delta", "signature": _SIGNATURE}) if self._open == "thinking" else b""
         closed = common.event({"type": "content_block_stop", "index": self._blocks}, "content_block_stop")
+        self._open = ""
         self._blocks += 1
-        return closed
+        return signed + closed
 
 
 def error(status: int, kind: str, message: str) -> dict[str, Any]:

@@ -106,6 +106,11 @@ class Told:
         )
 
 
+TOO_LONG = "context_length_exceeded"
+"""`RequestRefused.kind` where a conversation leaves no room for an answer. Agents that shorten theirs then know it by
+the `code` of OpenAI's error, and by the words of Anthropic's."""
+
+
 class RequestRefused(Exception):
     """A request that cannot be served; `status` is HTTP's, `kind` the protocols' word for it."""
 

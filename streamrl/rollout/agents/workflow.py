@@ -20,7 +20,15 @@ import msgspec
 from streamrl.config import AgentConfig
 from streamrl.errors import AgentError, DataError, StreamRLError
 from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, OnPiece
-from streamrl.rollout.agents.messages import ChatRequest, Completion, Message, MessagePiece, RequestRefused, Told
+from streamrl.rollout.agents.messages import (
+    TOO_LONG,
+    ChatRequest,
+    Completion,
+    Message,
+    MessagePiece,
+    RequestRefused,
+    Told,
+)
 from streamrl.rollout.agents.pipe import Endpoint, Score
 from streamrl.rollout.agents.rendering import Renderer, SampledTokens, settled
 from streamrl.rollout.agents.runner import Agents
@@ -100,9 +108,9 @@ class Episode:
         room = self._session.max_context - len(prompt_ids)
         if room < 1:
             raise RequestRefused(
-                f"the conversation has {len(prompt_ids)} tokens, and gserver.max_context = "
-                f"{self._session.max_context} leaves no room for an answer",
-                kind="context_length_exceeded",
+                f"the prompt is too long: {len(prompt_ids)} tokens, and the maximum context length, "
+                f"gserver.max_context = {self._session.max_context}, leaves no room for an answer",
+                kind=TOO_LONG,
             )
         names = [call] if request.n == 1 else [f"{call}/{index}" for index in range(request.n)]
         answers = [

@@ -8,6 +8,8 @@ import msgspec
 import openai
 import pytest
 
+from streamrl.rollout.agents.messages import TOO_LONG, RequestRefused
+
 CHAT: Any = {"messages": [{"role": "user", "content": "hello"}]}
 MESSAGES: Any = {**CHAT, "max_tokens": 5}
 
@@ -150,6 +152,22 @@ async def test_an_episode_that_fails_is_a_failure_of_the_server(send, served, mo
     assert (status, is_openais(body)) == (500, True)
     assert "detail" not in body["error"]["message"]
     assert "secret detail" in caplog.text
+
+
+async def test_agents_that_shorten_conversations_know_one_that_is_too_long(served, monkeypatch):
+    async def refuse(request, *, call, on_piece):
+        raise RequestRefused("the prompt is too long: 9 tokens", kind=TOO_LONG)
+
+    monkeypatch.setattr(served.episode, "complete", refuse)
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret") as client:
+        for ask in (client.chat.completions.create(model="m", **CHAT), client.responses.create(model="m", input="x")):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await ask
+            assert (refused.value.code, refused.value.type) == ("context_length_exceeded", "invalid_request_error")
+    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret") as client:
+        with pytest.raises(anthropic.BadRequestError, match="prompt is too long") as refused:
+            await client.messages.create(model="m", **MESSAGES)
+        assert refused.value.body["error"]["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"score": "high"}', b'{"score": null}', b'{"score": NaN}'])

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from streamrl.rollout.agents.messages import (
+    TOO_LONG,
     ChatRequest,
     Completion,
     Message,
@@ -231,4 +232,5 @@ class Events:
 
 def error(status: int, kind: str, message: str) -> dict[str, Any]:
     """Return an error's body."""
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    of_anthropic = "invalid_request_error" if kind == TOO_LONG else kind
+    return {"type": "error", "error": {"type": of_anthropic, "message": message}}

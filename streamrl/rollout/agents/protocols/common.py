@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from streamrl.errors import UNDECODABLE
-from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, RequestRefused
+from streamrl.rollout.agents.messages import TOO_LONG, ChatRequest, Completion, MessagePiece, RequestRefused
 
 MAX_SAMPLES = 256
 """The most completions that one request may ask for (`n`)."""
@@ -161,4 +161,6 @@ def event(data: Any, name: str = "") -> bytes:
 
 def openai_error(status: int, kind: str, message: str) -> dict[str, Any]:
     """Return an error's body in OpenAI's format."""
+    if kind == TOO_LONG:
+        return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": kind}}
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}

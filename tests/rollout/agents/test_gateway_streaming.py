@@ -68,6 +68,21 @@ async def test_a_chat_is_streamed_as_it_comes(speaking):
     assert speaking.episode.seen == 1
 
 
+async def test_several_streamed_answers_are_told_apart_by_openais_client(served):
+    said = [Message("assistant", "one two"), Message("assistant", "three"), Message("assistant", "")]
+
+    async def complete(request, *, call, on_piece):
+        for index, text in ((1, "thr"), (0, "one"), (1, "ee"), (0, " t")):
+            on_piece(MessagePiece(index, text))
+        return [Completion(message, "stop", (1, 2), (3, 4), (-0.5, -0.25), ("a", "b")) for message in said]
+
+    served.episode.complete = complete
+    async with openais(served) as client, client.chat.completions.stream(model="m", messages=ASKED, n=3) as stream:
+        choices = (await stream.get_final_completion()).choices
+    assert [choice.message.content or "" for choice in choices] == ["one two", "three", ""]
+    assert [(choice.index, choice.finish_reason) for choice in choices] == [(0, "stop"), (1, "stop"), (2, "stop")]
+
+
 async def test_anthropics_messages_are_streamed_as_they_come(speaking):
     client = anthropic.AsyncAnthropic(base_url=speaking.url, api_key="secret", max_retries=0)
     async with client, client.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream:

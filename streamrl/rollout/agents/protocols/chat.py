@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -170,23 +169,28 @@ class Events:
     def __init__(self, call: CheckedRequest) -> None:
         self._call = call
         self._head = _head(call, "chat.completion.chunk")
-        self._told: defaultdict[int, Told] = defaultdict(Told)
+        self._told: list[Told] = []
+        """By answer; empty: there was no piece."""
 
     def piece(self, piece: MessagePiece) -> bytes:
-        begins = piece.index not in self._told
+        begun = b"" if self._told else self._begin()
         self._told[piece.index].add(piece)
-        delta = {"role": "assistant"} if begins else {}
-        delta |= {"reasoning_content": piece.reasoning} if piece.reasoning else {}
+        delta = {"reasoning_content": piece.reasoning} if piece.reasoning else {}
         delta |= {"content": piece.content} if piece.content else {}
-        return self._chunk(piece.index, delta)
+        return begun + self._chunk(piece.index, delta)
+
+    def _begin(self) -> bytes:
+        """Return the beginnings of all answers, in order: OpenAI's client mixes answers up that begin in another."""
+        self._told = [Told() for _ in range(self._call.request.n)]
+        return b"".join(self._chunk(index, {"role": "assistant"}) for index in range(len(self._told)))
 
     def end(self, completions: Sequence[Completion]) -> bytes:
         chunks = []
         for index, completion in enumerate(completions):
-            if (told := self._told.get(index)) is None:
+            if not self._told:
                 delta = _spoken(completion.message, indexed=True)
             else:
-                rest = _spoken(told.rest(completion.message), indexed=True)
+                rest = _spoken(self._told[index].rest(completion.message), indexed=True)
                 delta = {key: value for key, value in rest.items() if key != "role" and value}
             if delta:
                 chunks.append(self._chunk(index, delta, logprobs=_logprobs(self._call, completion)))

@@ -5,7 +5,8 @@ the token endpoint, which clients ask at the server's root, takes the id from `X
 
 Retries. A request is answered with an earlier request's generation, also while that is still running, if
 - its `Idempotency-Key` has been seen in this episode,
-- its `x-stainless-retry-count` is above 0 and its path and body are those of an earlier one, or
+- its `x-stainless-retry-count` is above 0 and its path and body are those of an earlier one, unless what comes again
+  was refused because too many others were being answered, or
 - its path and body are those of a request whose answer could not be delivered, because the client hung up.
 Any other identical body is a new sample: best of n by repeated calls is legitimate. A generation is a task of its own:
 a client that hangs up cancels only its handler; what nobody has asked for again within `ABANDONED_SECONDS` is
@@ -192,6 +193,8 @@ class _Asked:
         self.kept: deque[_Generation] = deque(maxlen=KEPT_REQUESTS)
         """The latest last."""
         self.generating = 0
+        self.refused: deque[bytes] = deque(maxlen=KEPT_REQUESTS)
+        """Fingerprints of requests that were refused for others that were being answered, and have not come again."""
 
     def done(self, task: asyncio.Task[Sequence[Completion]]) -> None:
         """Take note of the end of a generation."""
@@ -344,6 +347,7 @@ class Gateway:
     def _begin(self, asked: _Asked, call: CheckedRequest, digest: bytes, episode: EpisodeCalls) -> _Generation:
         """Begin the generation that answers `call`, and keep it."""
         if asked.generating >= self._concurrent_requests:
+            asked.refused.append(digest)
             message = f"{asked.generating} requests of this episode are being answered; that is the limit"
             raise RequestRefused(message, status=429, kind="rate_limit_error")
         if call.previous:
@@ -395,6 +399,9 @@ def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation 
         raise RequestRefused(message, status=422, kind="idempotency_error")
     same = [generation for generation in asked.kept if generation.digest == digest and not generation.failed]
     retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+    if retried and digest in asked.refused:
+        asked.refused.remove(digest)
+        retried = False  # what it asks for again was never generated
     candidates = [
         *(generation for generation in named if not generation.failed),
         *(generation for generation in same if generation.abandoned),

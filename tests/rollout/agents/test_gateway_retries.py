@@ -165,6 +165,20 @@ async def test_what_was_hung_up_on_counts_until_it_is_generated(serve):
         assert len((await client.chat.completions.create(model="m", messages=ASKED, n=2)).choices) == 2
 
 
+async def test_what_was_refused_for_the_limit_and_is_asked_again_is_a_sample_of_its_own(serve):
+    served = await serve(concurrent_requests=1)
+    served.episode.may_answer.clear()
+    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=5) as client:
+        first, second = [asyncio.create_task(client.chat.completions.create(**BODY)) for _ in range(2)]
+        for _ in range(2):
+            await served.episode.found.acquire()
+        await asyncio.sleep(0.2)  # the second has been refused by now
+        served.episode.may_answer.set()
+        said = [answer.choices[0].message.content for answer in await asyncio.gather(first, second)]
+    assert sorted(said) == ["answer 1", "answer 2"]
+    assert (len(served.episode.requests), served.gateway.retries_answered) == (2, 0)
+
+
 async def test_closing_cancels_what_is_generated(serve, monkeypatch):
     monkeypatch.setattr(module, "CLOSE_SECONDS", 60)
     served = await serve()

@@ -93,6 +93,24 @@ async def test_bodies_that_cannot_be_read(send, served, path, data):
         ("/inference/v1/generate", b'{"token_ids": []}', "token_ids"),
         ("/inference/v1/generate", b'{"token_ids": [1.5]}', "token_ids"),
         ("/inference/v1/generate", b'{"token_ids": [1], "features": {"mm_hashes": {}}}', "features"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "functions": [{"name": "x"}]}', "functions"),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user"}], "chat_template_kwargs": {"enable_thinking": false}}',
+            "chat_template_kwargs",
+        ),
+        ("/v1/completions", b'{"prompt": "x", "repetition_penalty": 1.1}', "repetition_penalty"),
+        ("/v1/completions", b'{"prompt": "x", "guided_regex": "a"}', "guided_regex"),
+        (
+            "/v1/messages",
+            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "output_config": {"format": {"a": 1}}}',
+            "output_config",
+        ),
+        (
+            "/inference/v1/generate",
+            b'{"token_ids": [1], "sampling_params": {"structured_outputs": {"json": {}}}}',
+            "structured_outputs",
+        ),
     ],
 )
 async def test_fields_that_make_no_sense(send, served, path, data, words):

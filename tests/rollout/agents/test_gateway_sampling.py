@@ -26,7 +26,8 @@ async def client(served):
 
 async def test_sampling_like_the_runs_is_no_warning(served, client, caplog):
     like: Any = {"temperature": 0.7, "top_p": 0.9}
-    await client.chat.completions.create(model="policy", messages=ASKED, **like, extra_body={"top_k": 20, "min_p": 0})
+    extra = {"top_k": 20, "min_p": 0, "repetition_penalty": 1.0, "min_tokens": 0}
+    await client.chat.completions.create(model="policy", messages=ASKED, **like, extra_body=extra)
     await client.completions.create(model="policy", prompt="x", **like)
     await client.responses.create(model="policy", input="x", **like)
     async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret") as other:

@@ -51,6 +51,10 @@ class _Choice(msgspec.Struct):
     type: str = "auto"
 
 
+class _OutputConfig(msgspec.Struct):
+    format: Any = None
+
+
 class _Body(common.SamplingFields):
     messages: list[_Message]
     max_tokens: int
@@ -60,6 +64,8 @@ class _Body(common.SamplingFields):
     tool_choice: _Choice | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    output_format: Any = None
+    output_config: _OutputConfig | None = None
 
 
 def parse(raw: bytes) -> CheckedRequest:
@@ -69,7 +75,13 @@ def parse(raw: bytes) -> CheckedRequest:
         raise RequestRefused("messages: there are none")
     common.check_counts(1, body.max_tokens, "max_tokens")
     choice = body.tool_choice.type if body.tool_choice else "auto"
-    common.refuse_present({"tool_choice": choice not in ("auto", "none")})
+    common.refuse_present(
+        {
+            "tool_choice": choice not in ("auto", "none"),
+            "output_format": body.output_format,
+            "output_config.format": body.output_config and body.output_config.format,
+        }
+    )
     messages = [Message(role="system", content=system)] if (system := common.text_of(body.system, "system")) else []
     for index, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{index}]")

@@ -66,6 +66,7 @@ class _Body(common.SamplingFields):
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     modalities: list[str] | None = None
+    functions: Any = None
 
 
 def parse(raw: bytes) -> CheckedRequest:
@@ -80,6 +81,7 @@ def parse(raw: bytes) -> CheckedRequest:
             "presence_penalty": body.presence_penalty,
             "response_format": body.response_format is not None and body.response_format.type != "text",
             "modalities": body.modalities not in (None, [], ["text"]),
+            "functions": body.functions,
             "tool_choice": body.tool_choice not in (None, "auto", "none"),
         }
     )

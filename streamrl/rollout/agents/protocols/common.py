@@ -69,7 +69,28 @@ class ContentPart(msgspec.Struct):
     text: str = ""
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
+class _NotServed(msgspec.Struct, kw_only=True):
+    """What servers of open models let a request ask for besides; the policy's probabilities or input would depend on
+    it."""
+
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+
+
+class SamplingFields(_NotServed, kw_only=True):
     """The settings of sampling that a request may have."""
 
     temperature: float | None = None
@@ -78,7 +99,9 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     min_p: float | None = None
 
     def given(self) -> dict[str, float]:
-        """Return those that it has."""
+        """Return those that it has; raises `RequestRefused` if it has others."""
+        others = {name: getattr(self, name) for name in _NotServed.__struct_fields__}
+        refuse_present({**others, "repetition_penalty": self.repetition_penalty not in (None, 1)})
         fields = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
         return {name: value for name, value in fields.items() if value is not None}
 

@@ -107,6 +107,12 @@ async def test_bodies_that_cannot_be_read(send, served, path, data):
             "output_config",
         ),
         (
+            "/v1/messages",
+            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, '
+            b'"tools": [{"type": "web_search_20250305", "name": "web_search"}]}',
+            "web_search_20250305",
+        ),
+        (
             "/inference/v1/generate",
             b'{"token_ids": [1], "sampling_params": {"structured_outputs": {"json": {}}}}',
             "structured_outputs",

@@ -43,6 +43,7 @@ class _Message(msgspec.Struct):
 
 class _Tool(msgspec.Struct):
     name: str
+    type: str | None = None
     description: str = ""
     input_schema: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -85,13 +86,7 @@ def parse(raw: bytes) -> CheckedRequest:
     messages = [Message(role="system", content=system)] if (system := common.text_of(body.system, "system")) else []
     for index, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{index}]")
-    tools = tuple(
-        {
-            "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
-        }
-        for tool in (body.tools or () if choice != "none" else ())
-    )
+    tools = tuple(map(_tool, body.tools or () if choice != "none" else ()))
     return CheckedRequest(
         request=ChatRequest(
             messages=tuple(messages),
@@ -103,6 +98,13 @@ def parse(raw: bytes) -> CheckedRequest:
         events=Events if body.stream else None,
         sampling=body.given(),
     )
+
+
+def _tool(tool: _Tool) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise RequestRefused(f"tools: only those with an input_schema are supported, not {tool.type!r}")
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
 
 
 def _messages(message: _Message, where: str) -> list[Message]:

@@ -315,9 +315,10 @@ def end_the_rest_after_death() -> None:
 
 
 def traceback_tail(error: BaseException) -> str:
-    """Return the last lines of the traceback."""
+    """Return the last lines of the traceback as text that can be sent: escaped where it is no Unicode, as the names of
+    some files are."""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
-    return "\n".join(lines[-_TRACEBACK_LINES:])
+    return "\n".join(lines[-_TRACEBACK_LINES:]).encode(errors="backslashreplace").decode()
 
 
 def main() -> None:

@@ -215,6 +215,7 @@ async def test_a_plain_function_runs_in_a_thread() -> None:
     [
         ("nothing", "never asked the policy"),
         ("raise", "LookupError: no such tool"),
+        ("broken_name", r"FileNotFoundError: caf\\udce9"),
         ("text", "'good' .str.; a score is a number"),
         ("mapping", "a mapping with 'scores'; known: score, rewards, metrics"),
         ("exit", "the agent's process ended with exit code 7"),

@@ -90,6 +90,8 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
             case ["raise"]:
                 await say(("user", "1+1?"))
                 raise LookupError("no such tool")
+            case ["broken_name"]:
+                raise FileNotFoundError(os.fsdecode(b"caf\xe9"))
             case ["mapping"]:
                 await say(("user", "1+1?"))
                 return {"scores": 1.0}

@@ -118,6 +118,8 @@ async def _run(function: Callable[..., Any], begin: Begin, reply: Callable[[From
             value = await function(begin.task, policy)
         else:
             value = await _in_a_thread(function, begin.task, policy)
+            if inspect.isawaitable(value):  # a decorated coroutine function, or an object with such a `__call__`
+                value = await value
         reply(Ended(begin.episode, as_score(value)))
     except asyncio.CancelledError:
         reply(Failed(begin.episode, "it was cancelled"))

@@ -204,6 +204,13 @@ async def test_a_reward_for_an_answer_that_there_is_not_is_refused_by_name(quest
         await play(SOLVE, question, "Two<|im_end|>", "Yes<|im_end|>")
 
 
+async def test_a_plain_function_may_return_a_coroutine() -> None:
+    (found,) = await play(
+        AgentConfig(function="tests.rollout.agents.user_agents:solve_decorated"), "once", "Two<|im_end|>"
+    )
+    assert found.reward == 0.5
+
+
 async def test_a_plain_function_runs_in_a_thread() -> None:
     plain = AgentConfig(function="tests.rollout.agents.user_agents:plain")
     (found,) = await play(plain, "x", "Two<|im_end|>")

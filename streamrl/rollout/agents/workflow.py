@@ -83,6 +83,8 @@ class Episode:
         self._tree = EpisodeTree()
         self._undelivered: list[tuple[Completion, PolicyCall]] = []
         self._ended = False
+        self._answering: set[asyncio.Task[Completion]] = set()
+        """Those that are being generated."""
         self._score: asyncio.Future[Earned] = asyncio.get_running_loop().create_future()
 
     # --- for the gateway ---
@@ -121,15 +123,20 @@ class Episode:
             )
             for index, name in enumerate(names)
         ]
+        self._answering.update(answers)
         asked = time.monotonic()
         try:
             return await asyncio.gather(*answers)
         except StreamRLError as error:
             self.failure = error
             raise RequestRefused(f"the policy cannot be asked: {error}", status=503, kind="api_error") from error
+        except asyncio.CancelledError:
+            self._check_open()
+            raise
         finally:
             for answer in answers:
                 answer.cancel()  # where one has failed nobody waits for the others
+            self._answering.difference_update(answers)
             self.generation_seconds += time.monotonic() - asked
 
     def delivered(self, completions: Sequence[Completion]) -> None:
@@ -183,8 +190,10 @@ class Episode:
         )
 
     def end(self) -> None:
-        """Nothing that happens from now on belongs to the episode."""
+        """Nothing that happens from now on belongs to the episode; what is being generated for it is given up."""
         self._ended = True
+        for answer in self._answering:
+            answer.cancel()
 
     def trajectories(self, earned: Earned, *, discount: float) -> list[Trajectory]:
         """Return what was said, without answers that nobody has received, and what followed each answer.

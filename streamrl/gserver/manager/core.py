@@ -41,8 +41,8 @@ from streamrl.transport.secret import Secret
 
 log = logging.getLogger(__name__)
 
-MASTER_PATIENCE_SECONDS = 60.0
-"""At least; a master silent for longer ends the run, since nobody else would."""
+TRAINER_PATIENCE_SECONDS = 60.0
+"""At least; a process of the trainer that is silent for longer ends the run, since nobody else would."""
 STANDSTILL_SECONDS = 1.0
 """Being so late for a deadline means that this process, or its machine, stood still, and heard nobody meanwhile."""
 
@@ -59,7 +59,7 @@ class Manager:
         secret: Secret,
         open_to_others: bool = False,
         long_poll_seconds: float = LONG_POLL_SECONDS,
-        master_patience_seconds: float = MASTER_PATIENCE_SECONDS,
+        trainer_patience_seconds: float = TRAINER_PATIENCE_SECONDS,
     ) -> None:
         self.pause_seconds_total = 0.0
         """Sum of the longest pauses of generation of all updates."""
@@ -116,7 +116,7 @@ class Manager:
             config=config,
             registry=self._registry,
             access=self.access,
-            master_patience_seconds=master_patience_seconds,
+            trainer_patience_seconds=trainer_patience_seconds,
             state=self._state,
             timeline=timeline,
             signals=signals,
@@ -298,9 +298,15 @@ class Manager:
                 log.error("no gserver is left to generate; the run waits for one to (re)join")
         elif member.role == "evaluator":
             self.evaluations.lost(member.name)
-        elif member.role == "master":
+        elif member.role == "master" or (member.role == "model_worker" and self._began):
+            # a call to a model worker that is gone fails; but what lacks the groups that come to it may never call it
             seconds = member.last_heard.seconds(now=time.monotonic())
             self._state.end("failed", f"{member.name} has been silent for {seconds:.0f} s")
+
+    @property
+    def _began(self) -> bool:
+        """Whether all have joined, or the run has begun without some."""
+        return self._state.name == "running" or self._join_deadline is None
 
     def _left(self, member: Member) -> None:
         self._signals.told.notify()

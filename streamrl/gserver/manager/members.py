@@ -51,8 +51,8 @@ TRAINER: Set[Role] = frozenset({"master", "model_worker"})
 
 
 class Members:
-    """Whoever says nothing for a lease (`manager.lease_seconds`) counts as silent, the master not before
-    `master_patience_seconds`.
+    """Whoever says nothing for a lease (`manager.lease_seconds`) counts as silent, a process of the trainer not before
+    `trainer_patience_seconds`.
 
     `open_to_others`: whether the manager can be reached from other machines, so that all must be.
 
@@ -65,7 +65,7 @@ class Members:
         config: Config,
         registry: Registry,
         access: Access,
-        master_patience_seconds: float,
+        trainer_patience_seconds: float,
         state: RunState,
         timeline: Timeline,
         signals: Signals,
@@ -92,7 +92,7 @@ class Members:
         self._registry = registry
         self._access = access
         self._lease = config.manager.lease_seconds
-        self._master_patience = max(self._lease, master_patience_seconds)
+        self._trainer_patience = max(self._lease, trainer_patience_seconds)
         self._state = state
         self._timeline = timeline
         self._signals = signals
@@ -286,7 +286,7 @@ class Members:
             "curve_key": message.curve_key,
             "encrypted": message.encrypted,
         }
-        patience = self._master_patience if message.role == "master" else self._lease
+        patience = self._trainer_patience if message.role in TRAINER else self._lease
         if message.role == "gserver":
             return Gserver(message.index, message.address, **sender, now=now, patience=patience)
         return Member(message.role, message.index, message.address, **sender, now=now, patience=patience)

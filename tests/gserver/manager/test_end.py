@@ -9,7 +9,7 @@ import pytest
 
 from streamrl.gserver.manager import core, process
 from streamrl.transport.control import Admit, AskRoute, FinishRun
-from tests.gserver.harness import Run, managed, small_config
+from tests.gserver.harness import Run, keep_beating, managed, small_config
 from tests.gserver.scripted import scripted
 
 
@@ -62,6 +62,7 @@ async def test_the_manager_does_not_wait_for_the_silent(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path, manager={"lease_seconds": 0.3})) as run:
         await everyone(run)
         await run.client.finish_run(FinishRun(reason="done"))
+        assert (await run.beat("model_worker")).stop  # the trainer may take longer
         await ended(run)
 
 
@@ -126,7 +127,7 @@ async def test_a_silent_master_ends_the_run(tmp_path: Path, monkeypatch: pytest.
         "__kwdefaults__",
         {
             "long_poll_seconds": 20.0,
-            "master_patience_seconds": 0.3,
+            "trainer_patience_seconds": 0.3,
         },
     )
     async with managed(small_config(tmp_path, manager={"lease_seconds": 0.1})) as run:
@@ -135,6 +136,24 @@ async def test_a_silent_master_ends_the_run(tmp_path: Path, monkeypatch: pytest.
         assert (await run.client.status()).state == "joining"
         status = await run.until(lambda status: status.state == "failed")
         assert "master/0 has been silent" in status.message
+
+
+async def test_a_silent_model_worker_ends_a_run_that_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine is gone without a word, and the trainer waits for groups that would have come to it."""
+    monkeypatch.setattr(
+        core.Manager.__init__, "__kwdefaults__", {"long_poll_seconds": 20.0, "trainer_patience_seconds": 2.0}
+    )
+    config = small_config(tmp_path, trainer={"data_parallel": 2}, manager={"lease_seconds": 2.0})
+    async with managed(config) as run:
+        beating = asyncio.create_task(keep_beating(run, "gserver", "rollout", "master", "model_worker"))
+        await run.register("model_worker", 1)
+        await run.until(lambda status: status.processes[0].state == "silent")
+        assert (await run.client.status()).state == "joining"
+        await everyone(run)
+        await run.register("model_worker", 1, pid=2)  # another may take its place before the run begins
+        status = await run.until(lambda status: status.state == "failed")
+        assert "model_worker/1 has been silent" in status.message
+        beating.cancel()
 
 
 async def test_a_cancelled_manager_leaves_nothing_behind(tmp_path: Path) -> None:

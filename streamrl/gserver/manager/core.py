@@ -172,6 +172,11 @@ class Manager:
         """Groups given out, those given out again included."""
         return self._admissions.admitted
 
+    @property
+    def failed_because(self) -> str:
+        """Why the run has failed; empty: it has not."""
+        return self._state.message if self._state.name == "failed" else ""
+
     async def report(self, message: StepReport) -> Done:
         """Keep the master's report of a step for /status, and admit by what it says."""
         self._last_step = message

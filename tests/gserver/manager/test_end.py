@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.errors import StreamRLError
 from streamrl.gserver.manager import core, process
 from streamrl.transport.control import Admit, AskRoute, FinishRun
 from tests.gserver.harness import Run, keep_beating, managed, small_config
@@ -82,7 +83,8 @@ async def test_a_process_that_gives_up_ends_the_run_for_all(tmp_path: Path) -> N
         assert (status.state, status.message) == ("failed", "model_worker/0: out of memory")
         for role in ("gserver", "rollout", "master"):
             assert (await run.beat(role)).stop  # type: ignore[arg-type]
-        await ended(run)
+        with pytest.raises(StreamRLError, match="the run has failed: model_worker/0: out of memory"):
+            await ended(run)  # whoever started the manager, such as Kubernetes, is to begin the run again
 
 
 async def test_a_rollout_worker_that_gives_up_ends_the_run_only_if_no_other_makes_groups(tmp_path: Path) -> None:

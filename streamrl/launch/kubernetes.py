@@ -1,7 +1,7 @@
 """`streamrl launch kubernetes`: a run as Kubernetes manifests, handed to kubectl or shown.
 
-Jobs for the manager, the trainer and the evaluator, which end; Deployments for gservers and rollout workers, which are
-scaled, taken away and given back while the run goes on. The manager is found by its Service. All mount one claim with
+Jobs for the manager and the trainer, which end; Deployments for gservers, rollout workers and the evaluator, which are
+taken away and given back while the run goes on. The manager is found by its Service. All mount one claim with
 the run's folder. A pod that starts anew goes on from the run's latest checkpoint.
 """
 
@@ -60,7 +60,7 @@ def manifests(config: Config) -> list[Manifest]:
         made.deployment("rollout", found["rollout"]),
     ]
     if "evaluator" in found:
-        whole.append(made.job("evaluator", found["evaluator"], ["--manager", made.url, "--resume"]))
+        whole.append(made.deployment("evaluator", found["evaluator"]))
     return whole
 
 

@@ -156,19 +156,23 @@ def given(config: Config | None) -> Secret | None:
     return None
 
 
+def _is_to_be_made(config: Config) -> bool:
+    """Whether the secret is to be in the file that `security.secret_file` names, which the manager has not made yet."""
+    file = config.security.secret_file
+    goes_before = DESCRIPTOR in os.environ or _held or os.environ.get(VARIABLE, "").strip()
+    return bool(file) and not goes_before and not Path(file).expanduser().exists()
+
+
 def of_new_run(config: Config) -> Secret:
     """Return the secret of a run that this process begins: the one that it was given, or a new one, which is left in
     `security.secret_file` if that names a file that is not there yet. Raises `ConfigError` as `read_file` does."""
-    file = config.security.secret_file
-    if DESCRIPTOR in os.environ or _held or os.environ.get(VARIABLE, "").strip() or not file:
-        return given(config) or Secret.make()
-    path = Path(file).expanduser()
-    if not path.exists():
+    if _is_to_be_made(config):
+        file = config.security.secret_file
         try:
-            Secret.make().write(path)
+            Secret.make().write(Path(file).expanduser())
         except OSError as error:
             raise ConfigError(f"security.secret_file = {file!r} cannot be written ({error.strerror})") from error
-    return read_file(path, setting="security.secret_file")
+    return given(config) or Secret.make()
 
 
 def of_run_at(url: str, config: Config | None = None) -> Secret | None:
@@ -187,15 +191,15 @@ def await_secret(url: str, config: Config) -> None:
     given_up_at = time.monotonic() + config.manager.join_timeout_seconds
     parts = urlsplit(url)
     warned = False
-    while given(config) is None and time.monotonic() < given_up_at:
+    while (_is_to_be_made(config) or given(config) is None) and time.monotonic() < given_up_at:
         try:
             socket.create_connection((parts.hostname or "", parts.port or 80), timeout=LOOK_SECONDS).close()
         except OSError as error:  # what lies in the cache is of a manager before, that was killed
             if not warned:
                 log.warning("waiting for the manager at %s (is it running there?): %s", url, error.strerror or error)
             warned = True
-        else:  # it leaves its secret when it listens
-            if of_run_at(url, config) is not None:
+        else:  # it leaves its secret when it listens, and has made the file before
+            if not _is_to_be_made(config) and of_run_at(url, config) is not None:
                 return
             given_up_at = min(given_up_at, time.monotonic() + LEAVING_SECONDS)
         time.sleep(LOOK_SECONDS)

@@ -131,6 +131,35 @@ def test_who_is_started_before_the_manager_waits_for_its_secret(after_another: b
         assert found.shown == secret.shown
 
 
+def test_who_is_started_before_the_manager_waits_for_the_file_that_it_makes(tmp_path: Path) -> None:
+    config = with_file(tmp_path / "new" / "secret")
+    with socket.socket() as manager:
+        manager.bind(("127.0.0.1", 0))
+
+        def begin() -> None:
+            of_new_run(config)
+            manager.listen()
+
+        later = threading.Timer(0.5, begin)
+        later.start()
+        await_secret(f"http://127.0.0.1:{manager.getsockname()[1]}", config)
+        later.join()
+        assert of_run_at(URL, config) is not None
+
+
+def test_a_manager_that_makes_no_such_file_here_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LEAVING_SECONDS", 0.5)
+    config = with_file(tmp_path / "secret")
+    with socket.socket() as manager:
+        manager.bind(("127.0.0.1", 0))
+        manager.listen()
+        await_secret(f"http://127.0.0.1:{manager.getsockname()[1]}", config)
+        with pytest.raises(ConfigError, match="bring the file from the manager's machine"):
+            of_run_at(URL, config)
+
+
 def test_a_manager_that_leaves_no_secret_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LEAVING_SECONDS", 0.5)
     with socket.socket() as manager:

@@ -319,11 +319,12 @@ class HttpServer:
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
-        """Start to listen, and return host and port. `tls`: the server's certificate; None: connections are not
-        encrypted. Raises `OSError`."""
+        """Start to listen, and return host and port, those of IPv4 if there are any. `tls`: the server's certificate;
+        None: connections are not encrypted. Raises `OSError`."""
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Connection(self, loop), host, port, backlog=4096, ssl=tls)
-        address = self._server.sockets[0].getsockname()
+        # of a name with addresses of both kinds, each of which has a socket: ZMQ speaks IPv4 here
+        address = min((own.getsockname() for own in self._server.sockets), key=lambda place: ":" in place[0])
         return address[0], address[1]
 
     async def close(self, *, patience: float) -> None:

@@ -7,6 +7,8 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -79,6 +81,27 @@ async def answer_on(reader: asyncio.StreamReader) -> tuple[int, str, bytes]:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().split("content-length: ")[1].split("\r\n")[0])
         return int(head.split()[1]), head, await reader.readexactly(length)
+
+
+async def test_of_a_name_with_addresses_of_both_kinds_that_of_ipv4_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `localhost` is on many machines. Whoever joined by the other one could not listen for ZMQ."""
+    loop = asyncio.get_running_loop()
+    create = loop.create_server
+
+    async def create_both(protocol: Any, host: str, port: int, **options: Any) -> Any:
+        assert host == "localhost"
+        made = [await create(protocol, address, port, **options) for address in ("::1", "127.0.0.1")]
+        sockets = [one for server in made for one in server.sockets]
+        return SimpleNamespace(sockets=sockets, close=lambda: [server.close() for server in made])
+
+    monkeypatch.setattr(loop, "create_server", create_both)
+    echo = Echo()
+    server = HttpServer(echo.handle, refuse=lambda s, m: Answer(m.encode(), status=s), most_body_bytes=BODY_LIMIT)
+    host, port = await server.listen("localhost", 0)
+    assert host == "127.0.0.1"
+    ((status, _, _),) = await ask(port, b"GET /a HTTP/1.1\r\nHost: h\r\n\r\n")
+    assert status == 200
+    await server.close(patience=0.1)
 
 
 async def test_calls_of_every_shape() -> None:

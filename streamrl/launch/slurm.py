@@ -139,8 +139,11 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
         'wait "$trainer"',
         "code=$?",
         'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)',
+        "# Slurm's own count of restarts has those after the end of the job's time in it, which are no failures.",
+        'failures="$logs/failures-$SLURM_JOB_ID"',
         'if [ "$code" != 0 ] && [ "$state" = RUNNING ] && '
-        f'[ "${{SLURM_RESTART_COUNT:-0}}" -lt {config.launch.restarts} ]; then',
+        f'[ "$(cat "$failures" 2> /dev/null | wc -l)" -lt {config.launch.restarts} ]; then',
+        '    echo "the trainer ended with code $code" >> "$failures"',
         '    begin_again "the trainer ended with code $code"',
         "fi",
         "for _ in {1..30}; do",

@@ -262,6 +262,36 @@ def test_the_script_is_one_that_bash_reads() -> None:
     assert "-lt 5 ]" in text
 
 
+@pytest.mark.parametrize("failed_before", [1, 2])
+def test_the_ends_of_its_time_leave_a_job_its_restarts_after_failures(failed_before: int, tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands: every step fails, the job having been begun again ten times already."""
+    stand_ins = {
+        "srun": "exit 3",
+        "squeue": "echo RUNNING",
+        "scontrol": f"case $1 in requeue) touch {tmp_path}/requeued; kill $PPID;; *) echo NodeAddr=here;; esac",
+    }
+    for name, line in stand_ins.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    config = from_dict({"run": {"dir": str(tmp_path), "name": "run"}, "launch": {"restarts": 2}})
+    file, logs = tmp_path / "job.sh", tmp_path / "run" / "logs"
+    file.write_text(script(config, config_file=Path("c.toml"), folder=tmp_path))
+    logs.mkdir(parents=True)
+    (logs / "failures-7").write_text("once\n" * failed_before)
+    subprocess.run(
+        ["bash", str(file)],
+        env={
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "here",
+            "SLURM_RESTART_COUNT": "10",
+        },
+        timeout=60,
+        check=False,
+    )
+    assert (tmp_path / "requeued").exists() == (failed_before < 2)
+
+
 def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"launch\.slurm\.gserver\.nodes must be at least 1"):
         written(gserver={"nodes": 0})

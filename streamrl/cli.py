@@ -2,7 +2,7 @@
 
 One command starts a whole run (`run`); the others start its pools one by one, on one machine or
 several, with the manager's URL as the only thing that they have to share. The hidden commands
-are what the launchers start. Exit codes: 0, 1 (error), 2 (configuration), 130 (Ctrl-C).
+are what the launchers start. Exit codes: 0, 1 (error), 2 (configuration), 3 (its number is another's), 130 (Ctrl-C).
 """
 
 from __future__ import annotations

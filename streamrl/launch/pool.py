@@ -16,11 +16,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
+import msgspec
+
 from streamrl import config as configuration
 from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.local import STATUS_SECONDS
+from streamrl.launch.process import EXIT_PLACE_TAKEN
 from streamrl.launch.processes import (
     COMPONENTS,
     Helper,
@@ -241,12 +244,12 @@ class Pool:
             state = await _state(client)
             if state == "finished":
                 log.warning("%s %s when the run was over; nothing of it is lost", child.name, child.how_it_ended)
-            elif not self._leaving and not self._replace(child, state):
+            elif not self._leaving and not self._replace(child, state, client):
                 failed = child
         if failed is not None:
             raise ProcessDied(failed.obituary())
 
-    def _replace(self, child: Child, state: str) -> bool:
+    def _replace(self, child: Child, state: str, client: ControlClient) -> bool:
         """Have a process that failed started again; return whether it will be. `state`: of the run.
 
         It is not once the run has failed. One that has died too often is tried again later, but for a manager that does
@@ -268,13 +271,21 @@ class Pool:
             )
             if delay is None:
                 return False
-        task = essential.begin(self._start_later(child.process, delay), name=f"restart of {child.name}")
+        again = self._start_later(child.process, delay, client if child.exit_code == EXIT_PLACE_TAKEN else None)
+        task = essential.begin(again, name=f"restart of {child.name}")
         self._coming.add(task)
         task.add_done_callback(self._coming.discard)
         return True
 
-    async def _start_later(self, process: ProcessPlan, delay: float) -> None:
+    async def _start_later(self, process: ProcessPlan, delay: float, asked: ControlClient | None) -> None:
+        """Start `process` after `delay` seconds, under a new number if one can be `asked` for: another process has its
+        own. A manager that was started again may have given that out before this process was heard of."""
         await asyncio.sleep(delay)
+        if asked is not None:
+            try:
+                process = msgspec.structs.replace(process, index=await self._place(asked))
+            except StreamRLError as error:
+                log.warning("there is no new number for %s: %s", process.name, error)
         await self._start(process)
 
 

@@ -26,8 +26,9 @@ from typing import Any
 import uvloop
 
 from streamrl.children import EXIT_ORPHANED, GRACE_SECONDS, Lifeline, end_at_once
-from streamrl.errors import ConfigError, StreamRLError
+from streamrl.errors import ConfigError, PeerError, StreamRLError
 from streamrl.essential import ends_with_its_work
+from streamrl.transport.manager_client import PLACE_TAKEN
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ STACKS_SIGNAL = signal.SIGUSR2
 OPEN_FILES = 65536
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
+EXIT_PLACE_TAKEN = 3
 
 Component = Callable[[], Coroutine[Any, Any, None]]
 
@@ -142,7 +144,7 @@ def run_component(
     `on_first_signal` (at most one) may be put there by `prepare`.
 
     1: an error (logged with a traceback unless it is a `StreamRLError`); 2: a configuration that
-    cannot work; 128 + n: stopped by signal n.
+    cannot work; 3: another process, which lives, has its number; 128 + n: stopped by signal n.
 
     Afterwards the process ends within `GRACE_SECONDS`, whatever its threads are doing.
     """
@@ -172,7 +174,8 @@ def _code_of(
         return EXIT_BAD_CONFIG
     except StreamRLError as error:
         log.error("%s: %s", type(error).__name__, error)
-        return EXIT_FAILED
+        taken = isinstance(error, PeerError) and error.status == PLACE_TAKEN
+        return EXIT_PLACE_TAKEN if taken else EXIT_FAILED
     except ExceptionGroup as group:
         expected, unexpected = group.split(StreamRLError)
         for leaf in _leaves(expected) if expected else ():

@@ -17,10 +17,11 @@ import pytest
 from streamrl.config import load
 from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.pool import Pool
+from streamrl.launch.process import EXIT_PLACE_TAKEN
 from streamrl.launch.processes import Helper, ProcessPlan
 from streamrl.launch.supervise import Children
 from streamrl.records.metrics import StepReport
-from streamrl.transport.control import Status
+from streamrl.transport.control import AskPlace, Status
 from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, calling, start_command, until
 from tests.launch.run_standins import use_standins
@@ -155,6 +156,35 @@ async def test_a_process_that_breaks_when_the_run_is_over_is_not_the_pools_failu
     await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["sh", "-c", "kill -SEGV $$"])
     await pool._until_all_have_left(children, cast(ControlClient, cast(Any, _FinishedRun())))
     assert "gserver/0 was ended by SIGSEGV when the run was over" in caplog.text
+    children.close()
+
+
+class _OtherRun:
+    """What a pool asks of a manager that was started again, and has given number 4 to somebody else."""
+
+    async def status(self) -> Status:
+        return status(1, state="running")
+
+    async def place(self, message: AskPlace, *, patience: float) -> int:
+        return 5
+
+
+async def test_a_process_whose_number_another_has_is_started_again_under_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(configuration(tmp_path, "wait"), ["gserver.restart_delay_seconds=0.05"])
+    pool = Pool(config, role="gserver", count=1, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
+    pool._children = children = Children(logs=None)
+    started: list[int] = []
+
+    async def start(process: ProcessPlan) -> None:
+        started.append(process.index)
+        await children.start(process, ["sh", "-c", f"exit {[1, EXIT_PLACE_TAKEN, 0][len(started) - 1]}"])
+
+    monkeypatch.setattr(pool, "_start", start)
+    await start(ProcessPlan("gserver", 4, 1, "cpu", ("0",), ""))
+    await pool._until_all_have_left(children, cast(ControlClient, cast(Any, _OtherRun())))
+    assert started == [4, 4, 5]
     children.close()
 
 

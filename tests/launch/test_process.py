@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import asyncio, sys
-from streamrl.errors import ConfigError, ModelError, StreamRLError
+from streamrl.errors import ConfigError, ModelError, PeerError, StreamRLError
 from streamrl.children import Lifeline
 from streamrl.launch.process import run_component, set_up_logging
 set_up_logging("trial/0")
@@ -143,6 +143,8 @@ def test_cut_lifeline_ends_the_process(script: str, least: float) -> None:
     [
         ('ModelError("no weights")', 1, "ERROR   trial/0 ModelError: no weights", False),
         ('ConfigError("bad key")', 2, "ERROR   trial/0 bad key", False),
+        ('PeerError("trial/0 is process 7", status=423)', 3, "PeerError: trial/0 is process 7", False),
+        ('PeerError("not now", status=409)', 1, "PeerError: not now", False),
         ('ValueError("what")', 1, "ValueError: what", True),
         (
             'ExceptionGroup("both", [ModelError("a"), ExceptionGroup("c", [ModelError("b")])])',

@@ -250,12 +250,15 @@ def trainer(
     from streamrl.launch.pool import run_trainer
     from streamrl.launch.process import run_until_stopped, set_up_logging
     from streamrl.launch.processes import share_of
+    from streamrl.launch.role import refuse_another_run
 
     overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
     resolved = configuration.load(config, overrides or ())
     share = share_of(resolved, node=node, nodes=nodes, environment=os.environ)
     set_up_logging("trainer" if share.nodes == 1 else f"trainer {share.node}")
     here = share.node == 0 if with_master is None else with_master
+    if here and not resume:
+        refuse_another_run(resolved)
     try:
         code = run_until_stopped(
             lambda: run_trainer(
@@ -287,6 +290,11 @@ def master(
 ) -> None:
     """Start the master alone, for a trainer that was started with --no-master."""
     overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
+    if not resume and model_dir is None:  # else it was started by one who has seen to that
+        from streamrl import config as configuration
+        from streamrl.launch.role import refuse_another_run
+
+        refuse_another_run(configuration.load(config, overrides))
     _member("master", 0, config, overrides, manager, model_dir, component, advertise)
 
 

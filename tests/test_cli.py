@@ -179,6 +179,17 @@ def test_manager_refuses_the_folder_of_another_run(config: Path, tmp_path: Path)
     assert "holds another run" in done.stderr
 
 
+@pytest.mark.parametrize("role", ["trainer", "master"])
+def test_the_figures_of_another_run_are_not_mixed_with_those_of_a_new_one(
+    role: str, config: Path, tmp_path: Path
+) -> None:
+    """The manager sees the disk of its own machine alone."""
+    write_run(tmp_path / "runs" / "trial", steps=1)
+    done = streamrl(role, str(config), "--manager", "http://127.0.0.1:1")
+    assert done.returncode == 2
+    assert "holds another run" in done.stderr
+
+
 def test_an_ipv6_address_of_the_manager_is_told_whole(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

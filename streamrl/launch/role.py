@@ -134,6 +134,16 @@ def _begin_anew(config: Config) -> None:
         recording.cut(config.run_dir, policy_version=0)
 
 
+def refuse_another_run(config: Config) -> None:
+    """Raise `ConfigError` where the folder of a run that begins anew holds the figures of one before it."""
+    metrics = config.run_dir / METRICS_FILE
+    if config.run.resume_from is None and metrics.exists() and metrics.stat().st_size:
+        raise ConfigError(
+            f"run.name: {config.run_dir} holds another run; choose a new run.name for this one, "
+            "or set run.resume_from to one of its checkpoints to go on with it"
+        )
+
+
 Arguments = Callable[[Config], dict[str, Any]]
 REPLAY = "streamrl.trainer.replay.process:serve"
 """What a model worker of a replay runs."""
@@ -154,12 +164,8 @@ def run_manager(
     address that others are told. `resume`: a run that has no checkpoint begins anew, in the same folder."""
 
     def arguments(config: Config) -> dict[str, Any]:
-        metrics = config.run_dir / METRICS_FILE
-        if not resume and config.run.resume_from is None and metrics.exists() and metrics.stat().st_size:
-            raise ConfigError(
-                f"run.name: {config.run_dir} holds another run; choose a new run.name for this one, "
-                "or set run.resume_from to one of its checkpoints to go on with it"
-            )
+        if not resume:
+            refuse_another_run(config)
 
         def listening(url: str) -> None:
             if resume:  # not before: where another manager listens the run goes on, and its records are not touched

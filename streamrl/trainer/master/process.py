@@ -275,13 +275,15 @@ class Master:
     def _begin_records(self) -> None:
         """Take the records of a run that is resumed back to where it begins, and start the sinks.
 
-        Not before this process has its place in the run: one that is turned away must leave the records alone.
+        One that begins anew (`--resume` before the first checkpoint) goes back to nothing: where this machine has a
+        disk of its own, the manager could not see to that. Not before this process has its place in the run: one that
+        is turned away must leave the records alone.
         """
-        run_dir, begun = self._config.run_dir, self._begun
-        if begun is not None:
-            progress.rewind(run_dir, policy_version=begun.policy_version)
-            rollouts_writer.rewind(run_dir, policy_version=begun.policy_version)
-            recording.cut(run_dir, policy_version=begun.policy_version)
+        run_dir = self._config.run_dir
+        version = self._begun.policy_version if self._begun is not None else 0
+        progress.rewind(run_dir, policy_version=version)
+        rollouts_writer.rewind(run_dir, policy_version=version)
+        recording.cut(run_dir, policy_version=version)
         self._metrics = MetricsWriter(run_dir, sinks=start_sinks(self._config))
 
     async def _initialize(self) -> None:

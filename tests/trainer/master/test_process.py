@@ -632,3 +632,12 @@ def test_a_run_that_goes_on_with_other_batches_ends_with_its_epochs(tmp_path):
     ledger = run.manager.ledger
     assert 90 <= 36 + 7 * len(run.steps) + len(ledger.rejected) < 90 + 7
     assert consumed < 90
+
+
+def test_a_run_that_begins_anew_has_no_steps_of_the_start_before(tmp_path):
+    """On a machine with a disk of its own, where a master has made steps and no checkpoint."""
+    config = configured(tmp_path, run={"total_train_steps": 3}, trainer={"save_at_end": False})
+    whole_run(config, Script())
+    _, run = whole_run(config, Script())
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["seqs"] for line in lines] == run.steps

@@ -124,6 +124,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: OptimizerConfig = OptimizerConfig()
     total_updates: int = 1
     """Optimizer steps of the whole run, for the schedule of the learning rate."""
+    updates_before: int | None = None
+    """How many of these a run that goes on has behind it, as it cuts its batches now; None: as many as the optimizer's
+    state has."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     shard: bool = False
@@ -246,7 +249,7 @@ class ParallelModel(WholeWeights, Protocol):
 
     @property
     def updates(self) -> int:
-        """Optimizer steps so far, over all runs that this one goes on from; the schedule's position."""
+        """Optimizer steps so far, over all runs that this one goes on from."""
         ...
 
     def optimizer_parts(self) -> list[Part]:

@@ -44,6 +44,31 @@ def learning_rate(step: int, *, peak: float, config: OptimizerConfig, total_step
             return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)
 
 
+class Schedule:
+    """The learning rate of each optimizer step of a run.
+
+    A run that goes on may cut its batches into other minibatches, or pass over them another number of times. It is as
+    far in its schedule as in its training steps then, whatever number of optimizer steps the state comes after.
+    """
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self._spec = spec
+        self._ahead = spec.updates_before or 0
+        """By how much the position in the schedule is larger than the number of optimizer steps."""
+
+    def rate(self, updates: int) -> float:
+        """Return the learning rate of the step that follows `updates` others."""
+        assert self._spec.lr is not None
+        return learning_rate(
+            updates + self._ahead, peak=self._spec.lr, config=self._spec.optimizer, total_steps=self._spec.total_updates
+        )
+
+    def go_on(self, updates: int) -> None:
+        """The optimizer's state was taken over, which comes after `updates` steps."""
+        before = self._spec.updates_before
+        self._ahead = 0 if before is None else before - updates
+
+
 # --- adamw ---
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -71,19 +96,17 @@ class AdamW:
     def __init__(self, weights: dict[str, Tensor], spec: ModelSpec) -> None:
         """`weights`: this rank's part of each, by name; it may be empty."""
         assert spec.lr is not None
-        self._peak = spec.lr
-        self._config = spec.optimizer
-        self._total = spec.total_updates
         self._weights = weights
         self._offloaded = spec.offload_optimizer
         self.updates = 0
         """Steps so far."""
+        self._schedule = Schedule(spec)
         self._masters = (
             {name: w.to("cpu", copy=True) for name, w in weights.items()} if self._offloaded else dict(weights)
         )
         self._adam = torch.optim.AdamW(
             list(self._masters.values()),
-            lr=self._peak,
+            lr=spec.lr,
             betas=spec.optimizer.betas,
             eps=spec.optimizer.eps,
             weight_decay=spec.optimizer.weight_decay,
@@ -99,7 +122,7 @@ class AdamW:
 
         Changes `gradients`.
         """
-        lr = lr_scale * learning_rate(self.updates, peak=self._peak, config=self._config, total_steps=self._total)
+        lr = lr_scale * self._schedule.rate(self.updates)
         self.updates += 1
         names = [name for name, weight in self._weights.items() if weight.numel()]
         if scale != 1.0:
@@ -132,6 +155,7 @@ class AdamW:
     def load(self, folder: Path, spread: Spread) -> None:
         """Raises `ModelError` when `folder` holds no state, or that of another model."""
         self.updates = read_state(folder, {key: spread.parts(self._moments[key]) for key in MOMENTS}, spread.specs())
+        self._schedule.go_on(self.updates)
         for state in self._adam.state.values():
             state["step"].fill_(self.updates)
 

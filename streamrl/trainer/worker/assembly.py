@@ -167,7 +167,8 @@ class Assembly:
     ) -> ParallelModel:
         config, trainer = self._config, self._config.trainer
         self.folders[role] = folder
-        updates = config.planned_steps * config.algorithm.minibatches * config.algorithm.epochs
+        updates = config.algorithm.minibatches * config.algorithm.epochs  # of each training step
+        begun = None if config.run.resume_from is None else progress.read(Path(config.run.resume_from))
         spec = ModelSpec(
             folder=folder,
             head=head,
@@ -178,7 +179,8 @@ class Assembly:
             lr=lr,
             averaged=averaged,
             optimizer=config.critic.optimizer if role == "critic" else trainer.optimizer,
-            total_updates=updates,
+            total_updates=config.planned_steps * updates,
+            updates_before=None if begun is None else begun.policy_version * updates,
             gradient_checkpointing=trainer.gradient_checkpointing,
             shard=trainer.shard,
             offload_optimizer=trainer.offload_optimizer,

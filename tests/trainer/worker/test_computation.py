@@ -382,3 +382,20 @@ def test_the_loss_of_a_step_is_the_mean_of_its_optimizer_steps(tmp_path):
     alone = [train_metrics([worker.train([part])])["loss"] for part in parts]
     assert abs(sum(alone)) > 1e-3
     assert train_metrics([worker.train(parts)])["loss"] == pytest.approx(sum(alone) / 2, rel=1e-4)
+
+
+def test_a_run_that_goes_on_with_other_minibatches_is_as_far_in_its_schedule(tmp_path):
+    """By training steps: after one of four the rate has come down by a quarter, however many updates that took."""
+    groups = some_groups(4)
+    run = {"device": "cpu", "dir": str(tmp_path), "total_train_steps": 4}
+    settings = {"groups": groups, "lr": 1e-2, "optimizer": {"schedule": "linear"}}
+    quarters = [([seq], sampled([group]), group.size) for seq, group in enumerate(groups)]
+    whole = [([0, 1, 2, 3], sampled(groups), 16)]
+    folder = tmp_path / "checkpoints" / "step-000001"
+    first = Worker(tmp_path, run=run, algorithm={"minibatches": 4, "proximal": "behavior"}, **settings)
+    assert first.train(quarters).maxima["lr"] == pytest.approx(1e-2)
+    first.save(folder, final=True)
+    resumed = Worker(tmp_path, run={**run, "resume_from": str(folder)}, **settings)
+    resume(resumed.assembly, folder)
+    assert resumed.train(whole).maxima["lr"] == pytest.approx(0.75e-2)
+    assert resumed.train(whole).maxima["lr"] == pytest.approx(0.5e-2)

@@ -75,7 +75,7 @@ class MegatronModel:
             self._trainable = None
             self._module: Any = network
             if spec.lr is not None:
-                self._trainable = Trainable(network, network.config, spec, peak_lr=spec.lr)
+                self._trainable = Trainable(network, network.config, spec)
                 self._module = self._trainable.ddp
         # Over gloo from the host: NCCL would ask that all ranks order these beside the collectives of the computation.
         self._transfers = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -175,7 +175,7 @@ class MegatronModel:
             state = trainable.state(parameter)
             if state:
                 state["step"].fill_(float(updates))
-        trainable.updates = updates
+        trainable.go_on(updates)
 
     def offload(self) -> None:
         if self._offloaded is not None:

@@ -21,17 +21,17 @@ from torch import Tensor
 
 from streamrl.errors import TrainingError
 from streamrl.trainer.backends.base import ModelSpec, Update
-from streamrl.trainer.backends.optimizer import MOMENTS, learning_rate
+from streamrl.trainer.backends.optimizer import MOMENTS, Schedule
 
 
 class Trainable:
     """A network with its gradients and its optimizer; all calls are made while its layout is active."""
 
-    def __init__(self, network: Any, config: Any, spec: ModelSpec, *, peak_lr: float) -> None:
+    def __init__(self, network: Any, config: Any, spec: ModelSpec) -> None:
         self._spec = spec
-        self._peak_lr = peak_lr
         self.updates = 0
         """Optimizer steps taken so far."""
+        self._schedule = Schedule(spec)
         self.ddp = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=spec.shard),
@@ -59,9 +59,7 @@ class Trainable:
                 )
             before_update()
             self._clip(norm)
-            lr = lr_scale * learning_rate(
-                self.updates, peak=self._peak_lr, config=self._spec.optimizer, total_steps=self._spec.total_updates
-            )
+            lr = lr_scale * self._schedule.rate(self.updates)
             for part in self._parts.values():
                 for group in part.adam.param_groups:
                     group["lr"] = lr
@@ -90,6 +88,11 @@ class Trainable:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if share < 1 and gradients:
             torch._foreach_mul_(gradients, share)
+
+    def go_on(self, updates: int) -> None:
+        """Count from a state that was taken over, which comes after `updates` steps."""
+        self.updates = updates
+        self._schedule.go_on(updates)
 
     def own_range(self, parameter: Tensor) -> tuple[int, int]:
         """Which elements of `parameter`, flattened, are optimized on this rank."""

@@ -367,7 +367,8 @@ def call_users_function(
         sizes = [group.size if key == "rewards" else group.tokens for group in groups]
         checked[key] = [np.asarray(array, dtype=np.float32) for array in arrays]
         if [array.shape for array in checked[key]] != [(size,) for size in sizes]:
-            raise TrainingError(f"{mfc.name}: {mfc.function} has to give one float for each token of a group in {key}")
+            each = "trajectory" if key == "rewards" else "token"
+            raise TrainingError(f"{mfc.name}: {mfc.function} has to give one float for each {each} of a group in {key}")
     return checked
 
 

@@ -70,9 +70,13 @@ def another_key(groups, inputs):
     return {"values": []}
 
 
-def users(function):
+def rewards_of_tokens(groups, inputs):
+    return {"rewards": [np.zeros(group.tokens) for group in groups]}
+
+
+def users(function, key="advantages"):
     name = f"{__name__}:{function}"
-    return MFC("mine", "actor", "function", frozenset({"rewards"}), frozenset({"advantages"}), function=name)
+    return MFC("mine", "actor", "function", frozenset({"rewards"}), frozenset({key}), function=name)
 
 
 def test_a_users_function_gives_its_keys():
@@ -83,17 +87,18 @@ def test_a_users_function_gives_its_keys():
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "key", "message"),
     [
-        ("too_short", "mine: .*too_short has to give one float for each token"),
-        ("another_key", "mine: .*another_key has to answer a dict with advantages"),
-        ("missing", "the function of mine = .*has no missing; it has .*penalise_length"),
+        ("too_short", "advantages", "mine: .*too_short has to give one float for each token"),
+        ("rewards_of_tokens", "rewards", "mine: .*rewards_of_tokens has to give one float for each trajectory"),
+        ("another_key", "advantages", "mine: .*another_key has to answer a dict with advantages"),
+        ("missing", "advantages", "the function of mine = .*has no missing; it has .*penalise_length"),
     ],
 )
-def test_a_users_function_that_breaks_its_promise_is_named(function, message):
+def test_a_users_function_that_breaks_its_promise_is_named(function, key, message):
     group = random_group(0, np.random.default_rng(1))
     with pytest.raises(TrainingError, match=message):
-        call_users_function(users(function), [group], {"rewards": [group.rewards]})
+        call_users_function(users(function, key), [group], {"rewards": [group.rewards]})
 
 
 class Worker:

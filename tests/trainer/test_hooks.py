@@ -65,6 +65,7 @@ async def follow(begin):
         former=former,
         config=config,
         policy_version=begin,
+        weights_at_rest=asyncio.Lock(),
     )
     arrivals = asyncio.create_task(executor.run_arrivals())
     rng = np.random.default_rng(0)

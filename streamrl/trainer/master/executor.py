@@ -12,6 +12,7 @@ import asyncio
 import random
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import msgspec
 
@@ -71,6 +72,11 @@ class ModelFunctionCall:
         self._timeout = trainer.step_timeout_seconds
         self._kept_per_step = kept_per_step
         self._pre_hooks, self._post_hooks = hooks_of(mfc, policy_version=policy_version)
+
+    def gives_weights(self, policy_version: int) -> bool:
+        """Whether a call at `policy_version` gives one role's weights to another."""
+        hooks = [*self._pre_hooks.pending(policy_version), *self._post_hooks.pending(policy_version)]
+        return any(isinstance(hook, ParamRealloc) for hook in hooks)
 
     async def infer(self, metas: Sequence[SampleMeta], *, policy_version: int) -> float:
         """Compute the MFC's keys for `metas`, and note them in the table; return the seconds of computation."""
@@ -144,8 +150,11 @@ class FunctionExecutor:
         former: BatchFormer,
         config: Config,
         policy_version: int,
+        weights_at_rest: asyncio.Lock,
     ) -> None:
-        """`policy_version`: from which the run begins."""
+        """`policy_version`: from which the run begins. `weights_at_rest`: held where nobody else may change weights, or
+        begin to publish them; during `execute_step` it is."""
+        self._weights_at_rest = weights_at_rest
         trainer = config.trainer
         self._policy_version = policy_version
         self._graph = graph
@@ -238,7 +247,11 @@ class FunctionExecutor:
         while True:
             metas = await self._groups.get_batch_for_rpc(mfc.name, limit=mfc.groups or self._limit)
             begin = time.time()
-            compute = await call.infer(metas, policy_version=self._policy_version)
+            undisturbed: AbstractAsyncContextManager[None] = nullcontext()
+            if call.gives_weights(self._policy_version):  # ranks that gather them cannot do so for a publication, too
+                undisturbed = self._weights_at_rest
+            async with undisturbed:
+                compute = await call.infer(metas, policy_version=self._policy_version)
             self._spans.append(Span(mfc.name, begin, time.time(), compute))
 
 
@@ -250,14 +263,18 @@ class DueHooks:
         self._hooks = [hook for hook in hooks if not isinstance(hook, MasterHook)]
         self._reached = reached
 
-    def due(self, policy_version: int) -> list[Hook]:
-        """Return those of a call at which `policy_version` is reached; it will carry them out."""
-        before, self._reached = self._reached, policy_version
+    def pending(self, policy_version: int) -> list[Hook]:
+        """Return those of a call at which `policy_version` is reached."""
         return [
             hook
             for hook in self._hooks
-            if not isinstance(hook, ParamRealloc) or policy_version // hook.every > before // hook.every
+            if not isinstance(hook, ParamRealloc) or policy_version // hook.every > self._reached // hook.every
         ]
+
+    def due(self, policy_version: int) -> list[Hook]:
+        """As `pending`; the call will carry them out."""
+        found, self._reached = self.pending(policy_version), policy_version
+        return found
 
 
 def hooks_of(mfc: MFC, *, policy_version: int) -> tuple[DueHooks, DueHooks]:

@@ -160,6 +160,8 @@ class Master:
             given_up=begun.rejected_seqs() if begun is not None else (),
         )
         self._history = History(config, begun)
+        self._weights_at_rest = asyncio.Lock()
+        """Held while weights may change, and while their publication is being set up."""
         self._executor = FunctionExecutor(
             graph=self._graph,
             groups=self._groups,
@@ -167,6 +169,7 @@ class Master:
             former=self._former,
             config=config,
             policy_version=self._history.policy_version,
+            weights_at_rest=self._weights_at_rest,
         )
         self._begun = begun
         self._metrics = MetricsWriter(config.run_dir)
@@ -175,8 +178,6 @@ class Master:
         self._checkpoints = Checkpoints(config, channel=channel)
         self._stored = stored
         self._publication: asyncio.Task[None] | None = None
-        self._weights_at_rest = asyncio.Lock()
-        """Held while a step may change the weights, and while their publication is being set up."""
         self._counted: list[WorkerSpec] = []
         self._dropped = (0, 0)
         """Groups and sampled tokens that were discarded as too old since the last step."""
@@ -404,15 +405,16 @@ class Master:
         figures |= self._look_after(figures)
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)
-        self._begin_publication(
+        await self._begin_publication(
             self._publish(report, comparison, result.trained, evaluate=evaluate), name=f"publication of v{version + 1}"
         )
         return save
 
-    def _begin_publication(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    async def _begin_publication(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Do `work` beside what comes next. When it has ended, who waits for groups looks again: it may have failed."""
         publication = self._publication = asyncio.create_task(work, name=name)
         publication.add_done_callback(lambda _: self._groups.wake())
+        await asyncio.sleep(0)  # workers are asked for it before whoever waits for the weights can ask for anything
         return publication
 
     def _look_after(self, figures: dict[str, float]) -> dict[str, float]:
@@ -583,7 +585,7 @@ class Master:
                         continue  # newer weights are on their way
                     self._publication.result()  # its failure ends the run, and would be forgotten with it
                 log.info("weights v%d are sent to %s as well", self.policy_version, ", ".join(needed.gservers))
-                publication = self._begin_publication(self._resync(), name=f"resync to v{self.policy_version}")
+                publication = await self._begin_publication(self._resync(), name=f"resync to v{self.policy_version}")
             await asyncio.wait({publication})
 
     async def _resync(self) -> None:

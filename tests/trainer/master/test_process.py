@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from streamrl.config import from_dict
 from streamrl.errors import PeerError, PeerLost, first_error
 from streamrl.records import progress
+from streamrl.trainer.calls import ParamRealloc
+from streamrl.trainer.graph import downstream
 from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER
 from tests.trainer.pretended import Script, clock, make_group, pretended, virtually, whole_run
 
@@ -242,6 +244,24 @@ def test_a_slow_publication_holds_up_the_next_update_but_not_what_comes_before_i
         for publication in publications
         for event in run.workers.named("ref_inf")
     )
+
+
+def moving_graph(config):
+    """The reference takes over the policy when it is asked for the first time at a version."""
+    *others, train = downstream(config)
+    return [*(msgspec.structs.replace(mfc, post_hooks=(ParamRealloc("actor", "ref"),)) for mfc in others), train]
+
+
+def test_weights_that_a_call_on_arrivals_gives_away_are_not_published_meanwhile(tmp_path):
+    """Ranks that have parts of them would gather them for both, and not in the same order on each. A call waits for a
+    publication that was asked for before it."""
+    script = Script(seconds=lasting(ref_inf=3.0, reading=5.0, Publish=2.0, actor_train=1.0, ClearDataCache=2.0))
+    config = configured(tmp_path, algorithm={"kl_coef": 0.1}, trainer={"graph": f"{__name__}:moving_graph"})
+    _, run = whole_run(config, script)
+    giving = [event for event in run.workers.named("ref_inf") if event.call.post_hooks]
+    assert len(giving) >= 3
+    for publication in run.workers.named("Publish"):
+        assert not any(event.begin < publication.begin < event.end for event in giving)
 
 
 def test_gservers_are_compared_at_every_version_that_is_trained_from(tmp_path):

@@ -56,6 +56,13 @@ class Ranks:
         return total.cpu()
 
 
+def busy_ranks(micros: int, *, device: torch.device) -> int:
+    """Return how many ranks have micro-batches, at least 1; this one has `micros`. Collective over all ranks."""
+    busy = torch.tensor(int(micros > 0), device=device)
+    dist.all_reduce(busy)
+    return max(1, int(busy))
+
+
 def dealt(sizes: Sequence[int], ranks: Sequence[Sequence[int]]) -> list[int]:
     """Give each of `sizes` to one of its `ranks`, the largest first to the one that has the least; return which."""
     load: Counter[int] = Counter()

@@ -39,6 +39,7 @@ from streamrl.trainer.backends.base import (
     Offloaded,
     Update,
     WholeWeights,
+    busy_ranks,
     dealt,
     read_weights,
     spread,
@@ -233,8 +234,11 @@ class TorchModel:
         self._check_here()
         idle = self._others_have_more(len(micros))
         tokens = sum(micro.tokens for micro in micros)
+        coefficient = self._spec.router_aux_loss_coef
+        if coefficient and self._world > 1:
+            coefficient /= busy_ranks(len(micros), device=self._spec.device)
         for number, micro in enumerate(micros):
-            balance = self._spec.router_aux_loss_coef * micro.tokens / (tokens * self._world)
+            balance = coefficient * micro.tokens / tokens
             output = self._forward(micro, balance=balance)
             self._count_load()
             share = loss(number, output)

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from streamrl.errors import ModelError, TrainingError
 from streamrl.safetensors_files import Part
-from streamrl.trainer.backends.base import LossOf, ModelOutput, ModelSpec, Offloaded, Update, read_weights
+from streamrl.trainer.backends.base import (
+    LossOf,
+    ModelOutput,
+    ModelSpec,
+    Offloaded,
+    Update,
+    busy_ranks,
+    read_weights,
+)
 from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.megatron.experts import ReplayingRouter
 from streamrl.trainer.backends.megatron.groups import layout_groups
@@ -105,7 +113,10 @@ class MegatronModel:
     def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
         self._trained()
         tokens = sum(micro.tokens for micro in micros)
-        share = self._spec.router_aux_loss_coef / (max(1, tokens) * self._layout.data)
+        share = self._spec.router_aux_loss_coef / max(1, tokens)
+        if share:
+            members = self._layout.world // self._layout.data  # of a data-parallel rank, which have the same to do
+            share *= members / busy_ranks(len(micros), device=self._spec.device)
         for router in self._routers:
             router.balance = share / len(self._shape.sparse)
         self._run(micros, loss)

@@ -83,6 +83,12 @@ class Graph(msgspec.Struct, frozen=True):
         hooks = [hook for mfc in self.mfcs for hook in mfc.post_hooks if isinstance(hook, kind)]
         return any(policy_version % hook.every == 0 for hook in hooks)
 
+    def share_taken_by(self, role: str) -> float | None:
+        """Return the least share of another role's weights that `role` takes at a time; None: it takes none."""
+        hooks = [hook for mfc in self.mfcs for hook in (*mfc.pre_hooks, *mfc.post_hooks)]
+        shares = [hook.share for hook in hooks if isinstance(hook, ParamRealloc) and hook.target == role]
+        return min(shares, default=None)
+
     @property
     def arrival_keys(self) -> frozenset[str]:
         """Keys that a group must have before it can be part of a batch."""

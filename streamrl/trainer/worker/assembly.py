@@ -22,6 +22,7 @@ from streamrl.models import check_checkpoint, check_tokens, initial_checkpoint
 from streamrl.records import progress
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import AdaptedModel, Head, ModelSpec, ParallelModel, Ranks, WholeWeights
+from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import Layout, layout_of
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic, RewardModel
@@ -57,6 +58,8 @@ class Assembly:
             raise ModelError(f"the graph wants the role {unknown[0]!r}; there are {', '.join(makers)}")
         self.folders: dict[str, Path] = {}
         """Checkpoint that each role was loaded from: its settings and its tokenizer are those of the model."""
+        self.reference_changes = False
+        """Whether the reference is another policy than the first one, and so has its place in checkpoints."""
         self.roles: dict[str, Role] = {}
         for name, make in makers.items():
             if name in roles | {"actor"}:
@@ -94,15 +97,16 @@ class Assembly:
             adapted = cast(AdaptedModel, self.actor.model)
             return self._policy(adapted, "ref", inferring=adapted.without_adapter)
         folder = initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir
-        algorithm = self._config.algorithm
-        averaged = algorithm.ref_update_every > 0 and algorithm.ref_update_share < 1
-        model = self._model("ref", self.resumed(REFERENCE) or folder, head="tokens", averaged=averaged)
+        moved, share = self._resumed(REFERENCE), graph_of(self._config).share_taken_by("ref")
+        self.reference_changes = moved is not None or share is not None
+        averaged = share is not None and share < 1
+        model = self._model("ref", moved or folder, head="tokens", averaged=averaged)
         return self._policy(model, "ref")
 
     def _critic(self) -> Role:
         critic = self._config.critic
         first = Path(critic.path).expanduser() if critic.path else self._first_weights()
-        model = self._model("critic", self.resumed(CRITIC) or first, head="scalar", lr=critic.lr)
+        model = self._model("critic", self._resumed(CRITIC) or first, head="scalar", lr=critic.lr)
         return Critic(
             model,
             ranks=self._ranks("critic"),
@@ -138,7 +142,7 @@ class Assembly:
     def _ranks(self, role: str) -> Ranks:
         return Ranks(self.layout(role), self.rank, device=self.device)
 
-    def resumed(self, role: str) -> Path | None:
+    def _resumed(self, role: str) -> Path | None:
         """Return where the checkpoint that the run goes on from has weights of `role`, if it has."""
         if self._config.run.resume_from is None:
             return None

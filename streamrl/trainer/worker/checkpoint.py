@@ -8,7 +8,7 @@ is on the disk; older ones are removed only after that.
 
     FOLDER/                 the policy: weights, config.json, tokenizer; with [model.lora] an adapter as peft has it,
                             beside the settings and the tokenizer of its base
-    FOLDER/critic/, ref/    likewise, where there is one (the reference: where it changes)
+    FOLDER/critic/, ref/    likewise, where there is one (the reference: where it is not the first policy)
     FOLDER/state/ROLE/      optimizer, schedule and coefficients of a trained role
     FOLDER/state/progress.json
 
@@ -61,8 +61,6 @@ from streamrl.safetensors_files import (
     write_index,
 )
 from streamrl.trainer.backends.optimizer import OPTIMIZER, state_specs
-from streamrl.trainer.calls import ParamRealloc
-from streamrl.trainer.graph import graph_of
 from streamrl.trainer.roles.actor import Actor
 from streamrl.trainer.roles.critic import Critic
 from streamrl.trainer.worker.assembly import CRITIC, REFERENCE, Assembly
@@ -361,24 +359,12 @@ class HostCopy(msgspec.Struct, frozen=True):
         progress.write(folder, self.progress)
 
 
-def roles_to_save(assembly: Assembly, config: Config) -> list[str]:
-    """Return the roles whose weights a checkpoint has: those that change, and a reference that has changed before.
-
-    A reference that is a model of its own stays where it is."""
+def roles_to_save(assembly: Assembly) -> list[str]:
+    """Return the roles whose weights a checkpoint has: those that change, or have changed."""
     saved = {"actor", CRITIC}
-    own = config.model.lora is None and config.reference.path is None
-    if own and (_moves_the_reference(config) or assembly.resumed(REFERENCE) is not None):
+    if assembly.reference_changes:
         saved.add(REFERENCE)
     return [name for name in assembly.roles if name in saved]
-
-
-def _moves_the_reference(config: Config) -> bool:
-    """Whether the graph gives weights to the reference: by `algorithm.ref_update_every`, or by a hook of the user's."""
-    return any(
-        isinstance(hook, ParamRealloc) and hook.target == REFERENCE
-        for mfc in graph_of(config).mfcs
-        for hook in (*mfc.pre_hooks, *mfc.post_hooks)
-    )
 
 
 def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, final: bool = False) -> HostCopy:
@@ -391,7 +377,7 @@ def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, fina
     specs: dict[str, Specs] = {}
     facts: dict[str, bytes] = {}
     sources: dict[str, Path] = {}
-    for name in roles_to_save(assembly, config):
+    for name in roles_to_save(assembly):
         role = assembly.roles[name]
         stem = f"{name}/{MODEL}" if name != "actor" else ADAPTER if lora is not None else MODEL
         sources[stem] = assembly.folders[name]

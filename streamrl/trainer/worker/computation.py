@@ -339,7 +339,7 @@ class Computation:
         limit = self._config.trainer.step_timeout_seconds
         self._wait_for_publication()
         unwritten = self._writer.finish(limit=limit)
-        with self._here(*roles_to_save(self._assembly, self._config)):
+        with self._here(*roles_to_save(self._assembly)):
             snapshot = take_snapshot(self._assembly, self._config, call.progress, final=call.final)
         self._writer.begin(Path(call.folder), snapshot)
         if call.final and (failure := self._writer.finish(limit=limit)):

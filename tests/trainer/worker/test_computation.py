@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -27,11 +28,12 @@ from streamrl.trainer.calls import (
     Inference,
     MinibatchShare,
     Offload,
+    ParamRealloc,
     Save,
     Saved,
     TrainStep,
 )
-from streamrl.trainer.graph import MFC, graph_of
+from streamrl.trainer.graph import MFC, downstream, graph_of
 from streamrl.trainer.master.figures import train_metrics
 from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.checkpoint import HostCopy
@@ -404,3 +406,45 @@ def test_a_run_that_goes_on_with_other_minibatches_is_as_far_in_its_schedule(tmp
     resume(resumed.assembly, folder)
     assert resumed.train(whole).maxima["lr"] == pytest.approx(0.75e-2)
     assert resumed.train(whole).maxima["lr"] == pytest.approx(0.5e-2)
+
+
+def moving_graph(config):
+    """The reference takes a tenth of the policy after each step, by a hook of the user's."""
+    *others, train = downstream(config)
+    return [*others, msgspec.structs.replace(train, post_hooks=(ParamRealloc("actor", "ref", share=0.1),))]
+
+
+@pytest.mark.parametrize(
+    "moved_by",
+    [{"algorithm": {"ref_update_every": 1}}, {"graph": f"{__name__}:moving_graph"}],
+    ids=["the configuration", "a graph of one's own"],
+)
+def test_a_reference_that_has_moved_is_what_a_run_goes_on_with_each_time_that_it_does(tmp_path, moved_by):
+    """Also where it stays as it is from then on: it is no longer the first policy."""
+    groups = some_groups(2)
+    settings = {"groups": groups, "lr": 1e-2, "model": {"path": str(tmp_path / "model")}}
+    run = {"device": "cpu", "dir": str(tmp_path)}
+
+    def reference(worker):
+        return {name: weight.clone() for name, weight in worker.assembly.roles["ref"].model.gather_weights()}
+
+    def going_on(folder):
+        found = Worker(tmp_path, algorithm={"kl_coef": 0.1}, run={**run, "resume_from": str(folder)}, **settings)
+        resume(found.assembly, folder)
+        return found
+
+    graph = {name: value for name, value in moved_by.items() if name == "graph"}
+    algorithm = {"kl_coef": 0.1, **moved_by.get("algorithm", {})}
+    worker = Worker(tmp_path, algorithm=algorithm, run=run, **settings, **graph)
+    first = reference(worker)
+    worker.computation.carry_out(Inference("ref_inf", [0, 1]))
+    (train,) = (mfc for mfc in graph_of(worker.config).mfcs if mfc.name == "actor_train")
+    parts = [MinibatchShare([0, 1], sampled(groups), 8)]
+    worker.computation.carry_out(TrainStep("actor_train", 1, 0, parts, post_hooks=list(train.post_hooks)))
+    moved = reference(worker)
+    assert any(not torch.equal(moved[name], weight) for name, weight in first.items())
+    folders = [tmp_path / "checkpoints" / name for name in ("step-000001", "step-000002")]
+    for folder in folders:
+        worker.save(folder, final=True)
+        worker = going_on(folder)
+        assert all(torch.equal(weight, moved[name]) for name, weight in reference(worker).items())

@@ -196,7 +196,7 @@ async def test_an_answer_is_streamed_through_an_update(gserver: Contract, texts:
     said: list[str] = []
     async with serving(episode) as url:
         async for text in texts(url, episode.key):
-            if text and not said:
+            if text and not any(said):
                 await gserver.publish(FACTORS[0])
             said.append(text)
     (found,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)

@@ -81,7 +81,7 @@ SecretFile = Annotated[
 ]
 SecurityOf = Annotated[
     Path | None,
-    typer.Option("--config", metavar="CONFIG", help="Configuration of the run, if it sets anything in [security]."),
+    typer.Option("--config", metavar="CONFIG", help="Configuration of the run, if it sets anything in \\[security]."),
 ]
 ModelDir = Annotated[Path | None, typer.Option("--model-dir", hidden=True)]
 Component = Annotated[str | None, typer.Option("--component", hidden=True)]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -182,9 +182,9 @@ def gserver(
     component: Component = None,
 ) -> None:
     """Start inference servers, also in the middle of a run."""
-    overrides = _from_where(config, overrides, resume, manager=manager)
     if count is not None:
-        _pool("gserver", count, index, config, overrides, manager, advertise)
+        _pool("gserver", count, index, config, overrides, manager, resume, advertise)
+    overrides = _from_where(config, overrides, resume, manager=manager)
     _member("gserver", index, config, overrides, manager, model_dir, component, advertise)
 
 
@@ -202,9 +202,9 @@ def rollout(
     component: Component = None,
 ) -> None:
     """Start rollout workers, also in the middle of a run."""
-    overrides = _from_where(config, overrides, resume, manager=manager)
     if count is not None:
-        _pool("rollout", count, index, config, overrides, manager, advertise)
+        _pool("rollout", count, index, config, overrides, manager, resume, advertise)
+    overrides = _from_where(config, overrides, resume, manager=manager)
     _member("rollout", index, config, overrides, manager, model_dir, component, advertise)
 
 
@@ -837,9 +837,10 @@ def _pool(
     config: Path,
     overrides: list[str] | None,
     manager: str,
+    resume: bool,
     advertise: str,
-) -> None:
-    """Does not return."""
+) -> NoReturn:
+    """Run the pool, and exit with its code."""
     from streamrl import config as configuration
     from streamrl.errors import ConfigError
     from streamrl.launch.pool import Pool
@@ -855,6 +856,7 @@ def _pool(
         config_file=config,
         overrides=overrides or (),
         manager_url=manager,
+        resume=resume,
         advertise=advertise,
     )
     raise typer.Exit(run_until_stopped(pool.run, on_first_signal=[pool.leave]))

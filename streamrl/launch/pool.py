@@ -36,6 +36,7 @@ from streamrl.launch.processes import (
     threads_of,
     visible_gpus,
 )
+from streamrl.launch.role import ask_from_where
 from streamrl.launch.supervise import (
     Child,
     Children,
@@ -148,20 +149,26 @@ class Pool:
         config_file: Path,
         overrides: Sequence[str],
         manager_url: str,
+        resume: bool = False,
         advertise: str = "",
         components: Mapping[str, str] = COMPONENTS,
     ) -> None:
+        """`resume`: processes go on from where the manager does, if there is such a checkpoint here."""
         self._config = config
         self._role: PoolRole = role
         self._count = count
         self._config_file = config_file
-        self._overrides = overrides
+        self._resume = resume
+        self._given = list(overrides)
+        self._overrides = self._given
+        """What processes are started with: those that were given, and with `resume` the checkpoint."""
         self._manager_url = manager_url
         self._advertise = advertise
         self._components = components
         self._restarts: Restarts = restarts_of(config, role)
         self._children: Children | None = None
-        self._model_dir = Path()
+        self._model_dir: Path | None = None
+        self._finding = asyncio.Lock()
         self._coming: set[asyncio.Task[None]] = set()
         self._leaving = False
 
@@ -175,14 +182,7 @@ class Pool:
         self._children = children = Children(logs=None, secret=secret)
         client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
         try:
-            self._model_dir = await _model_folder(
-                children,
-                config_file=self._config_file,
-                overrides=self._overrides,
-                manager_url=self._manager_url,
-                components=self._components,
-                threads=threads_of(self._role, self._config),
-            )
+            await self._find_beginning()
             indices = [await self._place(client) for _ in range(self._count)]
             for process in plan_pool(self._config, self._role, indices=indices, gpus=visible_gpus()):
                 await self._start(process)
@@ -215,6 +215,28 @@ class Pool:
                 await client.drain(Drain(role=self._role, index=process.index))
         finally:
             await client.close()
+
+    async def _find_beginning(self) -> None:
+        """Find out what processes begin with. A run that was begun again goes on from another checkpoint than before,
+        and may have removed that one."""
+        assert self._children is not None
+        async with self._finding:
+            overrides = self._given
+            if self._resume:
+                overrides = await ask_from_where(
+                    self._config_file, self._given, manager_url=self._manager_url, needed=False
+                )
+            if self._model_dir is not None and overrides == self._overrides:
+                return
+            self._model_dir = await _model_folder(
+                self._children,
+                config_file=self._config_file,
+                overrides=overrides,
+                manager_url=self._manager_url,
+                components=self._components,
+                threads=threads_of(self._role, self._config),
+            )
+            self._overrides = overrides
 
     async def _place(self, client: ControlClient) -> int:
         config = self._config
@@ -281,6 +303,10 @@ class Pool:
         """Start `process` after `delay` seconds, under a new number if one can be `asked` for: another process has its
         own. A manager that was started again may have given that out before this process was heard of."""
         await asyncio.sleep(delay)
+        try:
+            await self._find_beginning()
+        except StreamRLError as error:
+            log.warning("%s begins with what it began with before: %s", process.name, error)
         if asked is not None:
             try:
                 process = msgspec.structs.replace(process, index=await self._place(asked))

@@ -26,7 +26,7 @@ from streamrl.records import progress
 from streamrl.records.metrics import METRICS_FILE
 from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
-from streamrl.transport.control import AskPlace, Drain, ResumePoint, Role
+from streamrl.transport.control import AskPlace, Drain, Role
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.model_files import fetched_model, is_elsewhere
 from streamrl.transport.secret import Secret, await_secret, given
@@ -97,17 +97,18 @@ def from_managers(config_file: Path, overrides: Sequence[str], *, manager_url: s
     from there, so it cannot begin without. Else it begins with the model where it has no such checkpoint. Raises
     `ConfigError` and `StreamRLError`.
     """
+    await_secret(manager_url, configuration.load(config_file, overrides))
+    return asyncio.run(ask_from_where(config_file, overrides, manager_url=manager_url, needed=needed))
+
+
+async def ask_from_where(config_file: Path, overrides: Sequence[str], *, manager_url: str, needed: bool) -> list[str]:
+    """As `from_managers`, for a process that knows the run's secret."""
     config = configuration.load(config_file, overrides)
-
-    async def ask() -> ResumePoint:
-        client = ControlClient.of(config, manager_url)
-        try:
-            return await client.resume_point(patience=config.manager.join_timeout_seconds)
-        finally:
-            await client.close()
-
-    await_secret(manager_url, config)
-    point = asyncio.run(ask())
+    client = ControlClient.of(config, manager_url)
+    try:
+        point = await client.resume_point(patience=config.manager.join_timeout_seconds)
+    finally:
+        await client.close()
     if not point.checkpoint:
         return list(overrides)
     named = [Path(config.run.resume_from)] if config.run.resume_from is not None else []

@@ -12,7 +12,10 @@ import pytest
 
 from streamrl.config import Config, to_toml
 from streamrl.errors import ConfigError, PeerError
+from streamrl.launch.pool import Pool
+from streamrl.launch.processes import ProcessPlan
 from streamrl.launch.role import from_latest, from_managers
+from streamrl.launch.supervise import Children
 from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.transport.control import FinishRun
@@ -148,3 +151,37 @@ async def test_a_rollout_worker_that_knows_the_trainer_of_another_manager_is_ref
             )
             with refused if role == "rollout" else nullcontext():
                 await client.register(other, patience=5.0)
+
+
+async def test_a_pool_begins_where_the_run_does_each_time_that_it_starts_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint of before may have been removed by the trainer of a run that was begun again."""
+    config = small_config(tmp_path, manager={"join_timeout_seconds": 0.2})
+    file = file_of(config, tmp_path)
+    older, newer = written(config, 4), written(config, 8)
+    asked: list[list[str]] = []
+    started: list[list[str]] = []
+
+    async def model_folder(*_: Any, overrides: list[str], **__: Any) -> Path:
+        asked.append(overrides)
+        return tmp_path
+
+    pool = Pool(config, role="gserver", count=1, config_file=file, overrides=(), manager_url="", resume=True)
+    pool._children = Children(logs=None)
+
+    async def start(process: ProcessPlan) -> None:
+        started.append(list(pool._overrides))
+
+    monkeypatch.setattr("streamrl.launch.pool._model_folder", model_folder)
+    monkeypatch.setattr(pool, "_start", start)
+    process = ProcessPlan("gserver", 0, 1, "cpu", (), "")
+    for folder in (older, older, newer):
+        async with managed(going_on(config, folder)) as run:
+            pool._manager_url = run.url
+            await pool._start_later(process, 0.0, None)
+    await pool._start_later(process, 0.0, None)
+    assert started == [[f"run.resume_from={folder}"] for folder in (older, older, newer, newer)]
+    assert asked == [started[0], started[2]]
+    assert "gserver/0 begins with what it began with before" in caplog.text, "the manager is gone"
+    pool._children.close()

@@ -174,7 +174,7 @@ async def test_a_process_whose_number_another_has_is_started_again_under_a_new_o
 ) -> None:
     config = load(configuration(tmp_path, "wait"), ["gserver.restart_delay_seconds=0.05"])
     pool = Pool(config, role="gserver", count=1, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
-    pool._children = children = Children(logs=None)
+    pool._children, pool._model_dir = (children := Children(logs=None)), tmp_path
     started: list[int] = []
 
     async def start(process: ProcessPlan) -> None:

@@ -117,6 +117,8 @@ SIDE_BY_SIDE = "increment"
 """The task on which all objectives have all values of η."""
 SCRATCH = [name for name, task in TASKS.items() if task.example == "copy_scratch.toml" and name != LENGTH_TASK]
 PRETRAINED = [name for name, task in TASKS.items() if task.example != "copy_scratch.toml"]
+NOT_LEARNED = "smollm2-chain-sum"
+"""Tried at η = 0 alone: a task that a synchronous run does not learn has nothing to lose."""
 
 _DECOUPLED = {
     "objective": "ppo",
@@ -189,7 +191,8 @@ def study() -> list[Cell]:
             [(LENGTH_TASK, "default", 0, "mask")]
             + [(LENGTH_TASK, "default", eta, over_age) for eta in POLICY_ETAS for over_age in ("mask", "wait", "drop")],
         ),
-        (SEEDS, [(task, "default", eta, "mask") for task in PRETRAINED for eta in SMALL_ETAS]),
+        (SEEDS[:1], [(NOT_LEARNED, "default", 0, "mask")]),
+        (SEEDS, [(task, "default", eta, "mask") for task in PRETRAINED if task != NOT_LEARNED for eta in SMALL_ETAS]),
         (
             SEEDS[:1],
             [

@@ -88,7 +88,7 @@ class DoctorLine(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     ok: bool
     found: str
-    """What is there."""
+    """The state of it on this machine, in words."""
     do: str = ""
     """What to do where it is not ok, or what it would be good for."""
     needed: bool = False

@@ -43,7 +43,7 @@ class Prepared(NamedTuple):
     run_dir: Path
     """Folder of the recorded run."""
     steps: Stretch
-    """What is replayed of the record."""
+    """The recorded steps that are trained on again."""
 
 
 def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Sequence[str]) -> Prepared:

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 TAIL_LINES = 15
 LONGEST_DELAY_SECONDS = 60.0
 MOST_DOUBLINGS = 64
-"""Of the delay, which no float holds after a thousand."""
+"""The delay before a restart is not doubled more often than this: after a thousand times no float holds it."""
 LEAVE_SECONDS = 10.0
 """How long processes may take to leave by themselves once the run is over."""
 REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator")

@@ -105,8 +105,11 @@ class Assembly:
 
     def _critic(self) -> Role:
         critic = self._config.critic
-        first = Path(critic.path).expanduser() if critic.path else self._first_weights()
-        model = self._model("critic", self._resumed(CRITIC) or first, head="scalar", lr=critic.lr)
+        folder = self._resumed(CRITIC)
+        if folder is None:
+            named = critic.path
+            folder = self._first_weights() if named is None else self._other_model(named, setting="critic.path")
+        model = self._model("critic", folder, head="scalar", lr=critic.lr)
         return Critic(
             model,
             ranks=self._ranks("critic"),

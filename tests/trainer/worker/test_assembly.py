@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from streamrl.config import from_dict
 from streamrl.errors import ModelError
 from streamrl.trainer.backends.torch import TorchModel
+from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.worker.assembly import Assembly, give_weights
 from tests.trainer.backends.reference import make_spec, save_models
@@ -106,20 +107,24 @@ def test_a_teacher_is_a_reference_of_any_size(tmp_path: Path, lora: dict[str, ob
     np.testing.assert_allclose(found[1 : group.seqlens[0]][sampled], wanted.numpy()[sampled], atol=1e-5)
 
 
-def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("role", "algorithm"),
+    [("reference", {"kl_coef": 1.0}), ("critic", {"advantage": "gae"}), ("reward_model", {})],
+)
+def test_a_model_with_other_tokens_is_refused(tmp_path: Path, role: str, algorithm: dict[str, object]) -> None:
     policy, teacher = save_model(tmp_path / "model"), save_model(tmp_path / "teacher")
     tokenizer = teacher / "tokenizer.json"
     tokenizer.write_text(tokenizer.read_text().replace('"t7": 7', '"seven": 7'))
     config = from_dict(
         {
             "model": {"path": str(policy)},
-            "algorithm": {"kl_coef": 1.0},
-            "reference": {"path": str(teacher)},
+            "algorithm": algorithm,
+            role: {"path": str(teacher)},
             "run": {"device": "cpu"},
         }
     )
-    with pytest.raises(ModelError, match=r"reference\.path = .* other tokens than the policy's: 1 of 48"):
-        Assembly(config, roles=frozenset({"actor", "ref"}), model_dir=policy, rank=0, device=torch.device("cpu"))
+    with pytest.raises(ModelError, match=rf"{role}\.path = .* other tokens than the policy's: 1 of 48"):
+        Assembly(config, roles=graph_of(config).roles, model_dir=policy, rank=0, device=torch.device("cpu"))
 
 
 SHARE, TIMES = 0.05, 20

@@ -21,8 +21,8 @@ from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import CheckedRequest
 
 _SIGNATURE = "streamrl"
-"""Of thinking. Nobody checks it; but clients take thinking without one for such as broke off, and send it back as text,
-which is another conversation to the policy."""
+"""The signature under which clients are told the policy's thinking. Nobody checks it; but clients believe that thinking
+without a signature broke off, and send it back as text, which makes another conversation of it."""
 
 
 class _Block(msgspec.Struct):

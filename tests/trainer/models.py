@@ -46,9 +46,14 @@ KINDS = {
 def save_model(folder: Path, kind: str = "llama_tied", *, seed: int = 0) -> Path:
     torch.manual_seed(seed)
     KINDS[kind]().save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """One word for each token."""
     vocabulary = {f"t{i}": i for i in range(VOCAB)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary))).save_pretrained(folder)
-    return folder
 
 
 def save_weights(folder: Path, weights: Iterable[tuple[str, Tensor]], *, source: Path, scalar_head: bool) -> None:

@@ -36,7 +36,7 @@ from streamrl.trainer.backends.optimizer import learning_rate
 from streamrl.trainer.packing import MicroBatch, pack
 from streamrl.types import TrajectoryGroup
 from tests.experts import as_in_files
-from tests.trainer.models import SHAPE, branching_group, random_group
+from tests.trainer.models import SHAPE, branching_group, random_group, save_tokenizer
 
 SMALL: dict[str, Any] = {**SHAPE, "initializer_range": 0.1}
 KINDS: dict[str, Callable[[], Any]] = {
@@ -102,6 +102,7 @@ def save_models(folder: Path) -> None:
             if parameter.dim() == 1:  # else norms are one and biases zero everywhere
                 torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
         model.save_pretrained(folder / kind)
+        save_tokenizer(folder / kind)
     LlamaForSequenceClassification(LlamaConfig(**SMALL, num_labels=1)).save_pretrained(folder / SCALAR)
 
 

@@ -6,8 +6,9 @@
 First the tests marked `cuda`, then figures with random weights in the shape of a model of 1 billion weights, and of 7
 where they fit:
 
-- *training*: tokens per second of forward, backward and optimizer, as a share of the device's peak, by its data sheet,
-  and of a bare matrix product here. Arithmetic that is done again for the sake of memory is not counted;
+- *training*, with the torch backend and with Megatron's: tokens per second of forward, backward and optimizer, as a
+  share of the device's peak, by its data sheet, and of a bare matrix product here. Arithmetic that is done again for
+  the sake of memory is not counted;
 - *generation*: tokens per second of the embedded engine, by requests at once; *transformers* and *sglang*, where it is
   installed: the same prompts by others;
 - *publication*: seconds of a weight update, and its bytes per second as a share of a bare copy on the device;
@@ -48,7 +49,7 @@ SECONDS = 470.0
 """Most seconds of all steps together."""
 ENDING_SECONDS = 5.0
 """Between being asked to end and being killed."""
-TAIL_LINES = 12
+TAIL_LINES = 40
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Environment variable: torch looks for devices without CUDA, which cannot be used in forked processes afterwards."""
 GIB = 2**30
@@ -205,8 +206,8 @@ def wait_for_device(place: Place) -> None:
 ROW_TOKENS, ROWS, MICRO_BATCHES = 2048, 4, 2
 
 
-def training(place: Place, name: str) -> list[Row]:
-    """Steps of the torch backend, with activations kept and, if that does not fit, computed again."""
+def training(place: Place, name: str, backend: str) -> list[Row]:
+    """Steps of a backend, with activations kept and computed again."""
     from streamrl.planner.capacity import TrainerLayout, trainer_memory
 
     shape, folder = shape_of(place, name), place.model(name)
@@ -220,26 +221,29 @@ def training(place: Place, name: str) -> list[Row]:
     rows, bare = [], matrix_product_tflops(place)
     for checkpointing in (False, True):
         try:
-            rows.append(_training(place, shape, folder, checkpointing=checkpointing, bare_tflops=bare))
+            found = _training(place, shape, folder, backend, checkpointing=checkpointing, bare_tflops=bare)
         except torch.OutOfMemoryError as error:
-            rows.append({"checkpointing": checkpointing, "note": f"does not fit: {str(error).splitlines()[0]}"})
+            found = {"note": f"does not fit: {str(error).splitlines()[0]}"}
+        rows.append({"model": name, "backend": backend, "checkpointing": checkpointing, **found})
         if place.device == "cuda":
             torch.cuda.empty_cache()
     return rows
 
 
-def _training(place: Place, shape: Shape, folder: Path, *, checkpointing: bool, bare_tflops: float) -> Row:
+def _training(
+    place: Place, shape: Shape, folder: Path, backend: str, *, checkpointing: bool, bare_tflops: float
+) -> Row:
     import numpy as np
     import torch
 
     from streamrl.planner.gpus import peak_of
     from streamrl.trainer.backends.base import ModelSpec
-    from streamrl.trainer.backends.torch import TorchModel
     from streamrl.trainer.packing import MicroBatch
 
     length = 64 if place.tiny else ROW_TOKENS
     on_gpu = place.device == "cuda"
-    model = TorchModel(
+    model = make_backend(
+        backend,
         ModelSpec(
             folder=folder,
             head="tokens",
@@ -248,7 +252,7 @@ def _training(place: Place, shape: Shape, folder: Path, *, checkpointing: bool, 
             lr=1e-6,
             total_updates=1000,
             gradient_checkpointing=checkpointing,
-        )
+        ),
     )
     generator = np.random.default_rng(0)
     rows, columns = np.divmod(np.arange(ROWS * (length - 1)), length - 1)
@@ -283,8 +287,6 @@ def _training(place: Place, shape: Shape, folder: Path, *, checkpointing: bool, 
     peak = peak_of(torch.cuda.get_device_name(0)) if on_gpu else None
     model.close()
     return {
-        "model": shape.name,
-        "checkpointing": checkpointing,
         "tokens_per_second": tokens,
         "tflops": tflops,
         "share_of_peak": tflops / peak.tflops if peak else None,
@@ -292,6 +294,27 @@ def _training(place: Place, shape: Shape, folder: Path, *, checkpointing: bool, 
         "share_of_bare": tflops / bare_tflops,
         "memory_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
     }
+
+
+def make_backend(name: str, spec: Any) -> Any:
+    """The model of `spec` alone in its world."""
+    if name == "torch":
+        from streamrl.trainer.backends.torch import TorchModel
+
+        return TorchModel(spec)
+    if find_spec("megatron") is None:
+        raise Skipped("megatron-core is not installed (pip install 'streamrl[megatron]')")
+    import torch.distributed as dist
+
+    from streamrl.trainer.backends.megatron.model import MegatronModel
+    from streamrl.trainer.layout import Layout
+    from streamrl.transport.collective import join_world, open_store
+
+    if not dist.is_initialized():
+        store = open_store("127.0.0.1")
+        over = "nccl" if spec.device.type == "cuda" else "gloo"
+        join_world(address="127.0.0.1", port=store.port, rank=0, world_size=1, backend=over, timeout=60.0, store=store)
+    return MegatronModel(spec, layout=Layout(), rank=0, timeout_seconds=60.0)
 
 
 def matrix_product_tflops(place: Place) -> float:
@@ -602,9 +625,11 @@ STEPS = (
     Step("models", 90, measure=models),
     Step("tests: engine", 100, tests="tests/gserver/embedded/test_on_cuda.py"),
     Step("tests: backend", 120, tests="tests/trainer/backends/test_on_cuda.py"),
+    Step("tests: Megatron", 120, tests="tests/trainer/backends/test_megatron_on_cuda.py"),
     Step("tests: weights", 100, tests="tests/trainer/worker"),
     Step("tests: learning", 150, tests="tests/e2e/test_on_cuda.py"),
-    Step("training 1B", 75, measure=of_shape(training, BILLION)),
+    Step("training 1B", 75, measure=of_shape(training, BILLION, "torch")),
+    Step("training 1B, Megatron", 75, measure=of_shape(training, BILLION, "megatron")),
     Step("generation 1B", 60, measure=of_shape(generation, BILLION)),
     Step("publication 1B, CUDA IPC", 60, measure=of_shape(publication, BILLION, IPC)),
     Step("publication 1B, NCCL", 60, measure=of_shape(publication, BILLION, NCCL)),
@@ -612,7 +637,7 @@ STEPS = (
     Step("publication 1B, gloo", 60, measure=of_shape(publication, BILLION, GLOO)),
     Step("transformers 1B", 60, measure=of_shape(transformers, BILLION)),
     Step("generation 7B", 60, measure=of_shape(generation, SEVEN)),
-    Step("training 7B", 60, measure=of_shape(training, SEVEN)),
+    Step("training 7B", 60, measure=of_shape(training, SEVEN, "torch")),
     Step("sglang 1B", 120, measure=of_shape(sglang, BILLION)),
 )
 """In the order in which they are made: what matters most comes first."""

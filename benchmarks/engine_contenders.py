@@ -68,7 +68,7 @@ class Served:
             self.url: str = self._here.recv()
         except (EOFError, ContenderFailed) as error:
             self.close()
-            raise ContenderFailed(f"{name} did not start: {error or 'see its output'}") from error
+            raise ContenderFailed(f"{name} did not start: {str(error) or 'see its output'}") from error
 
     def generate(self, prompts: Prompts, new_tokens: int) -> int:
         try:

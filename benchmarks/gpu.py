@@ -50,6 +50,8 @@ SECONDS = 470.0
 ENDING_SECONDS = 5.0
 """Between being asked to end and being killed."""
 TAIL_LINES = 40
+COUNTS = re.compile(r"\d+ (passed|failed|skipped|deselected|errors?)\b")
+"""How pytest's last line begins."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Environment variable: torch looks for devices without CUDA, which cannot be used in forked processes afterwards."""
 GIB = 2**30
@@ -448,7 +450,7 @@ def transformers(place: Place, name: str) -> list[Row]:
 
 def sglang(place: Place, name: str) -> list[Row]:
     """A gserver with real SGLang, over HTTP."""
-    from engine_contenders import ContenderFailed, Served
+    from engine_contenders import Served
 
     from streamrl.config import from_dict
 
@@ -472,10 +474,7 @@ def sglang(place: Place, name: str) -> list[Row]:
             },
         }
     )
-    try:
-        server = Served("sglang", config, folder)
-    except ContenderFailed as error:
-        raise Skipped(str(error)) from error
+    server = Served("sglang", config, folder)
     rows = []
     try:
         for count in at_once(place):
@@ -704,7 +703,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def test_result(code: int, said: str) -> Row:
     """What pytest's last line says, and why tests were skipped."""
-    last = next((line.strip("= ") for line in reversed(said.splitlines()) if re.search(r"\d+ \w+", line)), "")
+    last = next((line.strip("= ") for line in reversed(said.splitlines()) if COUNTS.match(line.strip("= "))), "")
     reasons = sorted(set(re.findall(r"^SKIPPED \[\d+\] \S+ (.+)$", said, re.MULTILINE)))
     note = "; ".join([last, *reasons])
     if code == 0 and "passed" not in last:

@@ -38,7 +38,7 @@ def test_models_are_made_trained_and_served(gpu, tmp_path, monkeypatch):
     assert [row["model"] for row in made] == [gpu.BILLION, gpu.SEVEN]
     assert all("note" not in row for row in made)
     for name in (gpu.BILLION, gpu.SEVEN):
-        trained = gpu.training(here, name)
+        trained = gpu.training(here, name, "torch")
         assert [row["checkpointing"] for row in trained] == [False, True]
         assert all(row["tokens_per_second"] > 0 and row["tflops"] > 0 for row in trained)
         (served,) = gpu.generation(here, name)
@@ -54,9 +54,9 @@ def test_a_step_is_a_process_of_its_own_that_answers(gpu, tmp_path):
 
 def test_what_is_missing_is_skipped_by_name(gpu, tmp_path):
     with pytest.raises(gpu.Skipped, match=r"there is no model of the shape Qwen2\.5-7B"):
-        gpu.training(place(gpu, tmp_path), gpu.SEVEN)
+        gpu.training(place(gpu, tmp_path), gpu.SEVEN, "torch")
     answer = tmp_path / "answer.json"
-    gpu.answer_step(gpu.Step("x", 1, measure=gpu.of_shape(gpu.training, gpu.SEVEN)), place(gpu, tmp_path), answer)
+    gpu.answer_step(gpu.Step("x", 1, measure=gpu.of_shape(gpu.training, gpu.SEVEN, "torch")), place(gpu, tmp_path), answer)
     assert "Qwen2.5-7B" in json.loads(answer.read_text())["skipped"]
 
 

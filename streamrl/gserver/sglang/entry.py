@@ -14,8 +14,8 @@ What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
 
 - SGLang imports `sgl_kernel` for its CUDA operators. Where it is not installed, a module takes its place whose
   operators can be imported and raise when they are called, which the torch backends never do.
-- The wheel of torchvision is built for CUDA and expects two operators that only its own library defines. Their schemas
-  are declared, which is enough to import it.
+- The wheel of torchvision is built for CUDA and expects two operators that only its own library defines. Where that
+  cannot be loaded, their schemas are declared, which is enough to import it.
 - SGLang's adapters ask for memory that is pinned for copies to a GPU, which torch does not give where there is none.
   They get ordinary memory.
 - To tell which experts computed a token, SGLang keeps their numbers in memory that it has CUDA pin. Here it is not.
@@ -39,6 +39,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -231,9 +232,14 @@ class Kernels(types.ModuleType):
 
 
 def declare_detection_operators() -> None:
-    """Declare what torchvision expects of its CUDA library, unless that is there."""
+    """Declare what torchvision expects of its own library, unless that can be loaded."""
     import torch
 
+    found = importlib.util.find_spec("torchvision")
+    for folder in (found and found.submodule_search_locations) or ():
+        for library in Path(folder).glob("_C*.so"):
+            with suppress(OSError):  # it was built for CUDA, or for another torch
+                torch.ops.load_library(library)
     for name in DETECTION_OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

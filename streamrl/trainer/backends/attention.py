@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
@@ -29,6 +29,8 @@ DENSE_TOKENS = 256
 """Rows up to this length have a dense mask; in longer ones, subtrees up to it."""
 TILE = 128
 """Queries and keys of one tile of `flex_attention`'s block mask."""
+LEAST_HEAD_DIM = 16
+"""Of what `flex_attention` computes on CUDA."""
 UNSEEN = -1e30
 """Added to the score of a key that is not seen. Not infinite: a query that sees none of a block's keys then has an
 output that is a number, with a denominator that is nothing beside those of other blocks."""
@@ -109,7 +111,7 @@ def tree_tiles(visible_until: Tensor, *, tile: int = TILE, behind: int = 0) -> B
     """
     length = len(visible_until)
     count = -(-length // tile)
-    tiles = torch.nn.functional.pad(visible_until, (0, count * tile - length)).view(count, tile)
+    tiles = pad(visible_until, (0, count * tile - length)).view(count, tile)
     number = torch.arange(count, device=visible_until.device)
     first, last = number * tile, ((number + 1) * tile).clamp(max=length) - 1
     some = (number[:, None] >= number) & (tiles.amax(1) > first[:, None])
@@ -183,9 +185,7 @@ class TreeMask:
         rows, heads, length, head_dim = query.shape
         query, key, value = (_in_one_row(x) for x in (query, key, value))
         if isinstance(tiles := self._parts[0], BlockMask) and not self._context.ring:
-            mixed: Tensor = _compiled_flex_attention()(
-                query, key, value, block_mask=tiles, scale=scale, enable_gqa=True
-            )
+            mixed, _ = _flex(query, key, value, tiles, scale)
         else:
             mixed = _Blockwise.apply(query, key, value, self._parts, scale, self._context)  # type: ignore[no-untyped-call]
         return mixed.transpose(1, 2).reshape(rows, length, heads, head_dim).transpose(1, 2)
@@ -332,9 +332,13 @@ def _differentiated(
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, tiles: BlockMask, scale: float | None) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp, as `_flash`, of all columns."""
+    head_dim = query.shape[-1]
+    if head_dim < LEAST_HEAD_DIM:  # zeros behind it change no score
+        scale = head_dim**-0.5 if scale is None else scale
+        query, key, value = (pad(tensor, (0, LEAST_HEAD_DIM - head_dim)) for tensor in (query, key, value))
     options: dict[str, Any] = {"block_mask": tiles, "scale": scale, "enable_gqa": True}
     found, more = _compiled_flex_attention()(query, key, value, **options, return_aux=AuxRequest(lse=True))
-    return found, more.lse
+    return found[..., :head_dim], more.lse
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, block: MaskBlock, scale: float | None) -> tuple[Tensor, Tensor]:

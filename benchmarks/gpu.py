@@ -573,7 +573,7 @@ def asynchronous(place: Place, name: str) -> list[Row]:
 
     shape, folder = shape_of(place, name), place.model(name)
     device_memory(place)
-    mean, longest = (8, 24) if place.tiny else (128, 640)
+    mean, longest = (8, 24) if place.tiny else (64, 320)
     steps = 4 if place.tiny else 6
     stops = list(range(max(1, shape.vocab_size // mean)))
     config = from_dict(

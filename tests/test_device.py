@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from streamrl.device import SideStream, resolve_device
+from streamrl.device import SideStream, attend_without_plans, resolve_device
 from streamrl.errors import ConfigError
 
 
@@ -82,3 +82,12 @@ def test_without_cuda_there_is_no_stream() -> None:
     with SideStream(torch.device("cpu"), cuda=cuda).after_computation():
         pass
     assert cuda.asked == []
+
+
+def test_attention_on_gpus_makes_no_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[bool] = []
+    monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", allowed.append)
+    attend_without_plans(torch.device("cpu"))
+    assert not allowed
+    attend_without_plans(torch.device("cuda", 0))
+    assert allowed == [False]

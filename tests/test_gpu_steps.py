@@ -56,7 +56,9 @@ def test_what_is_missing_is_skipped_by_name(gpu, tmp_path):
     with pytest.raises(gpu.Skipped, match=r"there is no model of the shape Qwen2\.5-7B"):
         gpu.training(place(gpu, tmp_path), gpu.SEVEN, "torch")
     answer = tmp_path / "answer.json"
-    gpu.answer_step(gpu.Step("x", 1, measure=gpu.of_shape(gpu.training, gpu.SEVEN, "torch")), place(gpu, tmp_path), answer)
+    gpu.answer_step(
+        gpu.Step("x", 1, measure=gpu.of_shape(gpu.training, gpu.SEVEN, "torch")), place(gpu, tmp_path), answer
+    )
     assert "Qwen2.5-7B" in json.loads(answer.read_text())["skipped"]
 
 

@@ -28,6 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from streamrl.device import attend_without_plans
 from streamrl.native.build import Unavailable, has_instructions, shared_library
 
 log = logging.getLogger(__name__)
@@ -165,6 +166,7 @@ class TorchOperations:
         """`eps`: added to mean squares. `rotation`: `[2, positions, head_dim]`, float32: cosines, and sines with the
         sign that exchanged halves of a head need. `copies_cache`: single pieces attend to a copy of the cache that is
         laid out the same whatever the slot, because rounding may depend on where rows begin in memory."""
+        attend_without_plans(device)
         self.heads = heads
         self.kv_heads = kv_heads
         self.head_dim = head_dim

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from streamrl.device import attend_without_plans
 from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
 
@@ -149,6 +150,7 @@ class TreeMask:
     """Who sees whom in a micro-batch, in the form that its device computes with."""
 
     def __init__(self, micro: MicroBatch, device: torch.device, context: ContextGroup) -> None:
+        attend_without_plans(device)
         self._context = context
         self._dense: Tensor | None = None
         self._parts: list[Part] = []

@@ -6,6 +6,7 @@ type by hand on another machine, so `streamrl run` and pools started by hand are
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
@@ -20,6 +21,7 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.transport.addresses import is_wildcard
 
+DEVICES = Path("/dev")
 PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout", "evaluator"]
 
 COMPONENTS: Mapping[str, str] = {
@@ -344,5 +346,18 @@ def visible_gpus() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return list(takewhile(re.compile(r"\d|GPU-|MIG-").match, map(str.strip, chosen.split(","))))
-    devices = [name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)]
-    return [str(index) for index in range(len(devices))]
+    devices = [name for name in os.listdir(DEVICES) if re.fullmatch(r"nvidia\d+", name)]
+    return [str(index) for index in range(len(devices) or _gpus_lent_by_windows())]
+
+
+def _gpus_lent_by_windows() -> int:
+    """How many GPUs the driver of WSL 2 knows, where Linux has one file for all of Windows' GPUs."""
+    if not (DEVICES / "dxg").exists():
+        return 0
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # they are of another maker
+        return 0
+    count = ctypes.c_uint(0)
+    failed = driver.nvmlInit_v2() or driver.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    return 0 if failed else count.value

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from rich.console import Console
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
+from streamrl.launch import processes
 from streamrl.launch.display import Display
 from streamrl.launch.local import Launcher, claim_run_dir, lock_run_dir
 from streamrl.launch.processes import (
@@ -179,6 +181,37 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         assert visible_gpus() == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,-1,1")
     assert visible_gpus() == ["0"], "as CUDA reads it"
+
+
+def test_gpus_are_found_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(processes, "DEVICES", tmp_path)
+    assert visible_gpus() == []
+    (tmp_path / "dxg").touch()  # WSL 2
+    monkeypatch.setattr("ctypes.CDLL", no_library)
+    assert visible_gpus() == []
+    monkeypatch.setattr("ctypes.CDLL", lambda _: NvidiaDriver)
+    assert visible_gpus() == ["0", "1"]
+    for name in ("nvidia0", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus() == ["0"]
+
+
+def no_library(name: str) -> None:
+    raise OSError(f"{name}: cannot open shared object file")
+
+
+class NvidiaDriver:
+    """In place of its library: has two GPUs."""
+
+    @staticmethod
+    def nvmlInit_v2() -> int:
+        return 0
+
+    @staticmethod
+    def nvmlDeviceGetCount_v2(count: Any) -> int:
+        count._obj.value = 2
+        return 0
 
 
 def test_run_folder_is_never_taken_twice(tmp_path: Path) -> None:

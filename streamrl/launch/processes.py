@@ -22,6 +22,10 @@ from streamrl.errors import ConfigError
 from streamrl.transport.addresses import is_wildcard
 
 DEVICES = Path("/dev")
+SGLANG_MEMORY = "--mem-fraction-static"
+"""SGLang's flag: which part of the free memory its weights and its key-value cache may take."""
+SHARED_MEMORY = 0.8
+"""Part of a GPU's memory that its users get in equal parts; the rest is for what none of them counts."""
 PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout", "evaluator"]
 
 COMPONENTS: Mapping[str, str] = {
@@ -251,10 +255,10 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
     """`config` for a whole run on a machine with these `gpus`.
 
     Weights are broadcast over gloo where the trainer's ranks that send them and those of the gservers cannot have a GPU
-    each, as NCCL demands. Raises `ConfigError` when there are fewer GPUs than one server has ranks, or the trainer has
-    model workers.
+    each, as NCCL demands. SGLang takes its share of the memory where GPUs are shared, and not all that it finds. Raises
+    `ConfigError` when there are fewer GPUs than one server has ranks, or the trainer has model workers.
     """
-    weights, of_a_gserver = config.weights, _ranks_of_a_gserver(config)
+    of_a_gserver = _ranks_of_a_gserver(config)
     if _device(config, gpus) != "cuda":
         return config
     if of_a_gserver > max(len(gpus), 1):
@@ -267,6 +271,8 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
             f"{workers} model workers (trainer.data_parallel * context_parallel * tensor_parallel * pipeline_parallel) "
             f'need as many GPUs; this machine has {len(gpus)}: have fewer, or set run.device = "cpu"'
         )
+    config = _sharing_memory(config, users=-(-(config.gserver.count * of_a_gserver + workers) // max(len(gpus), 1)))
+    weights = config.weights
     if weights.backend != "auto" or weights.mode not in ("auto", "collective"):
         return config
     # over NCCL one sends, unless several are asked for
@@ -275,6 +281,18 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
     if ranks <= len(gpus) and config.gserver.engine != "simulated":
         return config
     return msgspec.structs.replace(config, weights=msgspec.structs.replace(weights, backend="gloo"))
+
+
+def _sharing_memory(config: Config, *, users: int) -> Config:
+    """`config` where so many processes use a GPU: SGLang, which takes what is free but for a small part, gets a part
+    like each of the others, unless the configuration says how much."""
+    gserver = config.gserver
+    told = any(arg.startswith(SGLANG_MEMORY) for arg in gserver.sglang.args)
+    if gserver.engine != "sglang" or users < 2 or told:
+        return config
+    args = [*gserver.sglang.args, f"{SGLANG_MEMORY}={SHARED_MEMORY / users:.2f}"]
+    sglang = msgspec.structs.replace(gserver.sglang, args=args)
+    return msgspec.structs.replace(config, gserver=msgspec.structs.replace(gserver, sglang=sglang))
 
 
 def _device(config: Config, gpus: Sequence[str]) -> str:

@@ -120,6 +120,18 @@ def test_nccl_is_left_where_gpus_are_shared(gservers: int, ranks: int, gpus: int
 
 
 @pytest.mark.parametrize(
+    ("gservers", "gpus", "part"), [(1, 1, ["0.40"]), (2, 1, ["0.27"]), (3, 2, ["0.40"]), (1, 2, []), (2, 3, [])]
+)
+def test_sglang_leaves_memory_to_whom_it_shares_a_gpu_with(gservers: int, gpus: int, part: list[str]) -> None:
+    names = [str(i) for i in range(gpus)]
+    chosen = sglang(gservers, args=["--x=1"])
+    args = fitted(chosen, gpus=names).gserver.sglang.args
+    assert args == ["--x=1", *(f"--mem-fraction-static={each}" for each in part)]
+    own = ["--mem-fraction-static=0.6"]
+    assert fitted(sglang(gservers, args=own), gpus=names).gserver.sglang.args == own
+
+
+@pytest.mark.parametrize(
     ("senders", "workers", "gpus", "backend"), [(2, 2, 2, "gloo"), (1, 2, 2, "auto"), (2, 2, 3, "auto")]
 )
 def test_whoever_sends_weights_over_nccl_has_a_gpu_without_a_gserver(

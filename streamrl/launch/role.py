@@ -169,7 +169,9 @@ def run_manager(
             refuse_another_run(config)
 
         def listening(url: str) -> None:
-            if resume:  # not before: where another manager listens the run goes on, and its records are not touched
+            # not before: where another manager listens the run goes on, and its records are not touched
+            progress.take_up(config)
+            if resume:
                 _begin_anew(config)
             on_ready(url)
 

@@ -9,6 +9,7 @@
 | `timeline.jsonl` | manager | `records/timeline.py`: one heartbeat or weight update a line |
 | `final.json` | master, launcher | `records/metrics.py`: `Final`, how the run stood at its end, and why it ended |
 | `checkpoints/*/state/progress.json` | model worker 0 | `records/progress.py`: `Progress`, what a run resumes from |
+| `checkpoints/*/state/taken-up.json` | manager, master | `records/progress.py`: the run has gone back to this one |
 | `logs/*.log` | each process | – |
 
 `report/` reads all of it back for people.

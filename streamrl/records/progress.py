@@ -4,6 +4,7 @@ A checkpoint is a folder like a Hugging Face model's with one more folder in it:
 
     run_dir/checkpoints/step-000040/    config.json, model*.safetensors, tokenizer: the policy
                              state/progress.json    `Progress`
+                             state/taken-up.json    `take_up`: only in one that the run went back to
                              state/actor/           optimizer, schedule (docs/trainer.md tells of all files)
 
 Groups that were generated and not trained on when the checkpoint was written are not in it:
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +27,7 @@ import msgspec
 
 from streamrl.config import Config
 from streamrl.disk import to_disk
-from streamrl.errors import ConfigError
+from streamrl.errors import UNDECODABLE, ConfigError
 from streamrl.records.collapse import CollapseWatch
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import read_lines, read_records
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 
 STATE = "state"
 FILE = "progress.json"
+TAKEN_UP = "taken-up.json"
+"""Beside it, in a checkpoint that its run went back to: the Unix time from which on it is the latest."""
 UNFINISHED = ".unfinished"
 
 Record = TypeVar("Record")
@@ -157,10 +161,28 @@ def identity(config: Config) -> str:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints of a run that it can go on from, the one that was written last at the end."""
+    """Return the checkpoints of a run that it can go on from, the latest at the end: the one that was written last, or
+    that the run went back to since."""
     found = [file.parent.parent for file in (run_dir / "checkpoints").glob(f"*/{STATE}/{FILE}")]
     whole = [folder for folder in found if not folder.name.endswith(UNFINISHED)]
     return sorted(whole, key=_written)
+
+
+def take_up(config: Config) -> None:
+    """Make the checkpoint that the run goes on from its latest, if it is one of its own: a run that has gone back, and
+    is killed before its next checkpoint, must not go on from one of those that it left.
+
+    Done before `rewind`: killed in between, the run goes on from here, too, and takes its records back then.
+    """
+    if config.run.resume_from is None:
+        return
+    begun = Path(config.run.resume_from).resolve()
+    found = checkpoints(config.run_dir)
+    if begun in [folder.resolve() for folder in found[:-1]]:
+        latest, _ = _written(found[-1])
+        # by no clock: what is written from now on is later than `latest` by the clock that will be used there
+        _replace(begun / STATE / TAKEN_UP, msgspec.json.encode(math.nextafter(latest, math.inf)))
+        to_disk(begun / STATE)
 
 
 def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*") -> None:
@@ -217,7 +239,7 @@ def _last_healthy(folders: Sequence[Path]) -> Path | None:
 
 
 def _written(folder: Path) -> tuple[float, str]:
-    """Return when a checkpoint was written, and its name, which decides where times are alike.
+    """Return when a checkpoint was written or taken up again, and its name, which decides where times are alike.
 
     It says so itself, since its folder has another time when it was copied; where it does not, the folder has to.
     """
@@ -225,7 +247,15 @@ def _written(folder: Path) -> tuple[float, str]:
         reached_at = read(folder).reached_at
     except ConfigError:
         reached_at = 0.0
-    return reached_at or folder.stat().st_mtime, folder.name
+    return max(reached_at or folder.stat().st_mtime, _taken_up(folder)), folder.name
+
+
+def _taken_up(folder: Path) -> float:
+    """Return what `take_up` noted in a checkpoint; 0: nothing."""
+    try:
+        return msgspec.json.decode((folder / STATE / TAKEN_UP).read_bytes(), type=float)
+    except (OSError, *UNDECODABLE):
+        return 0.0
 
 
 def rewind(run_dir: Path, *, policy_version: int) -> None:
@@ -253,7 +283,11 @@ def _keep_lines(file: Path, kind: type[Record], keep: Callable[[Record], bool]) 
     if not file.exists():
         return
     kept = [line for line, record in read_lines(file, kind) if keep(record)]
+    _replace(file, b"".join(line + b"\n" for line in kept))
+
+
+def _replace(file: Path, content: bytes) -> None:
     unfinished = file.with_name(file.name + UNFINISHED)
-    unfinished.write_bytes(b"".join(line + b"\n" for line in kept))
+    unfinished.write_bytes(content)
     to_disk(unfinished)  # else a loss of power may leave an empty file in the place of all figures
     unfinished.rename(file)

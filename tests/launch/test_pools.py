@@ -19,8 +19,11 @@ from streamrl.errors import ProcessDied, StreamRLError
 from streamrl.launch.pool import Pool
 from streamrl.launch.process import EXIT_PLACE_TAKEN
 from streamrl.launch.processes import Helper, ProcessPlan
+from streamrl.launch.role import from_latest
 from streamrl.launch.supervise import Children
+from streamrl.records import progress
 from streamrl.records.metrics import StepReport
+from streamrl.records.progress import Progress
 from streamrl.transport.control import AskPlace, Status
 from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, calling, start_command, until
@@ -210,3 +213,19 @@ def test_a_manager_that_cannot_listen_leaves_the_records_of_the_run_alone(start:
     until(lambda: told(manager) or not manager.running, "the manager's URL", seconds=PATIENCE)
     assert told(manager)
     assert metrics.read_bytes() == b""
+
+
+def test_a_manager_that_goes_back_to_a_checkpoint_has_it_gone_on_from_the_next_time(
+    start: Start, tmp_path: Path
+) -> None:
+    """By `--resume`, though there are checkpoints that were written after it."""
+    config = configuration(tmp_path, "finish")
+    run, made = load(Path(config)), []
+    for version in (4, 8):
+        made.append(run.run_dir / "checkpoints" / f"step-{version:06d}")
+        made[-1].mkdir(parents=True)
+        progress.write(made[-1], Progress(version, trained=[], rejected=[], prompts=progress.prompts_digest(run)))
+    assert from_latest(Path(config), []) == [f"run.resume_from={made[1].absolute()}"]
+    manager = start("manager", config, "--port", "0", f"run.resume_from={made[0]}")
+    until(lambda: told(manager) or not manager.running, "the manager's URL", seconds=PATIENCE)
+    assert from_latest(Path(config), []) == [f"run.resume_from={made[0].absolute()}"]

@@ -121,6 +121,29 @@ def test_a_run_that_went_back_keeps_its_new_checkpoints(tmp_path: Path) -> None:
     assert left == {"step-000020", "step-000040", "step-000024"}
 
 
+def test_a_run_that_has_gone_back_goes_on_from_there_until_it_has_a_newer_checkpoint(tmp_path: Path) -> None:
+    """Also when the left ones were written by a clock that is ahead, and whichever is gone back to."""
+    run = tmp_path / "run"
+    for version in (20, 30, 40):
+        save(run, f"step-{version:06d}", make_progress(version, reached_at=1e10 + version))
+
+    def begin(checkpoint: Path) -> list[int]:
+        progress.take_up(from_dict({"run": {"dir": str(tmp_path), "name": "run", "resume_from": str(checkpoint)}}))
+        return [progress.read(folder).policy_version for folder in progress.checkpoints(run)]
+
+    folders = run / "checkpoints"
+    latest = folders / "step-000040"
+    assert begin(latest) == [20, 30, 40]
+    assert not (latest / "state" / progress.TAKEN_UP).exists(), "nothing has to be noted"
+    assert begin(save(tmp_path / "other", "step-000020", make_progress(20))) == [20, 30, 40]
+    assert begin(folders / "step-000020") == [30, 40, 20]
+    save(run, "step-000024", make_progress(24, reached_at=1e10 + 50))
+    assert begin(folders / "step-000024") == [30, 40, 20, 24]
+    assert begin(latest) == [30, 20, 24, 40]
+    (latest / "state" / progress.TAKEN_UP).write_text("")
+    assert begin(folders / "step-000024") == [30, 40, 20, 24]
+
+
 def test_a_run_that_was_copied_goes_on_from_its_latest_checkpoint(tmp_path: Path) -> None:
     """Whatever times the copies of its folders have."""
     for reached_at, version in ((100.0, 8), (300.0, 10), (200.0, 9)):

@@ -282,6 +282,7 @@ class Master:
         """
         run_dir = self._config.run_dir
         version = self._begun.policy_version if self._begun is not None else 0
+        progress.take_up(self._config)
         progress.rewind(run_dir, policy_version=version)
         rollouts_writer.rewind(run_dir, policy_version=version)
         recording.cut(run_dir, policy_version=version)

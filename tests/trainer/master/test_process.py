@@ -654,6 +654,19 @@ def test_a_run_that_goes_on_with_other_batches_ends_with_its_epochs(tmp_path):
     assert consumed < 90
 
 
+def test_a_run_that_has_gone_back_and_ends_before_its_next_checkpoint_goes_on_from_there(tmp_path):
+    """And not from one of the steps that it left, which its records no longer have."""
+    whole_run(configured(tmp_path, trainer={"save_every_steps": 2}), Script())
+    older = tmp_path / "pretended" / "checkpoints" / "step-000002"
+    config = configured(
+        tmp_path, run={"total_train_steps": 3, "resume_from": str(older)}, trainer={"save_at_end": False}
+    )
+    whole_run(config, Script())
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert progress.checkpoints(config.run_dir)[-1] == older
+
+
 def test_a_run_that_begins_anew_has_no_steps_of_the_start_before(tmp_path):
     """On a machine with a disk of its own, where a master has made steps and no checkpoint."""
     config = configured(tmp_path, run={"total_train_steps": 3}, trainer={"save_at_end": False})

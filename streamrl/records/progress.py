@@ -272,6 +272,19 @@ def rewind(run_dir: Path, *, policy_version: int) -> None:
     )
 
 
+def figures_to_disk(run_dir: Path) -> None:
+    """Wait until the figures of all steps and evaluations so far are on the disk: of those that a checkpoint counts,
+    before it is there. Not where they are written, which would hold every step up.
+
+    Whoever wrote them, on this machine; where they are on another one's disk nothing is done. Raises `OSError`.
+    """
+    found = [file for name in (METRICS_FILE, EVALUATIONS_FILE) if (file := run_dir / name).exists()]
+    for file in found:
+        to_disk(file)
+    if found:
+        to_disk(run_dir)
+
+
 def evaluated(run_dir: Path, *, policy_version: int) -> bool:
     """Whether the run's records hold an evaluation of `policy_version`."""
     reports = read_records(run_dir / EVALUATIONS_FILE, EvaluationReport)

@@ -19,7 +19,7 @@ import shutil
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from safetensors.numpy import save
 
 from streamrl import config as configuration
 from streamrl.config import Config
+from streamrl.disk import to_disk
 from streamrl.errors import DataError
 from streamrl.records.progress import UNFINISHED
 from streamrl.trainer.calls import DataTransfer, Function, Hook, Inference, Trained, TrainStep
@@ -252,6 +253,8 @@ class RecordWriter:
         self._on_their_way: deque[Future[None]] = deque()
         self._waiting: deque[RecordedStep] = deque()
         """For room on the disk; of the thread."""
+        self._written = deque([self._folder / FACTS])
+        """Files that may not be on the disk yet, in case of a loss of power."""
         self._over = False
         """The record has ended for good, and the run goes on without."""
         try:
@@ -274,11 +277,28 @@ class RecordWriter:
         if not self._over:
             self._on_their_way.append(self._thread.submit(self._write, step))
 
+    def to_disk(self) -> None:
+        """Return when the steps so far are on the disk, whatever becomes of the machine: those that it takes, and has
+        taken after half of `limit_seconds`, since other workers wait meanwhile. From any thread."""
+        if wait(list(self._on_their_way), self._limit / 2).not_done:
+            log.warning("the last steps of the record are not written yet: %s does not take them", self._folder)
+        if self._over:
+            return
+        try:
+            while self._written:
+                to_disk(self._written[0])
+                self._written.popleft()
+            for folder in (self._folder, *list(self._folder.parents)[:3]):  # up to the run's, whose names they are
+                to_disk(folder)
+        except OSError as error:  # tolerance point: the record never ends the run
+            log.warning("the last steps of the record in %s may be lost with the machine: %s", self._folder, error)
+
     def close(self) -> None:
         """Return when all that the disk takes is written, after `limit_seconds` at most."""
         try:
             while self._on_their_way and not self._over:
-                self._wait_for(self._on_their_way.popleft())
+                self._wait_for(self._on_their_way[0])
+                self._on_their_way.popleft()
         except TimeoutError:
             log.error("the last steps of the record are not written: %s does not take them", self._folder)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -297,7 +317,9 @@ class RecordWriter:
         self._waiting.append(step)
         try:
             while self._waiting:
-                write_step(self._folder / _step_name(self._waiting[0].step), self._waiting[0])
+                file = self._folder / _step_name(self._waiting[0].step)
+                write_step(file, self._waiting[0])
+                self._written.append(file)
                 self._waiting.popleft()
         except (OSError, SafetensorError) as error:  # tolerance point: a full disk must not end a run
             reason = f"step {self._waiting[0].step} cannot be written: {error}"
@@ -355,6 +377,10 @@ class Recorder:
             self._groups |= {seq: self._data.group(seq) for seq in minibatch.seqs if seq not in self._groups}
         if self._trains <= {done.mfc for done in self._calls}:
             self._end_step(call.policy_version + 1)
+
+    def to_disk(self) -> None:
+        """Return when the steps so far are on the disk. From any thread."""
+        self._writer.to_disk()
 
     def close(self) -> None:
         self._writer.close()

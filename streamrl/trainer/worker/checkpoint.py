@@ -4,7 +4,7 @@ A model worker copies its part of the weights and optimizer states into its own 
 that copy only. A thread of its own then writes the copy, beside those of other workers; no process ever holds more than
 its own part.
 Invariants: at most one checkpoint is being written; its folder appears at once, when worker 0 has seen that all of it
-is on the disk; older ones are removed only after that.
+is on the disk, after the figures and the record of its steps; older ones are removed only after that.
 
     FOLDER/                 the policy: weights, config.json, tokenizer; with [model.lora] an adapter as peft has it,
                             beside the settings and the tokenizer of its base
@@ -175,9 +175,13 @@ class CheckpointPart(Protocol):
 class CheckpointWriter:
     """Writes one checkpoint after another; used by the one thread that computes, on all model workers alike."""
 
-    def __init__(self, together: Together, *, keep: int, spare: str | None) -> None:
-        """`keep` checkpoints stay, and `spare`, which the run came from."""
+    def __init__(
+        self, together: Together, *, keep: int, spare: str | None, records_to_disk: Callable[[], None] = lambda: None
+    ) -> None:
+        """`keep` checkpoints stay, and `spare`, which the run came from. `records_to_disk`, of each worker, waits until
+        what it wrote about the steps so far is on the disk: a run that goes on from a checkpoint has them all."""
         self._together = together
+        self._records_to_disk = records_to_disk
         self._keep = keep
         self._spare = spare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=compute_with, initargs=(1,))
@@ -216,6 +220,8 @@ class CheckpointWriter:
             sees = self._together.gather(torch.tensor(int(sign.exists())))
             elsewhere = [rank for rank, seen in enumerate(sees) if not seen]  # their disk is not worker 0's
             failure = self._together.do(lambda: self._write_files(unfinished, share, elsewhere))
+        if not failure:
+            failure = self._together.do(self._records_to_disk)
         if not failure:
             failure = self._together.do(lambda: self._complete(folder, unfinished, sign, share) if leads else None)
         if failure:  # tolerance point: a full disk must not end a run

@@ -75,7 +75,12 @@ class Computation:
         self._data = data
         self._weights_free = weights_free
         together = Together(rank, config.trainer.workers, seconds=config.trainer.step_timeout_seconds)
-        self._writer = CheckpointWriter(together, keep=config.trainer.keep_checkpoints, spare=config.run.resume_from)
+        self._writer = CheckpointWriter(
+            together,
+            keep=config.trainer.keep_checkpoints,
+            spare=config.run.resume_from,
+            records_to_disk=self._records_to_disk,
+        )
         self._away: set[str] = set()
         self._moving = threading.Lock()
         """Held while a model goes away or comes back, which two threads may ask for: this one and the publication's."""
@@ -152,6 +157,14 @@ class Computation:
             limit_seconds=config.trainer.step_timeout_seconds,
         )
         return Recorder(graph, self._data, writer, rank=self._rank)
+
+    def _records_to_disk(self) -> None:
+        """In the thread that writes checkpoints: worker 0 sees to the master's files, beside which it runs as a rule,
+        so that the master waits for no disk."""
+        if self._rank == 0:
+            progress.figures_to_disk(self._config.run_dir)
+        if self._recorder is not None:
+            self._recorder.to_disk()
 
     def _begin_keeping(self) -> RolloutKeeper:
         config, begun = self._config, progress.of_run(self._config)

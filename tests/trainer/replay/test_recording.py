@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 import threading
 from pathlib import Path
 
@@ -266,6 +267,37 @@ def test_a_slow_disk_holds_two_steps_up_and_then_training_for_so_long(
     disk.go_on.set()
     writer.close()
     assert read_recording(tmp_path / "run").parts[0].last <= 2
+
+
+def test_a_disk_that_is_full_or_slow_does_not_keep_a_checkpoint_from_being_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk(monkeypatch)
+    writer = RecordWriter(tmp_path / "run", make_part(tmp_path), warn_seconds=10, limit_seconds=2)
+    on_disk: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(os.fstat(descriptor).st_ino))
+    disk.go_on.clear()
+    writer.keep(make_step(1))
+    writer.to_disk()
+    assert "the last steps of the record are not written yet" in caplog.text
+    disk.full = True
+    disk.go_on.set()
+    writer.to_disk()
+    disk.full = False
+    writer.keep(make_step(2))
+    writer.to_disk()
+    (folder,) = (tmp_path / "run" / "record").glob("from-*/rank-0")
+    for path in (folder / "part.json", *(folder / f"step-{step:06d}.safetensors" for step in (1, 2)), folder):
+        assert path.stat().st_ino in on_disk
+    monkeypatch.setattr(os, "fsync", failing)
+    writer.keep(make_step(3))
+    writer.to_disk()
+    assert "may be lost with the machine: [Errno 28] No space left" in caplog.text
+    writer.close()
+
+
+def failing(descriptor: int) -> None:
+    raise NO_ROOM
 
 
 def test_a_folder_that_cannot_be_made_costs_the_record_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

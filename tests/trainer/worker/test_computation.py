@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -19,6 +21,8 @@ from transformers import AutoModelForCausalLM
 from streamrl.config import from_dict
 from streamrl.errors import DeadlineExceeded, ModelError, TrainingError
 from streamrl.records import progress
+from streamrl.records.evaluation import EVALUATIONS_FILE
+from streamrl.records.metrics import METRICS_FILE
 from streamrl.records.progress import Progress
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
@@ -35,6 +39,7 @@ from streamrl.trainer.calls import (
 )
 from streamrl.trainer.graph import MFC, downstream, graph_of
 from streamrl.trainer.master.figures import train_metrics
+from streamrl.trainer.replay import recording
 from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.checkpoint import HostCopy
 from streamrl.trainer.worker.computation import Computation, _comparable, call_users_function
@@ -226,6 +231,41 @@ def test_a_run_goes_on_from_an_adapter_to_the_bit_and_peft_reads_it(tmp_path):
     last = weights(worker)
     assert any(not torch.equal(last[name], weight) for name, weight in saved.items())
     assert all(torch.equal(weight, last[name]) for name, weight in weights(resumed).items())
+
+
+def test_a_checkpoint_is_there_only_when_figures_and_record_of_its_steps_are_on_the_disk(tmp_path, monkeypatch):
+    """However long the record takes, and that is waited for by the thread that writes the checkpoint."""
+    group = random_group(0, np.random.default_rng(0))
+    run = {"device": "cpu", "dir": str(tmp_path), "name": "run", "record": True}
+    worker = Worker(tmp_path, groups=[group], run=run)
+    run_dir, go_on = worker.config.run_dir, threading.Event()
+    metrics, evaluations = run_dir / METRICS_FILE, run_dir / EVALUATIONS_FILE
+    for file in (metrics, evaluations):
+        file.write_bytes(b"{}\n")
+    write_step, on_disk, rename = recording.write_step, [], Path.rename
+
+    def fsync(descriptor):
+        on_disk.append(os.fstat(descriptor).st_ino)
+
+    def put(path, target):
+        if Path(target) == folder:
+            on_disk.append("checkpoint")
+        return rename(path, target)
+
+    monkeypatch.setattr(recording, "write_step", lambda file, step: (go_on.wait(60), write_step(file, step)))
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", put)
+    folder = run_dir / "checkpoints" / "step-000001"
+    worker.train([([0], int(group.packed_loss_mask.sum()), group.size)])
+    assert worker.save(folder) == Saved()
+    threading.Timer(0.2, go_on.set).start()
+    assert worker.computation.carry_out(FinishSave()) == Saved()
+    worker.computation.close()
+    part = run_dir / "record" / "from-000000" / "rank-0"
+    before = on_disk[: on_disk.index("checkpoint")]
+    assert len(list(part.glob("step-*"))) == 1
+    for path in (metrics, evaluations, run_dir, *part.glob("step-*"), part / "part.json", part):
+        assert path.stat().st_ino in before, path
 
 
 def test_a_checkpoint_waits_for_the_publication_of_its_weights(tmp_path):

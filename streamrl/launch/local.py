@@ -100,7 +100,11 @@ def lock_run_dir(run_dir: Path) -> IO[str]:
 
 
 def resumed(config: Config) -> Config:
-    """Return the configuration of the run in `config.run_dir`, to go on from its latest checkpoint."""
+    """Return the configuration of the run in `config.run_dir`, to go on from its latest checkpoint.
+
+    Raises `ConfigError` where there is none, and where nothing is left to do; an evaluation at the end is left to do if
+    it was cut off, since the last checkpoint is written before it ends.
+    """
     found = progress.checkpoints(config.run_dir)
     if not found:
         raise ConfigError(
@@ -109,11 +113,12 @@ def resumed(config: Config) -> Config:
         )
     made = progress.read(found[-1])
     version, most_steps, most_epochs = made.policy_version, config.run.most_steps, config.run.total_train_epochs
-    if most_steps is not None and version >= most_steps:
+    over = not config.evaluation.at_end or progress.evaluated(config.run_dir, policy_version=version)
+    if over and most_steps is not None and version >= most_steps:
         raise ConfigError(
             f"{config.run_dir} is done: it made {version} steps; for more of them raise run.total_train_steps"
         )
-    if most_epochs is not None and made.data_rows and made.groups_consumed // made.data_rows >= most_epochs:
+    if over and most_epochs is not None and made.data_rows and made.groups_consumed // made.data_rows >= most_epochs:
         raise ConfigError(
             f"{config.run_dir} is done: it made {most_epochs} epochs; for more of them raise run.total_train_epochs"
         )

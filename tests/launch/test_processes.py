@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,7 @@ from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
 from streamrl.launch import processes
 from streamrl.launch.display import Display
-from streamrl.launch.local import Launcher, claim_run_dir, lock_run_dir
+from streamrl.launch.local import Launcher, claim_run_dir, lock_run_dir, resumed
 from streamrl.launch.processes import (
     COMPONENTS,
     STOP_ORDER,
@@ -34,7 +35,11 @@ from streamrl.launch.processes import (
     share_of,
     visible_gpus,
 )
+from streamrl.records import progress
+from streamrl.records.evaluation import EVALUATIONS_FILE
+from streamrl.records.progress import Progress
 from streamrl.transport import secret
+from tests.evaluations import make_report
 
 
 def config(gservers: int = 1, model_workers: int = 1, workers: int = 1, **run: object) -> Config:
@@ -337,6 +342,24 @@ def test_a_pool_has_the_numbers_that_the_manager_gave() -> None:
     workers = plan_pool(config(), "rollout", indices=[4])
     words = command(workers[0], config_file=Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9")
     assert words[-4:] == ["--index", "4", "--advertise", "10.0.0.9"]
+
+
+def test_a_run_that_is_done_is_gone_on_with_only_if_its_last_evaluation_is_missing(tmp_path: Path) -> None:
+    """It was cut off: the last checkpoint is written before it ends."""
+
+    def asked(**evaluation: bool) -> Config:
+        return from_dict({"run": {"dir": str(tmp_path), "total_train_steps": 4}, "evaluation": {**evaluation}})
+
+    run_dir = asked().run_dir
+    folder = run_dir / "checkpoints" / "final"
+    folder.mkdir(parents=True)
+    progress.write(folder, Progress(4, trained=[], rejected=[], prompts=progress.prompts_digest(asked())))
+    with pytest.raises(ConfigError, match="is done: it made 4 steps"):
+        resumed(asked())
+    assert resumed(asked(at_end=True)).run.resume_from == str(folder)
+    (run_dir / EVALUATIONS_FILE).write_bytes(msgspec.json.encode(make_report(4)) + b"\n")
+    with pytest.raises(ConfigError, match="is done: it made 4 steps"):
+        resumed(asked(at_end=True))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

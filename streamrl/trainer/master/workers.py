@@ -15,6 +15,7 @@ from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.config.trainer import role_config
+from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
@@ -103,6 +104,11 @@ class Checkpoints:
 
     def __init__(self, config: Config, *, channel: Requests) -> None:
         self._folder = config.run_dir.absolute() / "checkpoints"
+        begun = None if config.run.resume_from is None else Path(config.run.resume_from).resolve()
+        self._final_version: int | None = None
+        """Of the last checkpoint, if the run goes on from it."""
+        if begun == (self._folder / FINAL).resolve():
+            self._final_version = progress.read(begun).policy_version
         self._workers = range(config.trainer.workers)
         self._limit = config.trainer.step_timeout_seconds
         self._channel = channel
@@ -116,9 +122,13 @@ class Checkpoints:
         self._seconds += time.monotonic() - began
 
     async def save_final(self, reached: Progress) -> None:
-        """The checkpoint of the end; raises the workers' error unless it is on the disk."""
-        await self._ask(self._folder / FINAL, reached, final=True)
-        log.info("saved %s", self._folder / FINAL)
+        """The checkpoint of the end; raises the workers' error unless it is on the disk.
+
+        A run that went on from there and made no step leaves it alone: gservers may still be reading it.
+        """
+        if reached.policy_version != self._final_version:
+            await self._ask(self._folder / FINAL, reached, final=True)
+            log.info("saved %s", self._folder / FINAL)
 
     async def finish(self) -> str:
         """Wait for what is being written; return what to add to why the run ended."""

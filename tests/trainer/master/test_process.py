@@ -438,6 +438,22 @@ def test_an_evaluation_is_asked_for_once_the_gservers_have_the_version(tmp_path)
     assert [json.loads(line)["policy_version"] for line in written] == [0, 2, 4, 5]
 
 
+def test_a_run_whose_last_evaluation_was_cut_off_makes_that_and_nothing_else(tmp_path):
+    """Its last checkpoint stays as it is: gservers may still read it."""
+    config = configured(tmp_path, evaluation={"at_end": True})
+    whole_run(config, Script())
+    (config.run_dir / "evaluations.jsonl").unlink()
+    final = config.run_dir / "checkpoints" / "final"
+    again = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from=str(final)))
+    reason, run = whole_run(again, Script())
+    assert (reason, run.steps, run.workers.named("Save")) == ("6 steps are done", [], [])
+    assert [asked.policy_version for asked, _ in run.manager.evaluated] == [6]
+    assert progress.evaluated(config.run_dir, policy_version=6)
+    more = msgspec.structs.replace(again, run=msgspec.structs.replace(again.run, total_train_steps=7))
+    _, run = whole_run(more, Script())
+    assert [event.call.progress.policy_version for event in run.workers.named("Save")] == [7]
+
+
 def test_mfcs_on_arrivals_read_each_group_once_and_batches_wait_for_them(tmp_path):
     """That each call finds what it needs, on whichever worker, is asserted by the pretended workers."""
     script = Script(

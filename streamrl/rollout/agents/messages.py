@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -36,6 +37,23 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
     """The calls in an assistant's message."""
     tool_call_id: str = ""
     """In a tool's result: the call that it belongs to."""
+    tool_name: str = ""
+    """In a tool's result: the tool, as `with_tool_names` finds it."""
+
+
+def with_tool_names(messages: Sequence[Message]) -> list[Message]:
+    """Return a conversation whose tools' results have the names of their tools, for the models that are told them.
+
+    No API's results say the name: it is that of the call that they belong to. A result without its call has none.
+    """
+    names: dict[str, str] = {}
+    found = []
+    for message in messages:
+        names |= {call.id: call.name for call in message.tool_calls}
+        if message.role == "tool":
+            message = msgspec.structs.replace(message, tool_name=names.get(message.tool_call_id, ""))
+        found.append(message)
+    return found
 
 
 class ChatRequest(msgspec.Struct, frozen=True):

@@ -52,7 +52,7 @@ _TOOLS: list[dict[str, Any]] = [
 _ASKED = Message("user", "What is 2 + 2?")
 _CALL = ToolCall("call_1", "add", '{"a": 2, "b": 2}')
 _CALLED = Message("assistant", "", tool_calls=(_CALL,))
-_RESULT = Message("tool", "4", tool_call_id="call_1")
+_RESULT = Message("tool", "4", tool_call_id="call_1", tool_name="add")
 _SYSTEM = Message("system", "Be brief.")
 _PROBES: list[tuple[list[Message], list[dict[str, Any]]]] = [
     ([_ASKED], []),

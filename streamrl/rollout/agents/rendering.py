@@ -66,15 +66,13 @@ class Renderer(Protocol):
 
 _QUESTION = Message("user", "?")
 _CALL = ToolCall("call_1", "look", "{}")
+_RESULT = Message("tool", "ok", tool_call_id="call_1", tool_name="look")
 _TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 _FURTHER: dict[tuple[bool, str], tuple[Message, Message]] = {
     (False, "user"): (Message("assistant", "!"), _QUESTION),
     (True, "user"): (Message("assistant", "!", reasoning="hm"), _QUESTION),
-    (False, "tool"): (Message("assistant", "!", tool_calls=(_CALL,)), Message("tool", "ok", tool_call_id="call_1")),
-    (True, "tool"): (
-        Message("assistant", "!", reasoning="hm", tool_calls=(_CALL,)),
-        Message("tool", "ok", tool_call_id="call_1"),
-    ),
+    (False, "tool"): (Message("assistant", "!", tool_calls=(_CALL,)), _RESULT),
+    (True, "tool"): (Message("assistant", "!", reasoning="hm", tool_calls=(_CALL,)), _RESULT),
 }
 """Short conversations to try a template with: (whether the assistant reasons, role of what follows) → both messages."""
 
@@ -238,6 +236,8 @@ def _fields(message: Message) -> dict[str, Any]:
         ]
     if message.tool_call_id:
         fields["tool_call_id"] = message.tool_call_id
+    if message.tool_name:
+        fields["name"] = message.tool_name
     return fields
 
 

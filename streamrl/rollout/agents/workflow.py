@@ -28,6 +28,7 @@ from streamrl.rollout.agents.messages import (
     MessagePiece,
     RequestRefused,
     Told,
+    with_tool_names,
 )
 from streamrl.rollout.agents.pipe import Endpoint, Score
 from streamrl.rollout.agents.rendering import Renderer, SampledTokens, settled
@@ -237,16 +238,17 @@ class Episode:
                 raise RequestRefused("prompt: it has no tokens")
             return self._tree.find_tokens(ids), ids
         parent, known = self._tree.find(request.messages, request.tools)
-        new = request.messages[known:]
+        messages = with_tool_names(request.messages)
+        new = messages[known:]
         if parent is None or not new:
-            self.rewritten += any(message.role == "assistant" for message in request.messages)
-            return None, self._renderer.render(request.messages, request.tools)
+            self.rewritten += any(message.role == "assistant" for message in messages)
+            return None, self._renderer.render(messages, request.tools)
         before = parent.token_ids
         sampled = SampledTokens(parent.prompt_ids, parent.generation.output_ids, request.tools)
         further = self._renderer.extend(sampled, new)
         if further is not None:
             return parent, [*before, *further]
-        anew = self._renderer.render(request.messages, request.tools)
+        anew = self._renderer.render(messages, request.tools)
         if tuple(anew[: len(before)]) == before:
             return parent, anew
         self.rerendered += 1

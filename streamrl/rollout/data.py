@@ -69,7 +69,8 @@ class PromptSource:
         if self._config.shuffle:
             index = permuted_index(position, size=len(self._rows), seed=self._seed, epoch=epoch)
         row = self._rows[index]
-        messages = self.messages(row, where=f"{self._rows.name}, row {index}")
+        where = f"{self._rows.name}, row {index}"
+        messages = self.messages(row, where=where)
         used = {self._prompt_key, self._config.answer_key}
         whole_entry = self._config.source == "reasoning_gym"  # its scorers read question and answer too
         return Prompt(
@@ -77,14 +78,24 @@ class PromptSource:
             index=index,
             epoch=epoch,
             messages=messages,
-            input_ids=self._chat.render(messages),
+            input_ids=self._render(messages, where=where),
             answer=row.get(self._config.answer_key),
             metadata={key: value for key, value in row.items() if whole_entry or key not in used},
         )
 
     def check(self, index: int) -> None:
-        """Raise `DataError` if row `index` has no prompt."""
-        self.messages(self._rows[index], where=f"{self._rows.name}, row {index}")
+        """Raise `DataError` if row `index` has no prompt; where there is text, tokens are taken for granted."""
+        where = f"{self._rows.name}, row {index}"
+        messages = self.messages(self._rows[index], where=where)
+        if not any(message["content"] for message in messages):  # to render all rows takes many times as long
+            self._render(messages, where=where)
+
+    def _render(self, messages: list[Message], *, where: str) -> list[int]:
+        """Return the tokens of a prompt; raises `DataError` when it has none."""
+        token_ids = self._chat.render(messages)
+        if not token_ids:
+            raise DataError(f"{where}: the prompt has no tokens, so there is nothing that the policy could continue")
+        return token_ids
 
     def messages(self, row: Row, *, where: str) -> list[Message]:
         """Return the conversation in `row`; raises `DataError`, which names `where`, when there is none."""

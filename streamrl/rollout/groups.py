@@ -80,11 +80,9 @@ class GroupMaker:
         )
 
     def _prompt(self, seq: int) -> Prompt:
-        """Return the prompt of `seq`; raises `DataError` when it has no tokens, or too many."""
+        """Return the prompt of `seq`; raises `DataError` when there is none, or it has too many tokens."""
         prompt = self._prompts.prompt(seq)
         tokens, limit = len(prompt.input_ids), self._config.data.max_prompt_tokens
-        if not tokens:
-            raise DataError(f"the prompt (row {prompt.index}) has no tokens")
         if tokens > limit:
             raise DataError(
                 f"the prompt (row {prompt.index}) has {tokens} tokens, more than data.max_prompt_tokens = {limit}"

@@ -131,6 +131,17 @@ def test_rows_without_a_prompt_are_found_wherever_they_are(tmp_path: Path, monke
     assert "rows 30 to 39 were not read" in found.untried
 
 
+def test_prompts_without_a_token_are_found_wherever_they_are(tmp_path: Path) -> None:
+    good, empty = {"prompt": "1=", "answer": "1"}, {"prompt": "", "answer": "1"}
+    found = rehearsed(tmp_path, data=rows(tmp_path, empty, *[good] * 3))
+    assert any("rows.jsonl, row 0: the prompt has no tokens" in line for line in found.wrong)
+    (wrong,) = rehearsed(tmp_path, data=rows(tmp_path, *[good] * 40, empty) | {"shuffle": False}).wrong
+    assert "rows.jsonl, row 40: the prompt has no tokens" in wrong
+    no_text = {"chat_template": "{% for m in messages %}{% endfor %}"}
+    found = rehearsed(tmp_path, model=no_text, data=rows(tmp_path, good))
+    assert any("row 0: the prompt has no tokens" in line for line in found.wrong)
+
+
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -195,6 +195,15 @@ def test_a_bad_line_is_named_when_it_is_read(chat: ChatTokenizer, tmp_path: Path
     assert source.prompt(2).messages[0]["content"] == "b"
 
 
+def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
+    path = jsonl(tmp_path, {"prompt": "a"}, {"prompt": ""})
+    source = opened(make_chat(PLAIN_TEMPLATE), source="jsonl", path=str(path), shuffle=False)
+    for look in (source.prompt, source.check):
+        look(0)
+        with pytest.raises(DataError, match="row 1: the prompt has no tokens"):
+            look(1)
+
+
 @pytest.mark.parametrize("source", ["jsonl", "parquet", "hf_disk"])
 def test_missing_files(chat: ChatTokenizer, tmp_path: Path, source: str) -> None:
     with pytest.raises(DataError, match="there is no such"):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from streamrl.config import LoraConfig
 from streamrl.errors import ModelError
-from streamrl.local_cache import cache_home
+from streamrl.local_cache import cache_home, in_use, remove_unused
 from streamrl.lora import SETTINGS, TENSORS, adapter_settings, check_adapter, pair_of
 from streamrl.models import made, weights_fingerprint
 from streamrl.safetensors_files import MODEL, TensorFiles, file_name, write_file, write_index
@@ -28,6 +30,8 @@ from streamrl.safetensors_files import MODEL, TensorFiles, file_name, write_file
 FILE_BYTES = 4 * 2**30
 """A file holds no more, but for a single tensor that does."""
 NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt", "*.pth")
+EXPORT = "export-"
+"""What the names of exports in the cache begin with."""
 DRAFT = "whole"
 """The folder in which tensors are put together for `make_whole`."""
 
@@ -44,12 +48,19 @@ def export(checkpoint: Path, target: Path, *, dtype: torch.dtype = torch.float32
     copy_settings(checkpoint, target, dtype=dtype)
 
 
-def hugging_face_folder(checkpoint: Path, *, cache: Path | None = None) -> Path:
-    """Return a folder with the model of `checkpoint` that every program can load: itself, or an export in the cache."""
+@contextmanager
+def hugging_face_folder(checkpoint: Path, *, cache: Path | None = None) -> Iterator[Path]:
+    """A folder with the model of `checkpoint` that every program can load: itself, or an export in the cache, which
+    stays there while this is open. Other exports that nobody uses are removed: each is as large as its model."""
     if TensorFiles(checkpoint, MODEL).are_wholes:
-        return checkpoint
-    home = cache or cache_home()
-    return made(home / f"export-{weights_fingerprint(checkpoint)}", lambda folder: export(checkpoint, folder))
+        yield checkpoint
+        return
+    folder = (cache or cache_home()) / f"{EXPORT}{weights_fingerprint(checkpoint)}"
+    with in_use(folder):
+        for other in folder.parent.glob(f"{EXPORT}*"):
+            if other != folder:
+                remove_unused(other)
+        yield made(folder, lambda target: export(checkpoint, target))
 
 
 def make_whole(folder: Path, stem: str = MODEL, *, limit: int = FILE_BYTES) -> None:

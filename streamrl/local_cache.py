@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -35,3 +36,34 @@ def making(path: Path) -> Iterator[bool]:
             log.debug("%s cannot be locked: %s", file.name, error)
             alone = False
         yield alone
+
+
+@contextmanager
+def in_use(path: Path) -> Iterator[None]:
+    """Keep `path`, a folder of the cache that is there already or will be made, from `remove_unused` of any process."""
+    with ExitStack() as held:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fcntl.flock(held.enter_context(_use_of(path).open("w")), fcntl.LOCK_SH)
+        except OSError as error:  # without locks nothing is removed; without a cache, who makes `path` will say so
+            log.debug("%s cannot be locked: %s", path, error)
+        yield
+
+
+def remove_unused(path: Path) -> None:
+    """Remove `path`, a folder of the cache, unless a process has it in use."""
+    with ExitStack() as held:
+        try:
+            fcntl.flock(held.enter_context(_use_of(path).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            leaving = path.with_name(f".{path.name}-removed")
+            shutil.rmtree(leaving, ignore_errors=True)  # of a process that was ended meanwhile
+            path.rename(leaving)  # what is there under its name is whole
+        except OSError as error:  # in use, without locks, or removed by another process
+            log.debug("%s stays: %s", path, error)
+            return
+        shutil.rmtree(leaving, ignore_errors=True)
+        log.info("removed %s, which nobody uses any more", path)
+
+
+def _use_of(path: Path) -> Path:
+    return path.with_name(f".{path.name}.use")

@@ -124,11 +124,33 @@ def test_a_full_disk_leaves_nothing(run_dir: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_program_of_others_gets_a_checkpoint_as_it_is_or_an_export_made_once(run_dir: Path, tmp_path: Path) -> None:
     eight, four = (run_dir / "checkpoints" / f"step-00000{n}" for n in (8, 4))
-    assert hugging_face_folder(eight, cache=tmp_path / "cache") == eight
-    made = hugging_face_folder(four, cache=tmp_path / "cache")
-    assert made.parent == tmp_path / "cache"
-    assert len(weights_of(made)) == len(weights_of(eight))
-    assert hugging_face_folder(four, cache=tmp_path / "cache") == made
+    with hugging_face_folder(eight, cache=tmp_path / "cache") as made:
+        assert made == eight
+    with hugging_face_folder(four, cache=tmp_path / "cache") as made:
+        assert made.parent == tmp_path / "cache"
+        assert len(weights_of(made)) == len(weights_of(eight))
+        os.utime(made, (4, 4))
+    with hugging_face_folder(four, cache=tmp_path / "cache") as again:
+        assert (again, again.stat().st_mtime) == (made, 4)
+
+
+def test_an_export_that_nobody_uses_any_more_makes_room_for_another(run_dir: Path, tmp_path: Path) -> None:
+    eight, four = (run_dir / "checkpoints" / f"step-00000{n}" for n in (8, 4))
+    in_parts(eight)
+    cache = tmp_path / "cache"
+
+    def exports() -> set[Path]:
+        return set(cache.glob("export-*"))
+
+    with hugging_face_folder(four, cache=cache) as first:
+        with hugging_face_folder(four, cache=cache) as same, hugging_face_folder(eight, cache=cache) as second:
+            assert same == first
+            assert exports() == {first, second}  # both are in use
+        with hugging_face_folder(four, cache=cache):
+            assert exports() == {first}
+    with hugging_face_folder(eight, cache=cache):
+        assert exports() == {second}
+    assert not [left for left in cache.iterdir() if left.is_dir() and left != second]
 
 
 def test_the_embedded_engine_serves_a_checkpoint_in_parts(run_dir: Path) -> None:
@@ -137,6 +159,7 @@ def test_the_embedded_engine_serves_a_checkpoint_in_parts(run_dir: Path) -> None
         read_architecture(four), dtype=torch.float32, compute_dtype=torch.float32, device=torch.device("cpu"), threads=1
     )
     weights.load_served(four)
-    wanted = weights_of(hugging_face_folder(four, cache=run_dir / "cache"))
+    with hugging_face_folder(four, cache=run_dir / "cache") as exported:
+        wanted = weights_of(exported)
     assert weights.served.named.keys() == wanted.keys()
     assert all(torch.equal(weight, wanted[name]) for name, weight in weights.served.named.items())

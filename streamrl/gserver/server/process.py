@@ -8,7 +8,7 @@ import shutil
 import ssl
 import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 from aiohttp import web
@@ -89,10 +89,11 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 @asynccontextmanager
 async def first_weights(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[Path]:
     """The folder with what gserver `index` serves first: `model_dir`, or for as long as this is open one in which the
-    adapter that the run goes on from is merged into it."""
+    adapter that the run goes on from is merged into it, or one that SGLang can load."""
     lora, begun_from = config.model.lora, config.run.resume_from
     if lora is None or begun_from is None or config.weights.lora == "adapter":
-        yield model_dir
+        with hugging_face_folder(model_dir) if config.gserver.engine == "sglang" else nullcontext(model_dir) as folder:
+            yield folder
         return
     config.run_dir.mkdir(parents=True, exist_ok=True)
     prefix = f"merged-{index}-"
@@ -134,7 +135,7 @@ async def running(
             )
         async with joined_server(
             addresses[index].rstrip("/"),
-            model_dir=hugging_face_folder(model_dir),
+            model_dir=model_dir,
             weight_version=_initial_version(config),
             max_context=config.gserver.max_context,
             prompt_cache=prompt_cache,
@@ -155,7 +156,7 @@ async def running(
             listening=listening,
             encryption=(secret, config.security) if secret is not None and encrypted else None,
             index=index,
-            model_dir=hugging_face_folder(model_dir),
+            model_dir=model_dir,
             device=str(device),
             dtype=dtype_name(resolve_dtype(config.gserver.dtype, device)),
             seed=_seed(config, index),

@@ -27,6 +27,8 @@ from streamrl.transport.keys import GserverKeys, generation_key
 from streamrl.transport.secret import VARIABLE, Secret
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
+from tests.launch.test_export import in_parts
+from tests.trainer.models import save_model
 
 SECRET = "what-this-run-knows-alone"
 
@@ -191,6 +193,24 @@ async def test_what_a_killed_gserver_left_of_its_merged_model_makes_room_for_the
         assert not left.parent.exists()
     assert not merged.exists()
     assert others.is_dir()
+
+
+@pytest.mark.parametrize("engine", ["sglang", "embedded"])
+async def test_sglang_gets_what_others_read_in_parts_as_an_export_for_as_long_as_it_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("STREAMRL_CACHE", str(cache))
+    checkpoints = [save_model(tmp_path / str(seed), "llama", seed=seed) for seed in range(2)]
+    for checkpoint in checkpoints:
+        in_parts(checkpoint)
+    config = from_dict({"gserver": {"engine": engine}})
+    async with first_weights(config, index=0, model_dir=checkpoints[0]) as folder:
+        async with first_weights(config, index=1, model_dir=checkpoints[1]):
+            assert folder.is_dir()
+        assert (folder == checkpoints[0]) == (engine == "embedded")
+    async with first_weights(config, index=0, model_dir=checkpoints[1]):
+        assert folder.is_dir() == (engine == "embedded")
 
 
 def test_a_gserver_of_a_machine_with_its_prompts_in_another_place_goes_on_from_the_checkpoint(tmp_path: Path) -> None:

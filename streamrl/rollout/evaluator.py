@@ -84,9 +84,9 @@ class Evaluator:
                 return
             if reply.task is not None:
                 report = await self._evaluate(reply.task)
-                # the manager counts a report that comes twice once
+                # the manager counts a report that comes twice once, and none of what an earlier manager wanted
                 await self._control.evaluation_result(
-                    EvaluationResult(evaluator=self._membership.index, number=reply.task.number, report=report)
+                    EvaluationResult(evaluator=self._membership.index, task=reply.task.id, report=report)
                 )
 
     async def _evaluate(self, task: EvaluationTask) -> EvaluationReport:

@@ -42,6 +42,7 @@ call, and joins with it; each role has a token for its own.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -395,10 +396,10 @@ class Evaluate(msgspec.Struct, frozen=True):
 class EvaluationTask(msgspec.Struct, frozen=True):
     """An evaluation on its way from the master to an evaluator."""
 
-    number: int
-    """The manager counts evaluations from 0."""
     policy_version: int
     step: int
+    id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+    """Of no other evaluation: an evaluator may outlive the manager from which it has this one."""
 
 
 class NextEvaluation(msgspec.Struct, frozen=True):
@@ -432,8 +433,8 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     """What an evaluation found."""
 
     evaluator: int
-    number: int
-    """As in the `EvaluationTask`."""
+    task: str
+    """`id` of the `EvaluationTask`."""
     report: EvaluationReport
 
 

@@ -90,7 +90,7 @@ def test_says_what_goes_on() -> None:
 
 
 EVALUATED = EvaluationStatus(
-    running=EvaluationTask(number=4, policy_version=35, step=35),
+    running=EvaluationTask(policy_version=35, step=35),
     waiting=None,
     done=4,
     left_out=0,

@@ -228,7 +228,7 @@ async def test_without_a_frequency_there_is_nothing_to_do(tmp_path: Path, model_
         await serve(from_dict({}), manager_url="http://127.0.0.1:1", model_dir=model_dir)
 
 
-TASK = EvaluationTask(number=3, policy_version=20, step=20)
+TASK = EvaluationTask(policy_version=20, step=20)
 group_figures = st.lists(
     st.tuples(
         st.lists(st.sampled_from([0.0, 0.1, 0.7, 1.0]), min_size=3, max_size=3),  # rewards

@@ -97,7 +97,7 @@ class Evaluations:
         """Take in what an evaluation found; none of its prompts is under way any more."""
         member = self._members.caller("evaluator", message.evaluator)
         self._release(member.name, list(self._routes.get(member.name, ())))
-        self._queue.done(message.number, message.report)
+        self._queue.done(message.task, message.report)
         self._changed.notify()
         return Done()
 
@@ -139,8 +139,6 @@ class EvaluationQueue:
     def __init__(self) -> None:
         self.reports: list[EvaluationReport] = []
         """In order of arrival."""
-        self._asked = 0
-        """How many evaluations were asked for."""
         self._versions: set[int] = set()
         """The policy versions that were asked for."""
         self._left_out = 0
@@ -158,8 +156,7 @@ class EvaluationQueue:
         if message.policy_version in self._versions:
             return
         self._versions.add(message.policy_version)
-        task = EvaluationTask(number=self._asked, policy_version=message.policy_version, step=message.step)
-        self._asked += 1
+        task = EvaluationTask(message.policy_version, message.step)
         if self._running is not None:
             log.info(
                 "the evaluation of version %d waits for that of version %d to end",
@@ -191,11 +188,12 @@ class EvaluationQueue:
         else:
             self._leave_out(lost, self._waiting)
 
-    def done(self, number: int, report: EvaluationReport) -> bool:
-        """Take in a report; return False if its evaluation was reported or left out before."""
-        if self._running is not None and self._running.number == number:
+    def done(self, task: str, report: EvaluationReport) -> bool:
+        """Take in the report of the evaluation with the id `task`; return False if it was reported or left out before,
+        or was another manager's."""
+        if self._running is not None and self._running.id == task:
             self._running = None
-        elif self._waiting is not None and self._waiting.number == number:
+        elif self._waiting is not None and self._waiting.id == task:
             self._waiting = None  # given back too early: its evaluator had only been silent
         else:
             return False

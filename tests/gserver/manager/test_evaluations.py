@@ -50,7 +50,7 @@ async def take(run: Run) -> EvaluationTask:
 
 async def tell(run: Run, task: EvaluationTask) -> None:
     report = make_report(task.policy_version)
-    await run.client.evaluation_result(EvaluationResult(evaluator=0, number=task.number, report=report))
+    await run.client.evaluation_result(EvaluationResult(evaluator=0, task=task.id, report=report))
 
 
 async def still_waits(task: asyncio.Task[Any]) -> None:
@@ -70,7 +70,8 @@ async def test_an_evaluation_goes_from_the_master_to_the_evaluator_and_back(tmp_
         await still_waits(waiting)
         await ask(run, 3)
         task = (await asyncio.wait_for(waiting, 30)).task
-        assert task == EvaluationTask(number=0, policy_version=3, step=3)
+        assert task is not None
+        assert (task.policy_version, task.step) == (3, 3)
         await ask(run, 4)
         await ask(run, 5)
         status = (await run.client.status()).evaluation
@@ -143,6 +144,25 @@ async def test_a_silent_evaluator_loses_its_evaluation_but_its_late_report_count
         status = (await run.client.status()).evaluation
         assert status is not None
         assert (status.done, status.running, status.waiting) == (1, None, None)
+
+
+async def test_a_report_of_what_an_earlier_manager_asked_for_does_not_count(
+    tmp_path: Path,
+) -> None:
+    async with managed(evaluating(tmp_path)) as earlier:
+        await earlier.register("evaluator")
+        await ask(earlier, 3)
+        old = await take(earlier)
+    async with managed(evaluating(tmp_path)) as run:
+        await run.register("evaluator")
+        await ask(run, 9)
+        await tell(run, old)
+        task = await take(run)
+        assert task.policy_version == 9
+        await tell(run, old)
+        status = (await run.client.status()).evaluation
+        assert status is not None
+        assert (status.running, status.done) == (task, 0)
 
 
 async def test_the_end_of_the_run_is_told_to_everyone_who_waits(tmp_path: Path) -> None:
@@ -234,9 +254,9 @@ class Evaluating(RuleBasedStateMachine):
         """From anyone who ever had it, also twice, also long after it was lost."""
         _, task = data.draw(st.sampled_from(self.given))
         before = self.queue.status()
-        counted = self.queue.done(task.number, make_report(task.policy_version))
+        counted = self.queue.done(task.id, make_report(task.policy_version))
         assert counted == (task in (before.running, before.waiting))
-        assert not self.queue.done(task.number, make_report(task.policy_version))
+        assert not self.queue.done(task.id, make_report(task.policy_version))
 
     @invariant()
     def every_evaluation_is_in_one_place(self) -> None:

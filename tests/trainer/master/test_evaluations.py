@@ -39,7 +39,7 @@ async def take(run: Run) -> EvaluationTask | None:
 
 async def tell(run: Run, task: EvaluationTask) -> None:
     report = make_report(task.policy_version)
-    await run.client.evaluation_result(EvaluationResult(evaluator=0, number=task.number, report=report))
+    await run.client.evaluation_result(EvaluationResult(evaluator=0, task=task.id, report=report))
 
 
 def evaluating(folder: Path, *, run: dict[str, Any] | None = None, **evaluation: Any) -> Config:

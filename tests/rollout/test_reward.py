@@ -208,6 +208,18 @@ async def test_of_several_coroutines_the_one_that_ends_their_process_is_found() 
         assert await asyncio.gather(*(rewards.score(response("meet 4"), prompt()) for _ in range(4))) == [1.0] * 4
 
 
+async def test_of_several_coroutines_the_one_that_blocks_their_process_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrl.rollout.reward.pool.HANG_SECONDS", 0.5)
+    async with pool("tests.rollout.user_code:judge", timeout=1.0) as rewards:
+        texts = ["sleep 0.5", "sleep 0.5", "block", "sleep 0.5"]
+        calls = [rewards.score(response(text), prompt(seq=i)) for i, text in enumerate(texts)]
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(value) for value in found] == [float, float, RewardTimeout, float]
+        assert "seq 2" in str(found[2])
+
+
 async def test_what_the_function_started_ends_with_it(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     async with pool(timeout=2.0) as rewards:

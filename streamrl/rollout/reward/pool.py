@@ -70,7 +70,7 @@ class _Scoring:
     under_way: bool = False
     """Whether its process has certainly got to it: one that was sent later has been made."""
     alone: bool = False
-    """Whether nothing is made beside it: it was one of several that a process was at work on when it died."""
+    """Whether nothing is made beside it: it was one of several that a process was at work on when it died, or hung."""
 
 
 class RewardPool:
@@ -205,7 +205,8 @@ class RewardPool:
         """Have `child` score all of `sent`, each of which is taken out when it has ended.
 
         Raises what goes wrong with the first that is left; `child` is fit for the next call then, or about to be. If it
-        dies of one of several at the same time, these are left to be made one by one, which tells whose fault it was.
+        dies of one of several at the same time, or one blocks it, these are left to be made one by one, which tells
+        whose fault it was.
         """
         await child.ready()
         try:
@@ -216,14 +217,15 @@ class RewardPool:
                 await self._receive(child, sent)
         except TimeoutError as error:
             self._took(self._timeout)
+            several = _to_be_made_alone(child, sent)
             await child.replace()
+            if several:
+                return
             raise RewardTimeout(f"{sent[0].what}: no answer within {self._limit}; its process was replaced") from error
         except (asyncio.IncompleteReadError, ConnectionError) as error:
-            several = child.at_once and len(sent) > 1
+            several = _to_be_made_alone(child, sent)
             status = await child.replace(grace=_EXIT_SECONDS)
             if several:
-                for scoring in sent:
-                    scoring.alone = True
                 return
             raise RewardError(f"{sent[0].what}: its process died ({describe_exit(status)}) and was replaced") from error
         except (WireError, msgspec.DecodeError) as error:
@@ -301,6 +303,14 @@ class RewardPool:
     def _took(self, seconds: float) -> None:
         self.busy_seconds += seconds
         self._longest = max(seconds, (1 - FORGOTTEN) * self._longest, AHEAD_SECONDS / MOST_AHEAD)
+
+
+def _to_be_made_alone(child: _Child, sent: deque[_Scoring]) -> bool:
+    """Whether `child`, which is lost, was at work on several of `sent`; these are to be made one by one then."""
+    several = child.at_once and len(sent) > 1
+    for scoring in sent if several else ():
+        scoring.alone = True
+    return several
 
 
 class _Child:

@@ -54,6 +54,10 @@ class AgentError(StreamRLError):
     """An agent's episode that failed, never ended, or never asked the policy for anything."""
 
 
+class UnknownFault(AgentError):
+    """The end of a process in which several episodes ran: whichever of them ended it, the others did nothing wrong."""
+
+
 class WireError(StreamRLError):
     """A message that breaks the wire format."""
 

@@ -232,7 +232,8 @@ class AgentConfig(Section, frozen=True):
     """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
     that agents get nonetheless."""
     on_error: Literal["reject", "zero"] = "reject"
-    """An episode that fails or is never scored: give its group up, or let it score 0."""
+    """An episode that fails or is never scored: give its group up, or let it score 0. Where a process with several
+    episodes ends, their groups are given up in any case: it is not known whose fault that was."""
 
     @property
     def used(self) -> bool:

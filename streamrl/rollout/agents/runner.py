@@ -37,7 +37,7 @@ from streamrl.children import (
     without_secrets,
 )
 from streamrl.config import Config
-from streamrl.errors import AgentError, WireError
+from streamrl.errors import AgentError, UnknownFault, WireError
 from streamrl.rollout.agents.pipe import (
     MOST_AT_ONCE,
     Begin,
@@ -251,10 +251,12 @@ class _AgentProcess:
             pass
         finally:
             kill_group(process.pid)
-            error = AgentError(f"the agent's process {why}, perhaps because of another episode")
-            for future in self._waiting.values():
-                if not future.done():
-                    future.set_exception(error)  # one for all: it is one failure, however many groups it costs
+            ended = [future for future in self._waiting.values() if not future.done()]
+            error = AgentError(f"the agent's process {why}")
+            if len(ended) > 1:
+                error = UnknownFault(f"{error}, in which {len(ended)} episodes ran")
+            for future in ended:
+                future.set_exception(error)  # one for all: it is one failure, however many groups it costs
 
     def _take(self, reply: FromAgents) -> None:
         if isinstance(reply, Ready):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from streamrl.config import AgentConfig
-from streamrl.errors import AgentError, DataError, StreamRLError
+from streamrl.errors import AgentError, DataError, StreamRLError, UnknownFault
 from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, OnPiece
 from streamrl.rollout.agents.messages import (
     TOO_LONG,
@@ -454,7 +454,7 @@ class AgentWorkflow:
         except AgentError as error:
             if episode.failure is not None:
                 raise episode.failure from error
-            if self._config.on_error == "reject" or not episode.calls:
+            if self._config.on_error == "reject" or isinstance(error, UnknownFault) or not episode.calls:
                 raise
             session.activity.reward_errors += 1
             session.activity.log_reason("an episode scores 0", error)

@@ -299,6 +299,20 @@ async def test_what_failed_scores_zero_where_it_is_to() -> None:
         await play(config, "text")
 
 
+async def test_no_episode_scores_zero_for_the_end_of_a_process_that_another_may_have_ended() -> None:
+    config = msgspec.structs.replace(SOLVE, on_error="zero")
+    async with playing(config) as workflow, session(*["Two<|im_end|>"] * 3, rewards=None) as (made, engine):
+        innocent = asyncio.create_task(workflow.run(task("hang"), made))
+        async with asyncio.timeout(30):
+            await engine.arrived.wait()
+        with pytest.raises(AgentError, match="exit code 7"):
+            await workflow.run(task("exit after asking"), made)
+        with pytest.raises(AgentError, match="in which 2 episodes ran"):
+            await innocent
+        (alone,) = await workflow.run(task("exit after asking"), made)
+        assert alone.reward == 0.0
+
+
 async def test_an_error_of_the_policy_is_no_fault_of_the_agent() -> None:
     config = msgspec.structs.replace(SOLVE, on_error="zero")
     async with playing(config) as workflow, session("", rewards=None) as (made, _):

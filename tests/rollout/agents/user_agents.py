@@ -110,7 +110,9 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
             case ["spin"]:
                 while True:
                     pass
-            case ["exit"]:
+            case ["exit", *after_asking]:
+                if after_asking:
+                    await say(("user", "1+1?"))
                 os._exit(7)
             case ["memory"]:
                 return float(len(bytearray(1 << 40)))

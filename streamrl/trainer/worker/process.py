@@ -415,7 +415,7 @@ class ModelWorker:
                 listening=listening,
                 numbers=sum(math.prod(shape) for _, shape in self._source.specs()),
                 gpu=gpu_identity(self._device),
-                gpu_memory=torch.cuda.mem_get_info(self._device)[0] if self._device.type == "cuda" else 0,
+                gpu_memory=lambda: torch.cuda.mem_get_info(self._device)[0],
                 several_senders=senders > 1,
             )
             self._publisher = Publisher(

@@ -48,9 +48,6 @@ COMMIT_MARGIN_SECONDS = 10.0
 MANAGER_STEPS = 5
 """Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
 NOWHERE = GserverPlaces(machines=[], gpus=[])
-TRAINING_BYTES = 16
-"""What training still takes on the GPU for each weight when it has been loaded: gradient and two moments in float32,
-and as much as one of these for activations."""
 MOST_SENDERS = 8
 """Unless `weights.senders` says how many."""
 VERSIONS = 3
@@ -89,14 +86,22 @@ class Carriers:
     """The ways in which weights may go to the gservers."""
 
     def __init__(
-        self, anywhere: Carrier, *, near: Carrier | None = None, machine: str | None = None, gpu: str = ""
+        self,
+        anywhere: Carrier,
+        *,
+        near: Carrier | None = None,
+        machine: str | None = None,
+        gpu: str = "",
+        no_room: Callable[[], str] = lambda: "",
     ) -> None:
         """`near` takes the place of `anywhere` while all gservers are on this `machine` (`machine_identity`) and, if it
-        is given, on this `gpu` (`gpu_identity`)."""
+        is given, on this `gpu` (`gpu_identity`). `no_room` is asked until `near` is chosen, and takes its memory: it
+        returns why there is too little; empty: there is enough."""
         self._anywhere = anywhere
         self._near = near
         self._machine = machine_identity() if machine is None else machine
         self._gpu = gpu
+        self._no_room = no_room
         self._chosen: Carrier | None = None
 
     @property
@@ -110,6 +115,8 @@ class Carriers:
             return self._anywhere
         why_not = self._why_not_near(places)
         chosen = self._anywhere if why_not else self._near
+        if not why_not:
+            self._no_room = lambda: ""
         if chosen is not self._chosen:
             near = "cuda_ipc" if self._gpu else "shared_memory"
             log.info("weights.mode: %s (%s)", "collective" if why_not else near, why_not or "all gservers are here")
@@ -123,7 +130,7 @@ class Carriers:
             return "gservers are on other hosts"
         if self._gpu and set(places.gpus) != {self._gpu}:
             return "gservers are not all on the GPU of the trainer's first model worker"
-        return ""
+        return self._no_room()
 
     def close(self) -> None:
         """No version comes any more."""
@@ -227,12 +234,12 @@ def carriers_for(
     device: torch.device,
     numbers: int,
     gpu: str = "",
-    gpu_memory: int = 0,
+    gpu_memory: Callable[[], int] = lambda: 0,
     several_senders: bool = False,
 ) -> Carriers:
     """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast, and so is
     `several_senders`: whether the ranks' `WeightSource`s send; `numbers`: how many all weights are; `gpu`: the
-    `gpu_identity` of `device`, and `gpu_memory`: how many bytes are free there."""
+    `gpu_identity` of `device`, and `gpu_memory` returns how many bytes are free there now."""
     weights = config.weights
     if weights.checksum:
         checksum.make_ready()
@@ -263,30 +270,46 @@ def carriers_for(
     if weights.mode == "collective":
         return Carriers(broadcaster)
     if gpu:
-        obstacle = _no_gpu_memory(config, numbers=numbers, dtype=dtype, free=gpu_memory)
+        obstacle = _not_through_gpu(config)
     else:
         obstacle = _no_shared_memory(config, device=device, size=numbers * dtype.itemsize)
     if obstacle:
         log.info("weights.mode: collective, because %s", obstacle)
         return Carriers(broadcaster)
-    return Carriers(broadcaster, near=in_gpu_memory() if gpu else in_memory(), gpu=gpu)
+    if not gpu:
+        return Carriers(broadcaster, near=in_memory())
+    size = numbers * dtype.itemsize
+
+    def no_room() -> str:
+        return _no_gpu_memory(free=gpu_memory(), size=size, gservers=config.gserver.count)
+
+    return Carriers(broadcaster, near=in_gpu_memory(), gpu=gpu, no_room=no_room)
 
 
-def _no_gpu_memory(config: Config, *, numbers: int, dtype: torch.dtype, free: int) -> str:
-    """Return why gservers on the trainer's GPU should not be given weights in its memory, of which `free` bytes are
-    left; empty: they should. That weights are broadcast over gloo is no reason: `streamrl run` says so wherever GPUs
-    are shared."""
+def _not_through_gpu(config: Config) -> str:
+    """Return why gservers on the trainer's GPU should not be given weights in its memory, however much there is;
+    empty: they should. That weights are broadcast over gloo is no reason: `streamrl run` says so wherever GPUs are
+    shared."""
     if config.weights.backend == "nccl":
         return "weights.backend is of a broadcast"
     if config.gserver.engine != "embedded":
         return f'gserver.engine is "{config.gserver.engine}"'
-    size = SETS * numbers * dtype.itemsize
-    if free < size + TRAINING_BYTES * numbers:
-        return (
-            f"{free / 2**30:.1f} GiB of the GPU are free, too little for {size / 2**30:.1f} GiB of weights beside what "
-            f"training takes (about {TRAINING_BYTES} bytes for each weight)"
-        )
     return ""
+
+
+def _no_gpu_memory(*, free: int, size: int, gservers: int) -> str:
+    """Return why a GPU of which `free` bytes are left has no room for weights of `size` bytes; empty: it has.
+
+    Asked after a training step. What training takes is not free then: gradients, activations and whatever else is
+    gone again stay with torch. What each gserver will stage is still to come.
+    """
+    needed = (SETS + gservers) * size
+    if free >= needed:
+        return ""
+    return (
+        f"{free / 2**30:.1f} GiB of the GPU are free, and {needed / 2**30:.1f} are needed: {SETS} times the weights, "
+        "and once more for each gserver to stage them"
+    )
 
 
 def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str:

@@ -46,7 +46,7 @@ def carrier(
         device=device,
         numbers=numbers,
         gpu=gpu,
-        gpu_memory=gpu_memory,
+        gpu_memory=lambda: gpu_memory,
     )
     return carriers.choose(GserverPlaces([*machines], [*gpus]))
 
@@ -99,8 +99,8 @@ def test_the_way_changes_with_the_gservers(tmp_path: Path) -> None:
     carriers.close()
 
 
-ON_GPU: dict[str, Any] = {"device": torch.device("cuda", 0), "gpu": "GPU-1", "gpu_memory": 24_000}
-"""Where the trainer is; just enough is free for its 1000 numbers."""
+ON_GPU: dict[str, Any] = {"device": torch.device("cuda", 0), "gpu": "GPU-1", "gpu_memory": 12_000}
+"""Where the trainer is; just enough is free for two sets of its 1000 numbers, and for a gserver's."""
 
 
 def test_gservers_on_the_trainers_gpu_get_its_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -122,7 +122,8 @@ def test_gservers_on_the_trainers_gpu_get_its_memory(tmp_path: Path, caplog: pyt
         ({"machines": [], "gpus": []}, "no gserver is there"),
         ({"weights": {"backend": "nccl"}}, "weights.backend is of a broadcast"),
         ({"gserver": {"engine": "sglang"}}, 'gserver.engine is "sglang"'),
-        ({"gpu_memory": 23_999}, "too little for 0.0 GiB of weights beside what training takes"),
+        ({"gpu_memory": 11_999}, "0.0 GiB of the GPU are free, and 0.0 are needed: 2 times the weights"),
+        ({"gserver": {"count": 2}}, "once more for each gserver to stage them"),
     ],
 )
 def test_others_get_a_broadcast_from_a_trainer_on_a_gpu(
@@ -139,6 +140,28 @@ def test_the_way_changes_when_a_gserver_comes_on_another_gpu(tmp_path: Path) -> 
     carriers = Carriers(far, near=near, machine=HERE, gpu="GPU-1")  # type: ignore[arg-type]
     found = [carriers.choose(GserverPlaces([HERE], gpus)) for gpus in (["GPU-1"], ["GPU-1", "GPU-2"], ["GPU-1"])]
     assert found == [near, far, near]
+
+
+def test_room_on_the_gpu_is_looked_for_when_weights_are_ready_and_until_they_have_it(tmp_path: Path) -> None:
+    """After a step what training takes is no longer free, and what it has taken already is not asked for again. As the
+    models are loaded neither is known: another number of bytes for each weight is to come with each backend."""
+    free = [0]
+    config = configuration.from_dict({"model": MODEL, "run": {"dir": str(tmp_path)}})
+    carriers = carriers_for(
+        config,
+        listening=LOCAL.listening(""),
+        backend="gloo",
+        dtype=torch.float32,
+        device=torch.device("cuda", 0),
+        numbers=1000,
+        gpu="GPU-1",
+        gpu_memory=lambda: free[0],
+    )
+    found = []
+    for free[0] in (11_999, 12_000, 4_000):
+        found.append(type(carriers.choose(GserverPlaces([HERE], ["GPU-1"]))))
+    assert found == [Broadcaster, WeightMemory, WeightMemory]
+    carriers.close()
 
 
 def test_a_mode_that_was_chosen_is_taken(tmp_path: Path) -> None:

@@ -27,8 +27,11 @@ from streamrl.planner.shapes import Shape
 GIB = 2**30
 RESERVED = 0.08
 """Share of a GPU's memory for the CUDA context, NCCL's buffers and fragmentation."""
-TRAINED_SHARE = 0.4
-"""Share of a GPU's peak that training reaches."""
+TRAINED_SHARE = 0.32
+"""Share of a GPU's peak that training reaches, the forward pass that is done again counted: what the torch backend did
+with 1.2 billion weights on an H200 (`benchmarks/results/gpu-h200.json`); Megatron's did 0.36."""
+DECODED_SHARE = 0.4
+"""Share of a GPU's peak that decoding reaches where arithmetic limits it; not measured."""
 BANDWIDTH_SHARE = 0.6
 """Share of the memory's bandwidth that decoding reaches."""
 LINK_SHARE = 0.8
@@ -385,7 +388,7 @@ def generated_per_second(shape: Shape, machine: Machine, *, tensor: int, running
     read += running * mean_context / 2 * 2 * shape.kv_numbers / shape.kv_heads * math.ceil(shape.kv_heads / tensor)
     seconds = read / (machine.memory_tb_s * 1e12 * BANDWIDTH_SHARE)
     flops = running * shape.forward_flops(mean_context) / tensor
-    return running / max(seconds, flops / (machine.peak_tflops * 1e12 * TRAINED_SHARE))
+    return running / max(seconds, flops / (machine.peak_tflops * 1e12 * DECODED_SHARE))
 
 
 # --- divisions -----------------------------------------------------------------------------------

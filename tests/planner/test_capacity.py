@@ -195,6 +195,15 @@ def test_roles_take_memory_and_time_of_their_own(
     assert rates[0] / rates[1] == pytest.approx(slower / 5)
 
 
+@pytest.mark.parametrize(("measured", "within"), [(30_460, 0.03), (34_140, 0.15)])
+def test_training_is_as_fast_as_it_was_on_a_gpu(measured: float, within: float) -> None:
+    """Tokens a second of both backends on an H200, whose peak is the planner's, in rows of 2048 (docs/scale.md):
+    forward, again, and backward."""
+    shape = KNOWN["Llama-3.2-1B"]
+    planned = trained_per_second(shape, Machine(gpus=1), gpus=1, mean_context=2048)
+    assert planned == pytest.approx(measured * 4 / ONLY_POLICY.passes, rel=within)
+
+
 def test_a_plan_with_other_roles_says_so() -> None:
     shape, machine = KNOWN["Llama-3-70B"], Machine(gpus=16)
     with pytest.raises(ConfigError, match="does not fit"):

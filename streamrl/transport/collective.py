@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -41,6 +41,8 @@ from streamrl.transport.control import Broadcast, PublishBeginReply, Sender, Ten
 from streamrl.transport.group_sockets import closed_after_forming, open_for_good, open_while_forming
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+NCCL_MEMORY = "NCCL_CUMEM_ENABLE"
+"""Environment variable: whether NCCL allocates memory by CUDA's calls for virtual memory; it looks once."""
 FIRST_KNOCK_SECONDS = 0.1
 """How long a store is waited for the first time; then twice as long, and so on."""
 AT_ONCE = 4
@@ -147,6 +149,15 @@ def _left_to_us() -> Iterator[None]:
             del os.environ[NCCL_ERROR_HANDLING]
         else:
             os.environ[NCCL_ERROR_HANDLING] = before
+
+
+def allocate_as_sglang(*, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have NCCL allocate its memory as in SGLang's processes, which switch this off unless the variable is set. In a
+    group of processes that differ in it NCCL may hang or crash.
+
+    To be called before this process's first group over NCCL.
+    """
+    environment.setdefault(NCCL_MEMORY, "0")
 
 
 def join_world(

@@ -62,7 +62,7 @@ from streamrl.trainer.worker.publisher import Publisher, carriers_for, sending
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reach_towards
 from streamrl.transport.codec import Limits
-from streamrl.transport.collective import Broadcaster, backend_for, join_world, open_store
+from streamrl.transport.collective import Broadcaster, allocate_as_sglang, backend_for, join_world, open_store
 from streamrl.transport.control import Compare
 from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.group_sockets import closed_after_forming, shut
@@ -357,6 +357,8 @@ class ModelWorker:
         if config.run.record:
             compute_repeatably(self._device)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
+        if config.gserver.engine == "sglang":
+            allocate_as_sglang()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         if call.store_host:

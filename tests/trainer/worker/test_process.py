@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from streamrl.config import from_dict
 from streamrl.errors import ModelError, WireError
 from streamrl.models import ensure_checkpoint, vocab_size
 from streamrl.stream_dataset import StreamDataset
-from streamrl.trainer.calls import MinibatchShare, Publish, TrainStep
+from streamrl.trainer.calls import Initialize, MinibatchShare, Publish, TrainStep
 from streamrl.trainer.worker.process import Door, ModelWorker, serve
+from streamrl.transport.collective import NCCL_MEMORY
 from streamrl.transport.control import FinishRun
 from tests.credentials import LeasedPusher, verifier_of
 from tests.groups import make_group
@@ -154,4 +156,25 @@ async def test_a_call_that_fails_is_told_in_words_or_where_nobody_expected_it_wi
     await worker._answer(channel, 1, Publish(version=1))
     (answer,) = channel.answered
     assert re.fullmatch(told, answer)
+    await worker.close()
+
+
+@pytest.mark.parametrize(
+    ("engine", "chosen", "found"), [("sglang", None, "0"), ("sglang", "1", "1"), ("embedded", None, None)]
+)
+async def test_nccl_is_set_up_as_in_the_servers_of_its_groups(tmp_path, monkeypatch, engine, chosen, found):
+    """SGLang switches a part of NCCL off, unless its user has chosen."""
+    monkeypatch.setenv(NCCL_MEMORY, chosen or "")
+    if chosen is None:
+        monkeypatch.delenv(NCCL_MEMORY)
+    scratch = {"hidden_size": 16, "layers": 1, "heads": 2, "head_dim": 8}
+    config = small_config(tmp_path, model={"path": "scratch", "scratch": scratch}, gserver={"engine": engine})
+    folder = ensure_checkpoint(config, cache=tmp_path)
+    dataset = StreamDataset(rank=0, capacity_groups=4)
+    worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=None, client=None)
+    channel = Withdrawing(Initialize("", 0), goes_on=True)
+    channel.withdrawn.set()
+    await worker._answer(channel, 1, Initialize("", 0))
+    assert channel.answered[0].compute_seconds > 0
+    assert os.environ.get(NCCL_MEMORY) == found
     await worker.close()

@@ -1,7 +1,7 @@
 """Changes a module of SGLang's as soon as it is imported, whoever imports it. Runs in SGLang's processes.
 
-A process that SGLang forks has what was put into `sys.meta_path` before; one that it starts afresh has not. Imports
-nothing that SGLang does not bring.
+A process that SGLang forks has what was put into `sys.meta_path` before; one that it starts afresh has only what
+`entry.py` puts there again. Imports nothing that SGLang does not bring.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ ADAPTERS = "sglang.srt.lora.lora"
 def install() -> None:
     """Install the patches, before SGLang is imported.
 
-    A process that SGLang forks has them then; one that it starts afresh has not.
+    A process that SGLang forks has them then; one that it starts afresh installs its own (`entry.py`).
     """
     received = ReceivedTensors()
     sys.meta_path[:0] = [

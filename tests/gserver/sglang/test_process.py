@@ -17,11 +17,14 @@ from typing import Any
 import aiohttp
 import psutil
 import pytest
+import torch
 
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
+from streamrl.gserver.server import process
 from streamrl.gserver.server.process import running
 from streamrl.gserver.sglang import monitor
+from streamrl.gserver.sglang.received import ADAPTERS, CHECKER, UPDATER
 from streamrl.gserver.sglang.server import reserved_port
 from streamrl.transport.keys import GserverKeys
 from tests.gserver.serving import config_of
@@ -79,8 +82,24 @@ async def test_it_serves_reports_and_leaves_nothing(folder: Path) -> None:
     assert told["argv"][-1] == "--chunked-prefill-size=64"
     assert told["kernels"]
     assert told["starts_by"] == "fork"
-    assert told["group"] == str(("gloo", timedelta(seconds=20), -1))
+    assert told["group"] == told["worker"]["group"] == str(("gloo", timedelta(seconds=20), -1))
     assert (served.name, stats["running"], stats["tokens_generated_total"]) == ("sglang", 3, 40)
+    await until_gone(told["pids"])
+
+
+async def test_processes_that_it_starts_afresh_as_with_a_gpu_are_changed_like_itself(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they end with it. Nothing takes the place of SGLang's kernels there."""
+    (tmp_path / "sgl_kernel.py").write_text("__version__ = 'installed'\nany_operator = print\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    monkeypatch.setattr(process, "resolve_device", lambda *_, **__: torch.device("cuda", 0))
+    async with started(sglang_config(), folder) as (_, url):
+        told = await ask(url)
+    assert (told["kernels"], told["starts_by"]) == ("installed", "spawn")
+    assert told["worker"]["group"] == str(("gloo", timedelta(seconds=20), -1))
+    assert told["worker"]["opens_store"] == "__mp_main__"
+    assert told["worker"]["patched"] == sorted((UPDATER, CHECKER, ADAPTERS))
     await until_gone(told["pids"])
 
 

@@ -52,6 +52,7 @@ class Handler(BaseHTTPRequestHandler):
             "paths": [getattr(route, "path", "") for route in app.router.routes],
             "environment": dict(os.environ),
             "starts_by": multiprocessing.get_start_method(),
+            "worker": worker_tells,
         }
         content = METRICS if self.path == "/metrics" else json.dumps(told)
         self.send_response(200)
@@ -74,6 +75,8 @@ if __name__ == "__main__":
         print("loading", flush=True)  # noqa: T201
         time.sleep(600)
     multiprocessing.set_start_method("spawn", force=True)
-    worker = multiprocessing.Process(target=schedule)
+    here, there = multiprocessing.Pipe()
+    worker = multiprocessing.Process(target=schedule, args=(there,))
     worker.start()
+    worker_tells = here.recv()
     ThreadingHTTPServer(("127.0.0.1", options.port), Handler).serve_forever()

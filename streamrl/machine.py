@@ -9,6 +9,8 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 """Files in here are memory of this host."""
+GPUS_OF_WINDOWS = Path("/dev/dxg")
+"""All GPUs, where Linux runs under Windows (WSL 2)."""
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 

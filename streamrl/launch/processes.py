@@ -19,6 +19,7 @@ import msgspec
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.machine import GPUS_OF_WINDOWS
 from streamrl.transport.addresses import is_wildcard
 
 DEVICES = Path("/dev")
@@ -370,7 +371,7 @@ def visible_gpus() -> list[str]:
 
 def _gpus_lent_by_windows() -> int:
     """How many GPUs the driver of WSL 2 knows, where Linux has one file for all of Windows' GPUs."""
-    if not (DEVICES / "dxg").exists():
+    if not GPUS_OF_WINDOWS.exists():
         return 0
     try:
         driver = ctypes.CDLL("libnvidia-ml.so.1")

@@ -203,8 +203,9 @@ def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_are_found_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(processes, "DEVICES", tmp_path)
+    monkeypatch.setattr(processes, "GPUS_OF_WINDOWS", tmp_path / "dxg")
     assert visible_gpus() == []
-    (tmp_path / "dxg").touch()  # WSL 2
+    (tmp_path / "dxg").touch()
     monkeypatch.setattr("ctypes.CDLL", no_library)
     assert visible_gpus() == []
     monkeypatch.setattr("ctypes.CDLL", lambda _: NvidiaDriver)

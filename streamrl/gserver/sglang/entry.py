@@ -239,7 +239,7 @@ def declare_detection_operators() -> None:
     for folder in (found and found.submodule_search_locations) or ():
         for library in Path(folder).glob("_C*.so"):
             with suppress(OSError):  # it was built for CUDA, or for another torch
-                torch.ops.load_library(library)
+                torch.ops.load_library(library)  # type: ignore[no-untyped-call]
     for name in DETECTION_OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -22,7 +22,7 @@ from streamrl import checksum
 from streamrl.config import Config, WeightsConfig
 from streamrl.errors import ConfigError, PublicationError
 from streamrl.lora import adapter_settings
-from streamrl.machine import SHARED_MEMORY, machine_identity
+from streamrl.machine import GPUS_OF_WINDOWS, SHARED_MEMORY, machine_identity
 from streamrl.trainer.calls import Published
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
 from streamrl.trainer.worker.weight_memory import SETS, WeightMemory
@@ -294,6 +294,8 @@ def _not_through_gpu(config: Config) -> str:
         return "weights.backend is of a broadcast"
     if config.gserver.engine != "embedded":
         return f'gserver.engine is "{config.gserver.engine}"'
+    if GPUS_OF_WINDOWS.exists():
+        return "processes cannot share a GPU's memory under Windows (WSL 2)"
     return ""
 
 

@@ -135,6 +135,15 @@ def test_others_get_a_broadcast_from_a_trainer_on_a_gpu(
     assert why in caplog.text
 
 
+def test_under_windows_weights_are_broadcast_to_the_same_gpu(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setattr("streamrl.trainer.worker.publisher.GPUS_OF_WINDOWS", tmp_path)
+    assert isinstance(carrier(tmp_path, gpus=["GPU-1"], **ON_GPU), Broadcaster)
+    assert "processes cannot share a GPU's memory under Windows (WSL 2)" in caplog.text
+
+
 def test_the_way_changes_when_a_gserver_comes_on_another_gpu(tmp_path: Path) -> None:
     far, near = object(), object()
     carriers = Carriers(far, near=near, machine=HERE, gpu="GPU-1")  # type: ignore[arg-type]

@@ -142,8 +142,8 @@ def attend_without_plans(device: torch.device) -> None:
     """Have torch's attention on a GPU leave cuDNN aside, which plans anew for each shape that it meets.
 
     Each decode step, and nearly each micro-batch, has a shape of its own. On an H200 a plan takes 50 to 70 ms forward
-    and 170 ms with the backward pass, where a model of a billion weights decodes a token in 9 ms; a plan that is there
-    gains 5 ms at 16,384 tokens (torch 2.11).
+    and 130 to 230 with the backward pass, where a model of a billion weights decodes a token in 9 ms; a plan that is
+    there gains 5 ms at 16,384 tokens (torch 2.11; docs/scale.md).
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -25,7 +25,7 @@ from streamrl.transport.addresses import is_wildcard
 DEVICES = Path("/dev")
 SGLANG_MEMORY = "--mem-fraction-static"
 """SGLang's flag: which part of the free memory its weights and its key-value cache may take."""
-SHARED_MEMORY = 0.8
+DEALT_SHARE = 0.8
 """Part of a GPU's memory that its users get in equal parts; the rest is for what none of them counts."""
 PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout", "evaluator"]
 
@@ -291,7 +291,7 @@ def _sharing_memory(config: Config, *, users: int) -> Config:
     told = any(arg.startswith(SGLANG_MEMORY) for arg in gserver.sglang.args)
     if gserver.engine != "sglang" or users < 2 or told:
         return config
-    args = [*gserver.sglang.args, f"{SGLANG_MEMORY}={SHARED_MEMORY / users:.2f}"]
+    args = [*gserver.sglang.args, f"{SGLANG_MEMORY}={DEALT_SHARE / users:.2f}"]
     sglang = msgspec.structs.replace(gserver.sglang, args=args)
     return msgspec.structs.replace(config, gserver=msgspec.structs.replace(gserver, sglang=sglang))
 

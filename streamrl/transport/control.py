@@ -399,7 +399,7 @@ class EvaluationTask(msgspec.Struct, frozen=True):
     policy_version: int
     step: int
     id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """Of no other evaluation: an evaluator may outlive the manager from which it has this one."""
+    """Never given twice, by whichever manager: an evaluator may outlive the manager that gave it this task."""
 
 
 class NextEvaluation(msgspec.Struct, frozen=True):

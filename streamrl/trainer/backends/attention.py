@@ -31,7 +31,7 @@ DENSE_TOKENS = 256
 TILE = 128
 """Queries and keys of one tile of `flex_attention`'s block mask."""
 LEAST_HEAD_DIM = 16
-"""Of what `flex_attention` computes on CUDA."""
+"""`flex_attention` computes no smaller heads on CUDA."""
 UNSEEN = -1e30
 """Added to the score of a key that is not seen. Not infinite: a query that sees none of a block's keys then has an
 output that is a number, with a denominator that is nothing beside those of other blocks."""

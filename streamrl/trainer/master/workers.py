@@ -106,7 +106,7 @@ class Checkpoints:
         self._folder = config.run_dir.absolute() / "checkpoints"
         begun = None if config.run.resume_from is None else Path(config.run.resume_from).resolve()
         self._final_version: int | None = None
-        """Of the last checkpoint, if the run goes on from it."""
+        """The policy version of the checkpoint `final`, if the run goes on from that one; else None."""
         if begun == (self._folder / FINAL).resolve():
             self._final_version = progress.read(begun).policy_version
         self._workers = range(config.trainer.workers)

@@ -22,7 +22,7 @@ from streamrl.transport import control
 from streamrl.transport.control import Admit, FailRun, FinishRun, Heartbeat, Register
 from streamrl.transport.keys import bearer
 from streamrl.transport.manager_client import PLACE_TAKEN, ControlClient
-from tests.gserver.harness import HERE, NO_PROCESS, Run, managed, small_config
+from tests.gserver.harness import HERE, NO_PROCESS, Run, limit_trainer_patience, managed, small_config
 
 
 async def status_of(run: Run, key: str, headers: dict[str, str], *, body: Any = None) -> int:
@@ -86,8 +86,9 @@ async def test_a_member_speaks_in_its_own_name_alone(tmp_path: Path) -> None:
 
 
 async def test_a_second_claimant_of_a_place_is_refused_and_named_unless_the_first_is_gone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    limit_trainer_patience(monkeypatch, 1.0)
     async with managed(small_config(tmp_path, manager={"lease_seconds": 1.0})) as run:
         me = Register("model_worker", 0, "tcp://a", run.config.digest(), os.getpid(), HERE, machine=machine_identity())
         async with run.member() as first, run.member() as second:

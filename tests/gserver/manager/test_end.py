@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import StreamRLError
-from streamrl.gserver.manager import core, process
+from streamrl.gserver.manager import process
 from streamrl.transport.control import Admit, AskRoute, FinishRun
-from tests.gserver.harness import Run, keep_beating, managed, small_config
+from tests.gserver.harness import Run, keep_beating, limit_trainer_patience, managed, small_config
 from tests.gserver.scripted import scripted
 
 
@@ -124,14 +124,7 @@ async def test_the_first_reason_stands(tmp_path: Path) -> None:
 
 
 async def test_a_silent_master_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        core.Manager.__init__,
-        "__kwdefaults__",
-        {
-            "long_poll_seconds": 20.0,
-            "trainer_patience_seconds": 0.3,
-        },
-    )
+    limit_trainer_patience(monkeypatch, 0.3)
     async with managed(small_config(tmp_path, manager={"lease_seconds": 0.1})) as run:
         await run.register("master")
         await run.until(lambda status: status.processes[0].silent_seconds > 0.2)
@@ -142,9 +135,7 @@ async def test_a_silent_master_ends_the_run(tmp_path: Path, monkeypatch: pytest.
 
 async def test_a_silent_model_worker_ends_a_run_that_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its machine is gone without a word, and the trainer waits for groups that would have come to it."""
-    monkeypatch.setattr(
-        core.Manager.__init__, "__kwdefaults__", {"long_poll_seconds": 20.0, "trainer_patience_seconds": 2.0}
-    )
+    limit_trainer_patience(monkeypatch, 2.0)
     config = small_config(tmp_path, trainer={"data_parallel": 2}, manager={"lease_seconds": 2.0})
     async with managed(config) as run:
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout", "master", "model_worker"))

@@ -222,7 +222,9 @@ class Master:
     async def finish(self) -> str:
         """Save, count what is left, and wait for the last evaluation; return what to add to why the run ended."""
         self.membership.waiting_for = "the last checkpoint"
-        at_end = self._config.evaluation.at_end
+        # a run that was at its end when it was resumed may have that evaluation in its records
+        made = progress.evaluated(self._config.run_dir, policy_version=self.policy_version)
+        at_end = self._config.evaluation.at_end and not made
         if at_end:
             await self._evaluations.ask(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:

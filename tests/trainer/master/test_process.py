@@ -449,6 +449,8 @@ def test_a_run_whose_last_evaluation_was_cut_off_makes_that_and_nothing_else(tmp
     assert (reason, run.steps, run.workers.named("Save")) == ("6 steps are done", [], [])
     assert [asked.policy_version for asked, _ in run.manager.evaluated] == [6]
     assert progress.evaluated(config.run_dir, policy_version=6)
+    reason, run = whole_run(again, Script())
+    assert (reason, run.steps, run.manager.evaluated) == ("6 steps are done", [], [])  # nothing is left to do
     more = msgspec.structs.replace(again, run=msgspec.structs.replace(again.run, total_train_steps=7))
     _, run = whole_run(more, Script())
     assert [event.call.progress.policy_version for event in run.workers.named("Save")] == [7]

@@ -45,6 +45,7 @@ from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.worker.assembly import megatron_needed
 from streamrl.transport import secret
+from streamrl.transport.addresses import everywhere, is_wildcard
 from streamrl.transport.keys import read_key
 from streamrl.types import Prompt
 
@@ -207,7 +208,8 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
 
 def _listen(setting: str, host: str, port: int) -> None:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        at = everywhere(host) if is_wildcard(host) else host  # "*" is no address
+        family, kind, protocol, _, address = socket.getaddrinfo(at, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)

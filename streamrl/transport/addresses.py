@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -25,8 +26,8 @@ log = logging.getLogger(__name__)
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 """Environment variables: the network interface at which gloo, or NCCL, listens and which it announces to the others."""
-SOMEWHERE_ELSE = "192.0.2.1"
-"""An address that nobody has (RFC 5737), to ask for the route that leads off this machine."""
+SOMEWHERE_ELSE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
+"""Addresses that nobody has (RFC 5737, RFC 3849), to ask for the route that leads off this machine."""
 DISCARD_PORT = 9
 """For sockets that are connected and never send."""
 RESOLVE_SECONDS = 1.0
@@ -57,9 +58,24 @@ class Reach(NamedTuple):
     """Whether `announced` was given by `--advertise`."""
 
     def listening(self, setting: str) -> Listening:
-        """Return where a socket listens whose setting (`gserver.host` and the like) is `setting`; it may be empty."""
-        fixed = setting and not is_wildcard(setting) and not self.told
-        return Listening(at=setting or self.local, announced=setting if fixed else self.announced)
+        """Return where a socket listens whose setting (`gserver.host` and the like) is `setting`; it may be empty.
+
+        Raises `ConfigError` for what is no address of this machine.
+        """
+        if not setting:
+            return Listening(at=self.local, announced=self.announced)
+        if is_wildcard(setting):
+            return Listening(at=everywhere(self.local), announced=self.announced)
+        try:
+            family, *_, address = socket.getaddrinfo(setting, 0, type=socket.SOCK_STREAM)[0]
+            with socket.socket(family) as trying:
+                trying.bind(address)
+        except OSError as error:
+            raise ConfigError(
+                f"nothing can listen at {setting} ({error.strerror}): gserver.host, stream.host, weights.host and "
+                "rollout.agent.host are addresses of the machine itself, 0.0.0.0 for all that it has, or empty"
+            ) from error
+        return Listening(at=setting, announced=self.announced if self.told else setting)
 
     @property
     def loopback(self) -> bool:
@@ -100,11 +116,9 @@ def reach_of_manager(host: str, *, advertise: str = "") -> Reach:
     """Return how others reach a manager that listens at `host`."""
     if not is_wildcard(host):
         return _reach(host, advertise)
-    try:
-        local = source_address(SOMEWHERE_ELSE)
-    except OSError:  # no default route, as on the nodes of many clusters
-        local = next(_own_addresses(), LOOPBACK.at)
-    return _reach(local, advertise)
+    kinds = {"0.0.0.0": [socket.AF_INET], "*": [socket.AF_INET, socket.AF_INET6]}.get(host, [socket.AF_INET6])
+    found = (address for kind in kinds for address in _towards_others(kind))
+    return _reach(next(found, "::1" if ":" in host else LOOPBACK.at), advertise)
 
 
 def source_address(host: str) -> str:
@@ -159,7 +173,8 @@ def meeting_interface(backend: str) -> str:
     entries = psutil.net_if_addrs().get(name)
     if entries is None:
         return f"{name}, an interface that this machine does not have"
-    return f"{name} ({', '.join(e.address for e in entries if e.family == socket.AF_INET) or 'without an address'})"
+    own = [e.address for e in entries if e.family in (socket.AF_INET, socket.AF_INET6)]
+    return f"{name} ({', '.join(own) or 'without an address'})"
 
 
 def is_loopback(host: str) -> bool:
@@ -178,6 +193,11 @@ def is_wildcard(host: str) -> bool:
         return host == "*"
 
 
+def everywhere(address: str) -> str:
+    """Return the wildcard for all addresses of the kind of `address`: servers of one kind do not hear the other."""
+    return "::" if ":" in address else "0.0.0.0"
+
+
 def url_of(host: str, port: int, *, scheme: str = "http") -> str:
     """Return the URL of a server, with brackets around an IPv6 address."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -189,6 +209,7 @@ def host_of(address: str) -> str:
 
 
 def _reach(local: str, advertise: str) -> Reach:
+    advertise = advertise.removeprefix("[").removesuffix("]")  # as an IPv6 address is written in a URL
     if not advertise:
         return Reach(announced=local, local=local)
     if is_wildcard(advertise):
@@ -196,12 +217,16 @@ def _reach(local: str, advertise: str) -> Reach:
     return Reach(announced=advertise, local=advertise if _is_own(advertise) else local, told=True)
 
 
-def _own_addresses() -> Iterator[str]:
-    """Yield the IPv4 addresses of this machine's interfaces that are up, without loopback ones."""
+def _towards_others(kind: socket.AddressFamily) -> Iterator[str]:
+    """Yield addresses of this machine by which others may reach it: that of its route to them, and those of its
+    interfaces that are up, without loopback ones and those that count for one link only."""
+    with suppress(OSError):  # no default route, as on the nodes of many clusters
+        yield source_address(SOMEWHERE_ELSE[kind])
     states = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():
         if name in states and states[name].isup:
-            yield from (e.address for e in entries if e.family == socket.AF_INET and not is_loopback(e.address))
+            own = (e.address for e in entries if e.family == kind and "%" not in e.address)
+            yield from (address for address in own if not is_loopback(address))
 
 
 def _is_own(host: str) -> bool:

@@ -30,7 +30,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from typing import Protocol
-from urllib.parse import urlsplit
 
 import msgspec
 import zmq
@@ -39,7 +38,7 @@ from streamrl import essential
 from streamrl.errors import WireError
 from streamrl.transport import codec
 from streamrl.transport.addresses import url_of
-from streamrl.transport.credentials import CurveKeys, Identity, Stranger, Verifier, encrypt_server, user_of
+from streamrl.transport.credentials import CurveKeys, Identity, Stranger, Verifier, bind, encrypt_server, user_of
 from streamrl.transport.liveness import LastHeard, next_silence
 from streamrl.transport.push_pull import LINGER_MS, UNREADABLE, Ask, Refusal, Reply, keep_alive
 from streamrl.transport.seldom import Seldom
@@ -127,9 +126,7 @@ class GroupPuller:
         keep_alive(self._socket)
         if keys is not None:
             encrypt_server(self._socket, keys)
-        self._socket.bind(f"tcp://{socket.gethostbyname(host)}:{port}")
-        bound: str = self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self.endpoint = url_of(announced, urlsplit(bound).port or port, scheme="tcp") if announced else bound
+        self.endpoint = url_of(announced or host, bind(self._socket, host, port), scheme="tcp")
         self._thread = essential.thread(self._run, name=f"the ingress at {self.endpoint}")
 
     @property

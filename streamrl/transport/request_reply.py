@@ -45,6 +45,7 @@ from streamrl.transport.credentials import (
     Shown,
     Stranger,
     Verifier,
+    bind,
     connect,
     encrypt_server,
     user_of,
@@ -209,8 +210,7 @@ class RequestChannel(Generic[Notice]):
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent because nobody is there is an error
         if keys is not None:
             encrypt_server(self._socket, keys)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = url_of(announced or host, port, scheme="tcp")
+        self.endpoint = url_of(announced or host, bind(self._socket, host), scheme="tcp")
         self._encoder = msgspec.msgpack.Encoder()
         self._notices = msgspec.msgpack.Decoder(notice_type)
         self._on_notice = on_notice

@@ -78,6 +78,7 @@ MEGATRON = {"backend": "megatron", "tensor_parallel": 2}
         ("run", {"dir": f"{__file__}/runs"}, "run.dir: .* cannot be made: .*test_check.py is a file"),
         ("run", {"device": "cuda"}, 'run.device = "cuda", and this machine has no GPU'),
         ("manager", {"host": "203.0.113.7"}, 'manager.host = "203.0.113.7": nothing can listen there'),
+        ("stream", {"host": "203.0.113.7"}, 'stream.host = "203.0.113.7": nothing can listen there'),
         ("gserver", {"api_key_env": "NOT_SET_HERE"}, "NOT_SET_HERE"),
         ("critic", {"path": "nowhere"}, "critic.path: .*nowhere.* is no folder"),
         ("gserver", {"engine": "sglang", "sglang": {"python": "nopython"}}, "there is no such program"),

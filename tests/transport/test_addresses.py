@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from streamrl.errors import ConfigError, PeerLost
+from streamrl.transport import addresses
 from streamrl.transport.addresses import (
     GLOO_INTERFACE,
     LOCAL,
@@ -28,6 +29,7 @@ from streamrl.transport.addresses import (
     url_of,
     use_interface_of,
 )
+from tests.ipv6 import IPV6
 
 OWN = [
     (name, entry.address)
@@ -61,23 +63,57 @@ def test_of_a_name_with_addresses_of_both_kinds_the_one_counts_at_which_zmq_can_
 @pytest.mark.parametrize("everywhere", ["0.0.0.0", "::", "*"])
 def test_a_wildcard_is_never_announced(everywhere: str) -> None:
     assert is_wildcard(everywhere)
-    assert LOCAL.listening(everywhere) == Listening(everywhere, "127.0.0.1")
+    assert LOCAL.listening(everywhere) == Listening("0.0.0.0", "127.0.0.1")
     told = Reach(announced="10.0.0.7", local="10.0.0.7", told=True)
-    assert told.listening(everywhere) == Listening(everywhere, "10.0.0.7")
+    assert told.listening(everywhere) == Listening("0.0.0.0", "10.0.0.7")
+    ipv6 = Reach(announced="fd00::7", local="fd00::7")
+    assert ipv6.listening(everywhere) == Listening("::", "fd00::7"), "a server of one kind does not hear the other"
     assert not is_wildcard(reach_of_manager(everywhere).announced)
     with pytest.raises(ConfigError, match=r"--advertise .* no other process reaches it"):
         reach_towards("http://127.0.0.1:1", advertise=everywhere)
 
 
 def test_a_setting_says_where_to_listen_and_advertise_what_others_are_told() -> None:
-    assert LOCAL.listening("10.0.0.5") == Listening("10.0.0.5", "10.0.0.5")
+    assert LOCAL.listening("127.0.0.5") == Listening("127.0.0.5", "127.0.0.5")
     elsewhere = reach_towards("http://127.0.0.1:1", advertise="198.51.100.9")
     assert elsewhere == Reach(announced="198.51.100.9", local="127.0.0.1", told=True), "not an address of this machine"
     assert elsewhere.listening("") == Listening("127.0.0.1", "198.51.100.9")
-    assert elsewhere.listening("10.0.0.5") == Listening("10.0.0.5", "198.51.100.9")
+    assert elsewhere.listening("127.0.0.5") == Listening("127.0.0.5", "198.51.100.9")
     assert reach_towards("http://127.0.0.1:1", advertise="127.0.0.3").local == "127.0.0.3"
     named = reach_towards("http://127.0.0.1:1", advertise=socket.gethostname())
     assert named.local == "127.0.0.1", "what a machine's own name stands for there need not lead to others"
+
+
+@pytest.mark.parametrize("setting", ["203.0.113.7", "no.such.host.invalid"])
+def test_where_nothing_can_listen_is_told_at_once(setting: str) -> None:
+    """And not when the first weights are to be sent (`weights.host`)."""
+    with pytest.raises(ConfigError, match=rf"nothing can listen at {setting} \(.*stream\.host, weights\.host"):
+        LOCAL.listening(setting)
+
+
+@IPV6
+def test_an_ipv6_address_may_be_given_as_a_url_has_it() -> None:
+    own = Reach(announced="::1", local="::1", told=True)
+    assert reach_towards("http://127.0.0.1:1", advertise="[::1]") == own
+    assert reach_towards("http://127.0.0.1:1", advertise="::1") == own
+    assert reach_towards("http://[::1]:7000") == Reach("::1", "::1")
+    with pytest.raises(ConfigError, match="no other process reaches it there"):
+        reach_towards("http://127.0.0.1:1", advertise="[::]")
+
+
+def test_a_manager_at_all_addresses_of_a_kind_tells_one_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes = {"192.0.2.1": "10.0.0.7", "2001:db8::1": "fd00::7"}
+    monkeypatch.setattr(addresses, "source_address", lambda somewhere: routes[somewhere])
+    assert [reach_of_manager(host).announced for host in ("0.0.0.0", "::", "*")] == ["10.0.0.7", "fd00::7", "10.0.0.7"]
+
+    def none_of_ipv4(somewhere: str) -> str:
+        if ":" not in somewhere:
+            raise OSError("no route")
+        return "fd00::7"
+
+    monkeypatch.setattr(addresses, "source_address", none_of_ipv4)
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", dict)
+    assert [reach_of_manager(host).announced for host in ("0.0.0.0", "::", "*")] == ["127.0.0.1", "fd00::7", "fd00::7"]
 
 
 def test_the_manager_is_told_of_where_it_listens() -> None:

@@ -29,6 +29,7 @@ from streamrl.types import SampleMeta, TrajectoryGroup
 from tests import hostile
 from tests.credentials import LeasedPusher, peer_at, permit_for, shown_by, verifier_of
 from tests.groups import held, make_group
+from tests.ipv6 import IPV6
 
 LIMIT = 1 << 20
 DEADLINE = 30.0
@@ -37,7 +38,9 @@ DEADLINE = 30.0
 class Head:
     """A data set with its ingress, and events for what a test waits for."""
 
-    def __init__(self, *, capacity: int = 100, resend: float = 10.0, port: int = 0, keep: bool = True) -> None:
+    def __init__(
+        self, *, capacity: int = 100, resend: float = 10.0, port: int = 0, keep: bool = True, host: str = "127.0.0.1"
+    ) -> None:
         self._changed = threading.Condition()
         self.stored: list[int] = []
         self.most_held = 0
@@ -46,7 +49,7 @@ class Head:
         self.dataset = StreamDataset(rank=0, capacity_groups=capacity, on_stored=self._on_stored)
         self.puller = GroupPuller(
             self.dataset,
-            host="127.0.0.1",
+            host=host,
             limits=codec.Limits(max_group_bytes=LIMIT, vocab_size=1000),
             resend_seconds=resend,
             port=port,
@@ -539,6 +542,18 @@ async def test_who_was_replaced_is_not_heard_any_more() -> None:
         assert reply_to(second, *frames_of(make_group(1))).stored == [1]
         (refusal,) = reply_to(first, *frames_of(make_group(2))).refused
         assert "a process that was rollout/0: another one has taken its place" in refusal.reason
+
+
+@IPV6
+async def test_groups_travel_over_ipv6() -> None:
+    with head(host="::1") as opened:
+        peer, shown = peer_at(opened.puller.endpoint), shown_by("rollout", 0, to="model_worker")
+        pusher = GroupPusher(worker="rollout/0", heads=[peer], shown=shown, max_group_bytes=LIMIT, resend_seconds=10.0)
+        try:
+            async with asyncio.timeout(DEADLINE):
+                await pusher.push(make_group(1), permit=permit_for(1))
+        finally:
+            await pusher.close()
 
 
 async def test_encrypted_streams_take_members_alone_and_know_them_by_their_keys() -> None:

@@ -19,6 +19,7 @@ from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.request_reply import ReplyChannel, RequestChannel, _Conversation
 from tests import hostile
 from tests.credentials import peer_at, shown_by, verifier_of
+from tests.ipv6 import IPV6
 
 
 class Double(msgspec.Struct, tag=True):
@@ -69,7 +70,7 @@ def reply_channel(endpoint, number, call_type, *, joins=1):
 
 
 @contextlib.asynccontextmanager
-async def master():
+async def master(host="127.0.0.1"):
     notices: list[tuple[int, News]] = []
     heard = asyncio.Event()
 
@@ -78,7 +79,7 @@ async def master():
         if notice == News("last"):
             heard.set()
 
-    channel = RequestChannel(host="127.0.0.1", notice_type=News, on_notice=hear)
+    channel = RequestChannel(host=host, notice_type=News, on_notice=hear)
     channel.notices, channel.heard = notices, heard
     channel.admit(verifier_of("master"))
     try:
@@ -106,6 +107,16 @@ async def test_calls_reach_their_worker_and_are_answered():
         await m.wait_for({0, 1}, patience=30)
         calls = [m.call(i % 2, Double(i), Answer, timeout=30) for i in range(50)]
         assert [a.value for a in await asyncio.gather(*calls)] == [2 * i for i in range(50)]
+
+
+@IPV6
+@pytest.mark.parametrize("host", ["::1", "::"])
+async def test_a_master_may_have_an_ipv6_address(host):
+    async with master(host) as m:
+        m.endpoint = m.endpoint.replace("[::]", "[::1]")
+        async with worker(m, 0):
+            await m.wait_for({0}, patience=30)
+            assert (await m.call(0, Double(2), Answer, timeout=30)).value == 4
 
 
 async def test_workers_see_concurrent_requests_in_one_order():

@@ -7,6 +7,7 @@ and silences, and its end: it leaves once the run is over and everyone alive was
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import ssl
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.http import server
 from streamrl.local_cache import cache_home
 from streamrl.records.timeline import Timeline
-from streamrl.transport.addresses import Reach, is_loopback, is_wildcard, reach_of_manager, url_of
+from streamrl.transport.addresses import Reach, everywhere, is_loopback, is_wildcard, reach_of_manager, url_of
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.http import Hosts, HttpServer
 from streamrl.transport.keys import generation_key
@@ -86,11 +87,15 @@ async def serve(
 async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls: ssl.SSLContext | None) -> str:
     """Listen, and return the URL."""
     try:
-        address, bound = await server.listen(host, port, tls=tls)
+        address, bound = await server.listen(everywhere(reach.local) if is_wildcard(host) else host, port, tls=tls)
     except OSError as error:
-        raise StreamRLError(
-            f"the manager cannot listen at {host}:{port} ({error.strerror or error}); "
+        advice = (
             "is another one running there? choose another manager.port, or 0 for any"
+            if error.errno == errno.EADDRINUSE
+            else "manager.host is an address of this machine, or 0.0.0.0 for all that it has"
+        )
+        raise StreamRLError(
+            f"the manager cannot listen at {host}:{port} ({error.strerror or error}); {advice}"
         ) from error
     if is_loopback(address) and not is_loopback(host):
         log.warning(

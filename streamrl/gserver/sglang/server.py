@@ -31,7 +31,7 @@ from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
 from streamrl.gserver.sglang.command import Launch, command, environment
 from streamrl.gserver.sglang.entry import LIFELINE, STACKS_SIGNAL
 from streamrl.gserver.sglang.monitor import Monitor, monitoring
-from streamrl.transport.addresses import LOOPBACK, Listening, is_wildcard, url_of
+from streamrl.transport.addresses import LOOPBACK, Listening, url_of
 from streamrl.transport.keys import GserverKeys
 from streamrl.transport.secret import Secret
 from streamrl.transport.tls import certificate_files, client_context
@@ -112,7 +112,7 @@ async def sglang_server(
         stack.close()
         raise
     try:
-        near = "127.0.0.1" if is_wildcard(listening.at) else listening.at
+        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listening.at, listening.at)
         async with monitoring(
             url_of(near, launch.port, scheme=scheme),
             key=keys.generation,
@@ -137,10 +137,11 @@ def reserved_port(host: str) -> socket.socket:
     Who asks for this port by its number and may reuse addresses, as HTTP servers may, can listen there: the socket
     itself does not listen. (SGLang opens its own only when its model is loaded, and many others before.)
     """
-    reserved = socket.socket()
+    family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    reserved = socket.socket(family)
     try:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((host, 0))
+        reserved.bind(address)
     except OSError:
         reserved.close()
         raise

@@ -8,6 +8,7 @@ import math
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import pytest
@@ -22,6 +23,7 @@ from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
 from streamrl.records.timeline import Timeline
 from streamrl.transport import manager_client
+from streamrl.transport.addresses import is_wildcard
 from streamrl.transport.control import (
     LONG_POLL_SECONDS,
     Admit,
@@ -49,6 +51,7 @@ from tests.gserver.harness import (
     taken,
 )
 from tests.gserver.scripted import ScriptedGserver, scripted
+from tests.ipv6 import IPV6
 
 QUIET = 0.1
 """Seconds in which a call that has to wait must not return."""
@@ -98,13 +101,16 @@ async def test_the_refusal_names_the_settings_that_differ(tmp_path: Path) -> Non
             await run.client.place(ask, patience=1.0)
 
 
-@pytest.mark.parametrize(("host", "refused"), [("0.0.0.0", True), ("127.0.0.1", False)])
+@pytest.mark.parametrize(
+    ("host", "refused"),
+    [("0.0.0.0", True), ("*", True), pytest.param("::", True, marks=IPV6), ("127.0.0.1", False)],
+)
 async def test_nobody_tells_others_of_a_loopback_address(tmp_path: Path, host: str, refused: bool) -> None:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     config = small_config(tmp_path)
     serving = asyncio.create_task(serve(config, host=host, port=0, on_ready=ready.set_result))
     url = await asyncio.wait_for(ready, 30)
-    assert "0.0.0.0" not in url
+    assert not is_wildcard(urlsplit(url).hostname or "")
     run = Run(config, url, serving)
     try:
         if refused:
@@ -737,6 +743,8 @@ async def test_an_address_in_use_is_named(tmp_path: Path) -> None:
         port = int(run.url.rpartition(":")[2])
         with pytest.raises(StreamRLError, match=f"cannot listen at 127.0.0.1:{port}"):
             await serve(run.config, host="127.0.0.1", port=port)
+    with pytest.raises(StreamRLError, match=r"cannot listen at 203\.0\.113\.7:.*manager\.host is an address of this"):
+        await serve(run.config, host="203.0.113.7", port=0)
 
 
 async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what_is_handed_out(tmp_path: Path) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +23,7 @@ import msgspec
 from streamrl import config as configuration
 from streamrl import essential
 from streamrl.config import Config
-from streamrl.errors import ProcessDied, StreamRLError
+from streamrl.errors import PeerError, ProcessDied, StreamRLError
 from streamrl.launch.local import STATUS_SECONDS
 from streamrl.launch.process import EXIT_PLACE_TAKEN
 from streamrl.launch.processes import (
@@ -206,15 +208,27 @@ class Pool:
         for task in self._coming:
             task.cancel()
         running = self._children.running if self._children is not None else []
-        members = [child.process for child in running if child.process is not None]
+        refused: dict[Child, PeerError] = {}
+        members = [child for child in running if child.process is not None]
         if not members:
             raise StreamRLError(f"no {self._role} is running here")
         client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
         try:
-            for process in members:
-                await client.drain(Drain(role=self._role, index=process.index))
+            for child in members:
+                assert child.process is not None
+                try:
+                    await client.drain(Drain(role=self._role, index=child.process.index))
+                except PeerError as error:
+                    if error.status != HTTPStatus.CONFLICT:
+                        raise
+                    refused[child] = error
         finally:
             await client.close()
+        if len(refused) == len(members):
+            raise next(iter(refused.values()))
+        for child, error in refused.items():  # one that has not joined yet has nothing to finish
+            log.warning("%s is stopped, since it cannot be asked to leave: %s", child.name, error)
+            child.signal(signal.SIGTERM)
 
     async def _find_beginning(self) -> None:
         """Find out what processes begin with. A run that was begun again goes on from another checkpoint than before,

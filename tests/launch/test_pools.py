@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from streamrl.config import load
-from streamrl.errors import ProcessDied, StreamRLError
+from streamrl.errors import PeerError, ProcessDied, StreamRLError
 from streamrl.launch.pool import Pool
 from streamrl.launch.process import EXIT_PLACE_TAKEN
 from streamrl.launch.processes import Helper, ProcessPlan
@@ -24,7 +24,7 @@ from streamrl.launch.supervise import Children
 from streamrl.records import progress
 from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
-from streamrl.transport.control import AskPlace, Status
+from streamrl.transport.control import AskPlace, Drain, Status
 from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, calling, start_command, until
 from tests.launch.run_standins import use_standins
@@ -140,6 +140,40 @@ async def test_a_pool_that_has_started_none_yet_cannot_be_left_in_order(tmp_path
     await children.stop()
     with pytest.raises(ProcessDied):
         await model
+    children.close()
+
+
+class _RunWithoutNumberOne:
+    """What a pool asks of a manager with which gserver/1 has not registered yet."""
+
+    def __init__(self) -> None:
+        self.drained: list[int] = []
+
+    async def drain(self, message: Drain) -> None:
+        if message.index == 1:
+            raise PeerError("gserver/1 is not in this run; there are: gserver/0, gserver/2", status=409)
+        self.drained.append(message.index)
+
+    async def close(self) -> None:
+        pass
+
+
+async def test_one_that_has_not_joined_yet_does_not_keep_the_others_from_leaving_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else all would be ended with what they have, as if they could not leave."""
+    config, run = load(configuration(tmp_path, "wait")), _RunWithoutNumberOne()
+    monkeypatch.setattr(ControlClient, "of", lambda *arguments, **options: run)
+    pool = Pool(config, role="gserver", count=3, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
+    pool._children = children = Children(logs=None)
+    for index in range(3):
+        await children.start(ProcessPlan("gserver", index, 1, "cpu", (), ""), ["sh", "-c", "sleep 60"])
+    await pool.leave()
+    assert run.drained == [0, 2]
+    assert (await children.next_exit()).name == "gserver/1"
+    assert [child.name for child in children.running] == ["gserver/0", "gserver/2"]
+    assert "gserver/1 is not in this run" in caplog.text
+    await children.stop()
     children.close()
 
 

@@ -91,7 +91,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """A checked request."""
 
     rids: dict[str, list[str]]
-    """Name that the client knows → names of its jobs: one for the whole, or one for each prompt."""
+    """Name that a client may abort → names of its jobs: the whole, or each prompt, and each response."""
     jobs: list[Job]
     single: bool
     """Answered with one object, not with a list."""
@@ -116,16 +116,19 @@ def parse(body: bytes, *, limits: EngineLimits, text: Text) -> GenerationRequest
         raise Refused(f"one request may ask for {MAX_RESPONSES} responses, not {responses}; send several requests")
     names = _names(request, len(prompts))
     rids: dict[str, list[str]] = {name: [] for name in names}
+    named = len(rids) == len(prompts)
     jobs: list[Job] = []
     for known_as, prompt, sampling in zip(names, prompts, params, strict=True):
         _check_prompt(prompt, limits)
         _check_params(sampling, limits)
         _check_length(prompt, sampling, limits)
         for sibling in range(sampling.n):
-            alone = sampling.n == 1 and len(rids) == len(prompts)
-            name = known_as if alone else f"{known_as}-{len(rids[known_as])}"
+            name = known_as if named and sampling.n == 1 else f"{known_as}-{len(rids[known_as])}"
+            if name != known_as and name in rids:
+                raise Refused(f"rid {name} is what a response to {known_as} is called; give that prompt another")
             rids[known_as].append(name)
             jobs.append(_job(request, name, prompt, _sibling_params(sampling, sibling)))
+    rids |= {job.rid: [job.rid] for job in jobs}
     _check_logprobs(request)
     return GenerationRequest(
         rids=rids,
@@ -345,7 +348,7 @@ class Server:
         self._sender = sender
         self._text = text
         self._limits = EngineLimits(vocab_size=engine.vocab_size, max_context=engine.max_context)
-        self._live: dict[str, list[str]] = {}  # what clients call a request → the engine's names of its jobs
+        self._live: dict[str, list[str]] = {}  # `GenerationRequest.rids` of all that are not finished
         self._aborting: set[asyncio.Task[None]] = set()
 
     def application(self, *, keys: GserverKeys, hosts: Hosts) -> web.Application:

@@ -199,6 +199,7 @@ OK = {"input_ids": [1, 2, 3]}
         ({**OK, "return_logprob": True, "top_logprobs_num": -1}, "top_logprobs_num"),
         ({**OK, "logprob_start_len": -2}, "logprob_start_len"),
         ({**OK, "rid": ["a", "b"]}, "rid"),
+        ({"input_ids": [[1], [2]], "rid": ["a", "a-1"], "sampling_params": {"n": 2}}, "rid a-1"),
         ({**OK, "lora_path": "an adapter"}, "lora_path: a request here has the adapter that is served"),
         ([1, 2], "JSON object"),
         ("text", "JSON object"),
@@ -302,6 +303,11 @@ async def test_aborts_by_name_and_all(folder: Path) -> None:
         await client.until(running=4)
         again = await client.post("/generate", {**OK, "rid": "a"}, status=400)
         assert "rid a" in again["error"]["message"]
+        for rid, n in (("b-1", 1), ("b", 3)):
+            body = {**OK, "rid": rid, "sampling_params": {**TEN, "n": n}}
+            assert "rid b" in (await client.post("/generate", body, status=400))["error"]["message"]
+        own = await client.post("/generate", {**OK, "rid": "a-0", "sampling_params": {**TEN, "n": 2}})
+        assert [answer["meta_info"]["id"] for answer in own] == ["a-0-0", "a-0-1"]
         await client.post("/abort_request", {"rid": "nobody"})
         await client.post("/abort_request", {"rid": "b"})
         siblings = await tasks[1]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from urllib.parse import urlsplit
 
 import typer
 
@@ -46,6 +47,12 @@ def _url(told: str) -> str:
     """Return the manager's address, as it was given; one that nobody would ever answer at is refused here."""
     if told and not told.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{told!r} does not begin with http:// or https://, as what the manager told does")
+    try:
+        host, _ = (parts := urlsplit(told)).hostname, parts.port
+    except ValueError:  # the port is none: as that of an IPv6 address without brackets
+        host = None
+    if told and not host:
+        raise typer.BadParameter(f"{told!r} is no address: write it as http://HOST:PORT, with an IPv6 address in []")
     return told
 
 

@@ -259,8 +259,16 @@ class WeightReceiver:
                 self._make_ready(staged)
 
     async def load(self, folder: Path, version: str | None) -> None:
-        """Take the tensors of the safetensors files in `folder`, which are read as they are copied."""
+        """Take the tensors of the safetensors files in `folder`, which are read as they are copied.
+
+        Raises `Refused` where there is room for a transfer alone, which would go on from a mixture otherwise.
+        """
         staged = self._expecting()
+        if staged.transfer:
+            raise Refused(
+                "weights are being received, or a part of them is kept for the next attempt: to load others call "
+                "/begin_weight_update first, which discards that, and then /end_weight_update"
+            )
         try:
             await self.exclusively(lambda: self._load(folder, staged))
         except ModelError:

@@ -254,6 +254,23 @@ async def test_a_publisher_that_dies_leaves_the_old_weights(folder: Path, new_fi
         assert (await client.get("/model_info"))["weight_version"] == "2"
 
 
+async def test_files_are_not_mixed_with_a_part_of_a_broadcast(folder: Path, tmp_path: Path) -> None:
+    """A broadcast that broke off may go on later from what is here of it, whoever loads files meanwhile."""
+    files = {"model_path": str(save(make_model(seed=1), tmp_path)), "weight_version": "7"}
+    async with serving(folder) as client:
+        before = await client.post("/weights_checker")
+        await client.post("/begin_weight_update", {"transfer": "these"})
+        answer = await client.post("/update_weights_from_disk", files, status=400)
+        assert "call /begin_weight_update first" in answer["error"]["message"]
+        assert (await client.post("/weights_checker", {"action": "staged"}))["tensors"] == {}
+        assert await client.post("/weights_checker") == before
+        await client.post("/begin_weight_update")
+        await client.post("/update_weights_from_disk", files)
+        await client.post("/end_weight_update")
+        assert (await client.get("/model_info"))["weight_version"] == "7"
+        assert await client.post("/weights_checker") != before
+
+
 async def test_versions_can_be_named_without_an_update(folder: Path) -> None:
     async with serving(folder) as client:
         await client.post("/update_weight_version", {"new_version": "12"})

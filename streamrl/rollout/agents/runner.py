@@ -79,7 +79,9 @@ class Agents(Protocol):
     async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         """Run one episode, and return what the agent says of it; raises `AgentError` when it fails.
 
-        `begun` is called when the agent begins, from when on its time counts.
+        `begun` is called when the agent begins, from when on its time counts. Where this is cancelled and something
+        kept the process from ending the episode, with others in it, the `CancelledError` has an `UnknownFault` as its
+        cause.
         """
 
 
@@ -185,9 +187,11 @@ class _AgentProcess:
         begun()
         try:
             return await asyncio.shield(future)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             if not future.done():
                 await asyncio.shield(self._cancel(episode, future))
+            if future.done() and isinstance(fault := future.exception(), UnknownFault):
+                raise cancelled from fault
             raise
 
     def _ended(self, episode: int, future: asyncio.Future[Score]) -> None:

@@ -440,6 +440,9 @@ class AgentWorkflow:
                             metrics = earned.said.metrics | own
                             earned = earned._replace(said=msgspec.structs.replace(earned.said, metrics=metrics))
             except TimeoutError as error:
+                cancelled = error.__cause__
+                if cancelled is not None and isinstance(fault := cancelled.__cause__, UnknownFault):
+                    raise fault from None  # another episode may have kept it from ending in time
                 raise AgentError(
                     f"seq {prompt.seq}: no score within rollout.agent.timeout_seconds = {seconds:g}, after "
                     f"{episode.calls} answers of the policy"

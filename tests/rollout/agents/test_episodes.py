@@ -313,6 +313,22 @@ async def test_no_episode_scores_zero_for_the_end_of_a_process_that_another_may_
         assert alone.reward == 0.0
 
 
+async def test_no_episode_scores_zero_whose_time_passed_while_another_blocked_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("streamrl.rollout.agents.runner.CANCEL_SECONDS", 0.5)
+    config = msgspec.structs.replace(SOLVE, on_error="zero", timeout_seconds=5)
+    async with playing(config) as workflow, session("Two<|im_end|>", rewards=None) as (made, engine):
+        innocent = asyncio.create_task(workflow.run(task("hang"), made))
+        async with asyncio.timeout(30):
+            await engine.arrived.wait()
+        blocking = asyncio.create_task(workflow.run(task("spin"), made))
+        with pytest.raises(AgentError, match="in which 2 episodes ran"):
+            await innocent
+        with pytest.raises(AgentError, match="in which 2 episodes ran"):
+            await blocking
+
+
 async def test_an_error_of_the_policy_is_no_fault_of_the_agent() -> None:
     config = msgspec.structs.replace(SOLVE, on_error="zero")
     async with playing(config) as workflow, session("", rewards=None) as (made, _):

@@ -125,7 +125,7 @@ class DataConfig(Section, frozen=True):
     size: Positive = 10000
     """Rows of a `reasoning_gym` or `python` source; files bring their own."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages."""
+    """Column with the prompt: a string, or a list of chat messages, of text alone."""
     answer_key: str = "answer"
     """Column with the reference answer; may be absent from the data."""
     system_prompt: str | None = None

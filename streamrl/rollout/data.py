@@ -126,10 +126,22 @@ def _chat_messages(content: Any, *, where: str) -> list[Message]:
         raise DataError(f"{where}: neither a string nor a list of chat messages: {error}") from error
     if not messages:
         raise DataError(f"{where}: an empty conversation")
-    for message in messages:
+    for index, message in enumerate(messages):
         if not {"role", "content"} <= message.keys():
             raise DataError(f"{where}: a chat message needs role and content; one has {', '.join(message) or 'none'}")
+        if isinstance(message["content"], list):  # many chat templates would write it as Python does
+            messages[index] = {**message, "content": _text_of(message["content"], where=f"{where}, message {index}")}
     return messages
+
+
+def _text_of(parts: list[Any], *, where: str) -> str:
+    """Return the text of a message's content in parts; raises `DataError` for one that is not text."""
+    texts: list[str] = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise DataError(f"{where}: its content has a part that is not text: {part!r:.200}")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 # --- the order of rows ---

@@ -135,6 +135,14 @@ def test_conversations_as_prompts(chat: ChatTokenizer, tmp_path: Path) -> None:
     assert source.prompt(0).messages == [*talk[:2], {"role": "user", "content": "?!"}]
 
 
+def test_text_in_parts_is_text(chat: ChatTokenizer, tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "1+1"}, {"type": "text", "text": "?", "image_url": None}]
+    rows = [{"prompt": [{"role": "user", "content": parts}]}, {"prompt": [{"role": "user", "content": "1+1?"}]}]
+    path = str(jsonl(tmp_path, *rows))
+    in_parts, whole = (opened(chat, source="jsonl", path=path, shuffle=False).prompt(seq) for seq in (0, 1))
+    assert (in_parts.messages, in_parts.input_ids) == (whole.messages, whole.input_ids)
+
+
 def test_parquet_and_hf_disk(chat: ChatTokenizer, tmp_path: Path) -> None:
     columns = {
         "prompt": [[{"role": "user", "content": f"q{i}"}] for i in range(5)],
@@ -179,6 +187,7 @@ def test_hf_disk_without_the_package(chat: ChatTokenizer, tmp_path: Path, monkey
         ([{"prompt": []}], {}, "empty conversation"),
         ([{"prompt": [{"role": "user"}]}], {}, "needs role and content"),
         ([{"prompt": [{"role": "user", "content": None}]}], {"suffix": "!"}, "data.suffix needs text.*NoneType"),
+        ([{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}], {}, "message 0: .* not text: .*image"),
         ([{"prompt": [{"role": "system", "content": "s"}]}], {"system_prompt": "t"}, "system message of its own"),
     ],
 )

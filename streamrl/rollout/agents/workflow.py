@@ -240,12 +240,12 @@ class Episode:
         parent, known = self._tree.find(request.messages, request.tools)
         messages = with_tool_names(request.messages)
         new = messages[known:]
-        if parent is None or not new:
+        if parent is None:
             self.rewritten += any(message.role == "assistant" for message in messages)
             return None, self._renderer.render(messages, request.tools)
         before = parent.token_ids
         sampled = SampledTokens(parent.prompt_ids, parent.generation.output_ids, request.tools)
-        further = self._renderer.extend(sampled, new)
+        further = self._renderer.extend(sampled, new) if new else None
         if further is not None:
             return parent, [*before, *further]
         anew = self._renderer.render(messages, request.tools)

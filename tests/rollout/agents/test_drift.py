@@ -20,6 +20,11 @@ from tests.rollout.qwen import make_qwen
 CHAT = make_qwen()
 ASKED = Message("user", "What is 2 + 2?")
 SURE = Message("user", "sure?")
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Writes every message as it stands, wherever it is."""
 
 
 class Scripted:
@@ -65,6 +70,17 @@ async def test_who_names_an_answer_has_it_though_its_delivery_was_not_seen() -> 
     earned = episode.earned(Score(1.0, {"chatcmpl-known": 0.5}))
     (found,) = episode.trajectories(earned, discount=1.0)
     assert (found.reward, found.input_ids[found.loss_mask].tolist()) == (1.5, CHAT.encode("4<|im_end|>"))
+
+
+async def test_a_conversation_that_ends_with_the_policys_own_answer_goes_on_from_its_tokens() -> None:
+    session: Any = Scripted(CHAT.encode("4<|im_end|>"), CHAT.encode("so 4<|im_end|>"))
+    chat = make_qwen(CHATML)
+    episode = Episode(session, renderer_of(chat, name="template"), max_calls=10)
+    (first,) = await episode.complete(ChatRequest((ASKED,)), call="first")
+    (second,) = await episode.complete(ChatRequest((ASKED, Message("assistant", "4"))), call="second")
+    assert second.prompt_ids[: len(first.prompt_ids) + 2] == (*first.prompt_ids, *first.output_ids)
+    episode.delivered([first, second])
+    assert (episode.conversations, episode.rewritten, episode.rerendered) == (1, 0, 0)
 
 
 async def test_of_several_answers_one_fails_and_the_others_end() -> None:

@@ -371,7 +371,10 @@ class Gateway:
 
     def _warn(self, call: CheckedRequest) -> None:
         for name, wanted in call.sampling.items():
-            if wanted != (own := getattr(self._sampling, name)):
+            own = getattr(self._sampling, name, None)
+            if own is None:
+                self._warn_once(name, "agents ask for %s = %.100r; it is left out", name, wanted)
+            elif wanted != own:
                 self._warn_once(name, "agents ask for a %s of %s; the run's %s is used", name, wanted, own)
         if call.top_logprobs:
             self._warn_once("top_logprobs", "agents ask for top_logprobs; they get those of the sampled tokens alone")

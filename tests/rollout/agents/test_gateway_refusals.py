@@ -99,6 +99,33 @@ async def test_bodies_that_cannot_be_read(send, served, path, data):
             b'{"messages": [{"role": "user"}], "chat_template_kwargs": {"enable_thinking": false}}',
             "chat_template_kwargs",
         ),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "user"}], "tool_choice": "required"}',
+            "tool_choice: not supported, because it changes the policy's probabilities or its input; leave it out",
+        ),
+        (
+            "/v1/chat/completions",
+            b'{"messages": [{"role": "assistant", "function_call": {"name": "add", "arguments": "{}"}}]}',
+            "messages[0].function_call",
+        ),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "stop_token_ids": [-1]}', "stop_token_ids"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "use_beam_search": true}', "use_beam_search"),
+        ("/v1/chat/completions", b'{"messages": [{"role": "user"}], "documents": [{"text": "x"}]}', "documents"),
+        ("/v1/completions", b'{"prompt": "x", "response_format": {"type": "json_object"}}', "response_format"),
+        ("/v1/completions", b'{"prompt": "x", "truncate_prompt_tokens": 4}', "truncate_prompt_tokens"),
+        ("/v1/responses", b'{"input": "x", "logit_bias": {"1": -100}}', "logit_bias"),
+        ("/inference/v1/generate", b'{"token_ids": [1], "sampling_params": {"logit_bias": {"1": -100}}}', "logit_bias"),
+        (
+            "/inference/v1/generate",
+            b'{"token_ids": [1], "sampling_params": {"presence_penalty": 0.5}}',
+            "presence_penalty",
+        ),
+        (
+            "/v1/messages",
+            b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "mcp_servers": [{"name": "x"}]}',
+            "mcp_servers",
+        ),
         ("/v1/completions", b'{"prompt": "x", "repetition_penalty": 1.1}', "repetition_penalty"),
         ("/v1/completions", b'{"prompt": "x", "guided_regex": "a"}', "guided_regex"),
         (

@@ -48,6 +48,32 @@ async def test_sampling_unlike_the_runs_is_one_warning_for_each_setting(served, 
     ]
 
 
+async def test_what_is_left_out_is_one_warning_for_each_setting(served, client, caplog):
+    for seed in (1, 2):
+        await client.chat.completions.create(model="policy", messages=ASKED, seed=seed, reasoning_effort="low")
+    asked: Any = {"model": "policy", "messages": ASKED, "parallel_tool_calls": True}
+    await client.chat.completions.create(**asked)
+    await client.chat.completions.create(**{**asked, "parallel_tool_calls": False})
+    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret") as other:
+        extra: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+        one: Any = {"type": "auto", "disable_parallel_tool_use": True}
+        await other.messages.create(model="policy", max_tokens=1, messages=ASKED, tool_choice=one, extra_body=extra)
+    assert sorted(caplog.messages) == [
+        "agents ask for parallel_tool_calls = False; it is left out",
+        "agents ask for reasoning_effort = 'low'; it is left out",
+        "agents ask for seed = 1; it is left out",
+        "agents ask for thinking = {'type': 'enabled', 'budget_tokens': 1024}; it is left out",
+        "agents ask for tool_choice.disable_parallel_tool_use = True; it is left out",
+    ]
+
+
+async def test_tokens_that_end_answers_are_told_in_each_api_that_has_them(served, client):
+    await client.chat.completions.create(model="policy", messages=ASKED, extra_body={"stop_token_ids": [7]})
+    await client.completions.create(model="policy", prompt="x", extra_body={"stop_token_ids": [7]})
+    await generate(served, {"stop_token_ids": [7]})
+    assert [request.stop_token_ids for request in served.episode.requests] == [(7,)] * 3
+
+
 @pytest.mark.parametrize("top", [None, 0])
 async def test_log_probabilities_of_what_was_sampled(client, caplog, top):
     extra: Any = {} if top is None else {"top_logprobs": top}

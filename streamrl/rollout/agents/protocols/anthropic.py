@@ -50,6 +50,7 @@ class _Tool(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     type: str = "auto"
+    disable_parallel_tool_use: bool | None = None
 
 
 class _OutputConfig(msgspec.Struct):
@@ -67,6 +68,8 @@ class _Body(common.SamplingFields):
     stream: bool | None = None
     output_format: Any = None
     output_config: _OutputConfig | None = None
+    mcp_servers: Any = None
+    container: Any = None
 
 
 def parse(raw: bytes) -> CheckedRequest:
@@ -76,11 +79,15 @@ def parse(raw: bytes) -> CheckedRequest:
         raise RequestRefused("messages: there are none")
     common.check_counts(1, body.max_tokens, "max_tokens")
     choice = body.tool_choice.type if body.tool_choice else "auto"
+    alone = body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use
+    one_call = {"tool_choice.disable_parallel_tool_use": True} if alone else {}
     common.refuse_present(
         {
             "tool_choice": choice not in ("auto", "none"),
             "output_format": body.output_format,
             "output_config.format": body.output_config and body.output_config.format,
+            "mcp_servers": body.mcp_servers,
+            "container": body.container,
         }
     )
     messages = [Message(role="system", content=system)] if (system := common.text_of(body.system, "system")) else []
@@ -96,7 +103,7 @@ def parse(raw: bytes) -> CheckedRequest:
         ),
         model=body.model,
         events=Events if body.stream else None,
-        sampling=body.given(),
+        sampling=body.given() | one_call,
     )
 
 

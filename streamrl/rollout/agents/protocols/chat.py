@@ -38,10 +38,8 @@ class _Message(msgspec.Struct):
     reasoning_content: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
-
-
-class _ResponseFormat(msgspec.Struct):
-    type: str = "text"
+    function_call: Any = None
+    audio: Any = None
 
 
 class _StreamOptions(msgspec.Struct):
@@ -57,16 +55,14 @@ class _Body(common.SamplingFields):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[common.TokenId] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: _ResponseFormat | None = None
-    logit_bias: dict[str, float] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     modalities: list[str] | None = None
     functions: Any = None
+    web_search_options: Any = None
 
 
 def parse(raw: bytes) -> CheckedRequest:
@@ -76,12 +72,9 @@ def parse(raw: bytes) -> CheckedRequest:
         raise RequestRefused("messages: there are none")
     common.refuse_present(
         {
-            "logit_bias": body.logit_bias,
-            "frequency_penalty": body.frequency_penalty,
-            "presence_penalty": body.presence_penalty,
-            "response_format": body.response_format is not None and body.response_format.type != "text",
             "modalities": body.modalities not in (None, [], ["text"]),
             "functions": body.functions,
+            "web_search_options": body.web_search_options is not None,
             "tool_choice": body.tool_choice not in (None, "auto", "none"),
         }
     )
@@ -104,6 +97,7 @@ def parse(raw: bytes) -> CheckedRequest:
             n=n,
             max_tokens=limit,
             stop=common.stops(body.stop),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
             token_texts=bool(body.logprobs),
         ),
         model=body.model,
@@ -116,9 +110,11 @@ def parse(raw: bytes) -> CheckedRequest:
 
 
 def _message(message: _Message, index: int) -> Message:
+    where = f"messages[{index}]"
+    common.refuse_present({f"{where}.function_call": message.function_call, f"{where}.audio": message.audio})
     return Message(
         role="system" if message.role == "developer" else message.role,
-        content=common.text_of(message.content, f"messages[{index}]"),
+        content=common.text_of(message.content, where),
         reasoning=message.reasoning_content or "",
         tool_calls=tuple(
             ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)

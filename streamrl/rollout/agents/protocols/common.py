@@ -27,8 +27,9 @@ class CheckedRequest(msgspec.Struct, frozen=True):
     stream_usage: bool = False
     top_logprobs: int = 0
     """How many of the likeliest tokens are asked for at each position."""
-    sampling: dict[str, float] = {}
-    """How the request wants to be sampled: its `temperature`, `top_p`, `top_k` and `min_p`, where it has them."""
+    sampling: dict[str, Any] = {}
+    """How the request wants to be sampled: what it has of `temperature`, `top_p`, `top_k`, `min_p`, and of what it
+    cannot have, such as a `seed`."""
     instructions: int = 0
     """How many of the first messages do not carry over to a call that continues this one."""
     previous: str = ""
@@ -69,11 +70,26 @@ class ContentPart(msgspec.Struct):
     text: str = ""
 
 
-class _NotServed(msgspec.Struct, kw_only=True):
-    """What servers of open models let a request ask for besides; the policy's probabilities or input would depend on
-    it."""
+class _ResponseFormat(msgspec.Struct):
+    type: str = "text"
 
+
+class _NotServed(msgspec.Struct, kw_only=True):
+    """What OpenAI and servers of open models let a request ask for besides; the policy's probabilities or input would
+    depend on it."""
+
+    response_format: _ResponseFormat | None = None
+    logit_bias: dict[str, float] | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
     repetition_penalty: float | None = None
+    use_beam_search: bool | None = None
+    logits_processors: Any = None
+    custom_logit_processor: Any = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    documents: Any = None
+    thinking_token_budget: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     bad_words: Any = None
@@ -97,17 +113,27 @@ class SamplingFields(_NotServed, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    seed: int | None = None
+    reasoning_effort: Any = None
+    reasoning: Any = None
+    thinking: Any = None
+    parallel_tool_calls: bool | None = None
 
-    def given(self) -> dict[str, float]:
+    def given(self) -> dict[str, Any]:
         """Return those that it has; raises `RequestRefused` if it has others."""
         others = {name: getattr(self, name) for name in _NotServed.__struct_fields__}
-        refuse_present({**others, "repetition_penalty": self.repetition_penalty not in (None, 1)})
-        fields = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p}
-        return {name: value for name, value in fields.items() if value is not None}
+        others["repetition_penalty"] = self.repetition_penalty not in (None, 1)
+        others["response_format"] = self.response_format is not None and self.response_format.type != "text"
+        refuse_present(others)
+        own = {name: getattr(self, name) for name in SamplingFields.__struct_fields__ if name not in others}
+        if self.parallel_tool_calls:  # as it is anyway
+            del own["parallel_tool_calls"]
+        return {name: value for name, value in own.items() if value is not None}
 
 
 Content = str | list[ContentPart] | None
-TokenIds = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(min_length=1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0)]
+TokenIds = Annotated[list[TokenId], msgspec.Meta(min_length=1)]
 MAX_TOP_LOGPROBS = 20
 Body = TypeVar("Body")
 
@@ -157,7 +183,8 @@ def refuse_present(fields: Mapping[str, Any]) -> None:
     """Refuse the first field that asks for something."""
     for name, value in fields.items():
         if value:
-            raise RequestRefused(f"{name}: not supported, because it changes the policy's probabilities or its input")
+            why = "it changes the policy's probabilities or its input"
+            raise RequestRefused(f"{name}: not supported, because {why}; leave it out")
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, int]:

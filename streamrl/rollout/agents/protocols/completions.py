@@ -20,14 +20,12 @@ class _Body(common.SamplingFields):
     n: int | None = None
     max_tokens: int | None = None
     stop: str | list[str] | None = None
+    stop_token_ids: list[common.TokenId] | None = None
     stream: bool | None = None
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
-    logit_bias: dict[str, float] | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
 
 
 def parse(raw: bytes) -> CheckedRequest:
@@ -38,9 +36,6 @@ def parse(raw: bytes) -> CheckedRequest:
             "echo": body.echo,
             "suffix": body.suffix,
             "best_of": (body.best_of or 1) > (body.n or 1),
-            "logit_bias": body.logit_bias,
-            "frequency_penalty": body.frequency_penalty,
-            "presence_penalty": body.presence_penalty,
         }
     )
     n = 1 if body.n is None else body.n
@@ -51,6 +46,7 @@ def parse(raw: bytes) -> CheckedRequest:
             n=n,
             max_tokens=body.max_tokens,
             stop=common.stops(body.stop),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
             token_texts=body.logprobs is not None,
         ),
         model=body.model,

@@ -18,7 +18,7 @@ class _Sampling(common.SamplingFields):
     n: int = 1
     max_tokens: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[common.TokenId] | None = None
 
 
 class _Body(msgspec.Struct):

@@ -65,6 +65,8 @@ class ChatRequest(msgspec.Struct, frozen=True):
     """In OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
     prompt: str | tuple[int, ...] | None = None
     """Text or token ids to continue as they stand, without a chat template."""
+    given: str = ""
+    """Text with which the answer to `messages` begins: the policy goes on from it."""
     n: int = 1
     """How many answers are wanted."""
     max_tokens: int | None = None
@@ -80,7 +82,8 @@ class Completion(msgspec.Struct, frozen=True):
     """One answer to a `ChatRequest`."""
 
     message: Message
-    """What the policy said; for a `prompt`, `content` is the text that continues it."""
+    """What the policy said; `content` is without what was given of the answer, and for a `prompt` the text that
+    continues it."""
     finish_reason: FinishReason
     prompt_ids: tuple[int, ...]
     """The tokens that the policy continued."""

@@ -54,6 +54,21 @@ class Earned(NamedTuple):
     rewards: list[tuple[PolicyCall, float]]
 
 
+class Continued(NamedTuple):
+    """What the policy is to continue."""
+
+    parent: PolicyCall | None
+    """The call whose conversation it continues, if it does."""
+    prompt_ids: list[int]
+    given: int = 0
+    """How many of the last of them are the beginning of the answer."""
+
+    def answer(self, output_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> SampledTokens:
+        """Return the answer, with what was given of it, of which `output_ids` were sampled."""
+        begins = len(self.prompt_ids) - self.given
+        return SampledTokens(self.prompt_ids[:begins], [*self.prompt_ids[begins:], *output_ids], tools)
+
+
 class Episode:
     """One agent at work on one task."""
 
@@ -107,20 +122,18 @@ class Episode:
         `on_piece` is told what the policy says as it says it.
         """
         self._check_open()
-        parent, prompt_ids = self._tokens_of(request)
-        room = self._session.max_context - len(prompt_ids)
+        continued = self._with_given(request, *self._tokens_of(request))
+        room = self._session.max_context - len(continued.prompt_ids)
         if room < 1:
             raise RequestRefused(
-                f"the prompt is too long: {len(prompt_ids)} tokens, and the maximum context length, "
+                f"the prompt is too long: {len(continued.prompt_ids)} tokens, and the maximum context length, "
                 f"gserver.max_context = {self._session.max_context}, leaves no room for an answer",
                 kind=TOO_LONG,
             )
         names = [call] if request.n == 1 else [f"{call}/{index}" for index in range(request.n)]
         answers = [
             asyncio.ensure_future(
-                self._answer(
-                    request, parent, prompt_ids, name, on_tokens=self._pieces(request, prompt_ids, index, on_piece)
-                )
+                self._answer(request, continued, name, on_tokens=self._pieces(request, continued, index, on_piece))
             )
             for index, name in enumerate(names)
         ]
@@ -254,8 +267,25 @@ class Episode:
         self.rerendered += 1
         return None, anew
 
+    def _with_given(self, request: ChatRequest, parent: PolicyCall | None, prompt_ids: list[int]) -> Continued:
+        """Return what the policy is to continue, with what it is given of the answer; raises `RequestRefused` where
+        that, at this place, is not the beginning of an answer's text."""
+        if not request.given:
+            return Continued(parent, prompt_ids)
+        try:
+            given = self._session.chat.encode(request.given)
+        except DataError as error:
+            raise RequestRefused(str(error)) from error
+        read = self._renderer.parse(SampledTokens(prompt_ids, given, request.tools), matched_stop="")
+        if read.content != request.given:
+            raise RequestRefused(
+                "this model cannot go on from the text of an assistant: it would be read as something else, such as "
+                "reasoning, or as nothing; let the conversation end with another message"
+            )
+        return Continued(parent, [*prompt_ids, *given], len(given))
+
     def _pieces(
-        self, request: ChatRequest, prompt_ids: list[int], index: int, on_piece: OnPiece | None
+        self, request: ChatRequest, continued: Continued, index: int, on_piece: OnPiece | None
     ) -> OnTokens | None:
         """Return what takes the tokens of an answer as they come, and tells `on_piece` what they certainly say."""
         if on_piece is None:
@@ -271,8 +301,9 @@ class Episode:
             if len(so_far) < next_look:
                 return
             next_look = len(so_far) + 1 + len(so_far) // LOOKS  # or the time that looking takes would grow as a square
-            said = self._certain(request, SampledTokens(prompt_ids, so_far, request.tools), stops=stops)
-            piece = MessagePiece(index, said.content[len(told.content) :], said.reasoning[len(told.reasoning) :])
+            said = self._certain(request, continued.answer(so_far, request.tools), stops=stops)
+            content = said.content[len(request.given) :]
+            piece = MessagePiece(index, content[len(told.content) :], said.reasoning[len(told.reasoning) :])
             if piece.content or piece.reasoning:
                 told.add(piece)
                 on_piece(piece)
@@ -294,14 +325,13 @@ class Episode:
     async def _answer(
         self,
         request: ChatRequest,
-        parent: PolicyCall | None,
-        prompt_ids: list[int],
+        continued: Continued,
         name: str,
         on_tokens: OnTokens | None,
     ) -> Completion:
         most = self._session.sampling.max_new_tokens
         generation = await self._session.generate(
-            prompt_ids,
+            continued.prompt_ids,
             max_new_tokens=min(most, request.max_tokens or most),
             stop=request.stop,
             stop_token_ids=request.stop_token_ids,
@@ -310,15 +340,16 @@ class Episode:
         self.tokens += len(generation.output_ids)
         self._check_open()
         matched = generation.matched if isinstance(generation.matched, str) else ""
-        sampled = SampledTokens(prompt_ids, generation.output_ids, request.tools)
-        message = self._message(request, sampled, matched_stop=matched)
+        message = self._message(request, continued.answer(generation.output_ids, request.tools), matched_stop=matched)
         self.drifted += self._session.chat.retokenized(generation.output_ids) != generation.output_ids
-        call = PolicyCall(parent=parent, prompt_ids=tuple(prompt_ids), generation=generation, name=name)
+        call = PolicyCall(
+            parent=continued.parent, prompt_ids=tuple(continued.prompt_ids), generation=generation, name=name
+        )
         messages = request.messages if request.prompt is None else None
         self._tree.add(call, messages=messages, reply=message, tools=request.tools)
         chat = self._session.chat
         completion = Completion(
-            message=message,
+            message=msgspec.structs.replace(message, content=message.content[len(request.given) :]),
             finish_reason="tool_calls" if message.tool_calls else generation.finish_reason,
             prompt_ids=call.prompt_ids,
             output_ids=tuple(generation.output_ids),

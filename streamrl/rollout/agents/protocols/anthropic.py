@@ -93,11 +93,15 @@ def parse(raw: bytes) -> CheckedRequest:
     messages = [Message(role="system", content=system)] if (system := common.text_of(body.system, "system")) else []
     for index, message in enumerate(body.messages):
         messages += _messages(message, f"messages[{index}]")
+    conversation, given = tuple(messages), ""
+    if messages[-1].role == "assistant":
+        conversation, given = common.split_given(messages, f"messages[{len(body.messages) - 1}]")
     tools = tuple(map(_tool, body.tools or () if choice != "none" else ()))
     return CheckedRequest(
         request=ChatRequest(
-            messages=tuple(messages),
+            messages=conversation,
             tools=tools,
+            given=given,
             max_tokens=body.max_tokens,
             stop=common.stops(body.stop_sequences),
         ),

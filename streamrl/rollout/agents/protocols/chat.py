@@ -61,6 +61,8 @@ class _Body(common.SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     modalities: list[str] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     functions: Any = None
     web_search_options: Any = None
 
@@ -76,6 +78,7 @@ def parse(raw: bytes) -> CheckedRequest:
             "functions": body.functions,
             "web_search_options": body.web_search_options is not None,
             "tool_choice": body.tool_choice not in (None, "auto", "none"),
+            "add_generation_prompt": body.add_generation_prompt is bool(body.continue_final_message),
         }
     )
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -90,10 +93,14 @@ def parse(raw: bytes) -> CheckedRequest:
             or not isinstance(function.get("name"), str)
         ):
             raise RequestRefused("tools: only functions with a name are supported")
+    messages, given = tuple(_message(message, index) for index, message in enumerate(body.messages)), ""
+    if body.continue_final_message:
+        messages, given = common.split_given(messages, f"messages[{len(messages) - 1}]")
     return CheckedRequest(
         request=ChatRequest(
-            messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
+            messages=messages,
             tools=tools,
+            given=given,
             n=n,
             max_tokens=limit,
             stop=common.stops(body.stop),

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 
 from streamrl.errors import UNDECODABLE
-from streamrl.rollout.agents.messages import TOO_LONG, ChatRequest, Completion, MessagePiece, RequestRefused
+from streamrl.rollout.agents.messages import TOO_LONG, ChatRequest, Completion, Message, MessagePiece, RequestRefused
 
 MAX_SAMPLES = 256
 """The most completions that one request may ask for (`n`)."""
@@ -154,6 +154,19 @@ def text_of(content: Content, where: str) -> str:
         if part.type not in ("text", "input_text", "output_text", "reasoning_text"):
             raise RequestRefused(f"{where}: content of type {part.type!r} is not supported, only text")
     return "".join(part.text for part in content)
+
+
+def split_given(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...], str]:
+    """Return a conversation without its last message, and the text of that, from which the policy is to go on.
+
+    Refused, with `where` the message is, if it is not the text of an assistant who is spoken to.
+    """
+    *before, last = messages
+    if last.role != "assistant" or last.tool_calls or last.reasoning or not before:
+        raise RequestRefused(f"{where}: the policy can only go on from the text of an assistant, after other messages")
+    if last.content != last.content.strip():
+        raise RequestRefused(f"{where}: the text to go on from must not begin or end with white space")
+    return tuple(before), last.content
 
 
 def stops(stop: str | list[str] | None) -> tuple[str, ...]:

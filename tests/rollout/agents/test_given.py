@@ -1,0 +1,96 @@
+"""A conversation whose last message is the beginning of the policy's answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from streamrl.rollout.agents.messages import ChatRequest, Message, MessagePiece, RequestRefused
+from streamrl.rollout.agents.model_renderer import renderer_of
+from streamrl.rollout.agents.protocols import anthropic, chat
+from streamrl.rollout.agents.workflow import Earned, Episode, Score
+from streamrl.rollout.generation import Generation
+from tests.rollout.agents.test_drift import ASKED, CHAT, SURE, Scripted
+from tests.rollout.qwen import TEMPLATE, make_qwen
+
+GIVEN = "The sum is"
+QUESTION = {"role": "user", "content": "What is 2 + 2?"}
+BEGUN: list[dict[str, Any]] = [QUESTION, {"role": "assistant", "content": GIVEN}]
+CONTINUE = {"continue_final_message": True}
+
+
+class Streaming(Scripted):
+    """Tells its tokens one by one."""
+
+    async def generate(self, input_ids: list[int], **more: Any) -> Generation:
+        found = await super().generate(input_ids)
+        for token in found.output_ids:
+            more["on_tokens"]([token])
+        return found
+
+
+@pytest.mark.parametrize(
+    ("api", "more"), [(anthropic, {}), (chat, CONTINUE), (chat, {**CONTINUE, "add_generation_prompt": False})]
+)
+def test_the_beginning_of_an_answer_is_no_message_of_the_conversation(api: Any, more: dict[str, Any]) -> None:
+    request = api.parse(json.dumps({"messages": BEGUN, "max_tokens": 9, **more}).encode()).request
+    assert request == ChatRequest((Message("user", "What is 2 + 2?"),), given=GIVEN, max_tokens=9)
+
+
+def test_an_answer_of_openais_follows_that_of_the_assistant() -> None:
+    request = chat.parse(json.dumps({"messages": BEGUN, "add_generation_prompt": True}).encode()).request
+    assert (len(request.messages), request.given) == (2, "")
+
+
+@pytest.mark.parametrize(
+    ("api", "messages", "more", "words"),
+    [
+        (anthropic, [QUESTION, {"role": "assistant", "content": "Sum: "}], {}, "messages[1]: the text to go on from"),
+        (anthropic, BEGUN[1:], {}, "after other messages"),
+        (
+            anthropic,
+            [QUESTION, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add"}]}],
+            {},
+            "messages[1]: the policy can only go on from the text",
+        ),
+        (chat, BEGUN[:1], CONTINUE, "messages[0]: the policy can only go on from the text"),
+        (chat, BEGUN, {**CONTINUE, "add_generation_prompt": True}, "add_generation_prompt"),
+        (chat, BEGUN, {"add_generation_prompt": False}, "add_generation_prompt"),
+    ],
+)
+def test_what_cannot_be_gone_on_from_is_refused_by_name(
+    api: Any, messages: Any, more: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        api.parse(json.dumps({"messages": messages, "max_tokens": 9, **more}).encode())
+    assert words in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "template"])
+async def test_the_policy_goes_on_from_a_given_text_and_the_conversation_after_it(name: str) -> None:
+    session: Any = Streaming(CHAT.encode(" 4<|im_end|>"), CHAT.encode("so 4<|im_end|>"))
+    episode = Episode(session, renderer_of(CHAT, name=name), max_calls=10)
+    pieces: list[MessagePiece] = []
+    asked = ChatRequest((ASKED,), given=GIVEN)
+    (first,) = await episode.complete(asked, call="first", on_piece=pieces.append)
+    assert first.message.content == " 4"
+    assert " 4".startswith("".join(piece.content for piece in pieces))
+    text = CHAT.tokenizer.decode(list(first.prompt_ids), skip_special_tokens=False)
+    assert text.endswith(f"<|im_start|>assistant\n{GIVEN}")
+    further = ChatRequest((ASKED, Message("assistant", f"{GIVEN} 4"), SURE))
+    (second,) = await episode.complete(further, call="second", on_piece=pieces.append)
+    assert second.prompt_ids[: len(first.prompt_ids) + len(first.output_ids)] == (*first.prompt_ids, *first.output_ids)
+    episode.delivered([first, second])
+    (found,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+    assert found.input_ids[found.loss_mask].tolist() == [*first.output_ids, *second.output_ids]
+    assert (found.turns, episode.rewritten) == (2, 0)
+
+
+async def test_a_model_that_begins_with_reasoning_does_not_go_on_from_a_given_text() -> None:
+    session: Any = Scripted()
+    thinking = make_qwen(TEMPLATE.replace('"<|im_start|>assistant\\n" if', '"<|im_start|>assistant\\n<think>\\n" if'))
+    episode = Episode(session, renderer_of(thinking, name="template"), max_calls=10)
+    with pytest.raises(RequestRefused, match="cannot go on from the text of an assistant"):
+        await episode.complete(ChatRequest((ASKED,), given=GIVEN), call="first")

@@ -210,16 +210,23 @@ class ReplayBatch:
 def computed(graph: Graph, given: Iterable[str]) -> list[MFC]:
     """Return the calls that a replay makes for each batch, in order: those that are not about what is `given` already.
 
-    Raises `ConfigError` if the record lacks what a user's function gave.
+    A user's function is left out where nobody needs what it gave: of several ranks, each has recorded what its groups
+    were trained on with, and not what another function made that of. Raises `ConfigError` if the record lacks what is
+    needed of one.
     """
-    known = frozenset(given)
-    found = [mfc for source in ("arrivals", "batch") for mfc in graph.mfcs if mfc.reads == source]  # batches need both
-    wanted = [mfc for mfc in found if mfc in graph.reading(mfc.reads) and not (mfc.outputs and mfc.outputs <= known)]
-    wanted = [mfc for mfc in wanted if mfc.outputs != {"rewards"}]
-    for mfc in wanted:
+    known = frozenset(given) | {"rewards"}  # which are in the groups
+    found = [*graph.reading("arrivals"), *graph.reading("batch")]  # batches need both
+    wanted: list[MFC] = []
+    for mfc in reversed(found):
+        lacking = mfc.outputs - known
+        if mfc.outputs and not lacking:
+            continue
         if mfc.interface == "function":
-            raise ConfigError(f"{mfc.name} calls {mfc.function}, and the record lacks what it gave")
-    return wanted
+            if any(lacking & reader.inputs for reader in wanted):
+                raise ConfigError(f"{mfc.name} calls {mfc.function}, and the record lacks what it gave")
+            continue
+        wanted.append(mfc)
+    return wanted[::-1]
 
 
 class ReplayPlan:

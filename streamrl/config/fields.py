@@ -14,6 +14,7 @@ from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
+Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 PositiveFloat = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
 NonNegativeFloat = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Port = Annotated[int, Meta(ge=0, le=65535)]

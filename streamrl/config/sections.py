@@ -15,6 +15,7 @@ from streamrl.config.fields import (
     Device,
     DType,
     Every,
+    Finite,
     NonEmpty,
     NonNegative,
     NonNegativeFloat,
@@ -53,7 +54,7 @@ class RunConfig(Section, frozen=True):
     """Training steps; None: no limit, or 100 where there is no limit of epochs either."""
     device: Device = "auto"
     """`auto`: CUDA if there is a device, else the CPU."""
-    stop_at_reward: float | None = None
+    stop_at_reward: Finite | None = None
     """End early once the mean reward of the last `stop_window` steps reaches this."""
     stop_window: Positive = 5
     record: bool = False
@@ -504,7 +505,7 @@ class EvaluationConfig(Section, frozen=True):
     """None: as in training."""
     max_concurrent: Positive = 16
     """Prompts at a time, each with all its samples, so that training keeps most of the gservers."""
-    pass_reward: float = 1.0
+    pass_reward: Finite = 1.0
     """A response with at least this reward counts as a pass in pass@k."""
 
     @property

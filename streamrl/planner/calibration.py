@@ -238,7 +238,7 @@ class _Reader:
         prompt_tokens = self._prompt_tokens()
         tokens = (self._sum("tokens_sampled") + prompt_tokens * groups) / len(self._steps)
         rejected = self._counted("rollout", "groups_rejected_total") + self._counted("rollout", "groups_uniform_total")
-        responses = (done + rejected) * config.rollout.group_size
+        responses = (done + rejected) * sum(map(len, self._lengths)) / len(self._lengths)
         worker = self._counted("rollout", PROCESSOR_SECONDS)
         reward = (worker / 2 + self._counted("rollout", CHILDREN_SECONDS)) / max(1.0, responses)
         waits = self._counted("rollout", "reward_busy_seconds_total") / max(1.0, responses) - reward
@@ -256,6 +256,7 @@ class _Reader:
             for gap, step in zip(self._gaps, self._steps, strict=True)
         ]
         costs = Costs(
+            group_size=config.rollout.group_size,
             response_lengths=self._lengths,
             prompt_tokens=prompt_tokens,
             step_seconds=decode[0],

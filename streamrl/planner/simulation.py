@@ -63,7 +63,10 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     own."""
 
     response_lengths: list[list[int]]
-    """Sampled tokens of each sibling, of some groups: what responses are drawn from."""
+    """Sampled tokens of each trajectory, of some groups: what responses are drawn from."""
+    group_size: int | None = None
+    """Episodes that left the trajectories of such a group: several of each where agents' conversations branched. None:
+    each left one."""
     prompt_tokens: float
     """Mean length of a prompt."""
     step_seconds: float
@@ -571,9 +574,10 @@ class _Run:
                     gserver.show(reason)
 
     def _draw_lengths(self) -> list[int]:
-        """Draw the lengths of one group's siblings, which are alike in a group that was seen."""
-        size = self.config.rollout.group_size
+        """Draw the lengths of one group's trajectories, which are alike in a group that was seen."""
         seen = self._draw.choice(self._lengths)
+        of_an_episode = len(seen) / (self.costs.group_size or len(seen))
+        size = max(1, round(self.config.rollout.group_size * of_an_episode))
         rollout = self.config.rollout
         one_turn = rollout.workflow.name == "single_turn" and not rollout.agent.used
         limit = rollout.sampling.max_new_tokens * one_turn  # of each turn

@@ -105,6 +105,19 @@ def test_simulated_gservers_cost_time_and_no_processor(tmp_path: Path) -> None:
 def test_the_first_steps_are_left_out(tmp_path: Path) -> None:
     assert read_calibration(write_calibration(tmp_path / "short", steps=6)).steps == 5
     assert read_calibration(write_calibration(tmp_path / "long", steps=50)).steps == 40
+def test_an_agents_branches_are_counted(tmp_path: Path) -> None:
+    """Rewards are counted by episodes in the run, and played by trajectories."""
+    folder = write_calibration(tmp_path / "run")
+    costs = read_calibration(folder).costs
+    metrics = folder / "metrics.jsonl"
+    branched = [[length for length in group for _ in range(3)] for group in LENGTHS]
+    metrics.write_text(metrics.read_text().replace(json.dumps(LENGTHS), json.dumps(branched)))
+    found = read_calibration(folder).costs
+    assert sorted(found.response_lengths)[0] == sorted(branched)[0]
+    assert found.group_size == 2
+    assert found.reward_seconds == pytest.approx(costs.reward_seconds / 3)
+
+
 
 
 @pytest.mark.parametrize(

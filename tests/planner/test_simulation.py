@@ -127,6 +127,15 @@ def test_most_new_tokens_are_those_of_a_turn(rollout: dict[str, Any], length: in
     assert period(simulate(config, costs_of(lengths=[[31]], train=4.0))) == pytest.approx(length - 1 + 4)
 
 
+@pytest.mark.parametrize(("siblings", "trajectories"), [(2, 6), (4, 12)])
+def test_an_agents_branches_are_played(siblings: int, trajectories: int) -> None:
+    """As many of each episode as there were, whatever the number of episodes."""
+    costs = costs_of(lengths=[[11] * 6], group_size=2, train=4.0)
+    found = simulate(settings_of(siblings=siblings, slots=12), costs)
+    assert period(found) == pytest.approx(10 + 4)
+    assert found.tokens_generated_per_second == pytest.approx(trajectories * 11 / 14)
+
+
 def test_a_prompt_is_computed_once_for_its_group() -> None:
     costs = costs_of(lengths=[[11, 11]], prompt_tokens=100.0, prompt_token_seconds=0.02, train=4.0)
     assert period(simulate(settings_of(siblings=2, slots=2), costs)) == pytest.approx(2 + 10 + 4)

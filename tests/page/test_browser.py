@@ -172,6 +172,29 @@ async def test_colours_and_branches(tmp_path: Path) -> None:
         assert tab.problems == []
 
 
+async def test_a_search_that_went_on_is_there_again(tmp_path: Path) -> None:
+    rows = "document.querySelectorAll('.rollouts tbody tr')"
+    async with serving(made_up_run(tmp_path / "run")) as page, browser() as tab:
+        await tab.open(f"{page.url}#/rollouts?search=answer")
+        first = await tab.until(f"{rows}.length")
+        await tab.value("document.querySelector('.pager button').click()")
+        both = await tab.until(f"{rows}.length > {first} && {rows}.length")
+        await tab.value(f"{rows}[{first}].click()")
+        await tab.until("document.querySelectorAll('.response').length == 4")
+        await tab.press("Escape")
+        assert await tab.until(f"{rows}.length") == both
+        typed = """(() => {
+            const search = document.querySelector('input[aria-label="search in text"]');
+            search.value = 'is 8';
+            search.dispatchEvent(new Event('input'));
+            search.dispatchEvent(new Event('change'));
+            return location.hash;
+        })()"""
+        assert "search=is+8" in await tab.value(typed)
+        await tab.until(f"{rows}.length == 40")  # from the beginning
+        assert tab.problems == []
+
+
 async def test_a_run_that_goes_on(tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "run", steps=30)
     lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)

@@ -41,7 +41,7 @@ const FIGURES = [
 export function mount(root) {
   let asked = 0;
   let rows = [];
-  let more = null;
+  let searched = null; // what was found of a text so far, and in how many parts it was searched for
   let controller = null;
   const filter = h("input", { type: "search", placeholder: "reward>=0.5 finish=length step>100", "aria-label": "filter", spellcheck: "false", class: "mono wide-input" });
   const search = h("input", { type: "search", placeholder: "text in prompt or response", "aria-label": "search in text", spellcheck: "false" });
@@ -50,9 +50,11 @@ export function mount(root) {
   const body = h("div", {});
   fill(root, bar, body);
 
-  const changed = later(() => state.set({ filter: filter.value.trim(), search: search.value.trim(), offset: "" }), 300);
+  const change = () => state.set({ filter: filter.value.trim(), search: search.value.trim(), offset: "" });
+  const changed = later(change, 300);
   for (const input of [filter, search]) {
     input.addEventListener("input", changed);
+    input.addEventListener("change", change); // as it is left: news would put back what was there before
     input.addEventListener("keydown", (event) => event.key === "Escape" && input.blur());
   }
   fill(bar, h("label", {}, "filter ", filter), h("label", {}, "search ", search), told);
@@ -95,18 +97,8 @@ export function mount(root) {
     const offset = Number(state.get("offset") || 0);
     const sort = state.get("sort") || "step";
     const descending = state.get("order") !== "up";
-    if (state.get("search")) {
-      const found = await data.get(`runs/${run.id}/rollouts/search`, { text: state.get("search"), filter: state.get("filter"), step: more?.[0], seq: more?.[1] }, { signal });
-      if (mine !== asked) return;
-      rows = more ? [...rows, ...found.rows] : found.rows;
-      const goOn = found.go_on;
-      told.textContent = `${rows.length} found${goOn ? `, down to step ${goOn[0]}` : ""}`;
-      more = null;
-      fill(body, rows.length ? table(rows, sort, descending, true) : empty("Nothing found", "No response that is kept has this text."),
-        goOn ? h("p", { class: "pager" }, h("button", { class: "chip", onclick: () => { more = goOn; update(); }, text: "search on" })) : null);
-      return;
-    }
-    more = null;
+    if (state.get("search")) return searching(run, mine, signal, sort, descending);
+    searched = null;
     const found = await data.get(`runs/${run.id}/rollouts`, { sort, descending, filter: state.get("filter"), offset, limit: PAGE }, { signal });
     if (mine !== asked) return;
     rows = found.rows;
@@ -120,6 +112,25 @@ export function mount(root) {
     const focused = body.contains(document.activeElement) ? document.activeElement.dataset.row : null;
     fill(body, table(rows, sort, descending, false), pager(offset, found.total));
     if (focused) body.querySelector(`[data-row="${CSS.escape(focused)}"]`)?.focus();
+  }
+
+  /** Show what is found of the text. A search that went on stays as it is: news would take it back to its first part. */
+  async function searching(run, mine, signal, sort, descending) {
+    const of = JSON.stringify([run.id, state.get("search"), state.get("filter")]);
+    if (searched?.of !== of) searched = { of, parts: 0, wanted: 1, rows: [], goOn: null };
+    const { parts, wanted } = searched;
+    if (wanted > parts || parts === 1) {
+      const on = wanted > parts && parts > 0;
+      const [step, seq] = on ? searched.goOn : [];
+      const found = await data.get(`runs/${run.id}/rollouts/search`, { text: state.get("search"), filter: state.get("filter"), step, seq }, { signal });
+      if (mine !== asked) return;
+      searched = { of, parts: wanted, wanted, rows: on ? [...searched.rows, ...found.rows] : found.rows, goOn: found.go_on };
+    }
+    const { goOn } = searched;
+    rows = searched.rows;
+    told.textContent = `${rows.length} found${goOn ? `, down to step ${goOn[0]}` : ""}`;
+    fill(body, rows.length ? table(rows, sort, descending, true) : empty("Nothing found", "No response that is kept has this text."),
+      goOn ? h("p", { class: "pager" }, h("button", { class: "chip", onclick: () => { searched.wanted = searched.parts + 1; update(); }, text: "search on" })) : null);
   }
 
   function table(found, sort, descending, fixed) {

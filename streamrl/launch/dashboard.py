@@ -23,7 +23,7 @@ from streamrl.launch.processes import ProcessPlan
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import in_words
 from streamrl.records.health import ENOUGH, Finding, RunFigures
-from streamrl.records.metrics import StepReport, mean_age
+from streamrl.records.metrics import StepReport, mean_age, seconds_between
 from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status
 
 # --- the run so far ---
@@ -134,8 +134,8 @@ class RunSoFar:
 
     def seconds_per_step(self) -> float | None:
         """Median of the last twenty steps; None before the second step."""
-        times = [step.time for step in self.steps][-21:]
-        return median(b - a for a, b in pairwise(times)) if len(times) > 1 else None
+        last = list(self.steps)[-21:]
+        return median(seconds_between(a, b) for a, b in pairwise(last)) if len(last) > 1 else None
 
     def _servers_in_both(self) -> list[str]:
         if len(self._seen) < 2:

@@ -95,9 +95,9 @@ def facts(run: Run, *, number: int) -> RunFacts:
 def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: int) -> bytes:
     """Figures of the steps from `first` to `last`, as columns of 32-bit floats.
 
-    `names`: of the columns, besides `step`, `time` and `tokens_until` (tokens trained on up to the end of the step);
-    empty: all. `age/LOW-HIGH` are tokens that entered the loss by their age. At most `points` rows: where there are
-    more, of each stretch the least and greatest values.
+    `names`: of the columns, besides `step`, `time`, `run_seconds` and `tokens_until` (tokens trained on up to the end
+    of the step); empty: all. `age/LOW-HIGH` are tokens that entered the loss by their age. At most `points` rows: where
+    there are more, of each stretch the least and greatest values.
 
     The answer is the length of a JSON header in 4 bytes (little endian), the header, spaces up to a multiple of 4, and
     the columns one after the other.
@@ -111,7 +111,7 @@ def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: 
     x = columns.get("step", np.zeros(0))
     inside = (x >= first) & (x <= last)
     picked = {name: columns[name][inside] for name in dict.fromkeys(wanted) if name in columns and name != "step"}
-    axes = [name for name in ("time", "tokens_until") if name in columns]
+    axes = [name for name in ("time", "run_seconds", "tokens_until") if name in columns]
     picked |= {name: columns[name][inside] for name in axes}
     rows = int(inside.sum())
     x, picked = thinned(x[inside], picked, points=min(points, MOST_POINTS))

@@ -311,6 +311,8 @@ class Run:
             return found
         times = found["time"]
         starts = np.concatenate([[times[0] - _number(found.get("step_seconds"), 0)], times[:-1]])
+        if "run_seconds" in found:  # which pass only while the run is up
+            starts[1:] = np.clip(np.fmax(starts[1:], times[1:] - np.diff(found["run_seconds"])), None, times[1:])
         found |= self._generation(starts, times) | self._ledger(times)
         if "wait_seconds" in found and "step_seconds" in found:
             with np.errstate(divide="ignore", invalid="ignore"):

@@ -27,7 +27,7 @@ from streamrl.config.trainer import ASYNCHRONOUS
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.processes import visible_gpus
 from streamrl.planner.simulation import Costs
-from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.records.metrics import METRICS_FILE, StepReport, seconds_between
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, HeartbeatEntry
 from streamrl.report.reading import Records, read_run
 from streamrl.transport.membership import MACHINE_SECONDS
@@ -206,7 +206,7 @@ class _Reader:
         self._lengths = [group for step in steps for group in step.response_lengths if group]
         self._begin, self._end = steps[0].time, steps[-1].time
         self._steps = steps[1:]
-        self._gaps = [after.time - before.time for before, after in itertools.pairwise(steps)]
+        self._gaps = [seconds_between(before, after) for before, after in itertools.pairwise(steps)]
         self._cores = cores
         self._notes: list[str] = []
         self._on_cpu = config.run.device == "cpu" or (config.run.device == "auto" and not visible_gpus())
@@ -217,7 +217,6 @@ class _Reader:
     def calibration(self, name: str) -> Calibration:
         """Return all that was found."""
         config, groups = self._config, self._sum("groups")
-        seconds = self._end - self._begin
         done = self._counted("rollout", "groups_done_total") or groups
         simulated = config.gserver.engine == "simulated"
         if not self._told:
@@ -256,8 +255,8 @@ class _Reader:
             for gap, step in zip(self._gaps, self._steps, strict=True)
         ]
         costs = Costs(
-            group_size=config.rollout.group_size,
             response_lengths=self._lengths,
+            group_size=config.rollout.group_size,
             prompt_tokens=prompt_tokens,
             step_seconds=decode[0],
             request_seconds=decode[1],
@@ -286,7 +285,7 @@ class _Reader:
         )
         if self._on_cpu:
             self._notes.append(f"two threads are assumed to compute {costs.thread_gain:g} times as much as one")
-        return Calibration(costs=costs, of=name, steps=len(self._steps), seconds=seconds, notes=self._notes)
+        return Calibration(costs=costs, of=name, steps=len(self._steps), seconds=sum(self._gaps), notes=self._notes)
 
     def _trainer_gain(self) -> float:
         """Share of a core that a thread of the trainer had while it computed; 1 where it had it for itself."""
@@ -300,7 +299,8 @@ class _Reader:
         """Cores that other work on the machine kept busy; 0 where nobody knows, or where the run had several hosts."""
         machine = self._counted("manager", MACHINE_SECONDS)
         ours = sum(self._used(role) for role in ROLES)
-        return min(max(0.0, machine - ours) / (self._end - self._begin), self._cores)
+        watched = self._added("manager", lambda a, b: 0.0 if _began_anew(a, b) else b.time - a.time)
+        return min(max(0.0, machine - ours) / watched, self._cores) if watched else 0.0
 
     def _decode(self) -> tuple[float, float, float]:
         """Seconds of a decode step, of each request in it, and of each token of a prompt.
@@ -350,12 +350,16 @@ class _Reader:
 
     def _counted(self, role: str, counter: str) -> float:
         """Return how much `counter` grew in all processes of `role` from the first step to the last."""
+        return self._added(role, lambda before, after: _growth(before, after, counter))
+
+    def _added(self, role: str, between: Callable[[HeartbeatEntry, HeartbeatEntry], float]) -> float:
+        """Return what there was `between` each heartbeat and the next, from the first step to the last, in all
+        processes of `role`."""
         total = 0.0
         for entries in self._of_role(role):
             times = [entry.time for entry in entries]
-            growths = (_growth(a, b, counter) for a, b in itertools.pairwise(entries))
-            grown = list(itertools.accumulate(growths, initial=0.0))
-            total += float(np.interp(self._end, times, grown) - np.interp(self._begin, times, grown))
+            reached = list(itertools.accumulate(itertools.starmap(between, itertools.pairwise(entries)), initial=0.0))
+            total += float(np.interp(self._end, times, reached) - np.interp(self._begin, times, reached))
         return total
 
     def _used(self, role: str) -> float:
@@ -370,9 +374,17 @@ class _Reader:
 
 
 def _growth(before: HeartbeatEntry, after: HeartbeatEntry, counter: str) -> float:
-    """Return how much a counter grew, which begins anew where a process was started anew."""
+    """Return how much a counter grew. Of a process that was started again in between, which was away and then loaded
+    what it needs, that is nothing; the counter begins anew."""
+    if _began_anew(before, after):
+        return 0.0
     old, new = (float(entry.stats.get(counter, 0.0)) for entry in (before, after))
     return new - old if new >= old else new
+
+
+def _began_anew(before: HeartbeatEntry, after: HeartbeatEntry) -> bool:
+    """Whether the process was started again in between."""
+    return after.stats.get(PROCESSOR_SECONDS, 0.0) < before.stats.get(PROCESSOR_SECONDS, 0.0)
 
 
 def fit(terms: NDArray[np.float64], sums: NDArray[np.float64]) -> tuple[float, ...]:

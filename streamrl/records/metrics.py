@@ -114,6 +114,15 @@ def write_ending(run_dir: Path, state: Ending, message: str) -> None:
     write_final(run_dir, msgspec.structs.replace(final, state=state, message=message))
 
 
+def seconds_between(before: StepReport, after: StepReport) -> float:
+    """Return the time from the end of one step to that of a later one, without times in which the run was down."""
+    passed = after.time - before.time
+    ran = [step.metrics.get("run_seconds") for step in (before, after)]
+    if ran[0] is None or ran[1] is None:  # older runs do not tell
+        return passed
+    return min(passed, max(0.0, ran[1] - ran[0]))
+
+
 def mean_age(token_ages: Mapping[int, float]) -> float | None:
     """Return the mean of `token_ages` (age in versions → tokens); None: there are no tokens."""
     tokens = sum(token_ages.values())

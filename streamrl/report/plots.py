@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from streamrl.records.metrics import StepReport
+from streamrl.records.metrics import StepReport, seconds_between
 from streamrl.records.timeline import HeartbeatEntry
 from streamrl.report.reading import Records, grown, time_range, values
 
@@ -119,8 +119,9 @@ def _draw_staleness(records: Records) -> Figure:
 def _draw_throughput(records: Records) -> Figure:
     begin, end = time_range(records.steps)
     figure, (axes,) = _figure()
-    times = [step.time - begin for step in records.steps if "tokens_trained" in step.metrics]
-    trained = np.cumsum(values(records.steps, "tokens_trained"))
+    told = [step for step in records.steps if "tokens_trained" in step.metrics]
+    times = [step.time - begin for step in told]
+    trained = np.cumsum(values(told, "tokens_trained"))
     edges = np.linspace(0.0, max(end - begin, 1e-6), num=max(2, min(80, len(times) + 1)))
     middle = (edges[1:] + edges[:-1]) / 2
     width = edges[1] - edges[0]
@@ -130,7 +131,9 @@ def _draw_throughput(records: Records) -> Figure:
         generated += np.interp(edges, seen, grown(entries, "tokens_generated_total"))
     axes.plot(middle, np.diff(generated) / width, color=BUSY_COLOUR, linewidth=1.8, label="generated")
     if times:
-        on_edges = np.interp(edges, [0.0, *times], [0.0, *trained])
+        starts = [0.0, *(b.time - begin - seconds_between(a, b) for a, b in pairwise(told))]  # nothing while it is down
+        reached = np.column_stack([np.append(0.0, trained[:-1]), trained])
+        on_edges = np.interp(edges, np.column_stack([starts, times]).ravel(), reached.ravel())
         axes.plot(middle, np.diff(on_edges) / width, color="#4e79a7", linewidth=1.8, label="trained on")
     axes.set(title="Throughput", xlabel="seconds since the first step began", ylabel="tokens per second")
     axes.set_ylim(bottom=0)

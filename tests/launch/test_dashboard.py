@@ -157,6 +157,16 @@ def test_steps_are_taken_once() -> None:
     assert made.add_steps([step_report(2), step_report(3)]) == [step_report(3)]
 
 
+def test_time_in_which_the_run_was_down_is_no_steps() -> None:
+    history = RunSoFar(started=0.0)
+    resumed = msgspec.structs.replace(step_report(2), time=step_report(2).time + 10_000)
+    history.add_steps(
+        msgspec.structs.replace(step, metrics={**step.metrics, "run_seconds": 2.0 * step.step})
+        for step in (step_report(1), resumed)
+    )
+    assert history.seconds_per_step() == 2.0
+
+
 def test_step_line() -> None:
     line = step_line(step_report(7), steps=100)
     assert line.startswith("step 7/100  reward 0.3")

@@ -22,7 +22,7 @@ from streamrl.records.rollouts import FOLDER
 from streamrl.records.rollouts_writer import RolloutWriter
 from tests.launch.statuses import EPOCH
 from tests.page.made_up import branching_group
-from tests.runs import write_lines, write_run
+from tests.runs import read_steps, write_lines, write_run
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
@@ -215,6 +215,32 @@ def test_far_away_nobody_waits_or_works_while_the_run_is_down(tmp_path: Path) ->
     (far,) = [lane for lane in lanes(run, begin=0, end=101_000, columns=1010) if lane.name == "rollout/0"]
     assert total(far, "wait") == pytest.approx(1000, rel=0.02)
     assert total(far, "work") == pytest.approx(1000, rel=0.02)
+
+
+def test_the_first_step_after_a_resume_begins_when_the_run_is_up_again(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=4)
+    down = 10_000.0
+    steps = [
+        msgspec.structs.replace(
+            step,
+            time=step.time + (down if step.step > 2 else 0.0),
+            metrics={**step.metrics, "run_seconds": 2.0 * step.step},
+        )
+        for step in read_steps(folder)
+    ]
+    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+    beats = [
+        {"kind": "heartbeat", "time": begin + up, "role": "gserver", "index": 0,
+         "stats": {"tokens_generated_total": 100.0 * up, "busy_seconds_total": 0.5 * up, "processor_seconds_total": up}}
+        for begin in (EPOCH, EPOCH + 4.0 + down)
+        for up in range(5)
+    ]  # fmt: skip
+    write_lines(folder / "timeline.jsonl", beats)
+    run = Run(folder)
+    run.refresh()
+    columns = run.columns()
+    assert columns["generated_per_second"].tolist() == pytest.approx([100.0] * 4)
+    assert columns["generation_busy"].tolist() == pytest.approx([0.5] * 4)
 
 
 def test_a_run_that_goes_on_with_other_settings_is_shown_with_them(tmp_path: Path) -> None:

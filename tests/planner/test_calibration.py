@@ -15,9 +15,22 @@ from streamrl.errors import ConfigError, StreamRLError
 from streamrl.planner import calibration
 from streamrl.planner.calibration import check_plannable, fit, make_short_run, read_calibration
 from streamrl.planner.simulation import simulate
+from streamrl.transport.membership import MACHINE_SECONDS
 from tests.e2e.harness import COPY_SCRATCH as EXAMPLE
 from tests.e2e.harness import processes_of
-from tests.planner.runs import CONTROL, GROUP, LENGTHS, OTHERS, PROMPT, REQUEST, REWARD, STEP, USED, write_calibration
+from tests.planner.runs import (
+    CONTROL,
+    EPOCH,
+    GROUP,
+    LENGTHS,
+    OTHERS,
+    PROMPT,
+    REQUEST,
+    REWARD,
+    STEP,
+    USED,
+    write_calibration,
+)
 
 
 def test_costs_of_a_run_are_found(tmp_path: Path) -> None:
@@ -43,6 +56,30 @@ def test_costs_of_a_run_are_found(tmp_path: Path) -> None:
     assert 0.9 * USED < train + costs.publish_seconds <= 1.01 * USED
 
 
+def test_a_run_that_was_down_for_a_while_costs_the_same(tmp_path: Path) -> None:
+    """Whatever the machine did meanwhile."""
+    folder = write_calibration(tmp_path / "run")
+    costs = read_calibration(folder, cores=2).costs
+    down, resumed_at = 10_000.0, EPOCH + 14.5
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for step in steps:
+        step["metrics"]["run_seconds"] = step["time"] - EPOCH
+        step["time"] += down if step["time"] > resumed_at else 0.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    beats = [json.loads(line) for line in (folder / "timeline.jsonl").read_text().splitlines()]
+    before = {beat["role"]: beat["stats"] for beat in beats if beat["time"] < resumed_at}
+    for beat in beats:
+        if beat["time"] > resumed_at:
+            beat["time"] += down
+            for name, count in before[beat["role"]].items():
+                beat["stats"][name] += 2 * down if name == MACHINE_SECONDS else -count
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(beat) + "\n" for beat in beats))
+    found = read_calibration(folder, cores=2)
+    for cost in ("cores", "train_seconds", "group_seconds", "reward_seconds", "overhead_seconds", "prompt_tokens"):
+        assert getattr(found.costs, cost) == pytest.approx(getattr(costs, cost), rel=0.08), cost
+    assert found.seconds == pytest.approx(20)
+
+
 def test_a_run_on_devices_of_its_own_is_timed_by_the_clock(tmp_path: Path) -> None:
     costs = read_calibration(write_calibration(tmp_path / "run", run={"device": "cuda"}), cores=2).costs
     assert not costs.gservers_on_cores
@@ -66,6 +103,19 @@ def test_groups_that_were_dropped_cost_rewards_too(tmp_path: Path) -> None:
     assert found.rejected_share == pytest.approx(0.5)
     for cost in ("group_seconds", "reward_seconds", "reward_wait_seconds"):
         assert getattr(found, cost) == pytest.approx(getattr(costs, cost) / 2), cost
+
+
+def test_an_agents_branches_are_counted(tmp_path: Path) -> None:
+    """Rewards are counted by episodes in the run, and played by trajectories."""
+    folder = write_calibration(tmp_path / "run")
+    costs = read_calibration(folder).costs
+    metrics = folder / "metrics.jsonl"
+    branched = [[length for length in group for _ in range(3)] for group in LENGTHS]
+    metrics.write_text(metrics.read_text().replace(json.dumps(LENGTHS), json.dumps(branched)))
+    found = read_calibration(folder).costs
+    assert sorted(found.response_lengths)[0] == sorted(branched)[0]
+    assert found.group_size == 2
+    assert found.reward_seconds == pytest.approx(costs.reward_seconds / 3)
 
 
 def test_a_run_with_a_coroutine_reward_is_told_from_others(tmp_path: Path) -> None:
@@ -105,19 +155,6 @@ def test_simulated_gservers_cost_time_and_no_processor(tmp_path: Path) -> None:
 def test_the_first_steps_are_left_out(tmp_path: Path) -> None:
     assert read_calibration(write_calibration(tmp_path / "short", steps=6)).steps == 5
     assert read_calibration(write_calibration(tmp_path / "long", steps=50)).steps == 40
-def test_an_agents_branches_are_counted(tmp_path: Path) -> None:
-    """Rewards are counted by episodes in the run, and played by trajectories."""
-    folder = write_calibration(tmp_path / "run")
-    costs = read_calibration(folder).costs
-    metrics = folder / "metrics.jsonl"
-    branched = [[length for length in group for _ in range(3)] for group in LENGTHS]
-    metrics.write_text(metrics.read_text().replace(json.dumps(LENGTHS), json.dumps(branched)))
-    found = read_calibration(folder).costs
-    assert sorted(found.response_lengths)[0] == sorted(branched)[0]
-    assert found.group_size == 2
-    assert found.reward_seconds == pytest.approx(costs.reward_seconds / 3)
-
-
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -252,6 +253,24 @@ def test_what_gservers_generate_after_a_restart_is_drawn(tmp_path: Path) -> None
     (axes,) = _draw_throughput(read_run(folder)).axes
     (generated,) = (line for line in axes.lines if line.get_label() == "generated")
     assert min(generated.get_ydata()) > 200  # of 250 to 420 tokens per second
+
+
+def test_nothing_is_trained_on_while_the_run_is_down(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=60)
+    down = 120.0
+    steps = [
+        msgspec.structs.replace(
+            step,
+            time=step.time + (down if step.step > 30 else 0.0),
+            metrics={**step.metrics, "run_seconds": 2.0 * step.step},
+        )
+        for step in read_steps(folder)
+    ]
+    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+    (axes,) = _draw_throughput(read_run(folder)).axes
+    (trained,) = (line for line in axes.lines if line.get_label() == "trained on")
+    rates = np.array(trained.get_ydata())  # of four seconds each
+    assert rates == pytest.approx(np.repeat([400.0, 0.0, 400.0], [15, 30, 15]))
 
 
 def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) -> None:

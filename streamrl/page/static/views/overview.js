@@ -232,9 +232,9 @@ function lastOf(one, name) {
 
 /** Seconds to the last step at the pace of the last ones; null where nobody knows. */
 function remaining(one) {
-  const { time, step } = one.steps.columns;
+  const { time, step, run_seconds: ran = time } = one.steps.columns; // which pass only while the run is up
   if (!one.run.most_steps || step.length < 2) return null;
   const first = Math.max(0, step.length - 21);
-  const pace = (time[time.length - 1] - time[first]) / Math.max(1, step[step.length - 1] - step[first]);
+  const pace = (ran[ran.length - 1] - ran[first]) / Math.max(1, step[step.length - 1] - step[first]);
   return pace * Math.max(0, one.run.most_steps - one.run.steps);
 }

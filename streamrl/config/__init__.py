@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -91,6 +91,15 @@ def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
     return _at_home(config)
 
 
+def as_known(tree: Mapping[str, Any]) -> Config | None:
+    """Return the configuration that another version wrote, as this one knows it: keys that it does not have are left
+    out; None: there is nothing, or its values do not fit."""
+    try:
+        return msgspec.convert(_known(tree, Config), Config) if tree else None
+    except msgspec.ValidationError:
+        return None
+
+
 def to_toml(config: Config, *, only_changed: bool = False) -> str:
     """Return the configuration as TOML, without keys that have no value; `only_changed` leaves out defaults, too."""
     tree = msgspec.to_builtins(config)
@@ -146,6 +155,24 @@ def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str
                 tables = {f"{prefix}{key}.{name}.": table for name, table in value.items() if isinstance(table, dict)}
             for path, table in tables.items():
                 _refuse_unknown(table, nested, prefix=path, where=where)
+
+
+def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:
+    """`tree` without keys that `section` does not have, nor the sections in it."""
+    found = {}
+    for field in msgspec.structs.fields(section):
+        if field.name not in tree:
+            continue
+        value = tree[field.name]
+        kinds = [field.type, *get_args(field.type)]
+        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
+        if nested is not None and isinstance(value, Mapping):
+            if get_origin(field.type) is dict:
+                value = {name: _known(of, nested) if isinstance(of, Mapping) else of for name, of in value.items()}
+            else:
+                value = _known(value, nested)
+        found[field.name] = value
+    return found
 
 
 def _readable(error: msgspec.ValidationError) -> str:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, get_args, get_origin
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.config import Config
+from streamrl.config import as_known
 from streamrl.config.sections import DEFAULT_TRAIN_STEPS
 from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
 from streamrl.errors import ConfigError
@@ -285,7 +285,7 @@ def health(run: Run) -> list[Finding]:
             generation_busy=float(np.nanmean(busy)) if np.isfinite(busy).any() else None,
             restarts={process.name: process.restarts for process in run.processes.values() if process.restarts},
             failed_updates=sum(not update.done for update in run.publications),
-            config=_config(run),
+            config=as_known(run.settings),
             state=state,
             message=message,
             disk_free=disk.free if disk else None,
@@ -314,33 +314,6 @@ def _last_stats(process: Process) -> dict[str, float]:
     """Return the figures of its last heartbeat."""
     last = {name: float(process.stats.column(name)[-1]) for name in process.stats.names if name != "time"}
     return {name: value for name, value in last.items() if value == value}
-
-
-def _config(run: Run) -> Config | None:
-    """Return the run's configuration as this version knows it: keys of older and newer ones are left out; None: there
-    is none, or its values do not fit."""
-    try:
-        return msgspec.convert(_known(run.settings, Config), Config) if run.settings else None
-    except msgspec.ValidationError:
-        return None
-
-
-def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:
-    """`tree` without keys that `section` does not have, nor the sections in it."""
-    found = {}
-    for field in msgspec.structs.fields(section):
-        if field.name not in tree:
-            continue
-        value = tree[field.name]
-        kinds = [field.type, *get_args(field.type)]
-        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
-        if nested is not None and isinstance(value, Mapping):
-            if get_origin(field.type) is dict:
-                value = {name: _known(of, nested) if isinstance(of, Mapping) else of for name, of in value.items()}
-            else:
-                value = _known(value, nested)
-        found[field.name] = value
-    return found
 
 
 class ResponseView(msgspec.Struct, frozen=True):
@@ -470,7 +443,7 @@ class GraphPicture(msgspec.Struct, frozen=True):
 def graph(run: Run) -> GraphPicture:
     """Return the graph of model function calls; one of the user's own is named only, since drawing it would run
     code."""
-    config = _config(run)
+    config = as_known(run.settings)
     if config is None:
         return GraphPicture([], [], f"this version of streamrl cannot read the configuration in {run.folder}")
     try:

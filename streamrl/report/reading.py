@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,8 +98,13 @@ def _config(file: Path) -> Config | None:
     try:
         return configuration.load(file)
     except ConfigError as error:
-        log.warning("the run's configuration is left out: %s", error)
-        return None
+        try:
+            known = configuration.as_known(tomllib.loads(file.read_text()))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError):
+            known = None
+        what = "left out" if known is None else "taken as far as this version knows it"
+        log.warning("the run's configuration is %s: %s", what, error)
+        return known
 
 
 def figures(records: Records) -> RunFigures:

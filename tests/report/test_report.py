@@ -255,6 +255,19 @@ def test_what_gservers_generate_after_a_restart_is_drawn(tmp_path: Path) -> None
     assert min(generated.get_ydata()) > 200  # of 250 to 420 tokens per second
 
 
+def test_what_to_turn_is_told_with_a_runs_own_settings_whatever_version_it_had(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "config.toml").write_text("[staleness]\nmax_staleness = 2\nof_another_version = true\n")
+    steps = [
+        msgspec.structs.replace(step, metrics={**step.metrics, "tokens_sampled": 100.0}) for step in read_steps(folder)
+    ]
+    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+    summary = write_report(folder)
+    assert summary.max_staleness == 2
+    (found,) = [finding for finding in summary.findings if finding.topic == "staleness"]
+    assert found.turn[0] == "staleness.max_staleness=4 (it is 2)"
+
+
 def test_nothing_is_trained_on_while_the_run_is_down(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=60)
     down = 120.0

@@ -226,8 +226,8 @@ class Pool:
             await client.close()
         if len(refused) == len(members):
             raise next(iter(refused.values()))
-        for child, error in refused.items():  # one that has not joined yet has nothing to finish
-            log.warning("%s is stopped, since it cannot be asked to leave: %s", child.name, error)
+        for child, refusal in refused.items():  # one that has not joined yet has nothing to finish
+            log.warning("%s is stopped, since it cannot be asked to leave: %s", child.name, refusal)
             child.signal(signal.SIGTERM)
 
     async def _find_beginning(self) -> None:

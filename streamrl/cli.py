@@ -715,10 +715,10 @@ def slurm(
         return
     script(asked, config_file=Path(), folder=Path.cwd())  # refuses what cannot be, before there is a folder
     resolved = resumed(asked) if resume else claim_run_dir(asked)
-    file = write(asked if resume else resolved, folder=Path.cwd())
 
     async def begin() -> None:
         try:
+            file = write(asked if resume else resolved, folder=Path.cwd())
             job = await submit(file)
         except StreamRLError:
             if not resume:

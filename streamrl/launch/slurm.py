@@ -228,8 +228,16 @@ def _says(options: Sequence[str], *names: str) -> bool:
 def write(config: Config, *, folder: Path) -> Path:
     """Write the script, and what it needs, into the run's folder, which exists; return the script.
 
-    The run's secret, unless there is one, is made in the user's cache, which all nodes are expected to have.
+    The run's secret, unless there is one, is made in the user's cache, which all nodes are expected to have. Raises
+    `ConfigError` where one of them cannot be written.
     """
+    try:
+        return _written(config, folder=folder)
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be written ({error.strerror}), and the job needs it") from error
+
+
+def _written(config: Config, *, folder: Path) -> Path:
     if given(config) is None:
         secret = (cache_home() / "secrets" / f"{config.run.name}-{token_hex(4)}").absolute()
         Secret.make().write(secret)

@@ -306,3 +306,16 @@ def test_without_slurm_the_command_says_so_and_leaves_nothing(tmp_path: Path, mo
     assert command.exit_code() == 2, command.output
     assert "there is no sbatch on this machine" in command.said
     assert not (tmp_path / "run").exists()
+
+
+def test_where_nothing_can_be_written_the_command_says_so_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").touch()
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    words = ["launch", "slurm", str(COPY_SCRATCH), *overrides(tmp_path, "run")]
+    command = start_command(words, fresh=True)
+    assert command.exit_code() == 2, command.output
+    assert f"{tmp_path}/cache/secrets" in command.said
+    assert "cannot be written" in command.said
+    assert not (tmp_path / "run").exists()

@@ -117,10 +117,10 @@ def write_ending(run_dir: Path, state: Ending, message: str) -> None:
 def seconds_between(before: StepReport, after: StepReport) -> float:
     """Return the time from the end of one step to that of a later one, without times in which the run was down."""
     passed = after.time - before.time
-    ran = [step.metrics.get("run_seconds") for step in (before, after)]
-    if ran[0] is None or ran[1] is None:  # older runs do not tell
+    first, last = (step.metrics.get("run_seconds") for step in (before, after))
+    if first is None or last is None:  # older runs do not tell
         return passed
-    return min(passed, max(0.0, ran[1] - ran[0]))
+    return min(passed, max(0.0, last - first))
 
 
 def mean_age(token_ages: Mapping[int, float]) -> float | None:

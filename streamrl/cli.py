@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -123,10 +124,8 @@ def run(
         console.print(f"{resolved.run_dir} goes on from {resolved.run.resume_from}", markup=False, soft_wrap=True)
     if resolved.run.name != asked.run.name:
         console.print(f"{asked.run_dir} exists already: this run's folder is {resolved.run_dir}", markup=False)
-    try:
+    with _reported(resolved.run_dir):
         code = run_locally(resolved, display=make_display(console, config=resolved), page=page)
-    finally:
-        _show_report(resolved.run_dir)
     raise typer.Exit(code)
 
 
@@ -763,10 +762,8 @@ def ray(
         console.print(table(asked))
         return
     resolved = resumed(asked) if resume else claim_run_dir(asked)
-    try:
+    with _reported(resolved.run_dir):
         code = run_on_ray(resolved, address=address, display=lambda made: make_display(console, config=made))
-    finally:
-        _show_report(resolved.run_dir)
     raise typer.Exit(code)
 
 
@@ -894,6 +891,24 @@ def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable
     from streamrl.launch.role import answer
 
     return tell_user if answer_fd is None else partial(answer, answer_fd)
+
+
+@contextmanager
+def _reported(run_dir: Path) -> Iterator[None]:
+    """Show the run's report at its end, whatever that is. One that cannot even begin has none, and leaves no folder if
+    that is a new one: the next try would be given another name."""
+    from streamrl.errors import ConfigError
+
+    try:
+        yield
+    except ConfigError:
+        with suppress(OSError):  # not empty, of a run that was to go on
+            run_dir.rmdir()
+        raise
+    except BaseException:
+        _show_report(run_dir)
+        raise
+    _show_report(run_dir)
 
 
 def _show_report(run_dir: Path) -> None:

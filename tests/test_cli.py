@@ -175,6 +175,16 @@ def test_errors(config: Path, tmp_path: Path, words: list[str], code: int, said:
     assert ("Traceback" in done.stderr) == ("TypeError" in said)  # only what nobody expected has one
 
 
+def test_a_run_that_cannot_begin_leaves_no_folder_and_reports_nothing(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("0123456789abcdef0123456789abcdef")
+    (tmp_path / "secret").chmod(0o644)
+    done = streamrl("run", str(config), f"security.secret_file={tmp_path}/secret")
+    assert done.returncode == 2
+    assert "is open to others (mode 0644)" in done.stderr
+    assert "no training step was finished" not in done.stdout
+    assert not (tmp_path / "runs" / "trial").exists()
+
+
 def test_manager_refuses_the_folder_of_another_run(config: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "trial", steps=1)
     done = streamrl("manager", str(config), "--component", "tests.launch.standins:manager")

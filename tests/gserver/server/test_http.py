@@ -304,7 +304,7 @@ async def test_aborts_by_name_and_all(folder: Path) -> None:
         again = await client.post("/generate", {**OK, "rid": "a"}, status=400)
         assert "rid a" in again["error"]["message"]
         for rid, n in (("b-1", 1), ("b", 3)):
-            body = {**OK, "rid": rid, "sampling_params": {**TEN, "n": n}}
+            body: dict[str, Any] = {**OK, "rid": rid, "sampling_params": {**TEN, "n": n}}
             assert "rid b" in (await client.post("/generate", body, status=400))["error"]["message"]
         own = await client.post("/generate", {**OK, "rid": "a-0", "sampling_params": {**TEN, "n": 2}})
         assert [answer["meta_info"]["id"] for answer in own] == ["a-0-0", "a-0-1"]

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict, overridden
+from streamrl.device import compute_with
 from streamrl.errors import ConfigError, DataError, ModelError
 from streamrl.launch.replay import comparison_table, outcome_of, prepare, verdict
 from streamrl.records import progress
@@ -72,6 +73,7 @@ def record(config: Config, steps: range, *, save: bool = False) -> list[Trained]
     """Train in this process as one model worker does, on stale groups, with `run.record`; what `actor_train` found."""
     graph = graph_of(config)
     device = torch.device("cpu")
+    compute_with(config.trainer.threads)  # as many as the replay has: sums depend on it
     folder = Path(config.run.resume_from or config.model.path)
     assembly = Assembly(config, roles=graph.roles, model_dir=folder, rank=0, device=device)
     if config.run.resume_from:

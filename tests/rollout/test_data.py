@@ -267,11 +267,11 @@ def test_a_template_that_refuses_says_so() -> None:
 
 
 def test_a_template_that_fails_says_so(tmp_path: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": content}]} for content in ("a", ["b"])]
+    rows = [{"prompt": [{"role": "user", "content": content}]} for content in ("a", 7)]
     chat = make_chat("{{ 'asked: ' + messages[0]['content'] }}")
     source = opened(chat, source="jsonl", path=str(jsonl(tmp_path, *rows)), shuffle=False)
     assert chat.decode(source.prompt(0).input_ids) == "asked: a"
-    with pytest.raises(DataError, match=r"refuses a conversation of user: .*list"):
+    with pytest.raises(DataError, match=r"refuses a conversation of user: .*int"):
         source.prompt(1)
 
 

@@ -70,3 +70,16 @@ def write_lines(file: Path, lines: list[dict[str, Any]]) -> None:
 def read_steps(folder: Path) -> list[StepReport]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [msgspec.json.decode(line, type=StepReport) for line in lines]
+
+
+def interrupt(folder: Path, *, after: int, down: float) -> None:
+    """Have the run, whose steps took two seconds each, be down for `down` seconds after step `after`."""
+    steps = [
+        msgspec.structs.replace(
+            step,
+            time=step.time + (down if step.step > after else 0.0),
+            metrics={**step.metrics, "run_seconds": 2.0 * step.step},
+        )
+        for step in read_steps(folder)
+    ]
+    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])

@@ -22,7 +22,7 @@ from streamrl.records.rollouts import FOLDER
 from streamrl.records.rollouts_writer import RolloutWriter
 from tests.launch.statuses import EPOCH
 from tests.page.made_up import branching_group
-from tests.runs import read_steps, write_lines, write_run
+from tests.runs import interrupt, write_lines, write_run
 
 
 def test_what_is_no_run(tmp_path: Path) -> None:
@@ -220,15 +220,7 @@ def test_far_away_nobody_waits_or_works_while_the_run_is_down(tmp_path: Path) ->
 def test_the_first_step_after_a_resume_begins_when_the_run_is_up_again(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=4)
     down = 10_000.0
-    steps = [
-        msgspec.structs.replace(
-            step,
-            time=step.time + (down if step.step > 2 else 0.0),
-            metrics={**step.metrics, "run_seconds": 2.0 * step.step},
-        )
-        for step in read_steps(folder)
-    ]
-    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+    interrupt(folder, after=2, down=down)
     beats = [
         {"kind": "heartbeat", "time": begin + up, "role": "gserver", "index": 0,
          "stats": {"tokens_generated_total": 100.0 * up, "busy_seconds_total": 0.5 * up, "processor_seconds_total": up}}

@@ -20,7 +20,7 @@ from streamrl.report.reading import generation_busy, read_run, total
 from streamrl.report.summary import evaluation_table, summary_table, write_report
 from tests.evaluations import make_report
 from tests.launch.statuses import EPOCH
-from tests.runs import read_steps, write_lines, write_run
+from tests.runs import interrupt, read_steps, write_lines, write_run
 
 PLOTS = {"reward.png", "staleness.png", "throughput.png", "timeline.png"}
 
@@ -270,16 +270,7 @@ def test_what_to_turn_is_told_with_a_runs_own_settings_whatever_version_it_had(t
 
 def test_nothing_is_trained_on_while_the_run_is_down(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=60)
-    down = 120.0
-    steps = [
-        msgspec.structs.replace(
-            step,
-            time=step.time + (down if step.step > 30 else 0.0),
-            metrics={**step.metrics, "run_seconds": 2.0 * step.step},
-        )
-        for step in read_steps(folder)
-    ]
-    write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+    interrupt(folder, after=30, down=120.0)
     (axes,) = _draw_throughput(read_run(folder)).axes
     (trained,) = (line for line in axes.lines if line.get_label() == "trained on")
     rates = np.array(trained.get_ydata())  # of four seconds each

@@ -38,7 +38,10 @@ def test_an_adapter_is_trained_published_and_gone_on_from(tmp_path: Path) -> Non
 
 
 def test_an_adapter_on_random_weights_learns(tmp_path: Path) -> None:
-    """To end a response in time, and to say the one digit that is right: the first half of the reward, in few steps."""
+    """To end a response in time, and to say the one digit that is right: the first half of the reward, in few steps.
+
+    Runs of eight seeds had it within 18 steps. At three times this learning rate some fell to half of it on their way.
+    """
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "7=", "answer": "7"}\n' * 64)
     settings = overrides(
@@ -46,7 +49,7 @@ def test_an_adapter_on_random_weights_learns(tmp_path: Path) -> None:
         "learns",
         model__lora__rank=16,
         model__lora__alpha=32,
-        trainer__lr=1e-2,
+        trainer__lr=3e-3,
         trainer__batch_groups=8,
         staleness__max_staleness=1,
         algorithm__entropy_coef=0.01,

@@ -8,6 +8,7 @@ told to `on_joined`, `on_heard` and `on_silent`.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Set
 from pathlib import Path
@@ -377,6 +378,17 @@ def has_ended(member: Member) -> bool:
     try:
         return bool(psutil.Process(member.pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
-        return True
+        return not _is_hidden(member.pid)
     except psutil.Error:
         return False
+
+
+def _is_hidden(pid: int) -> bool:
+    """Whether there is such a process although /proc does not show it, as those of other users under `hidepid=2`."""
+    try:
+        os.kill(pid, 0)  # which sends nothing
+    except PermissionError:  # it is there
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True

@@ -17,6 +17,8 @@ import pytest
 from streamrl.errors import PeerError
 from streamrl.gserver.manager import http as manager_http
 from streamrl.gserver.manager.access import ALLOWED, LOOKS
+from streamrl.gserver.manager.members import has_ended
+from streamrl.gserver.manager.registry import Member
 from streamrl.machine import machine_identity, process_space
 from streamrl.transport import control
 from streamrl.transport.control import Admit, FailRun, FinishRun, Heartbeat, Register
@@ -134,6 +136,20 @@ async def test_a_number_of_another_container_says_nothing_of_its_process(
             await first.register(message, patience=5.0)
             await second.register(msgspec.structs.replace(message, pid=os.getpid()), patience=0.0)
             assert "claims to be rollout/0" in caplog.text, "it has to wait until the first one's lease has run out"
+
+
+@pytest.mark.parametrize(("said", "ended"), [(PermissionError, False), (ProcessLookupError, True)])
+def test_a_process_that_proc_hides_has_not_ended(
+    said: type[OSError], ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mounted with hidepid=2, /proc shows no process of another user; a signal to it is still refused otherwise."""
+
+    def kill(pid: int, signal: int) -> None:
+        assert (pid, signal) == (NO_PROCESS, 0)
+        raise said
+
+    monkeypatch.setattr(os, "kill", kill)
+    assert has_ended(Member("rollout", 0, pid=NO_PROCESS, process_space=process_space())) is ended
 
 
 async def keep_beating(client: ControlClient) -> None:

@@ -152,6 +152,30 @@ def generation_busy(records: Records, *, since: float = 0.0) -> float | None:
     return busy / seconds if seconds > 0 else None
 
 
+def generated_per_second(records: Records) -> float | None:
+    """Return how many tokens all gservers together made in a second, from the first step to the last; None: they told
+    too little.
+
+    Tokens and time are those between two heartbeats of a gserver that was there all the while. So what was lost when
+    the run was killed is in both, and the time in which it was down in neither.
+    """
+    begin, end = time_range(records.steps)
+    tokens, covered = 0.0, [np.empty((0, 2))]
+    for process, entries in records.heartbeats.items():
+        if process.startswith("gserver/"):
+            times = np.array([entry.time for entry in entries])
+            made = np.diff(_column(entries, "tokens_generated_total"))
+            began_anew = np.diff(_column(entries, PROCESSOR_SECONDS)) < 0  # NaN: older runs do not tell
+            there = (made >= 0) & ~began_anew & (times[:-1] >= begin) & (times[1:] <= end)
+            tokens += float(made[there].sum())
+            covered.append(np.column_stack([times[:-1], times[1:]])[there])
+    begins, ends = (spans := np.concatenate(covered))[np.argsort(spans[:, 0])].T
+    reached = np.maximum.accumulate(ends)
+    before = np.append(-np.inf, reached[:-1])  # gservers that work at the same time count its seconds once
+    seconds = float(np.maximum(reached - np.maximum(begins, before), 0.0).sum()) if len(reached) else 0.0
+    return tokens / seconds if seconds else None
+
+
 def values(steps: Sequence[StepReport], metric: str) -> list[float]:
     """Return one value for each step that has `metric`."""
     return [step.metrics[metric] for step in steps if metric in step.metrics]

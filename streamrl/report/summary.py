@@ -19,7 +19,17 @@ from streamrl.records.evaluation import EvaluationReport, pass_figures
 from streamrl.records.health import Finding, findings
 from streamrl.records.metrics import Final, StepReport, mean_age
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
-from streamrl.report.reading import Records, figures, generation_busy, read_run, time_range, total, total_ages, values
+from streamrl.report.reading import (
+    Records,
+    figures,
+    generated_per_second,
+    generation_busy,
+    read_run,
+    time_range,
+    total,
+    total_ages,
+    values,
+)
 from streamrl.transport.control import Status
 
 log = logging.getLogger(__name__)
@@ -87,8 +97,10 @@ class Summary(msgspec.Struct, frozen=True):
     masked_share: float | None
     """Sampled tokens in training batches that were too old for the loss, as a share."""
     tokens_generated: int
+    """In all, with what was lost when the run was killed and what evaluations took."""
     tokens_trained: int
     tokens_generated_per_second: float | None
+    """From the first step to the last, without times in which the run was down."""
     tokens_trained_per_second: float | None
     generation_busy_share: float | None
     """Share of the gservers' time in which they generated."""
@@ -187,7 +199,7 @@ def summarize(records: Records, *, name: str) -> Summary:
         masked_share=ratio(masked, trained + masked),
         tokens_generated=int(generated),
         tokens_trained=int(trained),
-        tokens_generated_per_second=ratio(generated, seconds),
+        tokens_generated_per_second=generated_per_second(records),
         tokens_trained_per_second=ratio(trained, seconds),
         generation_busy_share=generation_busy(records),
         trainer_wait_share=ratio(sum(values(steps, "wait_seconds")), step_seconds),

@@ -36,6 +36,26 @@ def test_time_in_which_the_run_was_down_does_not_count(tmp_path: Path) -> None:
     assert write_report(folder).train_seconds == 121.5
 
 
+def test_what_a_kill_lost_counts_in_the_generated_tokens_and_in_their_time(tmp_path: Path) -> None:
+    """Steps of two seconds; after the fifth, the last in a checkpoint, the run goes on for five seconds, is killed, and
+    goes on from there 100 seconds later."""
+    folder = write_run(tmp_path / "run", steps=10)
+    interrupt(folder, after=5, down=105.0)
+    begun_anew = 115
+    beats = [
+        HeartbeatEntry(
+            time=EPOCH + at + second, role="gserver", index=index, stats={"tokens_generated_total": 35.0 * second}
+        )
+        for at, last in ((0, 15), (begun_anew, 10))
+        for second in range(last + 1)
+        for index in range(2)
+    ]
+    write_lines(folder / "timeline.jsonl", [msgspec.to_builtins(beat) for beat in beats])
+    summary = write_report(folder)
+    assert summary.tokens_generated == 70 * (15 + 10)
+    assert summary.tokens_generated_per_second == pytest.approx(70.0)
+
+
 def test_figures_of_a_healthy_run(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     summary = write_report(folder)

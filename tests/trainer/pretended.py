@@ -284,7 +284,15 @@ class Workers:
                 found = self.compute(call)
                 assert (found.token_ages, found.sums["tokens"]) == (dict(ages), sums["tokens"])
             compared = self._compared(worker, call) if actor else []
-            answers[worker] = Trained(1.0, 0.0, sums if actor else {}, {}, dict(ages) if actor else {}, compared)
+            answers[worker] = Trained(
+                compute_seconds=1.0,
+                blocked_seconds=0.0,
+                sums=sums if actor else {},
+                maxima={},
+                token_ages=dict(ages) if actor else {},
+                compared=compared,
+                update_seconds=0.25,
+            )
         step = next(iter(calls.values()))
         assert told == sum(share.loss_tokens for share in step.minibatches), "what is young was counted differently"
         if actor:

@@ -215,15 +215,17 @@ class FunctionExecutor:
                 await given[key].wait()
             begin = time.time()
             call = self._calls[mfc.name]
+            updating = 0.0
             if mfc.interface == "train_step":
                 results = await call.train(batch, policy_version=policy_version, compared=compared, lr_scale=lr_scale)
                 trained.extend(results)
                 compute = max(result.compute_seconds for result in results)
+                updating = max(result.update_seconds for result in results)
             else:
                 compute = await self._infer_in_parts(call, batch, policy_version=policy_version)
             for key in mfc.outputs:
                 given[key].set()
-            return Span(mfc.name, begin, time.time(), compute)
+            return Span(mfc.name, begin, time.time(), compute, updating)
 
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(run(mfc), name=mfc.name) for mfc in mfcs]

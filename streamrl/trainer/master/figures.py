@@ -25,6 +25,8 @@ class Span(msgspec.Struct, frozen=True):
     end: float
     compute_seconds: float = 0.0
     """The part of it in which the slowest worker computed."""
+    update_seconds: float = 0.0
+    """The part of that which an optimizer took."""
 
 
 MEAN_OF_PART = {
@@ -109,7 +111,6 @@ def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
         "lr": maxima.get("lr", 0.0),
         "tokens_computed": sums.get("computed_tokens", 0.0),
         "blocked_seconds": max((rank.blocked_seconds for rank in trained), default=0.0),
-        "update_seconds": max((rank.update_seconds for rank in trained), default=0.0),
     }
     for metric, count, weight in (
         ("effective_sample_size", "tokens", "ratio"),

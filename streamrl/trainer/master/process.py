@@ -515,6 +515,7 @@ class Master:
             "step_seconds": end - begin,
             "wait_seconds": formed - begin,
             "train_seconds": computing,
+            "update_seconds": sum(span.update_seconds for span in result.spans),
             "overhead_seconds": max(0.0, end - formed - computing),
             "tokens_per_second": figures["tokens_trained"] / (end - begin),
             "save_seconds": self._checkpoints.take_seconds(),

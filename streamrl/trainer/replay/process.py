@@ -176,8 +176,13 @@ class Rank:
         figures = batch_metrics(batch.metas, self._former, policy_version=batch.policy_version) | train_metrics(trained)
         del figures["generation_seconds_mean"]  # of the run, which is not repeated
         end = time.time()
-        computing = max(answer.compute_seconds for answer in trained)
-        times = {"run_seconds": end - began, "step_seconds": end - begin, "train_seconds": computing}
+        by_call = [[rank[mfc] for rank in everyone] for mfc in answers]  # which ran one after another
+        times = {
+            "run_seconds": end - began,
+            "step_seconds": end - begin,
+            "train_seconds": sum(max(answer.compute_seconds for answer in call) for call in by_call),
+            "update_seconds": sum(max(answer.update_seconds for answer in call) for call in by_call),
+        }
         rate = {"tokens_per_second": figures["tokens_trained"] / (end - begin)}
         if self._index == 0:
             log.info(

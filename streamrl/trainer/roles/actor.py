@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -32,6 +31,7 @@ from streamrl.trainer.roles.items import (
     at_targets,
     infer_packed,
     needed,
+    optimizer_step,
     pack_for,
 )
 from streamrl.types import NO_EXPERT, TrajectoryGroup
@@ -114,20 +114,12 @@ class Actor:
             return self._loss(micros[number], output, teaching, credits, totals, statistics)
 
         self.model.accumulate(micros, loss)
-        updating = time.perf_counter()
-
-        def update_begins() -> None:
-            nonlocal updating
-            before_update()
-            updating = time.perf_counter()
-
-        update = self.model.update(update_begins, lr_scale=minibatch.lr_scale)
+        update = optimizer_step(self.model, statistics, before_update=before_update, lr_scale=minibatch.lr_scale)
         statistics.sums["computed_tokens"] += sum(micro.tokens for micro in micros)
         statistics.note_largest(grad_norm=update.grad_norm, lr=update.lr)
         if update.expert_load:
             statistics.note_largest(expert_load=update.expert_load)
             _count_routes(groups, statistics.sums)
-        statistics.update_seconds += time.perf_counter() - updating
         if self._compares:
             statistics.note_largest(kl_coef=self._kl.value)
 

@@ -29,6 +29,7 @@ from streamrl.trainer.roles.items import (
     at_targets,
     infer_packed,
     needed,
+    optimizer_step,
     pack_for,
 )
 from streamrl.types import TrajectoryGroup
@@ -87,7 +88,7 @@ class Critic:
             return self._loss(micros[number], output, items, credits, minibatch.loss_tokens, statistics)
 
         self.model.accumulate(micros, loss)
-        update = self.model.update(before_update)
+        update = optimizer_step(self.model, statistics, before_update=before_update)
         statistics.note_largest(**{"critic/grad_norm": update.grad_norm, "critic/lr": update.lr})
 
     def state(self) -> RoleState:

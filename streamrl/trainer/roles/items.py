@@ -4,8 +4,9 @@ role is besides its weights.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from streamrl.config import TrainerConfig
 from streamrl.errors import TrainingError
 from streamrl.safetensors_files import Part
-from streamrl.trainer.backends.base import ModelOutput, ParallelModel
+from streamrl.trainer.backends.base import ModelOutput, ParallelModel, Update
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.packing import MicroBatch, Positions, pack
 from streamrl.types import TrajectoryGroup
@@ -141,6 +142,23 @@ def unpack(
             mine = micro.group_index == index
             result[index][micro.target_index[mine]] = values[mine]
     return result
+
+
+def optimizer_step(
+    model: ParallelModel, statistics: StepStatistics, *, before_update: Callable[[], None], lr_scale: float = 1.0
+) -> Update:
+    """Have `model` take its optimizer step, and note how long that takes once `before_update` has returned, which may
+    wait. Collective."""
+    began = time.perf_counter()
+
+    def update_begins() -> None:
+        nonlocal began
+        before_update()
+        began = time.perf_counter()
+
+    update = model.update(update_begins, lr_scale=lr_scale)
+    statistics.update_seconds += time.perf_counter() - began
+    return update
 
 
 # --- state ---

@@ -95,6 +95,14 @@ def runs(draw):
     return sections, script
 
 
+def test_roles_are_trained_one_after_another_and_so_their_times_add_up(tmp_path):
+    """Each pretended call says that it computed for a second, and each optimizer that it took a quarter of one."""
+    _, run = whole_run(configured(tmp_path, algorithm={"advantage": "gae"}), Script())
+    for report in run.manager.reports:
+        assert report.metrics["train_seconds"] == 3.0  # critic_inf, actor_train, critic_train
+        assert report.metrics["update_seconds"] == 0.5
+
+
 @given(runs())
 @settings(max_examples=60)
 def test_every_group_is_trained_on_once_and_young_enough(drawn):

@@ -149,6 +149,7 @@ def test_ppo_steps_of_critic_and_actor_equal_a_loop(tmp_path, value_clip, kl_coe
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+        assert min(actor_figures.update_seconds, critic_figures.update_seconds) > 0
         assert actor_figures.sums["loss"] == pytest.approx(float(losses[0].detach()), abs=1e-5)
         assert critic_figures.sums["critic/loss"] == pytest.approx(float(losses[1].detach()), abs=1e-5)
         for model, role in ((policy, actor), (judge, critic)):

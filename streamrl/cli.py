@@ -699,13 +699,20 @@ def slurm(
     wait: Annotated[bool, typer.Option("--wait", help="Stay until the job has ended; Ctrl-C cancels it.")] = False,
 ) -> None:
     """Submit the run as one Slurm job: manager and trainer, gservers and rollout workers on nodes of their own."""
-    import shutil
-
     from streamrl import config as configuration
     from streamrl.errors import StreamRLError
     from streamrl.launch.local import claim_run_dir, resumed
     from streamrl.launch.process import run_until_stopped, set_up_logging
-    from streamrl.launch.slurm import SETTINGS, script, submit, until_ended, write
+    from streamrl.launch.slurm import (
+        SCRIPT,
+        SETTINGS,
+        discard,
+        refuse_second_job,
+        script,
+        submit,
+        until_ended,
+        write,
+    )
 
     set_up_logging("slurm")
     asked = configuration.load(config, overrides or ())
@@ -716,12 +723,14 @@ def slurm(
     resolved = resumed(asked) if resume else claim_run_dir(asked)
 
     async def begin() -> None:
+        if resume:
+            await refuse_second_job(resolved.run_dir / SCRIPT)
         try:
             file = write(asked if resume else resolved, folder=Path.cwd())
             job = await submit(file)
         except StreamRLError:
             if not resume:
-                shutil.rmtree(resolved.run_dir)
+                discard(resolved)
             raise
         _console().print(
             f"job {job} was submitted with {file}; its logs are in {resolved.run_dir / 'logs'}", markup=False

@@ -7,13 +7,16 @@ again (its trainer died, its node went away, its time was up), it goes on from t
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import logging
 import math
+import os
 import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from secrets import token_hex
 
 import msgspec
 
@@ -228,8 +231,8 @@ def _says(options: Sequence[str], *names: str) -> bool:
 def write(config: Config, *, folder: Path) -> Path:
     """Write the script, and what it needs, into the run's folder, which exists; return the script.
 
-    The run's secret, unless there is one, is made in the user's cache, which all nodes are expected to have. Raises
-    `ConfigError` where one of them cannot be written.
+    The run's secret, unless there is one, is made in the user's cache, which all nodes are expected to have; a run that
+    goes on keeps it. Raises `ConfigError` where one of them cannot be written.
     """
     try:
         return _written(config, folder=folder)
@@ -239,8 +242,9 @@ def write(config: Config, *, folder: Path) -> Path:
 
 def _written(config: Config, *, folder: Path) -> Path:
     if given(config) is None:
-        secret = (cache_home() / "secrets" / f"{config.run.name}-{token_hex(4)}").absolute()
-        Secret.make().write(secret)
+        secret = _secret_file(config)
+        if not secret.exists():
+            Secret.make().write(secret)
         security = msgspec.structs.replace(config.security, secret_file=str(secret))
         config = msgspec.structs.replace(config, security=security)
     settings, file = config.run_dir / SETTINGS, config.run_dir / SCRIPT
@@ -251,7 +255,39 @@ def _written(config: Config, *, folder: Path) -> Path:
     return file
 
 
+def discard(config: Config) -> None:
+    """Remove what was made for a new run that could not be submitted: its folder, and its secret in the cache."""
+    shutil.rmtree(config.run_dir)
+    with contextlib.suppress(OSError):  # none was made, or the cache is no folder
+        _secret_file(config).unlink()
+
+
+def _secret_file(config: Config) -> Path:
+    """Return where the secret of the run in that folder is kept."""
+    folder = hashlib.blake2b(os.fsencode(config.run_dir.absolute()), digest_size=4).hexdigest()
+    return (cache_home() / "secrets" / f"{config.run.name}-{folder}").absolute()
+
+
 # --- the job ---
+
+
+async def refuse_second_job(file: Path) -> None:
+    """Raise `ConfigError` where a job that may still do something has the script `file`: both would write into the
+    run's folder. Raises `StreamRLError` with what Slurm says if it cannot be asked."""
+    said = await _slurm("squeue", "--noheader", "--states=all", "--format=%A %T %o")
+    for job, state in _jobs_of(file, said):
+        if state in ALIVE:
+            raise ConfigError(
+                f"{file.parent} is being run by job {job}, which is {state}; wait for its end, or end it with: "
+                f"scancel {job}"
+            )
+
+
+def _jobs_of(file: Path, said: str) -> Iterator[tuple[str, str]]:
+    """Yield the jobs with the script `file`, and their states; squeue `said` job, state and script in each line."""
+    for job, state, command in (line.split(maxsplit=2) for line in said.splitlines() if line.count(" ") > 1):
+        if Path(command).resolve() == file.resolve():
+            yield job, state
 
 
 async def submit(file: Path) -> str:

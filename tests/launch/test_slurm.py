@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from streamrl.config import from_dict
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.launch.slurm import ALIVE, FORGOTTEN, script, state, submit, until_ended
+from streamrl.launch.slurm import ALIVE, FORGOTTEN, refuse_second_job, script, state, submit, until_ended, write
 from tests.e2e.harness import (
     COPY_SCRATCH,
     PACED,
@@ -198,6 +198,55 @@ async def test_slurm_refuses_in_its_own_words(with_slurm: SlurmCluster, tmp_path
     file.write_text("#!/bin/bash\n#SBATCH --partition=nowhere\n")
     with pytest.raises(StreamRLError, match=r"sbatch .*invalid partition specified: nowhere"):
         await submit(file)
+
+
+def test_a_run_that_slurm_refuses_leaves_no_folder_and_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text(
+        f"#!/bin/sh\nls {tmp_path}/cache/secrets > {tmp_path}/secrets\necho 'no such account' >&2\nexit 1\n"
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    command = start_command(["launch", "slurm", str(COPY_SCRATCH), *overrides(tmp_path, "run")], fresh=True)
+    assert command.exit_code() == 1, command.output
+    assert "no such account" in command.said
+    assert (tmp_path / "secrets").read_text().startswith("run-")
+    assert not list((tmp_path / "cache" / "secrets").iterdir())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_keeps_its_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path / "cache"))
+    config = from_dict({"run": {"dir": str(tmp_path), "name": "run"}})
+    config.run_dir.mkdir()
+    write(config, folder=tmp_path)
+    (made,) = (tmp_path / "cache" / "secrets").iterdir()
+    content = made.read_text()
+    write(config, folder=tmp_path)
+    assert list((tmp_path / "cache" / "secrets").iterdir()) == [made]
+    assert made.read_text() == content
+
+
+async def test_a_run_whose_job_is_not_over_gets_no_second_one(
+    with_slurm: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = Path("some run") / "slurm.sh"
+    other = Path("some run") / "other.sh"
+    file.parent.mkdir()
+    for each in (file, other):
+        each.write_text("#!/bin/bash\n#SBATCH --output=/dev/null\nsleep 600\n")
+    await refuse_second_job(file)
+    job = await submit(file)
+    await refuse_second_job(other)
+    with pytest.raises(ConfigError, match=rf"some run is being run by job {job}, which is .*: scancel {job}"):
+        await refuse_second_job(file.absolute())
+    with_slurm.command("scancel", job)
+    with_slurm.until(lambda: with_slurm.state(job) == "CANCELLED", "the cancelled job")
+    await refuse_second_job(file)
 
 
 def test_no_end_counts_as_alive() -> None:

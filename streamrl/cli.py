@@ -118,7 +118,7 @@ def run(
     set_up_logging("run")
     asked = configuration.load(config, overrides or ())
     check_installed(asked.metrics.sinks)
-    resolved = resumed(asked) if resume else claim_run_dir(asked)
+    resolved = resumed(asked, overrides or ()) if resume else claim_run_dir(asked)
     console = _console()
     if resume:
         console.print(f"{resolved.run_dir} goes on from {resolved.run.resume_from}", markup=False, soft_wrap=True)
@@ -713,6 +713,7 @@ def slurm(
         until_ended,
         write,
     )
+    from streamrl.records import progress
 
     set_up_logging("slurm")
     asked = configuration.load(config, overrides or ())
@@ -720,11 +721,12 @@ def slurm(
         typer.echo(script(asked, config_file=asked.run_dir / SETTINGS, folder=Path.cwd()), nl=False)
         return
     script(asked, config_file=Path(), folder=Path.cwd())  # refuses what cannot be, before there is a folder
-    resolved = resumed(asked) if resume else claim_run_dir(asked)
+    resolved = resumed(asked, overrides or ()) if resume else claim_run_dir(asked)
 
     async def begin() -> None:
         if resume:
             await refuse_second_job(resolved.run_dir / SCRIPT)
+            progress.take_up(resolved)  # the job asks for the latest checkpoint each time that it is begun
         try:
             file = write(asked if resume else resolved, folder=Path.cwd())
             job = await submit(file)
@@ -770,7 +772,7 @@ def ray(
     if dry_run:
         console.print(table(asked))
         return
-    resolved = resumed(asked) if resume else claim_run_dir(asked)
+    resolved = resumed(asked, overrides or ()) if resume else claim_run_dir(asked)
     with _reported(resolved.run_dir):
         code = run_on_ray(resolved, address=address, display=lambda made: make_display(console, config=made))
     raise typer.Exit(code)

@@ -99,8 +99,10 @@ def lock_run_dir(run_dir: Path) -> IO[str]:
     return lock
 
 
-def resumed(config: Config) -> Config:
-    """Return the configuration of the run in `config.run_dir`, to go on from its latest checkpoint.
+def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of the run in `config.run_dir`, to go on from its latest checkpoint, or back to the one
+    that `overrides`, which are in `config` already, name. What the file says does not count: in that of the run's
+    folder it is the checkpoint of last time.
 
     Raises `ConfigError` where there is none, and where nothing is left to do; an evaluation at the end is left to do if
     it was cut off, since the last checkpoint is written before it ends.
@@ -111,7 +113,18 @@ def resumed(config: Config) -> Config:
             f"{config.run_dir} has no checkpoint to go on from: there is none before the first "
             "trainer.save_every_steps, save_every_seconds or save_every_epochs; start without --resume"
         )
-    made = progress.read(found[-1])
+    begun = found[-1]
+    if any(word.partition("=")[0].strip() == "run.resume_from" for word in overrides):
+        named = Path(config.run.resume_from or "").resolve()
+        own = [folder for folder in found if folder.resolve() == named]
+        if not own:
+            raise ConfigError(
+                f"run.resume_from: {config.run.resume_from} is no whole checkpoint of {config.run_dir}, which has "
+                f"{', '.join(folder.name for folder in found)}; leave it out to go on from the latest, or leave out "
+                "--resume to begin another run from there"
+            )
+        begun = own[0]
+    made = progress.read(begun)
     version, most_steps, most_epochs = made.policy_version, config.run.most_steps, config.run.total_train_epochs
     over = not config.evaluation.at_end or progress.evaluated(config.run_dir, policy_version=version)
     if over and most_steps is not None and version >= most_steps:
@@ -122,9 +135,7 @@ def resumed(config: Config) -> Config:
         raise ConfigError(
             f"{config.run_dir} is done: it made {most_epochs} epochs; for more of them raise run.total_train_epochs"
         )
-    return msgspec.structs.replace(
-        config, run=msgspec.structs.replace(config.run, resume_from=str(found[-1].absolute()))
-    )
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from=str(begun.absolute())))
 
 
 def run_locally(

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from streamrl import config as configuration
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
 from streamrl.launch import processes
@@ -361,6 +362,29 @@ def test_a_run_that_is_done_is_gone_on_with_only_if_its_last_evaluation_is_missi
     (run_dir / EVALUATIONS_FILE).write_bytes(msgspec.json.encode(make_report(4)) + b"\n")
     with pytest.raises(ConfigError, match="is done: it made 4 steps"):
         resumed(asked(at_end=True))
+
+
+def test_a_run_goes_back_to_the_checkpoint_that_is_named_beside_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tree = {"run": {"dir": "runs", "name": "run", "total_train_steps": 8}}
+    folders = [Path(f"runs/run/checkpoints/step-{version:06d}") for version in (2, 4)]
+    for version, folder in zip((2, 4), folders, strict=True):
+        folder.mkdir(parents=True)
+        made = Progress(version, [], [], prompts=progress.prompts_digest(from_dict(tree)), reached_at=float(version))
+        progress.write(folder, made)
+    older, latest = folders
+
+    def goes_on_from(*overrides: str, **of_file: str) -> str | None:
+        asked = from_dict({"run": tree["run"] | of_file})
+        return resumed(configuration.overridden(asked, overrides), overrides).run.resume_from
+
+    assert goes_on_from(f"run.resume_from={older}") == str(older.absolute())
+    assert goes_on_from(resume_from=str(older)) == str(latest.absolute()), "as config.toml has it from last time"
+    assert goes_on_from() == str(latest.absolute())
+    with pytest.raises(ConfigError, match=r"step-000003 is no whole checkpoint of runs/run, which has step-000002"):
+        goes_on_from("run.resume_from=runs/run/checkpoints/step-000003")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

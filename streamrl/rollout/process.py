@@ -16,7 +16,7 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DataError
-from streamrl.models import eos_token_ids, replays_routing
+from streamrl.models import eos_token_ids, replays_routing, vocab_size
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway, Sampling
 from streamrl.rollout.agents.model_renderer import ModelRenderer, renderer_of
@@ -101,7 +101,7 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
             starting.create_task(rewards.start())
         loading = starting.create_task(asyncio.to_thread(load_data, config, model_dir))
     chat, prompts = loading.result()
-    workflow = await _open_workflow(config, joined=joined, chat=chat)
+    workflow = await _open_workflow(config, joined=joined, chat=chat, model_dir=model_dir)
     client = GenerationClient(
         timeout=config.rollout.request_timeout_seconds,
         key=joined.membership.granted.gserver_key,
@@ -134,7 +134,7 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
     return maker, prompts
 
 
-async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer) -> Workflow:
+async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer, model_dir: Path) -> Workflow:
     """Return what makes trajectories; an agent's processes and the server that they ask are closed at exit."""
     agent = config.rollout.agent
     if not agent.used:
@@ -164,6 +164,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer)
         episodes,
         model=model,
         sampling=sampling,
+        vocab_size=vocab_size(model_dir),
         leases=agents if isinstance(agents, RemoteAgents) else None,
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
         listening=listening,

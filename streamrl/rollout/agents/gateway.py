@@ -212,6 +212,7 @@ class Gateway:
         *,
         model: str,
         sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        vocab_size: int = 2**31,
         leases: Leases | None = None,
         lease_key: str = "",
         listening: Listening = LOOPBACK,
@@ -221,11 +222,13 @@ class Gateway:
         body_limit: int = BODY_LIMIT,
         concurrent_requests: int = CONCURRENT_REQUESTS,
     ) -> None:
-        """`hosts` knows requests that a web page may have forged; `tls`: what the server shows; None: plain text."""
+        """`vocab_size`: the model's; token ids are below it. `hosts` knows requests that a web page may have forged;
+        `tls`: what the server shows; None: plain text."""
         self.retries_answered = 0
         self._episodes = episodes
         self._model = model
         self._sampling = sampling
+        self._vocab_size = vocab_size
         self._leases = leases
         self._lease_key = lease_key
         self._listening = listening
@@ -350,6 +353,7 @@ class Gateway:
             asked.refused.append(digest)
             message = f"{asked.generating} requests of this episode are being answered; that is the limit"
             raise RequestRefused(message, status=429, kind="rate_limit_error")
+        _check_tokens(call.request, self._vocab_size)
         if call.previous:
             call = _continued(call, asked)
         episode.count(call.request)
@@ -434,6 +438,18 @@ def _continued(call: CheckedRequest, asked: _Asked) -> CheckedRequest:
             return msgspec.structs.replace(call, request=msgspec.structs.replace(call.request, messages=messages))
     message = f"previous_response_id: not among the answers to the last {KEPT_REQUESTS} requests of this episode"
     raise RequestRefused(message, status=404, kind="not_found_error")
+
+
+def _check_tokens(request: ChatRequest, vocab_size: int) -> None:
+    """Refuse tokens that the model does not have: a gserver would, and the whole episode would have failed."""
+    prompt = () if request.prompt is None or isinstance(request.prompt, str) else request.prompt
+    for where, ids in (("the prompt", prompt), ("stop_token_ids", request.stop_token_ids)):
+        if max(ids, default=0) >= vocab_size:
+            place, token = next((place, token) for place, token in enumerate(ids) if token >= vocab_size)
+            raise RequestRefused(
+                f"token id {token}, at place {place} (from 0) of {where}, is outside the model's vocabulary of "
+                f"{vocab_size} tokens"
+            )
 
 
 def _protocol(request: web.Request) -> Api:

@@ -48,3 +48,30 @@ async def test_sessions_with_the_same_key_have_retries_of_their_own(served, gene
     served.gateway.forget("secret")
     await generate({"X-Session-ID": "session", **retried})
     assert len(served.episode.requests) == 3
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/inference/v1/generate", {"token_ids": [1, 4, 5, 7]}, "token id 5, at place 2 (from 0) of the prompt"),
+        ("/v1/completions", {"prompt": [7]}, "token id 7, at place 0 (from 0) of the prompt"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [4], "sampling_params": {"stop_token_ids": [4, 5]}},
+            "token id 5, at place 1 (from 0) of stop_token_ids",
+        ),
+    ],
+)
+async def test_tokens_that_the_model_does_not_have_are_the_callers_fault(serve, path, body, words):
+    served = await serve(vocab_size=5)
+    headers = {"Authorization": "Bearer secret"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.post(served.root + path, json=body) as answer:
+            found = await answer.json()
+        assert (answer.status, found["error"]["message"]) == (
+            400,
+            f"{words}, is outside the model's vocabulary of 5 tokens",
+        )
+        assert not served.episode.requests
+        async with session.post(served.root + "/inference/v1/generate", json={"token_ids": [0, 4]}) as answer:
+            assert answer.status == 200

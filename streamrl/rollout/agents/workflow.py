@@ -62,6 +62,13 @@ class Continued(NamedTuple):
     prompt_ids: list[int]
     given: int = 0
     """How many of the last of them are the beginning of the answer."""
+    begun: Message = Message("assistant")
+    """What they say of it."""
+
+    def rest(self, message: Message) -> Message:
+        """Return the answer's `message` without its beginning."""
+        content, reasoning = message.content[len(self.begun.content) :], message.reasoning[len(self.begun.reasoning) :]
+        return msgspec.structs.replace(message, content=content, reasoning=reasoning)
 
     def answer(self, output_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> SampledTokens:
         """Return the answer, with what was given of it, of which `output_ids` were sampled."""
@@ -272,6 +279,8 @@ class Episode:
         that, at this place, is not the beginning of an answer's text."""
         if not request.given:
             return Continued(parent, prompt_ids)
+        if (own := self._cut_off(request, prompt_ids)) is not None:
+            return own
         try:
             given = self._session.chat.encode(request.given)
         except DataError as error:
@@ -282,7 +291,20 @@ class Episode:
                 "this model cannot go on from the text of an assistant: it would be read as something else, such as "
                 "reasoning, or as nothing; let the conversation end with another message"
             )
-        return Continued(parent, [*prompt_ids, *given], len(given))
+        return Continued(parent, [*prompt_ids, *given], len(given), read)
+
+    def _cut_off(self, request: ChatRequest, prompt_ids: list[int]) -> Continued | None:
+        """Return the policy's own answer after `prompt_ids`, if it was cut off and says what is given: the policy goes
+        on from the tokens that it sampled."""
+        asked = (*request.messages, Message("assistant", request.given))
+        call, known = self._tree.find(asked, request.tools)
+        if call is None or known < len(asked) or call.generation.finish_reason != "length":
+            return None
+        before, ids = len(prompt_ids), list(call.token_ids)
+        read = self._renderer.parse(SampledTokens(prompt_ids, ids[before:], request.tools), matched_stop="")
+        if ids[:before] != prompt_ids or read.content.rstrip() != request.given:
+            return None
+        return Continued(call, ids, len(ids) - before, msgspec.structs.replace(read, content=request.given))
 
     def _pieces(
         self, request: ChatRequest, continued: Continued, index: int, on_piece: OnPiece | None
@@ -301,9 +323,8 @@ class Episode:
             if len(so_far) < next_look:
                 return
             next_look = len(so_far) + 1 + len(so_far) // LOOKS  # or the time that looking takes would grow as a square
-            said = self._certain(request, continued.answer(so_far, request.tools), stops=stops)
-            content = said.content[len(request.given) :]
-            piece = MessagePiece(index, content[len(told.content) :], said.reasoning[len(told.reasoning) :])
+            said = continued.rest(self._certain(request, continued.answer(so_far, request.tools), stops=stops))
+            piece = MessagePiece(index, said.content[len(told.content) :], said.reasoning[len(told.reasoning) :])
             if piece.content or piece.reasoning:
                 told.add(piece)
                 on_piece(piece)
@@ -349,7 +370,7 @@ class Episode:
         self._tree.add(call, messages=messages, reply=message, tools=request.tools)
         chat = self._session.chat
         completion = Completion(
-            message=msgspec.structs.replace(message, content=message.content[len(request.given) :]),
+            message=continued.rest(message),
             finish_reason="tool_calls" if message.tool_calls else generation.finish_reason,
             prompt_ids=call.prompt_ids,
             output_ids=tuple(generation.output_ids),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamrl.rollout.agents.messages import ChatRequest, Message, MessagePiece, RequestRefused
@@ -28,7 +29,8 @@ class Streaming(Scripted):
         found = await super().generate(input_ids)
         for token in found.output_ids:
             more["on_tokens"]([token])
-        return found
+        ended = found.output_ids[-1:] == CHAT.encode("<|im_end|>")
+        return msgspec.structs.replace(found, finish_reason="stop" if ended else "length")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,49 @@ async def test_the_policy_goes_on_from_a_given_text_and_the_conversation_after_i
     (found,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)
     assert found.input_ids[found.loss_mask].tolist() == [*first.output_ids, *second.output_ids]
     assert (found.turns, episode.rewritten) == (2, 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "template"])
+@pytest.mark.parametrize(
+    ("cut", "given"),
+    [
+        ([*CHAT.encode("ad"), *CHAT.encode("d")], "add"),  # not how the tokenizer writes it
+        (CHAT.encode("<think>\nTwo.\n</think>\n\nThe sum "), "The sum"),
+    ],
+    ids=["drifted", "reasoning and a space"],
+)
+async def test_an_answer_that_was_cut_off_goes_on_from_the_tokens_that_were_sampled(
+    name: str, cut: list[int], given: str
+) -> None:
+    session: Any = Streaming(cut, CHAT.encode("is"), CHAT.encode(" 4<|im_end|>"))
+    episode = Episode(session, renderer_of(CHAT, name=name), max_calls=10)
+    pieces: list[MessagePiece] = []
+    (first,) = await episode.complete(ChatRequest((ASKED,)), call="first", on_piece=pieces.append)
+    answers, so_far = [first], given
+    for call in ("second", "third"):
+        pieces.clear()
+        asked = ChatRequest((ASKED,), given=so_far)
+        (answer,) = await episode.complete(asked, call=call, on_piece=pieces.append)
+        assert answer.prompt_ids == (*answers[-1].prompt_ids, *answers[-1].output_ids)
+        assert answer.message.content.startswith("".join(piece.content for piece in pieces))
+        assert (answer.message.reasoning, [piece.reasoning for piece in pieces if piece.reasoning]) == ("", [])
+        answers.append(answer)
+        so_far += answer.message.content
+    assert so_far.replace(" ", "") == given.replace(" ", "") + "is4"
+    episode.delivered(answers)
+    (found,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+    assert found.input_ids[found.loss_mask].tolist() == [token for answer in answers for token in answer.output_ids]
+    assert (found.turns, episode.rewritten, episode.rerendered) == (3, 0, 0)
+
+
+async def test_an_answer_that_ended_is_no_beginning_of_another() -> None:
+    session: Any = Streaming(CHAT.encode("4<|im_end|>"), CHAT.encode("2<|im_end|>"))
+    episode = Episode(session, renderer_of(CHAT, name="template"), max_calls=10)
+    for asked in (ChatRequest((ASKED,)), ChatRequest((ASKED,), given="4")):
+        (answer,) = await episode.complete(asked, call="any", on_piece=lambda piece: None)
+    text = CHAT.tokenizer.decode(list(answer.prompt_ids), skip_special_tokens=False)
+    assert text.endswith("<|im_start|>assistant\n4")
+    assert episode.conversations == 2
 
 
 async def test_a_model_that_begins_with_reasoning_does_not_go_on_from_a_given_text() -> None:

@@ -11,7 +11,9 @@ import inspect
 import math
 import os
 import resource
+import selectors
 import sys
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +32,7 @@ from streamrl.children import (
 from streamrl.errors import StreamRLError
 from streamrl.importing import load_object
 from streamrl.rollout.agents.pipe import (
+    HANG_SECONDS,
     MOST_AT_ONCE,
     Begin,
     Ended,
@@ -55,12 +58,41 @@ def main() -> None:
     die_with_parent()
     end_the_rest_after_death()
     calls_in, replies_out = take_standard_streams()
-    asyncio.run(_serve(os.dup(calls_in.fileno()), replies_out))
-
-
-async def _serve(calls_in: int, replies_out: BinaryIO) -> None:
-    decoder = msgspec.msgpack.Decoder(ToAgents)
     running: dict[int, asyncio.Task[None]] = {}
+    hangs = _Hangs(running)
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(hangs)) as runner:
+        runner.run(_serve(os.dup(calls_in.fileno()), replies_out, running, hangs))
+
+
+class _Hangs(selectors.DefaultSelector):
+    """With this the event loop waits for what comes next; between two waits the process reacts to nothing.
+
+    Knows the episodes in whose time that took long. One that was alone then has nobody else to blame.
+    """
+
+    def __init__(self, running: Mapping[int, object]) -> None:
+        """`running`: by number, the episodes that run; one that has just ended is there until the loop has waited."""
+        super().__init__()
+        self.held_up: set[int] = set()
+        self.until = -math.inf
+        """When the process last began to react again."""
+        self._running = running
+        self._working_since = math.inf
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        now = time.monotonic()
+        if self._running and now - self._working_since >= HANG_SECONDS:
+            self.until = now
+            if len(self._running) > 1:
+                self.held_up.update(self._running)
+        try:
+            return super().select(timeout)
+        finally:
+            self._working_since = time.monotonic()
+
+
+async def _serve(calls_in: int, replies_out: BinaryIO, running: dict[int, asyncio.Task[None]], hangs: _Hangs) -> None:
+    decoder = msgspec.msgpack.Decoder(ToAgents)
     asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(MOST_THREADS))
 
     def reply(message: FromAgents) -> None:
@@ -80,15 +112,18 @@ async def _serve(calls_in: int, replies_out: BinaryIO) -> None:
                 if function is None:
                     reply(Failed(call.episode, "it came before the setup"))
                     continue
-                task = asyncio.create_task(_run(function, call, reply), name=f"episode {call.episode}")
+                if call.sent < hangs.until:  # its time has begun before it was read
+                    hangs.held_up.add(call.episode)
+                task = asyncio.create_task(_run(function, call, reply, hangs), name=f"episode {call.episode}")
                 running[call.episode] = task
-                task.add_done_callback(partial(_forget, running, call.episode))
+                task.add_done_callback(partial(_forget, running, hangs, call.episode))
             elif (found := running.get(call.episode)) is not None:
                 found.cancel()
 
 
-def _forget(running: dict[int, asyncio.Task[None]], episode: int, _: asyncio.Task[None]) -> None:
+def _forget(running: dict[int, asyncio.Task[None]], hangs: _Hangs, episode: int, _: asyncio.Task[None]) -> None:
     running.pop(episode, None)
+    hangs.held_up.discard(episode)
 
 
 def _load(setup: Setup, reply: Callable[[FromAgents], None]) -> Callable[..., Any] | None:
@@ -111,7 +146,7 @@ def _load(setup: Setup, reply: Callable[[FromAgents], None]) -> Callable[..., An
     return None
 
 
-async def _run(function: Callable[..., Any], begin: Begin, reply: Callable[[FromAgents], None]) -> None:
+async def _run(function: Callable[..., Any], begin: Begin, reply: Callable[[FromAgents], None], hangs: _Hangs) -> None:
     policy = Policy(begin.access)
     try:
         if inspect.iscoroutinefunction(getattr(function, "func", function)):
@@ -122,7 +157,7 @@ async def _run(function: Callable[..., Any], begin: Begin, reply: Callable[[From
                 value = await value
         reply(Ended(begin.episode, as_score(value)))
     except asyncio.CancelledError:
-        reply(Failed(begin.episode, "it was cancelled"))
+        reply(Failed(begin.episode, "it was cancelled", held_up=begin.episode in hangs.held_up))
     except BaseException as error:  # the user's function may raise anything: the parent reports it
         reply(Failed(begin.episode, traceback_tail(error)))
 

@@ -15,6 +15,9 @@ from streamrl.children import framed
 
 MOST_AT_ONCE = 192
 """Episodes of a plain function that one process runs at the same time."""
+HANG_SECONDS = 2.0
+"""A process that reacts to nothing for so long hangs, and which of its episodes keeps it from that is not known. It is
+replaced where it would have to end one of them."""
 
 
 class Setup(msgspec.Struct, frozen=True, tag="setup"):
@@ -69,6 +72,8 @@ class Begin(msgspec.Struct, frozen=True, tag="begin"):
     episode: int
     task: dict[str, Any]
     access: Endpoint
+    sent: float = 0.0
+    """When, in seconds of the machine's monotonic clock: from then on its time counts."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -112,6 +117,8 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
     episode: int
     message: str
+    held_up: bool = False
+    """Whether it was cancelled, and another may have had the process hang in its time."""
 
 
 ToAgents = Setup | Begin | Cancel

@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import re
+import time
 from asyncio.subprocess import DEVNULL
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from streamrl.children import (
 from streamrl.config import Config
 from streamrl.errors import AgentError, UnknownFault, WireError
 from streamrl.rollout.agents.pipe import (
+    HANG_SECONDS,
     MOST_AT_ONCE,
     Begin,
     Cancel,
@@ -59,8 +61,6 @@ log = logging.getLogger(__name__)
 START_SECONDS = 120.0
 UNTAKEN_SECONDS = 60.0
 """An episode that no agent elsewhere has asked for by then is worth a warning."""
-CANCEL_SECONDS = 2.0
-"""A process that has not ended a cancelled episode by then hangs, and is replaced."""
 REST_SECONDS = 1.0
 """How long what a program printed is read on when it has ended: a daemon of its own may hold its output open."""
 TAIL_LINES = 12
@@ -79,9 +79,9 @@ class Agents(Protocol):
     async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         """Run one episode, and return what the agent says of it; raises `AgentError` when it fails.
 
-        `begun` is called when the agent begins, from when on its time counts. Where this is cancelled and something
-        kept the process from ending the episode, with others in it, the `CancelledError` has an `UnknownFault` as its
-        cause.
+        `begun` is called when the agent begins, from when on its time counts. Where this is cancelled, and one of the
+        episodes of its process had that react to nothing for a while, be it now or before, the `CancelledError` has an
+        `UnknownFault` as its cause.
         """
 
 
@@ -178,7 +178,7 @@ class _AgentProcess:
         """Run an episode in the process that is there."""
         episode = next(self._episodes)
         try:
-            self._send(Begin(episode, task, access))
+            self._send(Begin(episode, task, access, sent=time.monotonic()))
         except TypeError as error:
             raise AgentError(f"the task cannot be sent to the agent: {error}") from error
         future: asyncio.Future[Score] = asyncio.get_running_loop().create_future()
@@ -211,7 +211,7 @@ class _AgentProcess:
         """Have the episode ended; end the whole process where it does not react."""
         with contextlib.suppress(ConnectionError):
             self._send(Cancel(episode))
-        await asyncio.wait((future,), timeout=CANCEL_SECONDS)
+        await asyncio.wait((future,), timeout=HANG_SECONDS)
         if not future.done() and self._process is not None and self._reading is not None:
             kill_group(self._process.pid)
             await asyncio.wait((self._reading,))
@@ -270,6 +270,10 @@ class _AgentProcess:
             return
         if isinstance(reply, Ended):
             future.set_result(reply.score)
+        elif reply.held_up:
+            future.set_exception(
+                UnknownFault("one of several episodes had the agent's process hang, and this one is late")
+            )
         else:
             future.set_exception(AgentError(f"the agent failed: {reply.message}"))
 

@@ -316,7 +316,7 @@ async def test_no_episode_scores_zero_for_the_end_of_a_process_that_another_may_
 async def test_no_episode_scores_zero_whose_time_passed_while_another_blocked_its_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("streamrl.rollout.agents.runner.CANCEL_SECONDS", 0.5)
+    monkeypatch.setattr("streamrl.rollout.agents.runner.HANG_SECONDS", 0.5)
     config = msgspec.structs.replace(SOLVE, on_error="zero", timeout_seconds=5)
     async with playing(config) as workflow, session("Two<|im_end|>", rewards=None) as (made, engine):
         innocent = asyncio.create_task(workflow.run(task("hang"), made))

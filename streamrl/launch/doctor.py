@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from streamrl.launch.processes import visible_gpus
 from streamrl.local_cache import cache_home
 from streamrl.machine import SHARED_MEMORY
 from streamrl.planner.gpus import peak_of
-from streamrl.transport.addresses import LOOPBACK
+from streamrl.transport.addresses import LOOPBACK, LOOPBACK_IPV6, is_loopback
 
 TORCH_SECONDS = 60.0
 """Longest time of the child process that asks torch; importing it takes some seconds, more on a busy machine."""
@@ -372,23 +373,13 @@ def packages() -> Iterator[DoctorLine]:
 
 def network() -> Iterator[DoctorLine]:
     """Whether servers can listen, and by which addresses others would reach them."""
-    try:
-        with socket.create_server((LOOPBACK.at, 0)) as listening:
-            port = listening.getsockname()[1]
-        yield DoctorLine(name="ports", ok=True, found=f"free ones at {LOOPBACK.at}, for example {port}")
-    except OSError as error:
-        yield DoctorLine(
-            name="ports",
-            ok=False,
-            found=f"nothing can listen at {LOOPBACK.at}: {error.strerror or error}",
-            do="every run needs it: look at the sandbox's or container's rules",
-            needed=True,
-        )
+    yield _ports()
     states = psutil.net_if_stats()
     told = []
     for name, entries in sorted(psutil.net_if_addrs().items()):
         state = states.get(name)
-        addresses = [e.address for e in entries if e.family == socket.AF_INET and not e.address.startswith("127.")]
+        own = (e.address for e in entries if e.family in (socket.AF_INET, socket.AF_INET6) and "%" not in e.address)
+        addresses = [address for address in own if not is_loopback(address)]
         if state is not None and state.isup and addresses:
             speed = f", {state.speed / 1000:g} Gbit/s" if state.speed else ""
             told.append(f"{name} {' '.join(addresses)}{speed}")
@@ -401,6 +392,28 @@ def network() -> Iterator[DoctorLine]:
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if cards:
         yield DoctorLine(name="InfiniBand", ok=True, found=", ".join(cards))
+
+
+def _ports() -> DoctorLine:
+    try:
+        return DoctorLine(name="ports", ok=True, found=_free_port(LOOPBACK.at))
+    except OSError as error:
+        with suppress(OSError):
+            found = f"{_free_port(LOOPBACK_IPV6.at)}; nothing can listen at {LOOPBACK.at}"
+            return DoctorLine(name="ports", ok=False, found=found, do='set manager.host = "::1"')
+        return DoctorLine(
+            name="ports",
+            ok=False,
+            found=f"nothing can listen at {LOOPBACK.at}: {error.strerror or error}",
+            do="every run needs it: look at the sandbox's or container's rules",
+            needed=True,
+        )
+
+
+def _free_port(at: str) -> str:
+    """Say of a port that is free there; raises `OSError`."""
+    with socket.create_server((at, 0), family=socket.AF_INET6 if ":" in at else socket.AF_INET) as listening:
+        return f"free ones at {at}, for example {listening.getsockname()[1]}"
 
 
 def open_files() -> DoctorLine:

@@ -20,7 +20,7 @@ import msgspec
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.machine import GPUS_OF_WINDOWS
-from streamrl.transport.addresses import is_wildcard
+from streamrl.transport.addresses import is_wildcard, url_of
 
 DEVICES = Path("/dev")
 SGLANG_MEMORY = "--mem-fraction-static"
@@ -124,7 +124,7 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     planner = _Planner(config, gpus)
     port = str(config.manager.port) if config.manager.port else "free port"
     return [
-        planner.one("manager", 0, address=f"http://{config.manager.host}:{port}"),
+        planner.one("manager", 0, address=url_of(config.manager.host, port)),
         *planner.gservers(range(config.gserver.count)),
         *planner.model_workers(range(config.trainer.workers)),
         planner.master(),
@@ -249,7 +249,7 @@ class _Planner:
 
     def _shown(self, scheme: str, host: str) -> str:
         manager = self._config.manager.host
-        return f"{scheme}://{host or ('own address' if is_wildcard(manager) else manager)}:free port"
+        return url_of(host or ("own address" if is_wildcard(manager) else manager), "free port", scheme=scheme)
 
 
 def fitted(config: Config, *, gpus: Sequence[str]) -> Config:

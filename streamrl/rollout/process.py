@@ -28,7 +28,7 @@ from streamrl.rollout.generation import Generator
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import Workflow, load_workflow
-from streamrl.transport.addresses import LOCAL, Reach, is_loopback, reach_towards
+from streamrl.transport.addresses import Reach, is_loopback, reach_towards
 from streamrl.transport.control import Role
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.http import Hosts
@@ -153,7 +153,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer,
     model = Path(config.model.path).name
     own = config.rollout.sampling
     sampling = Sampling(own.temperature, own.top_p, own.top_k, own.min_p)
-    reach = joined.reach if agent.remote or agent.host else LOCAL
+    reach = joined.reach if agent.remote or agent.host else joined.reach.of_this_machine
     listening = reach.listening(agent.host)
     if agent.remote and not is_loopback(listening.at) and not agent.api_key_env:
         raise ConfigError(

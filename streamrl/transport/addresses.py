@@ -45,6 +45,8 @@ class Listening(NamedTuple):
 
 LOOPBACK = Listening("127.0.0.1", "127.0.0.1")
 """For what only this machine reaches."""
+LOOPBACK_IPV6 = Listening("::1", "::1")
+"""The same on a machine that may have no IPv4 address at all."""
 
 
 class Reach(NamedTuple):
@@ -82,6 +84,11 @@ class Reach(NamedTuple):
         """Whether only this machine reaches this process."""
         return is_loopback(self.announced)
 
+    @property
+    def of_this_machine(self) -> Reach:
+        """How processes of this machine alone reach this one: the loopback address of the kind that it has."""
+        return Reach(*(LOOPBACK_IPV6 if ":" in self.local else LOOPBACK))
+
 
 LOCAL = Reach(*LOOPBACK)
 """For a process that talks to others of its machine alone."""
@@ -118,21 +125,33 @@ def reach_of_manager(host: str, *, advertise: str = "") -> Reach:
         return _reach(host, advertise)
     kinds = {"0.0.0.0": [socket.AF_INET], "*": [socket.AF_INET, socket.AF_INET6]}.get(host, [socket.AF_INET6])
     found = (address for kind in kinds for address in _towards_others(kind))
-    return _reach(next(found, "::1" if ":" in host else LOOPBACK.at), advertise)
+    return _reach(next(found, (LOOPBACK_IPV6 if ":" in host else LOOPBACK).at), advertise)
 
 
 def source_address(host: str) -> str:
     """Return the address of this machine from which it reaches `host`; raises `OSError` where there is no route.
 
-    Nothing is sent: the system chooses the address when a datagram socket is connected. Of a name with addresses of
-    both kinds, as `localhost` is on many machines, that of IPv4 counts: the run's ZMQ sockets speak nothing else.
+    Nothing is sent: the system chooses the address when a datagram socket is connected. Of a name, the address that
+    `address_of` returns counts.
     """
-    known = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)
-    family, kind, protocol, _, address = min(known, key=lambda one: one[0] != socket.AF_INET)
+    family, kind, protocol, _, address = _preferred(socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM))
     with socket.socket(family, kind, protocol) as asking:
         asking.connect(address)
         found: str = asking.getsockname()[0]
     return found
+
+
+def address_of(host: str) -> str:
+    """Return the address that `host` stands for; raises `OSError` where it stands for none.
+
+    Of a name with addresses of both kinds, as `localhost` is on many machines, that of IPv4: a ZMQ socket speaks one
+    kind, and all have to choose the same.
+    """
+    return str(_preferred(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))[4][0])
+
+
+def _preferred(known: list[Any]) -> Any:
+    return min(known, key=lambda one: one[0] != socket.AF_INET)
 
 
 def interface_of(address: str) -> str:
@@ -198,8 +217,8 @@ def everywhere(address: str) -> str:
     return "::" if ":" in address else "0.0.0.0"
 
 
-def url_of(host: str, port: int, *, scheme: str = "http") -> str:
-    """Return the URL of a server, with brackets around an IPv6 address."""
+def url_of(host: str, port: int | str, *, scheme: str = "http") -> str:
+    """Return the URL of a server, with brackets around an IPv6 address; `port` may be what people are told of it."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 

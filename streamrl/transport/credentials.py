@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import socket
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple, get_args
 from urllib.parse import urlsplit
@@ -25,7 +25,7 @@ import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from streamrl.errors import ConfigError, StreamRLError, WireError
-from streamrl.transport.addresses import host_of, url_of
+from streamrl.transport.addresses import address_of, host_of, url_of
 from streamrl.transport.control import Role
 from streamrl.transport.seldom import Seldom
 
@@ -98,12 +98,13 @@ def encrypt_server(endpoint: zmq.Socket[Any], keys: CurveKeys) -> None:
 def bind(endpoint: zmq.Socket[Any], host: str, port: int = 0) -> int:
     """Have `endpoint` listen at `port` of `host`, 0: any free one; return the port.
 
-    Of a name its IPv4 address counts, as for those who connect to it. Raises `ConfigError` where it has none.
+    Of a name the address counts that `address_of` returns, as for those who connect to it. Raises `ConfigError` where
+    it has none.
     """
     try:
-        address = host if ":" in host else socket.gethostbyname(host)
+        address = host if ":" in host else address_of(host)
     except OSError as error:
-        raise ConfigError(f"{host} stands for no IPv4 address ({error.strerror}): give the address itself") from error
+        raise ConfigError(f"{host} stands for no address ({error.strerror}): give the address itself") from error
     endpoint.set(zmq.IPV6, ":" in address)
     endpoint.bind(url_of(address, port, scheme="tcp"))
     bound = urlsplit(endpoint.get_string(zmq.LAST_ENDPOINT).rstrip("\0")).port
@@ -123,7 +124,8 @@ def connect(endpoint: zmq.Socket[Any], address: str, *, curve_key: str, shown: S
         endpoint.set(zmq.CURVE_SERVERKEY, curve_key.encode())
         endpoint.set(zmq.CURVE_PUBLICKEY, shown.keys.public.encode())
         endpoint.set(zmq.CURVE_SECRETKEY, shown.keys.secret)
-    endpoint.set(zmq.IPV6, ":" in host_of(address))
+    with suppress(OSError):  # ZMQ tries again to find an address
+        endpoint.set(zmq.IPV6, ":" in address_of(host_of(address)))
     endpoint.connect(address)
 
 

@@ -1,8 +1,8 @@
 """Hosts on this machine: namespaces on a switch of their own, for tests of what crosses a network.
 
 Each host has an address, a hostname, a /dev/shm and an /etc/hosts of its own. As on Debian, that gives a host's own
-name the address 127.0.1.1, and the others' names theirs. The file system and process ids are shared with this machine,
-whose own network is not touched: the switch is in a namespace, too. Traffic stays there.
+name the address 127.0.1.1, and the others' names theirs; `six` is `SIX`. The file system and process ids are shared
+with this machine, whose own network is not touched: the switch is in a namespace, too. Traffic stays there.
 
 Everything hangs on one process for each host, which holds its namespaces and ends when this process does, so nothing is
 left behind however a test ends.
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Self
 
 NETWORK = "10.77.0"
+SIX = "fd77::1"
+"""The address of a host without IPv4, besides `::1`."""
 SPACES = ("net", "uts", "ipc", "mnt")
 """Kinds of namespaces that a host has; that of mounts comes last, since the others are found below /proc."""
 HOLD = """
@@ -79,10 +81,16 @@ class Hosts:
         """Put it back."""
         self._on_switch(f"ip link set port{host} up")
 
+    def without_ipv4(self, host: int) -> None:
+        """Take its addresses of IPv4 away, 127.0.0.1 included, and give it `SIX`."""
+        for interface in ("lo", "eth0"):
+            self._on(self._holders[host], f"ip -4 address flush dev {interface}")
+        self._on(self._holders[host], f"ip address add {SIX}/128 dev lo")
+
     def _names(self, own: int | None) -> Path:
         file = self._folder / f"hosts-{own}"
         others = [f"{self.address(host)} host{host}" for host in range(self._count) if host != own]
-        file.write_text("\n".join(["127.0.0.1 localhost", f"127.0.1.1 host{own}", *others, ""]))
+        file.write_text("\n".join(["127.0.0.1 localhost", f"{SIX} six", f"127.0.1.1 host{own}", *others, ""]))
         return file
 
     def _on_switch(self, command: str) -> None:

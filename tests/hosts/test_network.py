@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 from tests.hosts.network import Hosts
+from tests.ipv6 import IPV6
 
 LOOK = """
 import socket
@@ -14,6 +15,18 @@ from streamrl.transport.addresses import interface_of, reach_of_manager, reach_t
 own = reach_towards("http://10.77.0.1:7000").announced
 at = socket.gethostbyname(socket.gethostname())
 print(socket.gethostname(), own, at, interface_of(own), reach_of_manager("0.0.0.0").announced, machine_identity())
+"""
+BY_NAME = """
+import zmq
+from streamrl.transport.credentials import Shown, bind, connect
+context = zmq.Context()
+there, here = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+port = bind(there, "six")
+connect(here, f"tcp://six:{port}", curve_key="", shown=Shown("here"), link="1")
+here.send(b"heard")
+there.set(zmq.RCVTIMEO, 20000)
+print(there.recv_multipart()[-1].decode())
+context.destroy(linger=0)
 """
 REACH = "import socket; socket.create_connection(('10.77.0.1', 9), timeout={})"
 
@@ -35,3 +48,11 @@ def test_hosts_differ_and_can_be_cut_off(hosts: Hosts) -> None:
     assert "timed out" in on(hosts, 1, REACH.format(1)).stderr
     hosts.mend(1)
     assert "Connection refused" in on(hosts, 1, REACH.format(20)).stderr
+
+
+@IPV6
+def test_sockets_of_the_run_may_be_at_a_name_that_has_an_ipv6_address_alone(hosts: Hosts) -> None:
+    """As with `stream.host`."""
+    hosts.without_ipv4(0)
+    found = on(hosts, 0, BY_NAME)
+    assert found.stdout == "heard\n", found.stderr

@@ -33,6 +33,7 @@ from tests.e2e.harness import (
 from tests.forked import forking
 from tests.gserver.installed import sglang_python
 from tests.hosts.network import Hosts, enter
+from tests.ipv6 import IPV6
 
 PORT = 7000
 SECRET = "known-to-every-host"
@@ -234,3 +235,24 @@ def test_real_sglang_servers_on_two_other_hosts(cluster: Cluster) -> None:
     assert_exactly_once(cluster.run_dir)
     assert largest_difference(cluster.run_dir) < 1e-3
     assert {step["metrics"]["gservers_compared"] for step in steps(cluster.run_dir)[-2:]} == {2}
+
+
+@IPV6
+def test_a_machine_without_an_ipv4_address_makes_a_run(hosts: Hosts, tmp_path: Path) -> None:
+    """With two model workers, weights by broadcast to two gservers, and groups that go to a name."""
+    hosts.without_ipv4(0)
+    settings = SMALL | {
+        "manager__host": "::1",
+        "stream__host": "six",
+        "gserver__count": 2,
+        "weights__mode": "collective",
+        "run__total_train_steps": 3,
+    }
+    words = ["run", str(COPY_SCRATCH), *overrides(tmp_path, "run", **settings)]
+    command = start_command(words, within=() if SUPPORTED else hosts.entering(0), holder=hosts.holder(0))
+    try:
+        command.ends_well()
+    finally:
+        command.end()
+    assert_exactly_once(tmp_path / "run")
+    assert largest_difference(tmp_path / "run") < 1e-3

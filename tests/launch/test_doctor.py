@@ -17,6 +17,7 @@ import torch
 from streamrl.launch import doctor
 from streamrl.launch.doctor import Device, DoctorLine, TorchAnswer, torch_findings
 from streamrl.planner.gpus import Peak, peak_of
+from tests.ipv6 import IPV6
 
 GIB = 2**30
 H100 = Device(name="NVIDIA H100 80GB HBM3", memory=80 * GIB, free=79 * GIB, capability="9.0")
@@ -160,6 +161,21 @@ def test_a_machine_on_which_nothing_listens(monkeypatch: pytest.MonkeyPatch) -> 
     ports = named(doctor.network())["ports"]
     assert ports.needed
     assert "Operation not permitted" in ports.found
+
+
+@IPV6
+def test_a_machine_without_an_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    create = socket.create_server
+
+    def only_ipv6(address: tuple[str, int], *, family: int) -> socket.socket:
+        if family != socket.AF_INET6:
+            raise OSError(99, "Cannot assign requested address")
+        return create(address, family=family)
+
+    monkeypatch.setattr(socket, "create_server", only_ipv6)
+    ports = named(doctor.network())["ports"]
+    assert not ports.needed
+    assert (ports.do, ports.found.split(",")[0]) == ('set manager.host = "::1"', "free ones at ::1")
 
 
 def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -72,6 +72,12 @@ def test_every_process_once_and_gpus_in_turn(gservers: int, model_workers: int, 
         assert used == []
 
 
+def test_ipv6_addresses_are_shown_as_urls_have_them() -> None:
+    processes = plan(from_dict({"manager": {"host": "::1"}}))
+    shown = {process.address for process in processes} - {"-"}
+    assert shown == {"http://[::1]:free port", "tcp://[::1]:free port"}
+
+
 def test_an_evaluator_is_started_if_there_is_something_to_evaluate() -> None:
     (evaluator,) = [p for p in plan(from_dict({"evaluation": {"at_end": True}})) if p.role == "evaluator"]
     words = command(evaluator, config_file=Path("c.toml"), manager_url="http://m:1", model_dir=Path("d"))

@@ -101,6 +101,11 @@ def test_an_ipv6_address_may_be_given_as_a_url_has_it() -> None:
         reach_towards("http://127.0.0.1:1", advertise="[::]")
 
 
+def test_what_only_this_machine_reaches_is_at_a_loopback_address_of_the_kind_that_it_has() -> None:
+    assert Reach(announced="fd00::7", local="fd00::7").of_this_machine == Reach("::1", "::1")
+    assert Reach(announced="node7", local="10.0.0.7", told=True).of_this_machine == LOCAL
+
+
 def test_a_manager_at_all_addresses_of_a_kind_tells_one_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     routes = {"192.0.2.1": "10.0.0.7", "2001:db8::1": "fd00::7"}
     monkeypatch.setattr(addresses, "source_address", lambda somewhere: routes[somewhere])

@@ -92,7 +92,8 @@ async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls
         advice = (
             "is another one running there? choose another manager.port, or 0 for any"
             if error.errno == errno.EADDRINUSE
-            else "manager.host is an address of this machine, or 0.0.0.0 for all that it has"
+            else "manager.host is an address of this machine (::1 where it has none of IPv4), or 0.0.0.0 or :: for all "
+            "that it has"
         )
         raise StreamRLError(
             f"the manager cannot listen at {host}:{port} ({error.strerror or error}); {advice}"

@@ -224,7 +224,7 @@ class SimulatedEngine:
 
     def _admit(self) -> None:
         """Fill free slots from the queue."""
-        self._count()
+        self._count_seconds()
         while self._waiting and self._paused_at is None and len(self._running) < self.max_running:
             request = self._waiting.popleft()
             self._running[request.ticket.job.rid] = request
@@ -233,17 +233,21 @@ class SimulatedEngine:
             self._start_timer(request)
 
     def _count(self) -> None:
-        """Bring the tokens of running requests and the totals up to now."""
+        """Bring the tokens of running requests and the totals up to now: for what looks at all of them."""
+        self._count_seconds()
+        for request in self._running.values():
+            if self._paused_at is None:
+                self._totals["tokens_generated"] += request.advance(self._counted_until)
+            else:
+                request.since = self._counted_until
+
+    def _count_seconds(self) -> None:
+        """Bring the times up to now, before other requests run than ran until now."""
         now = time.monotonic()
         if self._paused_at is None:
             seconds = now - self._counted_until
             self._totals["busy_seconds"] += seconds if self._running else 0.0
             self._totals["slot_seconds"] += seconds * len(self._running)
-            for request in self._running.values():
-                self._totals["tokens_generated"] += request.advance(now)
-        else:
-            for request in self._running.values():
-                request.since = now
         self._counted_until = now
 
     def _start_timer(self, request: _Simulated) -> None:
@@ -261,7 +265,8 @@ class SimulatedEngine:
             request.timer = None
 
     def _wake(self, request: _Simulated) -> None:
-        self._count()
+        self._count_seconds()
+        self._totals["tokens_generated"] += request.advance(self._counted_until)
         if not request.ticket.job.stream or request.produced == request.length:
             self._totals["tokens_generated"] += request.complete()
             reason = FinishReason(type="stop") if request.stops else FinishReason(type="length", length=request.length)

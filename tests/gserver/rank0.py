@@ -1,24 +1,25 @@
-"""A publisher in a process of its own: commands as JSON lines on stdin, answers on stdout."""
+"""A publisher in a process of its own, which does what it is told and answers."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-HERE = Path(__file__)
+from tests.forked import forking
+
+ANSWER_SECONDS = 180.0
 
 
 class Rank0:
     """The test's end."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: BaseProcess, connection: Connection[Any, Any]) -> None:
         self._process = process
+        self._connection = connection
         self.group = ""
         """Name of the group that it has formed last."""
         self._formed = 0
@@ -28,47 +29,44 @@ class Rank0:
         self._formed += 1
         self.group = f"weights-{self._formed}"
         port: int = await self.ask("port")
-        await self.tell("form", name=self.group)
+        self.tell("form", name=self.group)
         return port
 
-    async def tell(self, do: str, **arguments: Any) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
-        await self._process.stdin.drain()
+    def tell(self, do: str, **arguments: Any) -> None:
+        self._connection.send({"do": do, **arguments})
 
     async def answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), 180)
-        assert line, "the publisher has ended"
-        return json.loads(line)
+        return await asyncio.to_thread(self._receive)
 
     async def ask(self, do: str, **arguments: Any) -> Any:
-        await self.tell(do, **arguments)
+        self.tell(do, **arguments)
         return await self.answer()
 
     async def kill(self) -> None:
         self._process.kill()
-        await self._process.wait()
+        await asyncio.to_thread(self._process.join)
+
+    def _receive(self) -> Any:
+        assert self._connection.poll(ANSWER_SECONDS), "the publisher does not answer"
+        return self._connection.recv()
 
 
 @asynccontextmanager
 async def rank0() -> AsyncIterator[Rank0]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(HERE),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    context = forking()
+    ours, its = context.Pipe()
+    process = context.Process(target=_publish, args=(its,), daemon=True)  # none outlives pytest
+    await asyncio.to_thread(process.start)
+    its.close()
+    publisher = Rank0(process, ours)
     try:
-        yield Rank0(process)
+        yield publisher
     finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
+        await publisher.kill()
+        ours.close()
 
 
-def main() -> None:
+def _publish(commands: Connection[Any, Any]) -> None:
     import torch
     from safetensors.torch import load_file
 
@@ -76,16 +74,11 @@ def main() -> None:
 
     store = open_store("127.0.0.1")
     group: Any = None
-
-    def answer(value: Any) -> None:
-        sys.stdout.write(json.dumps(value) + "\n")
-        sys.stdout.flush()
-
-    for line in sys.stdin:
-        command = json.loads(line)
+    while True:
+        command = commands.recv()
         match command["do"]:
             case "port":
-                answer(store.port)
+                commands.send(store.port)
             case "form":
                 if group is not None:
                     destroy_group(group)
@@ -99,7 +92,7 @@ def main() -> None:
                     timeout=30,
                     store=store,
                 )
-                answer("formed")
+                commands.send("formed")
             case "send":
                 weights = load_file(command["file"])
                 tensors = [weights[name] for name in command["names"]]
@@ -107,8 +100,4 @@ def main() -> None:
                     tensors = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])]
                 for tensor in tensors:
                     broadcast(tensor, group, what="weights")
-                answer("sent")
-
-
-if __name__ == "__main__":
-    main()
+                commands.send("sent")

@@ -150,7 +150,7 @@ async def test_behind_the_server_with_a_real_weight_group(tmp_path: Path) -> Non
         await client.post("/init_weights_update_group", group)
         assert await publisher.answer() == "formed"
         await client.post("/begin_weight_update")
-        await publisher.tell("send", file=str(folder / "model.safetensors"), names=["model.norm.weight"], flat=True)
+        publisher.tell("send", file=str(folder / "model.safetensors"), names=["model.norm.weight"], flat=True)
         message = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "weight_version": "4"}
         message |= {"group_name": publisher.group, "load_format": "flattened_bucket"}
         await client.post("/update_weights_from_distributed", message)

@@ -72,7 +72,7 @@ def announcement(publisher: Rank0, names: list[str], **more: Any) -> dict[str, A
 async def send(
     client: Client, publisher: Rank0, file: str, names: list[str], *, flat: bool = True, **more: Any
 ) -> None:
-    await publisher.tell("send", file=file, names=names, flat=flat)
+    publisher.tell("send", file=file, names=names, flat=flat)
     load_format = {"load_format": "flattened_bucket"} if flat else {}
     await client.post("/update_weights_from_distributed", announcement(publisher, names, **load_format, **more))
     assert await publisher.answer() == "sent"

@@ -46,16 +46,8 @@ def test_what_works_is_told_with_what_was_seen(tmp_path: Path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def hang(response: Any, prompt: Any) -> float:
-    while True:
-        pass
-
-
-def fail(response: Any, prompt: Any) -> float:
-    raise KeyError("solution")
-
-
 HERE = "tests.launch.test_check"
+REWARDS = "tests.launch.bad_rewards"
 MEGATRON = {"backend": "megatron", "tensor_parallel": 2}
 
 
@@ -66,10 +58,10 @@ MEGATRON = {"backend": "megatron", "tensor_parallel": 2}
         ("rollout", {"reward": {"function": "absent:nope"}}, "there is no module absent"),
         (
             "rollout",
-            {"reward": {"function": f"{HERE}:hang", "timeout_seconds": 0.3}},
+            {"reward": {"function": f"{REWARDS}:hang", "timeout_seconds": 0.3}},
             "cannot be scored: .*no answer within rollout.reward.timeout_seconds = 0.3",
         ),
-        ("rollout", {"reward": {"function": f"{HERE}:fail"}}, "(?s)cannot be scored: .*KeyError: 'solution'"),
+        ("rollout", {"reward": {"function": f"{REWARDS}:fail"}}, "(?s)cannot be scored: .*KeyError: 'solution'"),
         ("rollout", {"workflow": {"name": f"{HERE}:Absent"}}, "has no Absent"),
         ("data", {"path": f"{HERE}:absent"}, "data: data.path = .* has no absent"),
         ("data", {"path": f"{HERE}:rows"}, "data: TypeError: "),

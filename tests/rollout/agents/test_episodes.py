@@ -98,7 +98,12 @@ async def playing(config: AgentConfig) -> AsyncIterator[AgentWorkflow]:
 
 async def play(config: AgentConfig, question: str, *texts: str, **more: Any) -> list[Trajectory]:
     """Play one episode of `question` in which the policy says `texts`."""
-    async with playing(config) as workflow, session(*texts, rewards=None, **more) as (made, _):
+    async with playing(config) as workflow:
+        return await play_in(workflow, question, *texts, **more)
+
+
+async def play_in(workflow: AgentWorkflow, question: str, *texts: str, **more: Any) -> list[Trajectory]:
+    async with session(*texts, rewards=None, **more) as (made, _):
         found = await workflow.run(task(question), made)
     for trajectory in found:
         check_trajectory(trajectory)

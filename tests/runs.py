@@ -16,10 +16,14 @@ from streamrl.transport.control import LedgerStatus
 from tests.launch.statuses import EPOCH, status, step_report
 
 
-def write_run(folder: Path, *, steps: int = 60, gservers: int = 2, seconds: float = 2.0, **final: Any) -> Path:
-    """A healthy run that finished; `final` replaces entries of `final.json`."""
+def write_run(
+    folder: Path, *, steps: int = 60, gservers: int = 2, seconds: float = 2.0, plots: bool = True, **final: Any
+) -> Path:
+    """A healthy run that finished; `final` replaces entries of `final.json`. `plots`: whether a report draws them, for
+    which it takes most of its time."""
     folder.mkdir(parents=True)
-    (folder / "config.toml").write_text(to_toml(from_dict({"run": {"name": folder.name}})))
+    config = from_dict({"run": {"name": folder.name}, "metrics": {"plots": plots}})
+    (folder / "config.toml").write_text(to_toml(config))
     reports = [step_report(step, seconds=seconds) for step in range(1, steps + 1)]
     write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(report, str_keys=True) for report in reports])
     write_lines(folder / "timeline.jsonl", heartbeats(steps * seconds, gservers=gservers))

@@ -26,7 +26,7 @@ PLOTS = {"reward.png", "staleness.png", "throughput.png", "timeline.png"}
 
 
 def test_time_in_which_the_run_was_down_does_not_count(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+    folder = write_run(tmp_path / "run", plots=False)
     file = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for step in lines[30:]:
@@ -86,7 +86,7 @@ def test_figures_of_a_healthy_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("held", "lost"), [(13, 0), (10, 3), (14, -1)])
 def test_lost_and_doubled_groups_are_seen(tmp_path: Path, held: int, lost: int) -> None:
-    assert write_report(write_run(tmp_path / "run", steps=3, groups_held=held)).groups_lost == lost
+    assert write_report(write_run(tmp_path / "run", steps=3, plots=False, groups_held=held)).groups_lost == lost
 
 
 @pytest.mark.parametrize("missing", ["config.toml", "metrics.jsonl", "timeline.jsonl", "final.json"])
@@ -153,14 +153,14 @@ def test_a_step_reported_again_counts_once(tmp_path: Path) -> None:
 
 def test_table_shows_the_figures(tmp_path: Path) -> None:
     console = Console(record=True, width=120, file=io.StringIO())
-    console.print(summary_table(write_report(write_run(tmp_path / "run"))))
+    console.print(summary_table(write_report(write_run(tmp_path / "run", plots=False))))
     text = console.export_text()
     for part in ("480", "lost 0, duplicated 5, rejected 2", "versions; limit 4", "0.310 s", "all steps are done"):
         assert part in text, part
 
 
 def test_figures_of_agents_are_means_over_workers_and_their_restarts(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=2)
+    folder = write_run(tmp_path / "run", steps=2, plots=False)
 
     def beat(time: float, index: int, episodes: int, total: float) -> str:
         stats: dict[str, float] = {"agent_episodes_total": episodes, "agent_drifted_total": episodes}
@@ -191,7 +191,7 @@ def test_figures_of_agents_are_means_over_workers_and_their_restarts(tmp_path: P
     ],
 )
 def test_of_a_traceback_the_table_shows_where_and_what(tmp_path: Path, message: str, caption: str) -> None:
-    summary = msgspec.structs.replace(write_report(write_run(tmp_path / "run")), message=message)
+    summary = msgspec.structs.replace(write_report(write_run(tmp_path / "run", plots=False)), message=message)
     console = Console(record=True, width=160, file=io.StringIO())
     console.print(summary_table(summary))
     shown = [line.strip() for line in console.export_text().splitlines()]
@@ -199,7 +199,7 @@ def test_of_a_traceback_the_table_shows_where_and_what(tmp_path: Path, message: 
 
 
 def test_when_the_policys_health_changed_is_in_the_summary_and_the_table(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=9)
+    folder = write_run(tmp_path / "run", steps=9, plots=False)
     trouble = {step: Health("warning", 4, ["gradient norm 7.0 times the usual"], ["trainer.lr=1"]) for step in (4, 5)}
     trouble |= {6: Health("collapsing", 6, ["reward fallen from 0.9 to 0.1"], ["trainer.lr=1"]), 9: Health(since=9)}
     trouble |= {step: trouble[6] for step in (7, 8)}
@@ -217,7 +217,7 @@ def test_when_the_policys_health_changed_is_in_the_summary_and_the_table(tmp_pat
     text = console.export_text()
     for part in ("policy warning", "step 4", "gradient norm 7.0 times", "policy collapsing", "policy healthy"):
         assert part in text
-    assert write_report(write_run(tmp_path / "calm", steps=3)).health == []
+    assert write_report(write_run(tmp_path / "calm", steps=3, plots=False)).health == []
 
 
 def test_evaluations_are_in_the_summary_the_tables_and_the_plot(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_nothing_is_trained_on_while_the_run_is_down(tmp_path: Path) -> None:
 
 
 def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run")
+    folder = write_run(tmp_path / "run", plots=False)
     assert write_report(folder).findings == []
     steps = [
         msgspec.structs.replace(step, metrics=step.metrics | {"tokens_masked": 800.0, "tokens_sampled": 1600.0})

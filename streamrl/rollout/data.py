@@ -30,7 +30,6 @@ from streamrl.importing import load_object
 from streamrl.records.files import decode_line
 from streamrl.rollout.agents.runner import environment_of
 from streamrl.rollout.chat import ChatTokenizer, Message
-from streamrl.rollout.gym import create_reasoning_gym
 from streamrl.types import Prompt
 
 Row = dict[str, Any]
@@ -365,6 +364,27 @@ def open_rows(config: DataConfig, *, seed: int) -> Rows:
     if len(rows) == 0:
         raise DataError(f"{rows.name} has no rows")
     return rows
+
+
+def create_reasoning_gym(task: str, *, size: int, seed: int, args: dict[str, Any]) -> Any:
+    """Return the reasoning-gym data set of `task`; equal arguments give equal entries in every process.
+
+    Raises `ConfigError` for an unknown task, or arguments that do not fit it.
+    """
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise ConfigError('reasoning-gym is not installed: pip install "streamrl[rewards]"') from error
+    if task not in DATASETS:
+        from difflib import get_close_matches
+
+        near = get_close_matches(task, DATASETS, n=3) or sorted(DATASETS)[:10]
+        raise ConfigError(f"data.path = {task!r}: reasoning-gym has no such task; near: {', '.join(near)}")
+    try:
+        return reasoning_gym.create_dataset(task, size=size, seed=seed, **args)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(f"data.args do not fit the reasoning-gym task {task}: {error}") from error
 
 
 def json_types(row: Row, *, where: str) -> Row:

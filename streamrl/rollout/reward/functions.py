@@ -21,7 +21,7 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object
-from streamrl.rollout.gym import create_reasoning_gym
+from streamrl.rollout.data import create_reasoning_gym
 from streamrl.rollout.reward.protocol import DataOrigin, Response, Setup
 from streamrl.types import Prompt
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from typing import Any
 
 import pytest
@@ -18,18 +19,13 @@ settings.register_profile("unhurried", deadline=None, max_examples=50)
 settings.load_profile("unhurried")
 
 CONTRACT = "tests/gserver/contract/"
-ON_SGLANG = (
-    "tests/gserver/updates/faults/test_faults.py::test_a_gserver_fails_at_every_step[sglang",
-    "tests/gserver/updates/faults/test_faults.py::test_a_server_",
-)
 HOSTS = "tests/hosts/"
-TOGETHER = (CONTRACT, *ON_SGLANG)
-"""Tests that share servers which take long to start."""
+TOGETHER = re.compile(rf"{CONTRACT}|tests/gserver/updates/faults/test_faults\.py::(test_a_server_|.*\[sglang)")
+"""Tests that share servers which take long to start, by the beginning of their names."""
 CLUSTERS = ("tests/launch/test_ray.py", "tests/launch/test_slurm.py")
 """The tests of each share a cluster."""
 LONGEST_FIRST = (
     CONTRACT,
-    *ON_SGLANG,
     "tests/e2e/test_learning",
     HOSTS,
     "tests/e2e/",
@@ -57,7 +53,7 @@ class Scheduling(LoadScopeScheduling):
     same time."""
 
     def _split_scope(self, nodeid: str) -> str:
-        if nodeid.startswith(TOGETHER):
+        if TOGETHER.match(nodeid):
             return CONTRACT
         return next((file for file in CLUSTERS if nodeid.startswith(file)), nodeid)
 

@@ -9,6 +9,7 @@ import pytest
 from streamrl.errors import TrainingError
 from streamrl.trainer.master.comparison import MismatchWatch, compared_figures
 from streamrl.transport.control import Compare, Scores
+from streamrl.transport.generation import AbortRequest
 from tests.gserver.contract.fixture import ONE_OF_EACH, TOLERANCE, TWO_RANKS, Contract, served
 from tests.gserver.running_sglang import START_SECONDS
 
@@ -32,6 +33,7 @@ async def score(gserver: Contract) -> Scores:
     async with asyncio.timeout(60):
         while not (scores := (await gserver.run.client.compared(version)).scores):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+    assert (await gserver.client.update(gserver.url, "/abort_request", AbortRequest(abort_all=True))).success
     await running
     return scores[0]
 

@@ -146,7 +146,7 @@ def comparison_table(outcome: ReplayOutcome, folder: Path) -> Table:
     recorded = {step.step: step for step in read_run(Path(outcome.run)).steps}
     replayed = {step.step: step for step in read_run(folder).steps}
     title = escape(f"{outcome.run}: as recorded → as replayed")
-    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, collapse_padding=True, pad_edge=False)
     for heading in ("step", "reward", "age", "loss", "grad norm", "sample size", "clipped"):
         table.add_column(heading, justify="right", no_wrap=True)
     count = len(replayed)

@@ -287,7 +287,7 @@ def _reasons(present: Option, best: Option, player: _Player) -> Iterator[str]:
         without = player.play({name: other for name, other in best.settings.items() if name != key})
         share = without.tokens / max(best.tokens, 1e-9)
         yield (
-            f"{key}={value}: without it {share:.2f} of these tokens in a second, at a mean age of "
+            f"{key}={value}: without it {share:.2f} times as many tokens in a second, at a mean age of "
             f"{without.prediction.mean_token_age:.1f}."
         )
 
@@ -302,7 +302,7 @@ def as_json(plan: Plan) -> str:
 def shown(plan: Plan) -> RenderableType:
     """Return the plan for people: the recommended settings, the present ones, and what single changes would do."""
     calibration = plan.calibration
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False, caption_justify="left")
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, caption_justify="left")
     table.add_column("settings", overflow="fold", min_width=len(ETA) + 3)
     for heading in ("steps/h", "trained", "made", "age", "old", "trains", "makes"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -159,6 +159,10 @@ def test_what_people_and_programs_are_told(plan: Plan) -> None:
     text = told.get()
     for part in ("recommended:", "present", "steps/h", "calibrated from a test: 10 steps in 20 s", *plan.change):
         assert part in text, part
+    (heading,) = (line for line in text.splitlines() if "steps/h" in line)
+    (row,) = (line for line in text.splitlines() if line.split()[:1] == ["present"])
+    assert heading.rstrip().endswith("makes"), "80 columns are enough"
+    assert row.rstrip().endswith("%")
     tree = json.loads(as_json(plan))
     assert tree["recommended"]["settings"] == plan.recommended.settings
     assert "response_lengths" not in tree["calibration"]["costs"]

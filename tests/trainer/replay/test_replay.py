@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from streamrl.config import Config, from_dict, overridden
 from streamrl.device import compute_with
@@ -252,7 +253,9 @@ def test_another_objective_on_the_same_data(tmp_path: Path) -> None:
     assert steps[0].metrics["loss"] == pytest.approx(expected_loss(changed), rel=1e-4)
     assert abs(expected_loss(config) - expected_loss(changed)) > 1e-3 * abs(expected_loss(config))
     assert was[0].sums["loss"] == pytest.approx(expected_loss(config), rel=1e-4)
-    assert comparison_table(outcome, tmp_path / "again").row_count == 3
+    table = comparison_table(outcome, tmp_path / "again")
+    assert table.row_count == 3
+    assert Console(width=200).measure(table).minimum <= 80
     without = [msgspec.structs.replace(step, token_ages={}) for step in steps]  # all tokens were masked
     (tmp_path / "again" / METRICS_FILE).write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in without))
     assert list(comparison_table(outcome, tmp_path / "again").columns[2].cells) == ["–"] * 3

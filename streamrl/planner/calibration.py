@@ -173,6 +173,11 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
         raise ConfigError(
             f"{run_dir}: {METRICS_FILE} tells of {made} training steps, and {needed} are needed; let the run go on"
         )
+    for role in ("gserver", "rollout"):
+        if not any(name.startswith(f"{role}/") for name in records.heartbeats):
+            raise ConfigError(
+                f"{run_dir}: timeline.jsonl is missing, or tells nothing of {role} processes, as in a replay"
+            )
     steps = records.steps[max(FIRST_STEPS, made // 5) - 1 :]  # in the first fifth of a long run much builds up
     lengths = [group for step in steps for group in step.response_lengths if group]
     if not lengths:
@@ -180,9 +185,6 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
             f"{run_dir}: {METRICS_FILE} does not tell the lengths of responses (an older version wrote it); make "
             "another run, or leave --from away"
         )
-    for role in ("gserver", "rollout"):
-        if not any(name.startswith(f"{role}/") for name in records.heartbeats):
-            raise ConfigError(f"{run_dir}: timeline.jsonl is missing, or tells nothing of {role} processes")
     found = _Reader(config, records, steps, cores=cores or os.cpu_count() or 1).calibration(run_dir.name)
     others = [] if planned is None else [key for key in SAME_COSTS if value_of(config, key) != value_of(planned, key)]
     notes = [f"the run had {key} = {value_of(config, key)!r}: its costs are taken all the same" for key in others]

@@ -190,6 +190,18 @@ def test_a_run_of_a_version_that_wrote_no_lengths(tmp_path: Path) -> None:
         read_calibration(folder)
 
 
+def test_a_replay_is_called_one(tmp_path: Path) -> None:
+    """It generates nothing: no lengths, and no gservers."""
+    folder = write_calibration(tmp_path / "run")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        del line["response_lengths"]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "timeline.jsonl").unlink()
+    with pytest.raises(ConfigError, match="tells nothing of gserver processes, as in a replay"):
+        read_calibration(folder)
+
+
 def test_too_few_steps_and_no_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tells of 3 training steps, and"):
         read_calibration(write_calibration(tmp_path / "run", steps=3))

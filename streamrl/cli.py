@@ -385,6 +385,7 @@ def _size(*, what: str, minimum: int = 1) -> Any:
 
 @app.command(rich_help_panel=LOOK)
 def plan(
+    asked: typer.Context,
     config: Annotated[
         Path | None, typer.Argument(metavar="[CONFIG]", help="Configuration of the run; not with --model-shape.")
     ] = None,
@@ -434,6 +435,10 @@ def plan(
 
     if (config is None) == (model_shape is None):
         raise ConfigError("streamrl plan takes a CONFIG, or --model-shape with --gpus")
+    if config is not None and (idle := _given_for_sizes(asked)):
+        raise ConfigError(f"{', '.join(idle)}: only with --model-shape; a plan of CONFIG goes by its settings alone")
+    if model_shape is not None and run_dir is not None:
+        raise ConfigError("--from: only with a CONFIG; with --model-shape nothing is measured")
     if model_shape is not None:
         from streamrl.planner import capacity
         from streamrl.planner.shapes import shape_of
@@ -477,6 +482,12 @@ def plan(
         typer.echo(advice.as_json(advised))
     else:
         _console().print(advice.shown(advised))
+
+
+def _given_for_sizes(asked: typer.Context) -> list[str]:
+    """Return the options that were given and are of use with --model-shape alone."""
+    of_sizes = [option for option in asked.command.params if getattr(option, "rich_help_panel", None) == SIZE]
+    return [option.opts[0] for option in of_sizes if asked.params[option.name or ""] != option.default]
 
 
 @app.command(rich_help_panel=LOOK)

@@ -52,6 +52,8 @@ def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Seq
     `steps`: how many; None: all. Raises `DataError` when the record cannot be used, and `ConfigError` for settings that
     a replay cannot change or a folder that is not empty.
     """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: no such folder; give the folder of a run that had run.record=true")
     recording = read_recording(run_dir)
     found = stretch(recording)
     recorded = recording.parts[0].facts[0].settings()

@@ -115,7 +115,7 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "address=$(scontrol show node \"$first\" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)",
         f"port={config.manager.port or '$((20000 + SLURM_JOB_ID % 20000))'}",
-        "manager=http://$address:$port",
+        "case $address in *:*) manager=http://[$address]:$port ;; *) manager=http://$address:$port ;; esac  # IPv6",
         "",
         "# A node that goes away takes its own processes with it, and nothing else.",
         'step() { srun --overlap --no-kill --kill-on-bad-exit=0 --open-mode=append "$@"; }',

@@ -311,26 +311,20 @@ def test_the_script_is_one_that_bash_reads() -> None:
     assert "-lt 5 ]" in text
 
 
-@pytest.mark.parametrize("failed_before", [1, 2])
-def test_the_ends_of_its_time_leave_a_job_its_restarts_after_failures(failed_before: int, tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands: every step fails, the job having been begun again ten times already."""
-    stand_ins = {
-        "srun": "exit 3",
-        "squeue": "echo RUNNING",
-        "scontrol": f"case $1 in requeue) touch {tmp_path}/requeued; kill $PPID;; *) echo NodeAddr=here;; esac",
-    }
-    for name, line in stand_ins.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    config = from_dict({"run": {"dir": str(tmp_path), "name": "run"}, "launch": {"restarts": 2}})
-    file, logs = tmp_path / "job.sh", tmp_path / "run" / "logs"
-    file.write_text(script(config, config_file=Path("c.toml"), folder=tmp_path))
+def carried_out(folder: Path, *, restarts: int = 0, failed_before: int = 0, **stand_ins: str) -> None:
+    """Carry out the script of a job that was begun again ten times already, with stand-ins for Slurm's commands."""
+    for name, line in {"squeue": "echo RUNNING", **stand_ins}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
+        (folder / name).chmod(0o755)
+    config = from_dict({"run": {"dir": str(folder), "name": "run"}, "launch": {"restarts": restarts}})
+    file, logs = folder / "job.sh", folder / "run" / "logs"
+    file.write_text(script(config, config_file=Path("c.toml"), folder=folder))
     logs.mkdir(parents=True)
     (logs / "failures-7").write_text("once\n" * failed_before)
     subprocess.run(
         ["bash", str(file)],
         env={
-            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PATH": f"{folder}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "here",
             "SLURM_RESTART_COUNT": "10",
@@ -338,7 +332,22 @@ def test_the_ends_of_its_time_leave_a_job_its_restarts_after_failures(failed_bef
         timeout=60,
         check=False,
     )
+
+
+@pytest.mark.parametrize("failed_before", [1, 2])
+def test_the_ends_of_its_time_leave_a_job_its_restarts_after_failures(failed_before: int, tmp_path: Path) -> None:
+    """Every step fails."""
+    scontrol = f"case $1 in requeue) touch {tmp_path}/requeued; kill $PPID;; *) echo NodeAddr=here;; esac"
+    carried_out(tmp_path, restarts=2, failed_before=failed_before, srun="exit 3", scontrol=scontrol)
     assert (tmp_path / "requeued").exists() == (failed_before < 2)
+
+
+@pytest.mark.parametrize(("address", "url"), [("fd00::7", "http://[fd00::7]"), ("n1", "http://n1")])
+def test_the_manager_may_be_on_a_node_with_an_ipv6_address(address: str, url: str, tmp_path: Path) -> None:
+    carried_out(tmp_path, srun=f'echo "$@" >> {tmp_path}/steps', scontrol=f"echo NodeAddr={address}")
+    steps_of_job = (tmp_path / "steps").read_text()
+    assert f" --host {address} --port 20007" in steps_of_job
+    assert set(re.findall(r"--manager (\S+)", steps_of_job)) == {f"{url}:20007"}
 
 
 def test_what_cannot_be_is_refused() -> None:

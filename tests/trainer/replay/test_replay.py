@@ -253,12 +253,25 @@ def test_another_objective_on_the_same_data(tmp_path: Path) -> None:
     assert steps[0].metrics["loss"] == pytest.approx(expected_loss(changed), rel=1e-4)
     assert abs(expected_loss(config) - expected_loss(changed)) > 1e-3 * abs(expected_loss(config))
     assert was[0].sums["loss"] == pytest.approx(expected_loss(config), rel=1e-4)
-    table = comparison_table(outcome, tmp_path / "again")
-    assert table.row_count == 3
-    assert Console(width=200).measure(table).minimum <= 80
+    assert comparison_table(outcome, tmp_path / "again").row_count == 3
     without = [msgspec.structs.replace(step, token_ages={}) for step in steps]  # all tokens were masked
     (tmp_path / "again" / METRICS_FILE).write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in without))
     assert list(comparison_table(outcome, tmp_path / "again").columns[2].cells) == ["–"] * 3
+
+
+def test_the_table_of_a_replay_fits_into_80_columns(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("recorded", "replayed")]
+    figures = {"loss": -0.064, "grad_norm": 0.644, "effective_sample_size": 1.0, "clip_share": 0.12, "reward_mean": 0.5}
+    for folder in folders:
+        folder.mkdir()
+        step = StepReport(step=1000, time=0.0, metrics=figures, token_ages={1: 3})
+        (folder / METRICS_FILE).write_bytes(msgspec.json.encode(step))
+    outcome = ReplayOutcome(str(folders[0]), 1000, 1000, changed={}, difference=None, environment={})
+    console = Console(width=80)
+    with console.capture() as told:
+        console.print(comparison_table(outcome, folders[1]))
+    for shown in ("1000", "-0.064 → -0.064", "0.644 → 0.644", "1.000 → 1.000", "12% → 12%"):
+        assert shown in told.get()
 
 
 def ess(answer: Trained) -> float:
@@ -372,8 +385,11 @@ def test_the_replays_folder(tmp_path: Path) -> None:
         prepare(config.run_dir, to=config.run_dir, steps=None, overrides=[])
     with pytest.raises(ConfigError, match="no replay that came to its end"):
         outcome_of(tmp_path / "run-replay")
-    with pytest.raises(DataError, match="no record"):
+    with pytest.raises(ConfigError, match="nowhere: no such folder"):
         prepare(tmp_path / "nowhere", to=None, steps=None, overrides=[])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no record"):
+        prepare(tmp_path / "empty", to=None, steps=None, overrides=[])
 
 
 def test_changes_that_change_no_number(tmp_path: Path) -> None:

@@ -36,6 +36,8 @@ from common import ROOT, write_results
 from rich.console import Console
 from rich.table import Table
 
+sys.path.insert(0, str(ROOT))
+
 from streamrl.page.runs import Run
 from tests.page.made_up import long_run
 

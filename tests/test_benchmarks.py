@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +37,18 @@ def test_module_imports(name):
     if name in NEEDS and find_spec(NEEDS[name]) is None:
         pytest.skip(f"{NEEDS[name]} is not installed")
     importlib.import_module(name)
+
+
+def test_what_is_imported_from_tests_is_found_from_elsewhere(tmp_path):
+    """pytest has them already."""
+    scripts = {path: path.read_text() for path in BENCHMARKS.glob("*.py")}
+    found = [path for path, text in scripts.items() if "\nfrom tests" in text and "__main__" in text]
+    assert found
+    elsewhere = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    for path in found:
+        command = [sys.executable, path, "--help"]
+        done = subprocess.run(command, cwd=tmp_path, env=elsewhere, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize("agents", [False, True])

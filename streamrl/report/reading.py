@@ -169,7 +169,8 @@ def generated_per_second(records: Records) -> float | None:
             there = (made >= 0) & ~began_anew & (times[:-1] >= begin) & (times[1:] <= end)
             tokens += float(made[there].sum())
             covered.append(np.column_stack([times[:-1], times[1:]])[there])
-    begins, ends = (spans := np.concatenate(covered))[np.argsort(spans[:, 0])].T
+    spans = np.concatenate(covered)
+    begins, ends = spans[np.argsort(spans[:, 0])].T
     reached = np.maximum.accumulate(ends)
     before = np.append(-np.inf, reached[:-1])  # gservers that work at the same time count its seconds once
     seconds = float(np.maximum(reached - np.maximum(begins, before), 0.0).sum()) if len(reached) else 0.0

@@ -54,6 +54,8 @@ COUNTS = re.compile(r"\d+ (passed|failed|skipped|deselected|errors?)\b")
 """How pytest's last line begins."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Environment variable: torch looks for devices without CUDA, which cannot be used in forked processes afterwards."""
+MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
+"""NCCL's own variable (2.30 and newer): several ranks may share a GPU."""
 GIB = 2**30
 PROMPT_TOKENS = 128
 
@@ -74,6 +76,9 @@ class Place(NamedTuple):
     folder: Path
     """Where the models are."""
     sglang_python: str
+    """An interpreter that has SGLang for this device; empty: this one."""
+    sglang_args: Sequence[str] = ()
+    """Further flags of its server."""
 
     @property
     def seconds(self) -> float:
@@ -448,15 +453,20 @@ def transformers(place: Place, name: str) -> list[Row]:
     return rows
 
 
+def interpreter_of_sglang(place: Place) -> str:
+    python = place.sglang_python or (sys.executable if find_spec("sglang") else "")
+    if not python:
+        raise Skipped("SGLang is not installed (--sglang-python names an interpreter that has it)")
+    return python
+
+
 def sglang(place: Place, name: str) -> list[Row]:
     """A gserver with real SGLang, over HTTP."""
     from engine_contenders import Served
 
     from streamrl.config import from_dict
 
-    python = place.sglang_python or (sys.executable if find_spec("sglang") else "")
-    if not python:
-        raise Skipped("SGLang is not installed (--sglang-python names an interpreter that has it)")
+    python = interpreter_of_sglang(place)
     shape, folder = shape_of(place, name), place.model(name)
     device_memory(place)
     config = from_dict(
@@ -470,7 +480,7 @@ def sglang(place: Place, name: str) -> list[Row]:
                 "max_context": 512,
                 "max_running": max(at_once(place)),
                 "prefix_cache_mb": 0,
-                "sglang": {"python": python, "start_timeout_seconds": 120.0},
+                "sglang": {"python": python, "args": list(place.sglang_args), "start_timeout_seconds": 120.0},
             },
         }
     )
@@ -495,15 +505,23 @@ IPC, GLOO, NCCL = "cuda_ipc", "collective gloo", "collective nccl"
 
 def publication(place: Place, name: str, way: str) -> list[Row]:
     """Weight updates from this process to a gserver, by one `way`: `weights.mode` and `weights.backend`."""
-    import torch
 
     device_memory(place)
     folder = place.model(name)
     if place.device == "cpu" and way != GLOO:
         raise Skipped(f"{way} needs a CUDA device")
-    if way == NCCL and torch.cuda.device_count() < 2:
-        raise Skipped("NCCL allows one rank on each GPU, and there is one")
+    if way == NCCL:
+        refuse_too_few_ranks()
     return [{"way": way, "model": name, **asyncio.run(_publication(place, folder, way))}]
+
+
+def refuse_too_few_ranks() -> None:
+    """Raise `Skipped` if NCCL allows fewer than two ranks on this machine."""
+    import torch
+
+    shared = os.environ.get(MULTI_RANK) == "1" and torch.cuda.nccl.version() >= (2, 30)
+    if torch.cuda.device_count() < 2 and not shared:
+        raise Skipped(f"two ranks of NCCL need two GPUs, or NCCL 2.30 or newer and {MULTI_RANK}=1")
 
 
 async def _publication(place: Place, folder: Path, way: str) -> Row:
@@ -530,7 +548,7 @@ async def _publication(place: Place, folder: Path, way: str) -> Row:
         files = TensorFiles(folder, "model")
         weights_here = {n: files.read(n).to(device, torch.float32) for n in files.names()}
         if backend == "nccl":  # this process has its device already; the gserver gets the next one
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[1]
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[-1]
         async with point(config, Path(name), folder) as here:
             weights = Weights(weights_here, dtype=here.dtype)
             bare = bare_copy(place, list(weights_here.values()), here.dtype)
@@ -565,12 +583,16 @@ def bare_copy(place: Place, tensors: Sequence[Any], dtype: Any) -> float:
 # --- whole runs ----------------------------------------------------------------------------------
 
 
-def asynchronous(place: Place, name: str) -> list[Row]:
-    """The same job with `max_staleness` 0 and 4."""
+def asynchronous(place: Place, name: str, engine: str = "embedded", weights: str = "auto") -> list[Row]:
+    """The same job with `max_staleness` 0 and 4. `weights`: how they are published, as in `publication`."""
     from throughput import run
 
     from streamrl.config import from_dict, to_toml
 
+    if weights == NCCL:
+        refuse_too_few_ranks()
+    python = interpreter_of_sglang(place) if engine == "sglang" else ""
+    mode, _, backend = weights.partition(" ")
     shape, folder = shape_of(place, name), place.model(name)
     device_memory(place)
     mean, longest = (8, 24) if place.tiny else (64, 320)
@@ -586,7 +608,13 @@ def asynchronous(place: Place, name: str) -> list[Row]:
                 "sampling": {"max_new_tokens": longest, "stop_token_ids": stops},
                 "reward": {"function": "streamrl.rollout.tasks:hash_reward"},
             },
-            "gserver": {"max_running": 8 if place.tiny else 128, "max_context": 64 if place.tiny else 1152},
+            "gserver": {
+                "engine": engine,
+                "max_running": 8 if place.tiny else 128,
+                "max_context": 64 if place.tiny else 1152,
+                "sglang": {"python": python, "args": list(place.sglang_args), "start_timeout_seconds": 150.0},
+            },
+            "weights": {"mode": mode, **({"backend": backend} if backend else {})},
             "trainer": {"batch_groups": 2 if place.tiny else 8, "lr": 1e-7},
         }
     )
@@ -595,8 +623,8 @@ def asynchronous(place: Place, name: str) -> list[Row]:
         file = Path(runs, "config.toml")
         file.write_text(to_toml(config))
         for staleness in (0, 4):
-            found = run(Path(runs), "embedded", staleness, "mask", steps, seed=0, example=file)
-            rows.append({"model": name, "max_staleness": staleness, **found})
+            found = run(Path(runs), engine, staleness, "mask", steps, seed=0, example=file)
+            rows.append({"model": name, "engine": engine, "weights": weights, "max_staleness": staleness, **found})
     for row in rows:
         row["speedup"] = row["groups_per_second"] / rows[0]["groups_per_second"]
     return rows
@@ -633,6 +661,9 @@ STEPS = (
     Step("publication 1B, CUDA IPC", 60, measure=of_shape(publication, BILLION, IPC)),
     Step("publication 1B, NCCL", 60, measure=of_shape(publication, BILLION, NCCL)),
     Step("async 1B", 150, measure=of_shape(asynchronous, BILLION)),
+    Step("async 1B, NCCL", 120, measure=of_shape(asynchronous, BILLION, "embedded", NCCL)),
+    Step("async 1B, SGLang", 200, measure=of_shape(asynchronous, BILLION, "sglang")),
+    Step("async 1B, SGLang, NCCL", 200, measure=of_shape(asynchronous, BILLION, "sglang", NCCL)),
     Step("publication 1B, gloo", 60, measure=of_shape(publication, BILLION, GLOO)),
     Step("transformers 1B", 60, measure=of_shape(transformers, BILLION)),
     Step("generation 7B", 60, measure=of_shape(generation, SEVEN)),
@@ -687,6 +718,7 @@ def command(step: Step, place: Place, answer: Path) -> list[str]:
     words = ["--step", step.name, "--answer", str(answer), "--device", place.device, "--folder", str(place.folder)]
     words += ["--tiny"] if place.tiny else []
     words += ["--sglang-python", place.sglang_python] if place.sglang_python else []
+    words += [f"--sglang-args={' '.join(place.sglang_args)}"] if place.sglang_args else []
     return [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words]
 
 
@@ -759,12 +791,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="STEP", help="steps whose names begin so")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together")
     parser.add_argument("--sglang-python", default="", help="an interpreter that has SGLang for this device")
+    parser.add_argument("--sglang-args", type=str.split, default=[], metavar="FLAGS", help="of its server, in one word")
     parser.add_argument("--step", choices=[step.name for step in STEPS], help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.step:
-        place = Place(options.device, options.tiny, options.folder, options.sglang_python)
+        place = Place(options.device, options.tiny, options.folder, options.sglang_python, options.sglang_args)
         answer_step(next(step for step in STEPS if step.name == options.step), place, options.answer)
         return
     chosen = [step for step in STEPS if not options.only or step.name.startswith(tuple(options.only))]
@@ -775,7 +808,7 @@ def main() -> None:
     end_at = time.monotonic() + options.seconds
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-gpu-", dir=roomy())))
-        place = Place(options.device, options.tiny, folder, options.sglang_python)
+        place = Place(options.device, options.tiny, folder, options.sglang_python, options.sglang_args)
         name = f"gpu-{device_name(place)}"
         settings = {"quick": options.tiny, "device": options.device, "steps": [step.name for step in chosen]}
         rows: list[Row] = []

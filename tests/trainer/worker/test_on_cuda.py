@@ -14,6 +14,7 @@ from streamrl.device import SideStream
 from streamrl.errors import PublicationError
 from streamrl.trainer.worker.weight_memory import WeightMemory
 from streamrl.transport.collective import broadcasts, destroy_group, form_group, open_store
+from tests.devices import needs_nccl_ranks, rank_device
 from tests.forked import Forked
 from tests.weights import FixedWeights
 
@@ -21,9 +22,6 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device"),
 ]
-TWO_GPUS = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="NCCL allows one rank on each GPU, and there is one"
-)
 DEADLINE = 5.0
 FORMING = 60.0
 
@@ -59,9 +57,10 @@ def test_another_process_reads_the_weights_where_they_lie(tmp_path: Path) -> Non
 
 
 def _receive_one(port: int, answers: Any) -> None:
-    torch.cuda.set_device(1)
+    device = rank_device(1)
+    torch.cuda.set_device(device)
     group = _form(port, rank=1)
-    tensor = torch.zeros(4, device="cuda:1")
+    tensor = torch.zeros(4, device=device)
     for _ in broadcasts([("a", tensor)], group, watched_seconds=FORMING):
         answers.send(tensor.tolist())
     time.sleep(FORMING)  # it is killed here, and never receives the second one
@@ -73,7 +72,7 @@ def _form(port: int, *, rank: int, store: Any = None) -> Any:
     )
 
 
-@TWO_GPUS
+@needs_nccl_ranks(2)
 def test_a_peer_that_is_killed_in_the_middle_is_noticed_and_this_process_lives_on() -> None:
     torch.cuda.set_device(0)
     store = open_store("127.0.0.1")

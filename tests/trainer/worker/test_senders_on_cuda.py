@@ -1,4 +1,4 @@
-"""Two model workers broadcast in turn over NCCL, to a gserver on a third GPU."""
+"""Two model workers broadcast in turn over NCCL to a gserver: on three GPUs, or on one that several ranks share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from streamrl.trainer.worker.weight_source import Senders
 from streamrl.transport.collective import join_store, open_store
 from streamrl.transport.control import Broadcast, PublishBeginReply
 from streamrl.transport.generation import InitWeightsUpdateGroup, Meeting, ReceiveWeights
-from tests.devices import DEVICE, ON_DEVICE
+from tests.devices import DEVICE, ON_DEVICE, needs_nccl_ranks, rank_device
 from tests.forked import Forked
 from tests.trainer.backends.reference import make_spec, save_models
 from tests.trainer.senders import one_of_two
@@ -29,10 +29,7 @@ from tests.trainer.worker.kept import Kept
 pytestmark = [
     *ON_DEVICE,
     pytest.mark.timeout(180),
-    pytest.mark.skipif(
-        DEVICE.type == "cuda" and torch.cuda.device_count() < 3,
-        reason="NCCL allows one rank on each GPU, and there are fewer than three",
-    ),
+    needs_nccl_ranks(3),
 ]
 DEADLINE = 60.0
 BACKEND: Any = "nccl" if DEVICE.type == "cuda" else "gloo"
@@ -40,25 +37,21 @@ VERSIONS = (1, 2)
 """The second goes in the groups of the first."""
 
 
-def gpu(number: int) -> torch.device:
-    return torch.device("cuda", number) if DEVICE.type == "cuda" else DEVICE
-
-
 def _send(rank: int, port: int, folder: Path, answers: Any) -> None:
     if DEVICE.type == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank_device(rank))
     store = join_store("127.0.0.1", port, timeout=DEADLINE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=DEADLINE))
     config = WeightsConfig(bucket_mb=0.02, timeout_seconds=DEADLINE)
     source, _ = one_of_two(
-        TorchModel(make_spec(folder, device=gpu(rank)), world=2),
+        TorchModel(make_spec(folder, device=rank_device(rank)), world=2),
         config,
         rank=rank,
         dtype=torch.bfloat16,
         timeout_seconds=DEADLINE,
         in_turn=True,
         backend=BACKEND,
-        device=gpu(rank),
+        device=rank_device(rank),
     )
     senders = Senders(torch.bfloat16)
     for version in VERSIONS:
@@ -79,7 +72,9 @@ async def test_they_take_turns_and_all_arrives(tmp_path: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
     store = open_store("127.0.0.1")
     kept = Kept()
-    receiver = WeightReceiver(expected=Expected(shapes, torch.bfloat16), aside=kept, device=gpu(2), timeout=DEADLINE)
+    receiver = WeightReceiver(
+        expected=Expected(shapes, torch.bfloat16), aside=kept, device=rank_device(2), timeout=DEADLINE
+    )
     with Forked(_send, [(rank, store.port, folder) for rank in range(2)]) as ranks:
         for version in VERSIONS:
             (content,) = await asyncio.to_thread(ranks.take, 1)

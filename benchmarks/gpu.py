@@ -54,8 +54,6 @@ COUNTS = re.compile(r"\d+ (passed|failed|skipped|deselected|errors?)\b")
 """How pytest's last line begins."""
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Environment variable: torch looks for devices without CUDA, which cannot be used in forked processes afterwards."""
-MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""NCCL's own variable (2.30 and newer): several ranks may share a GPU."""
 GIB = 2**30
 PROMPT_TOKENS = 128
 
@@ -517,10 +515,9 @@ def publication(place: Place, name: str, way: str) -> list[Row]:
 
 def refuse_too_few_ranks() -> None:
     """Raise `Skipped` if NCCL allows fewer than two ranks on this machine."""
-    import torch
+    from streamrl.device import MULTI_RANK, nccl_ranks
 
-    shared = os.environ.get(MULTI_RANK) == "1" and torch.cuda.nccl.version() >= (2, 30)
-    if torch.cuda.device_count() < 2 and not shared:
+    if (nccl_ranks() or 2) < 2:
         raise Skipped(f"two ranks of NCCL need two GPUs, or NCCL 2.30 or newer and {MULTI_RANK}=1")
 
 

@@ -7,11 +7,11 @@ import os
 import pytest
 import torch
 
+from streamrl.device import MULTI_RANK, nccl_ranks
+
 NAME = os.environ.get("STREAMRL_TEST_DEVICE", "cuda")
 DEVICE = torch.device(NAME, 0) if NAME == "cuda" else torch.device(NAME)
 """With its number, as models and engines get it in a run."""
-MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""NCCL's own variable (2.30 and newer): several ranks may share a GPU."""
 ON_DEVICE = [
     pytest.mark.cuda,
     pytest.mark.skipif(
@@ -21,18 +21,11 @@ ON_DEVICE = [
 """The `pytestmark` of such tests."""
 
 
-def nccl_ranks() -> int:
-    """Return the most ranks of one NCCL group: the number of GPUs, or no limit (64) with `MULTI_RANK`."""
-    if not torch.cuda.is_available():
-        return 0
-    shared = os.environ.get(MULTI_RANK) == "1" and torch.cuda.nccl.version() >= (2, 30)
-    return 64 if shared else torch.cuda.device_count()
-
-
 def needs_nccl_ranks(ranks: int) -> pytest.MarkDecorator:
     """Skip a test of NCCL where a group of `ranks` is not possible."""
+    most = nccl_ranks()
     return pytest.mark.skipif(
-        DEVICE.type == "cuda" and nccl_ranks() < ranks,
+        DEVICE.type == "cuda" and most is not None and most < ranks,
         reason=f"{ranks} ranks of NCCL need as many GPUs, or NCCL 2.30 or newer and {MULTI_RANK}=1",
     )
 

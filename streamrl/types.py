@@ -81,14 +81,15 @@ class GroupFacts(msgspec.Struct, frozen=True):
     scores: list[float] = []
     gserver: str = ""
     reward_parts: list[dict[str, float]] = []
+    retries: int = 0
 
 
 class TrajectoryGroup(msgspec.Struct):
     """All that came of one prompt, packed: the unit of the stream.
 
-    Each of `rollout.group_size` episodes is an attempt of its own at the prompt and left one trajectory, or several if
-    it was an agent's whose conversations branched. `n` trajectories of `seqlens[i]` tokens each; packed arrays have the
-    shape `[sum(seqlens)]`.
+    Each of its episodes is an attempt of its own at the prompt and left one trajectory, or several if it was an agent's
+    whose conversations branched. There are `rollout.group_size` of them, or fewer if some failed. `n` trajectories of
+    `seqlens[i]` tokens each; packed arrays have the shape `[sum(seqlens)]`.
     """
 
     seq: int
@@ -120,6 +121,8 @@ class TrajectoryGroup(msgspec.Struct):
     """The gserver that its requests went to last, for example `gserver/1`; for people."""
     reward_parts: list[dict[str, float]] = []
     """What the reward of each episode is made of, by name, for people; left out where it is one thing."""
+    retries: int = 0
+    """How often siblings were made again because they had failed."""
     packed_routed_experts: NDArray[np.uint8] = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
     """`[sum(seqlens) · layers · top_k]` those of all trajectories, as in `Trajectory`; empty: nothing is known."""
 
@@ -139,6 +142,7 @@ class TrajectoryGroup(msgspec.Struct):
         episodes: Sequence[int] = (),
         gserver: str = "",
         reward_parts: Sequence[dict[str, float]] = (),
+        retries: int = 0,
     ) -> TrajectoryGroup:
         """Pack trajectories that share their first `prompt_length` tokens into a group."""
         group = cls(
@@ -156,6 +160,7 @@ class TrajectoryGroup(msgspec.Struct):
             episodes=np.array(episodes, dtype=np.int32),
             gserver=gserver,
             reward_parts=list(reward_parts),
+            retries=retries,
             packed_routed_experts=_packed_experts(trajectories),
         )
         if any(t.score is not None for t in trajectories):
@@ -251,6 +256,8 @@ class SampleMeta(msgspec.Struct, frozen=True):
     """As in `TrajectoryGroup`."""
     facts_bytes: int = 0
     """Length of the group's `packed_facts`."""
+    retries: int = 0
+    """As in `TrajectoryGroup`."""
 
     @property
     def episode_count(self) -> int:
@@ -292,6 +299,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
             scores=group.scores,
             routes=group.routes,
             facts_bytes=len(group.packed_facts),
+            retries=group.retries,
         )
 
 

@@ -68,6 +68,7 @@ def groups(draw: st.DrawFn) -> TrajectoryGroup:
         generation_seconds=draw(st.floats(0, 1e6)),
         episodes=episodes.astype(np.int32),
         gserver=draw(st.text(max_size=12)),
+        retries=draw(st.integers(0, 9)),
         reward_parts=[{"function": 0.5, "overlong": -0.25}] * (int(episodes[-1]) + 1) * draw(st.booleans()),
         packed_routed_experts=random.integers(0, 256, tokens * draw(st.sampled_from([0, 0, 6])), np.uint8),
     )

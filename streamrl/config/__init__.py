@@ -49,7 +49,11 @@ from streamrl.config.trainer import RoleConfig as RoleConfig
 from streamrl.config.trainer import TrainerConfig as TrainerConfig
 from streamrl.errors import ConfigError
 
-RENAMED = {"metrics.tensorboard": 'metrics.sinks; ["tensorboard"], the default, is what true was, [] what false was'}
+RENAMED = {
+    "metrics.tensorboard": 'metrics.sinks; ["tensorboard"], the default, is what true was, [] what false was',
+    "rollout.reward.on_error": 'rollout.on_failed_sibling, whose "reject", "zero" and "stop" hold for agents, too',
+    "rollout.agent.on_error": 'rollout.on_failed_sibling, whose "reject" and "zero" hold for reward functions, too',
+}
 """Keys of earlier versions, and what took their place."""
 
 

@@ -8,14 +8,19 @@ from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.config.sections import LINEAR_LAYERS, Config, DataConfig, WorkflowConfig, as_evaluated
 from streamrl.config.trainer import role_config
 
+WITHOUT_SIBLINGS = ("reinforce++", "gae", "none")
+"""Kinds of advantage that do not compare siblings."""
+
 
 def found_in(config: Config) -> list[str]:
     """Return one sentence for each combination of values that cannot work."""
     problems: list[str] = []
     if (config.model.path == "scratch") != (config.model.scratch is not None):
         problems.append('model.path = "scratch" and the section [model.scratch] need each other')
-    if config.rollout.group_size < 2 and config.algorithm.advantage not in ("reinforce++", "gae", "none"):
+    if config.rollout.group_size < 2 and config.algorithm.advantage not in WITHOUT_SIBLINGS:
         problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
+    if config.rollout.on_failed_sibling == "shrink":
+        problems += _shrinking_problems(config)
     agent = config.rollout.agent
     if bool(agent.function) + bool(agent.command) + bool(agent.verifiers) + agent.remote > 1:
         problems.append("rollout.agent: an episode is one of function, command, verifiers and remote")
@@ -95,6 +100,17 @@ def found_in(config: Config) -> list[str]:
         + _length_problems(config)
         + _evaluation_problems(config)
     )
+
+
+def _shrinking_problems(config: Config) -> list[str]:
+    """Return what is wrong with `rollout.on_failed_sibling = "shrink"`."""
+    fewest, size, kind = config.rollout.min_siblings, config.rollout.group_size, config.algorithm.advantage
+    problems = []
+    if fewest > size:
+        problems.append(f"rollout.min_siblings = {fewest} must not exceed rollout.group_size = {size}")
+    if fewest < 2 and kind not in WITHOUT_SIBLINGS:
+        problems.append(f"rollout.min_siblings must be at least 2: {kind} compares siblings")
+    return problems
 
 
 _SGLANG_OWN_FLAGS = {

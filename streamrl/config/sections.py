@@ -178,8 +178,6 @@ class RewardConfig(Section, frozen=True):
     environment: list[str] = []
     """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
     that the function gets nonetheless, for example to ask a judge. It never gets the keys of the run itself."""
-    on_error: Literal["reject", "zero", "stop"] = "reject"
-    """A function that raises, crashes or hangs: give the group up, score 0, or stop the run."""
     overlong_tokens: NonNegative = 0
     """This many of the last `sampling.max_new_tokens` cost reward, in proportion to how many of them are used."""
     overlong_penalty: NonNegativeFloat = 1.0
@@ -232,9 +230,6 @@ class AgentConfig(Section, frozen=True):
     environment: list[str] = []
     """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
     that agents get nonetheless."""
-    on_error: Literal["reject", "zero"] = "reject"
-    """An episode that fails or is never scored: give its group up, or let it score 0. Where a process with several
-    episodes ends, their groups are given up in any case: it is not known whose fault that was."""
 
     @property
     def used(self) -> bool:
@@ -250,6 +245,19 @@ class RolloutConfig(Section, frozen=True):
     """Sibling responses for each prompt."""
     max_concurrent_groups: Positive = 64
     """In one worker."""
+    on_failed_sibling: Literal["retry", "shrink", "reject", "zero", "stop"] = "retry"
+    """What happens if infrastructure fails while a sibling is made: a process is lost, a call times out, or a reward
+    function, an agent or a workflow raises an exception (docs/groups.md).
+
+    - `retry`: the sibling is made again, up to `sibling_retries` times; then its group is rejected;
+    - `shrink`: the group is trained on without it, if at least `min_siblings` remain;
+    - `reject`: the group is rejected;
+    - `zero`: as `retry`, but if the reward function or the agent fails, the response or episode scores 0;
+    - `stop`: the run stops."""
+    sibling_retries: NonNegative = 3
+    """How often `retry` and `zero` make one sibling again, after pauses that double from 0.5 to 2 seconds."""
+    min_siblings: Positive = 2
+    """Fewest siblings of a group that `shrink` trains on."""
     max_failures: Positive = 20
     """After this many groups in a row that errors had rejected the worker ends, and the run with it, unless others make
     groups. Those that one end of an agent's process has cost count as one."""
@@ -269,6 +277,11 @@ class RolloutConfig(Section, frozen=True):
     workflow: WorkflowConfig = WorkflowConfig()
     agent: AgentConfig = AgentConfig()
     reward: RewardConfig = RewardConfig()
+
+    @property
+    def fewest_siblings(self) -> int:
+        """Fewest siblings of a group that is trained on."""
+        return self.min_siblings if self.on_failed_sibling == "shrink" else self.group_size
 
 
 PACE_SIGMA = 0.25
@@ -667,7 +680,8 @@ def as_evaluated(config: Config) -> Config:
     """Return the configuration with which rollout code makes the groups of an evaluation.
 
     Held-out prompts with their own seed, `evaluation.samples` siblings, sampled as the section says, and
-    scored by the reward function alone, also where a reward model scores in training.
+    scored by the reward function alone, also where a reward model scores in training. No prompt loses samples, which
+    pass@k counts: `retry` takes the place of `shrink`.
     """
     chosen = config.evaluation
     settings = {name: value for name, value in msgspec.structs.asdict(chosen.data).items() if value is not None}
@@ -685,6 +699,7 @@ def as_evaluated(config: Config) -> Config:
     rollout = replace(
         config.rollout,
         group_size=chosen.samples,
+        on_failed_sibling="retry" if config.rollout.on_failed_sibling == "shrink" else config.rollout.on_failed_sibling,
         sampling=sampling,
         reward=replace(config.rollout.reward, overlong_tokens=0),
     )

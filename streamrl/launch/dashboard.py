@@ -408,6 +408,8 @@ def _groups(history: RunSoFar, status: Status) -> Panel:
             ("of them after deaths", ledger.given_up),
             ("dropped", ledger.dropped),
             ("expired", ledger.expired),
+            ("shrunk", _of_rollout_workers(status, "groups_shrunk_total")),
+            ("siblings retried", _of_rollout_workers(status, "siblings_retried_total")),
         )
         if count
     ]
@@ -427,6 +429,11 @@ def _groups(history: RunSoFar, status: Status) -> Panel:
     if (agents := _agents(status)) is not None:
         lines.append(agents)
     return Panel(Group(*lines), title="groups and weights")
+
+
+def _of_rollout_workers(status: Status, stat: str) -> int:
+    """Return the sum of `stat` over the last heartbeats of all rollout workers."""
+    return int(sum(process.stats.get(stat, 0.0) for process in status.processes if process.role == "rollout"))
 
 
 def _health(history: RunSoFar) -> Text:

@@ -56,6 +56,8 @@ PAUSED = 0.1
 """Share of a step's time that weight updates cost generation, or hold up the optimizer."""
 REJECTED = 0.1
 """Share of groups that were given up, of held-out prompts that failed, or of responses that could not be scored."""
+FAILED_SIBLINGS = 0.1
+"""Retries as a share of the siblings, or shrunk groups as a share of the groups: each retry costs a whole response."""
 MOSTLY_UNSCORED = 0.5
 """Share of the responses that could not be scored, beyond which rewards tell nothing."""
 OFTEN_RESTARTED = 3
@@ -289,9 +291,19 @@ def _data(run: RunFigures) -> Iterator[Finding]:
             "workers say why",
             ["rollout.reward.timeout_seconds", "data.max_prompt_tokens"],
         )
-    rollout = (run.config or Config()).rollout
+    rollout = config.rollout
+    retried = _sum(run, "rollout/", "siblings_retried_total") / max(1.0, (done + rejected) * rollout.group_size)
+    shrunk = _sum(run, "rollout/", "groups_shrunk_total") / max(1.0, done + rejected)
+    if max(retried, shrunk) > FAILED_SIBLINGS:
+        yield Finding(
+            "warning",
+            "failed siblings",
+            f"{retried:.0%} of the siblings were made again, and {shrunk:.0%} of the groups lost siblings, because "
+            "rewards, agents or workflows failed: the logs of the rollout workers have the errors",
+            ["rollout.reward.timeout_seconds", "rollout.agent.timeout_seconds"],
+        )
     unscored = _sum(run, "rollout/", "reward_errors_total") / max(1.0, done * rollout.group_size)
-    if unscored > REJECTED and "zero" in (rollout.reward.on_error, rollout.agent.on_error):
+    if unscored > REJECTED and rollout.on_failed_sibling == "zero":
         yield Finding(
             "bad" if unscored > MOSTLY_UNSCORED else "warning",
             "rewards",

@@ -89,6 +89,10 @@ class Summary(msgspec.Struct, frozen=True):
     """How many of the rejected groups were rejected because their workers died again and again."""
     groups_dropped: int | None
     """Finished groups discarded as too old."""
+    groups_shrunk: int
+    """Groups finished without all of their siblings, because some failed."""
+    siblings_retried: int
+    """How often a sibling that had failed was made again."""
     max_staleness: int | None
     over_age: str | None
     oldest_token_age: int | None
@@ -192,6 +196,8 @@ def summarize(records: Records, *, name: str) -> Summary:
         groups_rejected=status.ledger.rejected if status else None,
         groups_given_up=status.ledger.given_up if status else None,
         groups_dropped=status.ledger.dropped if status else None,
+        groups_shrunk=int(_counted(records, "rollout", "groups_shrunk_total")),
+        siblings_retried=int(_counted(records, "rollout", "siblings_retried_total")),
         max_staleness=config.staleness.max_staleness if config else None,
         over_age=config.staleness.over_age if config else None,
         oldest_token_age=max(ages) if ages else None,
@@ -298,6 +304,8 @@ def summary_table(summary: Summary) -> Table:
         f"lost {_text(s.groups_lost)}, duplicated {_text(s.groups_duplicated)}, "
         f"rejected {_text(s.groups_rejected)}{given_up}, dropped {_text(s.groups_dropped)}",
     )
+    if s.siblings_retried or s.groups_shrunk:
+        row("siblings retried", f"{s.siblings_retried}", f"after failures; {s.groups_shrunk} groups shrunk")
     row("oldest token trained on", f"{_text(s.oldest_token_age)}", f"versions; limit {_text(s.max_staleness)}")
     row("mean age of tokens", f"{_text(s.mean_token_age, '.2f')}", "versions")
     row("masked tokens", f"{_text(s.masked_share, '.1%')}", "too old for the loss, kept as context", last=True)

@@ -17,12 +17,13 @@ REWARD_WINDOW = 64
 MOST_METRICS = 64
 """Names of agents' own figures."""
 
-GENERATION, PLAYING, BEFORE_PLAYING, BEFORE_SCORING, SCORING, PUSHING = STAGES = (
+GENERATION, PLAYING, BEFORE_PLAYING, BEFORE_SCORING, SCORING, RETRYING, PUSHING = STAGES = (
     "generation",
     "agents at work, tools included",
     "agents to take their episodes",
     "the master to ask for scores",
     "rewards",
+    "failed siblings to be made again",
     "credit of the trainer",
 )
 """Stages of a response or group in order, named by what the worker waits for while something is in them."""
@@ -38,6 +39,10 @@ class Activity:
         self.groups_done = 0
         self.groups_rejected = 0
         self.groups_uniform = 0
+        self.groups_shrunk = 0
+        """Groups that were finished with fewer siblings than `rollout.group_size`."""
+        self.siblings_retried = 0
+        """How often a failed sibling was made again."""
         self.reward_errors = 0
         """Responses, or episodes of agents, that could not be scored."""
         self.episodes: Counter[str] = Counter()
@@ -78,6 +83,8 @@ class Activity:
             "groups_done_total": self.groups_done,
             "groups_rejected_total": self.groups_rejected,
             "groups_uniform_total": self.groups_uniform,
+            "groups_shrunk_total": self.groups_shrunk,
+            "siblings_retried_total": self.siblings_retried,
             "requests_in_flight": self._under_way[GENERATION],
             "tokens_generated_total": self._tokens,
             "interruptions_total": self._interruptions,
@@ -137,6 +144,13 @@ class Activity:
                 yield
             finally:
                 self._reward_seconds += time.monotonic() - started
+
+    @contextmanager
+    def retrying(self) -> Iterator[None]:
+        """A failed sibling waits to be made again while inside."""
+        self.siblings_retried += 1
+        with self._in(RETRYING):
+            yield
 
     def pushing(self) -> AbstractContextManager[None]:
         """A finished group is on its way to the trainer while inside."""

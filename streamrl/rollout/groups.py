@@ -1,18 +1,28 @@
 """`GroupMaker`: a sequence number in, a group of scored sibling trajectories out.
 
 Invariant: a group that leaves here can be trained on, whatever the workflow did (`check_trajectory`).
+
+`rollout.on_failed_sibling` is carried out here, for workflows, reward functions and agents alike. Every exception of a
+sibling is a failure of infrastructure, except a `DataError`, which another attempt would raise again. Failures of the
+policy raise nothing: they are scored.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from streamrl.config import Config
 from streamrl.errors import DataError, StreamRLError, WireError, first_error
+from streamrl.retry import Retry
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
@@ -20,6 +30,32 @@ from streamrl.rollout.generation import Generator, GroupRoute
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import BeforeScoring, Session, Workflow
 from streamrl.types import LARGEST_REWARD, NO_VERSION, Prompt, Trajectory, TrajectoryGroup
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_SECONDS = 0.5
+"""Before the first retry of a sibling; further pauses are longer (`Retry`)."""
+
+
+class Episode(NamedTuple):
+    """One sibling."""
+
+    trajectories: list[Trajectory]
+    reward_parts: dict[str, float]
+    """As in `Session`."""
+
+
+@dataclass
+class _GroupTask:
+    """A group while it is made; its siblings share it."""
+
+    prompt: Prompt
+    route: GroupRoute
+    before_scoring: BeforeScoring | None
+    may_retry: Callable[[], bool]
+    left_out: set[int] = field(default_factory=set)
+    """Failed siblings without which the group is trained on."""
+    retries: int = 0
 
 
 class GroupMaker:
@@ -47,36 +83,44 @@ class GroupMaker:
         self._rewards = rewards
         self._activity = activity
 
-    async def make(self, seq: int, route: GroupRoute, before_scoring: BeforeScoring | None = None) -> TrajectoryGroup:
+    async def make(
+        self,
+        seq: int,
+        route: GroupRoute,
+        before_scoring: BeforeScoring | None = None,
+        *,
+        may_retry: Callable[[], bool] = lambda: True,
+    ) -> TrajectoryGroup:
         """Return the group of `seq`, generated at the gserver that `route` names.
 
-        The first sibling that fails ends the others, and its error is raised. `before_scoring` is awaited, with the
-        sibling's number, before each of its scores, and at its end.
+        `before_scoring` is awaited, with the sibling's number, before each of its scores, and at its end. A failed
+        sibling is made again only while `may_retry` returns True. The first failure that the group does not survive
+        cancels its other siblings and is raised.
         """
         started = time.monotonic()
-        prompt = self._prompt(seq)
+        group = _GroupTask(self._prompt(seq), route, before_scoring, may_retry)
         try:
             async with asyncio.TaskGroup() as tasks:
                 siblings = [
-                    tasks.create_task(
-                        self._sibling(prompt, sibling, route, before_scoring), name=f"seq {seq}, sibling {sibling}"
-                    )
+                    tasks.create_task(self._sibling(group, sibling), name=f"seq {seq}, sibling {sibling}")
                     for sibling in range(self._config.rollout.group_size)
                 ]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        episodes = [task.result() for task in siblings]
-        trajectories = [trajectory for found, _ in episodes for trajectory in found]
-        parts = [of_reward for _, of_reward in episodes]
+        episodes = [episode for task in siblings if (episode := task.result()) is not None]
+        self._activity.groups_shrunk += bool(group.left_out)
+        trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
+        parts = [episode.reward_parts for episode in episodes]
         return TrajectoryGroup.from_trajectories(
             seq=seq,
             worker=self._worker,
             prompt_length=shared_prefix(trajectories),
             trajectories=trajectories,
             generation_seconds=time.monotonic() - started,
-            episodes=[episode for episode, (found, _) in enumerate(episodes) for _ in found],
+            episodes=[number for number, episode in enumerate(episodes) for _ in episode.trajectories],
             gserver=route.name,
             reward_parts=parts if any(parts) else [],
+            retries=group.retries,
         )
 
     def _prompt(self, seq: int) -> Prompt:
@@ -89,22 +133,65 @@ class GroupMaker:
             )
         return prompt
 
-    async def _sibling(
-        self, prompt: Prompt, sibling: int, route: GroupRoute, before_scoring: BeforeScoring | None
-    ) -> tuple[list[Trajectory], dict[str, float]]:
-        """Return the trajectories of one episode, and what its reward is made of."""
+    async def _sibling(self, group: _GroupTask, sibling: int) -> Episode | None:
+        """Return one sibling, made again after failures; None if the group is trained on without it.
+
+        Raises the last error if neither is possible.
+        """
+        where = f"seq {group.prompt.seq}, sibling {sibling}"
+        retry = Retry(where, patience=math.inf, first_pause=FIRST_PAUSE_SECONDS, warn_after=math.inf)
+        for attempt in itertools.count():
+            try:
+                return await self._attempt(group, sibling, attempt)
+            except DataError:
+                raise
+            except Exception as error:  # tolerance point: a workflow of the user's may raise anything
+                if self._can_shrink(group):
+                    group.left_out.add(sibling)
+                    self._activity.log_reason(f"{where} is left out of its group", error)
+                    break
+                if not self._can_retry(group, attempt, where=where):
+                    raise
+                self._activity.log_reason(f"{where} is made again", error)
+                group.retries += 1
+                with self._activity.retrying():
+                    await retry.pause(error)
+        if group.before_scoring is not None:
+            await group.before_scoring(sibling)  # in a synchronous graph the master waits for all siblings here
+        return None
+
+    def _can_shrink(self, group: _GroupTask) -> bool:
+        """Whether one sibling more may be left out."""
+        rollout = self._config.rollout
+        return rollout.group_size - len(group.left_out) > rollout.fewest_siblings
+
+    def _can_retry(self, group: _GroupTask, attempt: int, *, where: str) -> bool:
+        """Whether a sibling may be made again after `attempt` retries."""
+        rollout = self._config.rollout
+        if rollout.on_failed_sibling not in ("retry", "zero") or attempt >= rollout.sibling_retries:
+            return False
+        if not group.may_retry():
+            log.info("%s is not made again: tokens of its group are too old by now", where)
+            return False
+        return True
+
+    async def _attempt(self, group: _GroupTask, sibling: int, attempt: int) -> Episode:
+        """Make a sibling once; `attempt` counts from 0."""
+        prompt = group.prompt
         session = Session(
             prompt=prompt,
             sibling=sibling,
             generator=self._generator,
-            route=route,
+            route=group.route,
             rewards=self._rewards,
             reward=self._config.rollout.reward,
             chat=self._chat,
             sampling=self._config.rollout.sampling,
             max_context=self._config.gserver.max_context,
             activity=self._activity,
-            before_scoring=before_scoring,
+            before_scoring=group.before_scoring,
+            attempt=attempt,
+            failures_score_zero=self._config.rollout.on_failed_sibling == "zero",
         )
         try:
             found = await self._workflow.run(prompt, session)
@@ -120,7 +207,7 @@ class GroupMaker:
         for trajectory in trajectories:
             check_trajectory(trajectory)
         await session.generated()  # one that was not scored is as far as the others: nobody is to wait for it
-        return trajectories, session.reward_parts
+        return Episode(trajectories, session.reward_parts)
 
 
 def check_trajectory(trajectory: Trajectory) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.config.trainer import SYNCHRONOUS
-from streamrl.errors import RewardError, StreamRLError, first_error
+from streamrl.errors import DataError, StreamRLError, first_error
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCount
 from streamrl.rollout.groups import GroupMaker
@@ -203,21 +204,20 @@ class RolloutWorker:
             requests=RequestCount(seq, siblings=self._config.rollout.group_size, reports=self._reports),
         )
         try:
-            group = await self._maker.make(seq, route, gate.before_scoring if gate is not None else None)
+            before_scoring = gate.before_scoring if gate is not None else None
+            group = await self._maker.make(seq, route, before_scoring, may_retry=self._young_enough())
             if self._config.rollout.drop_uniform_groups and bool((group.rewards == group.rewards[0]).all()):
                 await self._drop_uniform(seq, float(group.rewards[0]))
                 return False
             with self._activity.pushing():
                 await self._pusher.push(group, permit=admission.permit)
-        except RewardError as error:
-            if self._config.rollout.reward.on_error == "stop":
-                what = f"{self._membership.name}: {type(error).__name__}: {error}"
-                await self._control.fail_run(FailRun(worker=self._membership.index, error=what))
-                raise
-            await self._reject(seq, error)
         except Exception as error:  # one group may fail, for example in the user's workflow; many stop the run
             if not isinstance(error, StreamRLError):
                 log.exception("group %d failed", seq)
+            if self._config.rollout.on_failed_sibling == "stop" and not isinstance(error, DataError):
+                what = f"{self._membership.name}: {type(error).__name__}: {error}"
+                await self._control.fail_run(FailRun(worker=self._membership.index, error=what))
+                raise
             await self._reject(seq, error)
         else:
             self._failures.clear()
@@ -225,6 +225,11 @@ class RolloutWorker:
             self._activity.done(mean_reward=group.mean_reward)
             return True
         return False
+
+    def _young_enough(self) -> Callable[[], bool]:
+        """Return a function that returns whether tokens sampled now are not older than `staleness.max_staleness`."""
+        begun, most = self._membership.policy_version, self._config.staleness.max_staleness
+        return lambda: self._membership.policy_version - begun <= most
 
     async def _find_another_gserver(self, seq: int, failed: str) -> str:
         message = AskRoute(worker=self._membership.index, seq=seq, failed=failed)

@@ -54,7 +54,9 @@ class Workflow(Protocol):
     async def run(self, prompt: Prompt, session: Session) -> Trajectory | list[Trajectory]:
         """Return the sibling's trajectory, or all of them where there are several conversations.
 
-        An error that this raises rejects the whole group.
+        If the policy fails (no valid answer, no context left), return its trajectory with the reward that it deserves:
+        an exception is taken for a failure of infrastructure, which `rollout.on_failed_sibling` decides about. A
+        `DataError`, which another attempt would raise again, rejects the group.
         """
 
 
@@ -75,11 +77,17 @@ class Session:
         max_context: int,
         activity: Activity,
         before_scoring: BeforeScoring | None = None,
+        attempt: int = 0,
+        failures_score_zero: bool = False,
     ) -> None:
         """`rewards`: None where a reward model of the trainer scores. `before_scoring` is awaited before each score."""
         self.prompt = prompt
         self.sibling = sibling
         """Number of the sibling in its group, from 0."""
+        self.attempt = attempt
+        """How often the sibling was made before and failed. Each attempt samples with seeds of its own."""
+        self.failures_score_zero = failures_score_zero
+        """Whether a failed reward function or agent scores 0."""
         self.chat = chat
         """The tokenizer with its chat template."""
         self.sampling = sampling
@@ -117,7 +125,8 @@ class Session:
                 f"seq {self.prompt.seq}: a conversation of {len(input_ids)} tokens leaves no room in "
                 f"gserver.max_context = {self.max_context}"
             )
-        rid = f"{self.prompt.seq}.{self.sibling}.{self._requests}"
+        again = f"+{self.attempt}" if self.attempt else ""
+        rid = f"{self.prompt.seq}.{self.sibling}{again}.{self._requests}"
         self._requests += 1
         with self._activity.generating(), self._route.request(len(input_ids)):
             generation = await self._generator.generate(
@@ -157,7 +166,7 @@ class Session:
         """Return the reward function's judgement, less what a response of this length costs.
 
         0 where a reward model of the trainer will score. Raises `RewardError` when the reward function fails, unless
-        `rollout.reward.on_error = "zero"` counts that as 0.
+        `rollout.on_failed_sibling = "zero"` counts that as 0.
         """
         await self.generated()
         if self._rewards is None:
@@ -167,7 +176,7 @@ class Session:
                 judged = await self._rewards.score(response, self.prompt)
             except RewardError as error:
                 self._activity.reward_errors += 1
-                if self._reward.on_error != "zero":
+                if not self.failures_score_zero:
                     raise
                 self._activity.log_reason("a response scores 0", error)
                 return 0.0

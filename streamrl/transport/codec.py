@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import sub
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -72,6 +72,7 @@ class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
     scores: list[float]
     gserver: str
     reward_parts: list[dict[str, float]]
+    retries: Annotated[int, msgspec.Meta(ge=0)]
     dtypes: tuple[str, ...]
     """The dtypes of the arrays that follow, in the order of `ARRAYS`."""
     size: int
@@ -93,8 +94,10 @@ class Limits(msgspec.Struct, frozen=True):
     """Sequence numbers are below this."""
     newest_version: int = 2**31 - 1
     """No policy that sampled is newer."""
-    group_size: int | None = None
-    """Episodes of every group."""
+    fewest_siblings: int = 1
+    """No group has fewer episodes."""
+    group_size: int = 2**31 - 1
+    """No group has more episodes."""
     max_context: int = 2**31 - 1
     """Tokens of a trajectory."""
     vocab_size: int = 2**31
@@ -181,6 +184,7 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
         scores=header.scores,
         gserver=header.gserver,
         reward_parts=header.reward_parts,
+        retries=header.retries,
         packed_routed_experts=experts,
     )
     check(group, limits, where=where)
@@ -236,6 +240,7 @@ def header_of(group: TrajectoryGroup, *, permit: str = "") -> GroupHeader:
         scores=group.scores,
         gserver=group.gserver,
         reward_parts=group.reward_parts,
+        retries=group.retries,
         dtypes=_DTYPE_NAMES,
         size=group.size,
         tokens=group.tokens,
@@ -294,8 +299,11 @@ def _check_episodes(episodes: list[int], limits: Limits, where: str) -> None:
     """Check that episodes are counted from 0, without a gap, and that there are as many as there should be."""
     if episodes[0] != 0 or any(step not in (0, 1) for step in map(sub, episodes[1:], episodes)):
         raise WireError(f"{where}: episodes {episodes[:16]} must begin with 0 and go up by 0 or 1")
-    if limits.group_size not in (None, episodes[-1] + 1):
-        raise WireError(f"{where}: {episodes[-1] + 1} episodes, not the {limits.group_size} of rollout.group_size")
+    if not limits.fewest_siblings <= episodes[-1] + 1 <= limits.group_size:
+        fewest = "" if limits.fewest_siblings == limits.group_size else f"{limits.fewest_siblings} to "
+        raise WireError(
+            f"{where}: {episodes[-1] + 1} episodes, not the {fewest}{limits.group_size} of rollout.group_size"
+        )
 
 
 def _check_tokens(group: TrajectoryGroup, limits: Limits, where: str) -> None:

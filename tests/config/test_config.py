@@ -81,6 +81,13 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["model.path=scratch"], "need each other"),
         (["model.scratch.layers=2"], "need each other"),
         (["rollout.group_size=1"], "rollout.group_size must be at least 2"),
+        (
+            ["rollout.on_failed_sibling=shrink", "rollout.min_siblings=9"],
+            "rollout.min_siblings = 9 must not exceed rollout.group_size = 8",
+        ),
+        (["rollout.on_failed_sibling=shrink", "rollout.min_siblings=1"], "must be at least 2: grpo compares siblings"),
+        (["rollout.reward.on_error=zero"], "rollout.reward.on_error is now rollout.on_failed_sibling"),
+        (["rollout.agent.on_error=zero"], "rollout.agent.on_error is now rollout.on_failed_sibling"),
         (["rollout.reward.overlong_tokens=9999"], "must not exceed rollout.sampling.max_new_tokens"),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "has no gradient on average in the loss"),
         (["algorithm.advantage=none"], "learns from the reference alone: it needs an algorithm.kl_coef above 0"),

@@ -44,6 +44,14 @@ def test_fits_100_by_30(gservers: int, warnings: list[str]) -> None:
     assert max(map(len, lines)) <= 100
 
 
+def test_failed_siblings_are_counted() -> None:
+    failures = {"siblings_retried_total": 40.0, "groups_shrunk_total": 7.0}
+    shown = "".join(drawn(dashboard(history(gservers=1, agents=failures), now=12.0, config=CONFIG)))
+    assert "shrunk 7" in shown
+    assert "siblings retried 40" in shown
+    assert "shrunk" not in "".join(drawn(dashboard(history(gservers=1), now=12.0, config=CONFIG)))
+
+
 @pytest.mark.parametrize("gservers", [1, 20])
 def test_agents_have_a_line(gservers: int) -> None:
     agents = {

@@ -77,15 +77,17 @@ def with_steps(**changed):
     return healthy(steps=[HEALTHY | changed] * WINDOW)
 
 
-def unscored(*, on_error, errors):
+def unscored(*, on_failed_sibling, errors):
     """A run of 100 groups of 8, `errors` of whose responses could not be scored."""
-    config = from_dict({"rollout": {"group_size": 8, "reward": {"on_error": on_error}}})
+    config = from_dict({"rollout": {"group_size": 8, "on_failed_sibling": on_failed_sibling}})
     stats = {"rollout/0": {"groups_done_total": 100.0, "reward_errors_total": errors}}
     return healthy(stats=stats, config=config)
 
 
 def test_responses_that_could_not_be_scored_and_are_not_trained_on_are_not_told_here():
-    assert not [found for found in findings(unscored(on_error="reject", errors=160.0)) if found.topic == "rewards"]
+    assert not [
+        found for found in findings(unscored(on_failed_sibling="retry", errors=160.0)) if found.topic == "rewards"
+    ]
 
 
 def test_a_resumed_run_has_restarted_nobody():
@@ -169,11 +171,21 @@ def test_a_healthy_run_has_nothing_to_tell():
             *("warning", "rejected groups", "50% of the groups were given up (50)", "rollout.reward"),
         ),
         (
-            unscored(on_error="zero", errors=160.0),
+            healthy(stats={"rollout/0": {"groups_done_total": 100.0, "siblings_retried_total": 160.0}}),
+            *("warning", "failed siblings", "20% of the siblings were made again, and 0% of the groups lost"),
+            "rollout.reward.timeout_seconds",
+        ),
+        (
+            healthy(stats={"rollout/0": {"groups_done_total": 100.0, "groups_shrunk_total": 34.0}}),
+            *("warning", "failed siblings", "0% of the siblings were made again, and 34% of the groups lost"),
+            "rollout.reward.timeout_seconds",
+        ),
+        (
+            unscored(on_failed_sibling="zero", errors=160.0),
             *("warning", "rewards", "20% of the responses score 0", "rollout.reward.function"),
         ),
         (
-            unscored(on_error="zero", errors=800.0),
+            unscored(on_failed_sibling="zero", errors=800.0),
             *("bad", "rewards", "100% of the responses score 0", "rollout.reward.function"),
         ),
         (

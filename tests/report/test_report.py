@@ -17,7 +17,7 @@ from streamrl.records.collapse import HEALTHY, Health
 from streamrl.records.timeline import HeartbeatEntry
 from streamrl.report.plots import _draw_throughput
 from streamrl.report.reading import generation_busy, read_run, total
-from streamrl.report.summary import evaluation_table, summary_table, write_report
+from streamrl.report.summary import Summary, evaluation_table, summary_table, write_report
 from tests.evaluations import make_report
 from tests.launch.statuses import EPOCH
 from tests.runs import interrupt, read_steps, write_lines, write_run
@@ -152,11 +152,28 @@ def test_a_step_reported_again_counts_once(tmp_path: Path) -> None:
 
 
 def test_table_shows_the_figures(tmp_path: Path) -> None:
-    console = Console(record=True, width=120, file=io.StringIO())
-    console.print(summary_table(write_report(write_run(tmp_path / "run", plots=False))))
-    text = console.export_text()
+    text = printed(write_report(write_run(tmp_path / "run", plots=False)))
     for part in ("480", "lost 0, duplicated 5, rejected 2", "versions; limit 4", "0.310 s", "all steps are done"):
         assert part in text, part
+
+
+def test_failed_siblings_are_in_the_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=2, plots=False)
+    assert "siblings retried" not in printed(write_report(folder))
+    stats = {"siblings_retried_total": 12.0, "groups_shrunk_total": 3.0}
+    with (folder / "timeline.jsonl").open("ab") as file:
+        for index in range(2):
+            entry = HeartbeatEntry(time=3, role="rollout", index=index, stats=stats)
+            file.write(msgspec.json.encode(entry) + b"\n")
+    summary = write_report(folder)
+    assert (summary.siblings_retried, summary.groups_shrunk) == (24, 6)
+    assert "after failures; 6 groups shrunk" in printed(summary)
+
+
+def printed(summary: Summary) -> str:
+    console = Console(record=True, width=120, file=io.StringIO())
+    console.print(summary_table(summary))
+    return console.export_text()
 
 
 def test_figures_of_agents_are_means_over_workers_and_their_restarts(tmp_path: Path) -> None:

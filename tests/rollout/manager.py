@@ -36,6 +36,8 @@ class Manager:
         self.gserver = gserver
         self.heads = heads
         self.stop = False
+        self.policy_version = 0
+        """What heartbeats are answered with."""
         self.asked: list[int] = []
         """`count` of each call of /admit."""
         self.rejected: dict[int, str] = {}
@@ -83,7 +85,7 @@ class Manager:
         async with self._changed:
             self.heartbeats.append(message)
             self._changed.notify_all()
-        return HeartbeatReply(stop=self.stop, policy_version=0, known=True)
+        return HeartbeatReply(stop=self.stop, policy_version=self.policy_version, known=True)
 
     async def admit(self, message: Admit) -> msgspec.Struct:
         self._maybe_fail()

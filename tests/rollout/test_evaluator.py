@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -39,7 +40,7 @@ def configure(folder: Path, *, data: dict[str, Any] | None = None, **evaluation:
         {
             "run": {"dir": str(folder), "seed": 5},
             "data": {"source": "python", "path": "tests.rollout.user_code:row", "size": 20, **(data or {})},
-            "rollout": {"reward": {"function": "tests.rollout.user_code:length_reward"}},
+            "rollout": {"reward": {"function": "tests.rollout.user_code:length_reward"}, "sibling_retries": 0},
             "manager": {"heartbeat_seconds": 0.05},
             "evaluation": {**chosen, "max_concurrent": 2, "pass_reward": 3.0, **evaluation},
         }
@@ -132,6 +133,21 @@ async def test_a_prompt_that_fails_is_rejected_alone(tmp_path: Path, model_dir: 
         await on.finish()
 
 
+async def test_a_held_out_sample_that_fails_is_made_again(tmp_path: Path, model_dir: Path) -> None:
+    config = configure(tmp_path, prompts=4)
+    rollout = msgspec.structs.replace(config.rollout, sibling_retries=1, on_failed_sibling="shrink")
+
+    def script(request: GenerateRequest, number: int) -> Any:
+        return answer([5], version="0") if "+" in str(request.rid) else failure(400)  # all first attempts fail
+
+    config = msgspec.structs.replace(config, rollout=rollout)
+    async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        report = await on.evaluate()
+        await on.finish()
+    assert (report.prompts, report.rejected) == (4, 0)
+    assert len(engine.requests) == 2 * 4 * 3
+
+
 async def test_an_evaluation_in_which_all_fails_is_reported_and_the_next_one_is_made(
     tmp_path: Path, model_dir: Path
 ) -> None:
@@ -210,7 +226,7 @@ async def test_held_out_data_that_cannot_be_read_stops_the_run_with_the_reason(t
         {
             "run": {"dir": str(tmp_path)},
             "data": {"source": "python", "path": "tests.rollout.user_code:row"},
-            "rollout": {"reward": {"function": "tests.rollout.user_code:length_reward"}},
+            "rollout": {"reward": {"function": "tests.rollout.user_code:length_reward"}, "sibling_retries": 0},
             "evaluation": {"at_end": True, "data": {"source": "jsonl", "path": "nowhere.jsonl"}},
         }
     )

@@ -37,7 +37,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(**rollout: Any) -> Config:
-    rollout = {"group_size": 3, "max_concurrent_groups": 4, **rollout}
+    rollout = {"group_size": 3, "max_concurrent_groups": 4, "sibling_retries": 0, **rollout}
     rollout.setdefault("reward", {"function": "tests.rollout.user_code:length_reward"})
     data = {"source": "python", "path": "tests.rollout.user_code:row", "size": 20, **rollout.pop("data", {})}
     return from_dict({"rollout": rollout, "data": data, "trainer": {"data_parallel": 2, "batch_groups": 2}})
@@ -232,14 +232,15 @@ async def test_prompts_that_are_too_long_are_rejected(model_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("on_error", "error", "message"),
+    ("on_failed_sibling", "error", "message"),
     [("reject", StreamRLError, r"\d groups in a row failed.*LookupError"), ("stop", RewardError, "LookupError")],
 )
 async def test_failures_in_a_row_stop_the_run(
-    model_dir: Path, on_error: str, error: type[Exception], message: str
+    model_dir: Path, on_failed_sibling: str, error: type[Exception], message: str
 ) -> None:
-    reward = {"function": "tests.rollout.user_code:failing_reward", "on_error": on_error}
-    async with stage(say, model_dir, configure(reward=reward, max_failures=4)) as on:
+    reward = {"function": "tests.rollout.user_code:failing_reward"}
+    config = configure(reward=reward, max_failures=4, on_failed_sibling=on_failed_sibling)
+    async with stage(say, model_dir, config) as on:
         await on.manager.give(range(20))
         with pytest.raises(error, match=f"(?s){message}"):
             async with asyncio.timeout(30):
@@ -247,9 +248,31 @@ async def test_failures_in_a_row_stop_the_run(
         (told,) = on.manager.errors
         assert "rollout/1" in told
         assert "LookupError" in told
-        assert bool(on.manager.rejected) == (on_error == "reject")
-        assert bool(on.manager.failed) == (on_error == "stop")  # by all groups that failed at once
+        assert bool(on.manager.rejected) == (on_failed_sibling == "reject")
+        assert bool(on.manager.failed) == (on_failed_sibling == "stop")  # by all groups that failed at once
         assert all("LookupError" in message.error for message in on.manager.failed)
+
+
+async def test_a_failed_sibling_is_made_again_until_its_group_is_too_old(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamrl.rollout.groups.FIRST_PAUSE_SECONDS", 0.01)
+    config = configure(reward={"function": "tests.rollout.user_code:failing_reward"}, sibling_retries=1000)
+    async with stage(say, model_dir, config) as on:
+
+        def retried() -> float:
+            return on.manager.heartbeats[-1].stats["siblings_retried_total"] if on.manager.heartbeats else 0.0
+
+        await on.manager.give([0])
+        await on.manager.until(lambda: retried() > 0)
+        on.manager.policy_version = config.staleness.max_staleness
+        before = retried()
+        await on.manager.until(lambda: retried() >= before + 6)  # old, but still young enough
+        assert not on.manager.rejected
+        on.manager.policy_version += 1
+        await on.manager.until(lambda: 0 in on.manager.rejected)
+        await on.finish()
+    assert "LookupError" in on.manager.rejected[0]
 
 
 async def test_what_many_groups_fail_with_together_is_one_failure(model_dir: Path) -> None:
@@ -263,8 +286,9 @@ async def test_what_many_groups_fail_with_together_is_one_failure(model_dir: Pat
 
 
 async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:
-    reward = {"function": "tests.rollout.user_code:failing_reward", "on_error": "zero"}
-    async with stage(say, model_dir, configure(reward=reward, max_failures=1)) as on:
+    reward = {"function": "tests.rollout.user_code:failing_reward"}
+    config = configure(reward=reward, max_failures=1, on_failed_sibling="zero")
+    async with stage(say, model_dir, config) as on:
         await on.manager.give(range(3))
         await on.trainer.until(3)
         await on.finish()

@@ -148,7 +148,7 @@ async def test_reward_errors_reject_or_count_as_zero() -> None:
     async with session(rewards=Rewards(RewardError("broken"))) as (given_session, _):
         with pytest.raises(RewardError, match="broken"):
             await given_session.score(response)
-    async with session(rewards=Rewards(RewardError("broken")), on_error="zero") as (given_session, _):
+    async with session(rewards=Rewards(RewardError("broken")), failures_score_zero=True) as (given_session, _):
         assert await given_session.score(response) == 0.0
 
 

@@ -235,11 +235,27 @@ MASK = [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 1]
 )
 def test_refusals_say_what_and_from_whom(change: Callable[[Message], Message], says: str) -> None:
     limits = msgspec.structs.replace(
-        LIMITS, seqs=1000, newest_version=3, group_size=2, max_context=100, routes=4, experts=8
+        LIMITS,
+        seqs=1000,
+        newest_version=3,
+        fewest_siblings=2,
+        group_size=2,
+        max_context=100,
+        routes=4,
+        experts=8,
     )
     assert decode(*message(make_group(999, seqlens=(100, 7), version=3)), limits=limits).seq == 999
     with pytest.raises(WireError, match=rf"from rollout/0: .*{says}"):
         decode(*change(message(make_group())), limits=limits)
+
+
+def test_a_group_may_lack_siblings_down_to_a_limit() -> None:
+    limits = msgspec.structs.replace(LIMITS, fewest_siblings=2, group_size=4)
+    for siblings in (2, 3, 4):
+        assert decode(*message(make_group(seqlens=(5,) * siblings)), limits=limits).size == siblings
+    for siblings in (1, 5):
+        with pytest.raises(WireError, match=f"{siblings} episodes, not the 2 to 4 of rollout.group_size"):
+            decode(*message(make_group(seqlens=(5,) * siblings)), limits=limits)
 
 
 def test_a_group_without_sampled_tokens_is_refused() -> None:

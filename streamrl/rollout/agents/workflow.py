@@ -100,6 +100,8 @@ class Episode:
         """What the policy said last."""
         self.failure: StreamRLError | None = None
         """Why the policy could not answer, if it could not: the episode is worth nothing then."""
+        self.exhausted = False
+        """Whether the last request was refused because the policy has used up its answers, or its context."""
         self._session = session
         self._renderer = renderer
         self._max_calls = max_calls
@@ -115,7 +117,8 @@ class Episode:
     def count(self, request: ChatRequest) -> None:
         """Count the answers that `request` asks for; raises `RequestRefused` when the episode may not have them."""
         self._check_open()
-        if self.calls + request.n > self._max_calls:
+        self.exhausted = self.calls + request.n > self._max_calls
+        if self.exhausted:
             raise RequestRefused(
                 f"this episode has had {self.calls} answers, and rollout.agent.max_calls = {self._max_calls}"
             )
@@ -132,6 +135,7 @@ class Episode:
         continued = self._with_given(request, *self._tokens_of(request))
         room = self._session.max_context - len(continued.prompt_ids)
         if room < 1:
+            self.exhausted = True
             raise RequestRefused(
                 f"the prompt is too long: {len(continued.prompt_ids)} tokens, and the maximum context length, "
                 f"gserver.max_context = {self._session.max_context}, leaves no room for an answer",
@@ -509,9 +513,11 @@ class AgentWorkflow:
         except AgentError as error:
             if episode.failure is not None:
                 raise episode.failure from error
-            if self._config.on_error == "reject" or isinstance(error, UnknownFault) or not episode.calls:
+            policy_failed = episode.exhausted and episode.last is not None
+            zero = policy_failed or (session.failures_score_zero and episode.calls > 0)
+            if isinstance(error, UnknownFault) or not zero:
                 raise
-            session.activity.reward_errors += 1
+            session.activity.reward_errors += not policy_failed
             session.activity.log_reason("an episode scores 0", error)
             await session.generated()
             return Earned(Score(0.0), [])

@@ -5,9 +5,10 @@ A reward function of your own is a plain function
     def my_reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> float: ...
 
 which `rollout.reward.function = "my_module:my_reward"` names; `rollout.reward.args` are its keyword arguments. It runs
-in a reward process with a time limit (`pool.py`), may import what it likes, and returns a finite number; an error that
-it raises is handled as `rollout.reward.on_error` says. Up to `rollout.reward.concurrent_calls` calls of a coroutine
-function run at the same time in each process. `streamrl.rollout.tasks` has small examples.
+in a reward process with a time limit (`pool.py`), may import what it likes, and returns a finite number, also for a
+response that it cannot read: an exception counts as a failure of infrastructure (`rollout.on_failed_sibling`). Up to
+`rollout.reward.concurrent_calls` calls of a coroutine function run at the same time in each process.
+`streamrl.rollout.tasks` has small examples.
 """
 
 from __future__ import annotations

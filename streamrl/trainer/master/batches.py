@@ -17,6 +17,7 @@ class BatchFormer:
     """Selects training batches, and cuts them into minibatches."""
 
     def __init__(self, config: Config) -> None:
+        self.group_size = config.rollout.group_size
         self._groups = config.trainer.batch_groups
         self._minibatches = config.algorithm.minibatches
         self.max_staleness = config.staleness.max_staleness

@@ -53,6 +53,8 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
         "reward_std": pstdev(rewards),
         "response_length_mean": fmean(lengths),
         "groups": len(batch),
+        "groups_shrunk": sum(meta.episode_count < former.group_size for meta in batch),
+        "siblings_retried": sum(meta.retries for meta in batch),
         "groups_with_contrast": sum(min(meta.rewards) < max(meta.rewards) for meta in batch),
         "tokens_sampled": sampled,
         "tokens_trained": young,

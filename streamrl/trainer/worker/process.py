@@ -179,6 +179,7 @@ class Door:
             keys=keys,
             limits=Limits(
                 max_group_bytes=config.stream.max_group_bytes,
+                fewest_siblings=config.rollout.fewest_siblings,
                 group_size=config.rollout.group_size,
                 max_context=config.gserver.max_context,
                 vocab_size=vocab_size(model_dir),

@@ -30,10 +30,12 @@ from streamrl.rollout.agents.runner import Agents, RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
 from streamrl.rollout.groups import check_trajectory
 from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.workflows import Session
 from streamrl.transport.generation import SamplingParams
 from streamrl.types import Prompt, Trajectory
 from tests.processes import lives
 from tests.rollout.agents.user_agents import FLOOD
+from tests.rollout.making import configured, engine_and_client, maker_of, route_to
 from tests.rollout.sessions import CHAT, PROMPT, parts, session
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -236,7 +238,6 @@ async def test_a_plain_function_runs_in_a_thread() -> None:
         ("hang", r"no score within rollout.agent.timeout_seconds = 0\.5, after [01] answers"),
         ("spin", r"no score within rollout.agent.timeout_seconds = 0\.5, after 0 answers"),
         ("long", "leaves no room for an answer"),
-        ("flood", r"rollout.agent.max_calls = 3"),
     ],
 )
 async def test_a_bad_episode_fails_by_name_and_the_next_one_runs(question: str, says: str) -> None:
@@ -249,6 +250,55 @@ async def test_a_bad_episode_fails_by_name_and_the_next_one_runs(question: str, 
         workflow._config = SOLVE  # the next one has time to start a process
         async with session("Two<|im_end|>", rewards=None) as (made, _):
             assert [one.reward for one in await workflow.run(task("once"), made)] == [0.5]
+
+
+async def test_a_policy_that_uses_up_its_answers_or_its_context_is_scored() -> None:
+    """Its agent fails of the refusal; that is no failure of infrastructure."""
+    found = await play(msgspec.structs.replace(SOLVE, max_calls=3), "flood", *["Two<|im_end|>"] * 3)
+    assert [trajectory.reward for trajectory in found] == [0.0] * 3
+    activity = Activity(idle="nothing")
+    room = len(PROMPT.input_ids) + len(CHAT.encode("Two<|im_end|>")) + 2
+    (cut,) = await play(SOLVE, "twice", "Two<|im_end|>", max_context=room, activity=activity)
+    assert (cut.reward, parts(cut)) == (0.0, [(False, OPENING), (True, "Two}")])
+    assert activity.reward_errors == 0
+
+
+FAILS_ONCE = """
+import openai, pathlib, sys
+openai.OpenAI().chat.completions.create(model="any", messages=[{"role": "user", "content": "1+1?"}])
+mark = pathlib.Path(sys.argv[1])
+if not mark.exists():
+    mark.touch()
+    sys.exit(3)
+print(0.5)
+"""
+
+
+@pytest.mark.parametrize("failure", ["raise", "exit", "hang", "command"])
+async def test_an_episode_whose_agent_fails_is_played_again(failure: str, tmp_path: Path) -> None:
+    """Siblings share a process: where it ends, both are played again."""
+    config = msgspec.structs.replace(SOLVE, timeout_seconds=5 if failure == "hang" else 60)
+    if failure == "command":
+        config = AgentConfig(command=[sys.executable, "-c", FAILS_ONCE, str(tmp_path / "mark")])
+    activity = Activity(idle="nothing")
+    async with playing(config) as workflow, engine_and_client() as (engine, client):
+        asking = Asking(workflow, f"once {failure} {tmp_path}/mark")
+        maker = maker_of(asking, configured(group_size=2), activity=activity, client=client)
+        group = await maker.make(0, route_to(engine.url))
+    assert group.rewards.tolist() == [0.5, 0.5]
+    assert activity.siblings_retried == (2 if failure == "exit" else 1)
+    assert group.episodes.tolist() == [0, 1]
+
+
+class Asking:
+    """Plays episodes of one question, whatever the prompt is."""
+
+    def __init__(self, workflow: AgentWorkflow, question: str) -> None:
+        self._workflow = workflow
+        self._question = question
+
+    async def run(self, prompt: Prompt, session: Session) -> list[Trajectory]:
+        return await self._workflow.run(task(self._question), session)
 
 
 @pytest.mark.parametrize("question", ["million", "garbage regardless", "big regardless"])
@@ -297,16 +347,15 @@ async def test_an_answer_that_is_streamed_is_trained_like_any_other() -> None:
 
 
 async def test_what_failed_scores_zero_where_it_is_to() -> None:
-    config = msgspec.structs.replace(SOLVE, on_error="zero")
-    (found,) = await play(config, "raise", "Two<|im_end|>")
+    (found,) = await play(SOLVE, "raise", "Two<|im_end|>", failures_score_zero=True)
     assert found.reward == 0.0
     with pytest.raises(AgentError, match=r"good.*a score is a number"):
-        await play(config, "text")
+        await play(SOLVE, "text", failures_score_zero=True)
 
 
 async def test_no_episode_scores_zero_for_the_end_of_a_process_that_another_may_have_ended() -> None:
-    config = msgspec.structs.replace(SOLVE, on_error="zero")
-    async with playing(config) as workflow, session(*["Two<|im_end|>"] * 3, rewards=None) as (made, engine):
+    texts = ["Two<|im_end|>"] * 3
+    async with playing(SOLVE) as workflow, session(*texts, rewards=None, failures_score_zero=True) as (made, engine):
         innocent = asyncio.create_task(workflow.run(task("hang"), made))
         async with asyncio.timeout(30):
             await engine.arrived.wait()
@@ -322,8 +371,9 @@ async def test_no_episode_scores_zero_whose_time_passed_while_another_blocked_it
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("streamrl.rollout.agents.runner.HANG_SECONDS", 0.5)
-    config = msgspec.structs.replace(SOLVE, on_error="zero", timeout_seconds=5)
-    async with playing(config) as workflow, session("Two<|im_end|>", rewards=None) as (made, engine):
+    config = msgspec.structs.replace(SOLVE, timeout_seconds=5)
+    given = session("Two<|im_end|>", rewards=None, failures_score_zero=True)
+    async with playing(config) as workflow, given as (made, engine):
         innocent = asyncio.create_task(workflow.run(task("hang"), made))
         async with asyncio.timeout(30):
             await engine.arrived.wait()
@@ -335,8 +385,7 @@ async def test_no_episode_scores_zero_whose_time_passed_while_another_blocked_it
 
 
 async def test_an_error_of_the_policy_is_no_fault_of_the_agent() -> None:
-    config = msgspec.structs.replace(SOLVE, on_error="zero")
-    async with playing(config) as workflow, session("", rewards=None) as (made, _):
+    async with playing(SOLVE) as workflow, session("", rewards=None, failures_score_zero=True) as (made, _):
         with pytest.raises(WireError, match="without a single token"):
             await workflow.run(task("once"), made)
 
@@ -577,6 +626,33 @@ async def test_an_agent_elsewhere_leases_episodes() -> None:
             for again, status in ((0.5, 200), (0.75, 410)):
                 async with asking.post(lease["score_url"], json={"score": again}, headers=shown) as answer:
                     assert answer.status == status
+
+
+async def test_an_episode_that_its_harness_elsewhere_never_scores_is_offered_again() -> None:
+    config = AgentConfig(remote=True, timeout_seconds=2)
+    activity = Activity(idle="nothing")
+    async with playing(config) as workflow, engine_and_client() as (engine, client):
+        maker = maker_of(
+            workflow, configured(group_size=1, algorithm={"advantage": "reinforce++"}), activity=activity, client=client
+        )
+        making = asyncio.create_task(maker.make(0, route_to(engine.url)))
+        async with aiohttp.ClientSession() as asking:
+            lost, lease = [await leased(asking, workflow) for _ in range(2)]
+            assert lost["id"] != lease["id"]
+            async with AsyncOpenAI(base_url=lease["base_url"], api_key=lease["api_key"]) as harness:
+                await harness.chat.completions.create(model=lease["model"], messages=lease["task"]["messages"])
+            for told, status in ((lost, 410), (lease, 200)):
+                shown = {"Authorization": f"Bearer {told['api_key']}"}
+                async with asking.post(told["score_url"], json={"score": 0.5}, headers=shown) as answer:
+                    assert answer.status == status
+        assert (await making).rewards.tolist() == [0.5]
+    assert activity.siblings_retried == 1
+
+
+async def leased(asking: aiohttp.ClientSession, workflow: AgentWorkflow) -> dict[str, Any]:
+    async with asking.post(f"{workflow._url}/episodes") as answer:
+        assert answer.status == 200
+        return dict(await answer.json())
 
 
 async def test_an_agent_elsewhere_ends_its_episode_with_a_score_also_where_a_reward_function_judges() -> None:

@@ -19,6 +19,25 @@ FLOOD, CONNECTIONS = 10_000, 8
 ASKED = [{"role": "user", "content": "1+1?"}]
 
 
+def is_first(mark: Path) -> bool:
+    """Whether this is the first call with `mark`."""
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+async def fail(how: str) -> None:
+    match how:
+        case "raise":
+            raise LookupError("no such tool")
+        case "exit":
+            os._exit(7)
+        case "hang":
+            await asyncio.sleep(600)
+
+
 async def solve(task: dict[str, Any], policy: Any) -> Any:
     """Do what the task says, so that one function covers all cases."""
     async with AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key, max_retries=0) as client:
@@ -33,6 +52,11 @@ async def solve(task: dict[str, Any], policy: Any) -> Any:
                 return 1.0
             case ["once"]:
                 await say(("user", "1+1?"))
+                return 0.5
+            case ["once", failure, path]:
+                await say(("user", "1+1?"))
+                if is_first(Path(path)):
+                    await fail(failure)
                 return 0.5
             case ["none"]:
                 await say(("user", "1+1?"))

@@ -284,7 +284,9 @@ class SimulationConfig(Section, frozen=True):
     """Mean response length, in tokens."""
     sigma: NonNegativeFloat = 1.0
     """Spread of the response lengths: standard deviation of their logarithm."""
-    vocab_size: Positive = 16
+    vocab_size: Positive = 15
+    """Tokens are drawn from 0 to `vocab_size - 1`, all of which the model needs; the default is the size of a model from
+    scratch with the default alphabet."""
 
 
 class SglangConfig(Section, frozen=True):

@@ -19,7 +19,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,10 +161,15 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
     return frozenset(found)
 
 
-def special_token_ids(folder: Path) -> frozenset[int]:
-    """Return the tokens that are missing in the text of a response, from the `added_tokens` of tokenizer.json."""
+def special_token_ids(folder: Path, *, stop_token_ids: Collection[int] = ()) -> frozenset[int]:
+    """Return the special tokens of the tokenizer in `folder` that do not end a response.
+
+    Responses that have them are longer than their text. `stop_token_ids`: tokens that end a response in addition to the
+    model's own.
+    """
     added = _settings(folder / "tokenizer.json").get("added_tokens") or ()
-    return frozenset(token["id"] for token in added if token["special"])
+    special = frozenset(token["id"] for token in added if token.get("special"))
+    return special - eos_token_ids(folder) - frozenset(stop_token_ids)
 
 
 def _settings(file: Path) -> dict[str, Any]:

@@ -100,8 +100,21 @@ def test_each_token_of_a_scratch_model_has_a_use(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(folder)
     tokens = tokenizer.convert_ids_to_tokens(range(vocab_size(folder)))
     assert tokens == ["a", "b", "abba", "<eos>"]
-    assert special_token_ids(folder) == eos_token_ids(folder) == {3}
+    assert eos_token_ids(folder) == {3}
+    assert special_token_ids(folder) == set()
     assert tokenizer.decode([0, 2, 3], skip_special_tokens=True) == "aabba"
+
+
+def test_special_tokens_are_those_of_the_tokenizer_that_do_not_end_a_response(tmp_path: Path) -> None:
+    folder = ensure_checkpoint(scratch_config(alphabet="ab"), cache=tmp_path)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "additional_special_tokens": ["<turn>"]})
+    tokenizer.save_pretrained(folder)
+    assert tokenizer.convert_tokens_to_ids(["<think>", "<pad>", "<turn>"]) == [3, 4, 5]
+    assert special_token_ids(folder) == {4, 5}
+    assert special_token_ids(folder, stop_token_ids=[5]) == {4}
+    assert tokenizer.decode([0, 3, 4, 5, 2], skip_special_tokens=True) == "a<think>"
 
 
 def test_scratch_words_are_one_token_each_and_the_longest_one_is_taken(tmp_path: Path) -> None:

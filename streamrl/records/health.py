@@ -50,6 +50,8 @@ CUT_RESPONSES = 0.1
 MASKED = 0.05
 MOSTLY_MASKED = 0.3
 """Share of sampled tokens left out as too old: "a few per cent" of docs/staleness.md, and where it is far from that."""
+SPECIAL = 0.01
+"""Share of sampled tokens that are special tokens in the middle of a response: a reward function does not see them."""
 WAITING = 0.5
 """Share of a step's time in which one pool waits for the other: the slower half of the machine decides."""
 PAUSED = 0.1
@@ -264,6 +266,15 @@ def _data(run: RunFigures) -> Iterator[Finding]:
             "length",
             f"{cut:.0%} of the responses are as long as they may be, {most} tokens: they were cut before their end",
             [f"rollout.sampling.max_new_tokens={2 * most} (it is {most})", "rollout.reward.overlong_tokens"],
+        )
+    special, sampled = _total(run, "tokens_special"), _total(run, "tokens_sampled")
+    if sampled and special / sampled > SPECIAL:
+        yield Finding(
+            "warning",
+            "special tokens",
+            f"{special / sampled:.0%} of the sampled tokens are special tokens, which response.text lacks: responses "
+            "are longer than the text that is scored",
+            ["a reward that falls with response.output_tokens", "rollout.sampling.stop_token_ids"],
         )
     if run.evaluations:
         last = run.evaluations[-1]

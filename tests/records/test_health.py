@@ -37,6 +37,7 @@ HEALTHY = {
     "tokens_sampled": 1000.0,
     "tokens_trained": 1000.0,
     "tokens_masked": 0.0,
+    "tokens_special": 10.0,
     "tokens_dropped": 0.0,
     "logprob_diff_mean": 1e-5,
     "logprob_diff_mean/gserver_0": 1e-5,
@@ -159,6 +160,11 @@ def test_a_healthy_run_has_nothing_to_tell():
             healthy(response_lengths=[[100, 3, 7], [100, 4, 4]]),
             *("warning", "length", "33% of the responses are as long as they may be, 100 tokens"),
             "rollout.sampling.max_new_tokens=200 (it is 100)",
+        ),
+        (
+            with_steps(tokens_special=30.0),
+            *("warning", "special tokens", "3% of the sampled tokens are special tokens, which response.text lacks"),
+            "stop_token_ids",
         ),
         (
             healthy(evaluations=[make_report(3, cut_share=0.5)]),

@@ -39,7 +39,8 @@ class Prompt(msgspec.Struct, frozen=True):
     input_ids: list[int]
     """`messages` rendered by the chat template and tokenized, generation prompt included."""
     answer: Any
-    """The reference answer, if the data set has one (JSON types)."""
+    """The reference answer as text, or of the row's own JSON type with `data.answer_type = "as_is"`; None: the row has
+    none."""
     metadata: dict[str, Any]
     """Everything else in the row, for the reward function (JSON types)."""
 

@@ -13,6 +13,7 @@ function of yours, `data.source = "python"`, does.
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 import subprocess
 from collections.abc import Callable
@@ -71,6 +72,7 @@ class PromptSource:
         row = self._rows[index]
         where = f"{self._rows.name}, row {index}"
         messages = self.messages(row, where=where)
+        answer = row.get(self._config.answer_key)
         used = {self._prompt_key, self._config.answer_key}
         whole_entry = self._config.source == "reasoning_gym"  # its scorers read question and answer too
         return Prompt(
@@ -79,7 +81,7 @@ class PromptSource:
             epoch=epoch,
             messages=messages,
             input_ids=self._render(messages, where=where),
-            answer=row.get(self._config.answer_key),
+            answer=answer if self._config.answer_type == "as_is" else _answer_text(answer),
             metadata={key: value for key, value in row.items() if whole_entry or key not in used},
         )
 
@@ -117,6 +119,11 @@ class PromptSource:
                 raise DataError(f"{where}: has a system message of its own; leave data.system_prompt unset")
             messages.insert(0, {"role": "system", "content": self._config.system_prompt})
         return messages
+
+
+def _answer_text(answer: Any) -> str | None:
+    """Return a reference answer as text: text as it is, None as it is, any other value as JSON."""
+    return answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def _chat_messages(content: Any, *, where: str) -> list[Message]:

@@ -81,7 +81,7 @@ class PromptSource:
             epoch=epoch,
             messages=messages,
             input_ids=self._render(messages, where=where),
-            answer=answer if self._config.answer_type == "as_is" else _answer_text(answer),
+            answer=answer if answer is None or self._config.answer_type == "as_is" else answer_text(answer),
             metadata={key: value for key, value in row.items() if whole_entry or key not in used},
         )
 
@@ -121,9 +121,9 @@ class PromptSource:
         return messages
 
 
-def _answer_text(answer: Any) -> str | None:
-    """Return a reference answer as text: text as it is, None as it is, any other value as JSON."""
-    return answer if answer is None or isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+def answer_text(answer: Any) -> str:
+    """Return a reference answer as text: text as it is, any other value as JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def _chat_messages(content: Any, *, where: str) -> list[Message]:

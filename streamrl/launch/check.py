@@ -410,6 +410,6 @@ def _report_rewards(scored: Sequence[_Scored], found: Rehearsal, *, name: str) -
     if alike := [scores for scores in scored if scores.reward <= scores.wrong_reward]:
         found.warnings.append(
             f"{name}rollout.reward: in {len(alike)} of {len(scored)} rows the row's own answer does not score more "
-            f"than a wrong one; {alike[0]}. Compare response.text with prompt.answer in the function: both are text unless "
-            'data.answer_type = "as_is"; or the function expects more of a response than the bare answer'
+            f"than a wrong one; {alike[0]}. Compare response.text with prompt.answer in the function: both are text "
+            'unless data.answer_type = "as_is"; or the function expects more of a response than the bare answer'
         )

@@ -34,6 +34,8 @@ from streamrl.rollout.chat import ChatTokenizer, Message
 from streamrl.types import Prompt
 
 Row = dict[str, Any]
+EXCERPT = 60
+"""Characters of a prompt and of an answer that stand for them."""
 LISTING_SECONDS = 300.0
 """A taskset may read a large data set before it has its tasks."""
 
@@ -84,6 +86,16 @@ class PromptSource:
             answer=answer if answer is None or self._config.answer_type == "as_is" else answer_text(answer),
             metadata={key: value for key, value in row.items() if whole_entry or key not in used},
         )
+
+    def describe(self, seq: int) -> str:
+        """Return which row `seq` is, with the end of its last message and the beginning of its answer, for people."""
+        try:
+            prompt = self.prompt(seq)
+        except DataError:
+            return f"seq {seq}"
+        asked = str(prompt.messages[-1]["content"])
+        answer = "" if prompt.answer is None else f", answer {str(prompt.answer)[:EXCERPT]!r}"
+        return f"row {prompt.index} (seq {seq}): prompt {asked[-EXCERPT:]!r}{answer}"
 
     def check(self, index: int) -> None:
         """Raise `DataError` if row `index` has no prompt; where there is text, tokens are taken for granted."""

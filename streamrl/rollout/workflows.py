@@ -166,7 +166,7 @@ class Session:
             try:
                 judged = await self._rewards.score(response, self.prompt)
             except RewardError as error:
-                self._activity.reward_errors += 1
+                self._activity.unscored(self.prompt.seq, error)
                 if self._reward.on_error != "zero":
                     raise
                 self._activity.log_reason("a response scores 0", error)

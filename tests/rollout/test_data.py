@@ -138,6 +138,14 @@ def test_held_out_answers_may_have_another_type() -> None:
     assert as_evaluated(from_dict({"data": {"answer_type": "as_is"}})).data.answer_type == "as_is"
 
 
+def test_a_row_in_short(chat: ChatTokenizer, tmp_path: Path) -> None:
+    rows = [{"prompt": "q" * 100 + "?", "answer": 7}, {"prompt": "a"}, {"other": 1}]
+    source = opened(chat, source="jsonl", path=str(jsonl(tmp_path, *rows)), shuffle=False)
+    assert source.describe(3) == f"row 0 (seq 3): prompt '{'q' * 59}?', answer '7'"
+    assert source.describe(1) == "row 1 (seq 1): prompt 'a'"
+    assert source.describe(2) == "seq 2"
+
+
 def test_python_source(chat: ChatTokenizer) -> None:
     source = opened(
         chat, source="python", path="tests.rollout.user_code:row", size=5, shuffle=False, args={"word": "x"}

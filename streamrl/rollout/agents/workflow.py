@@ -511,7 +511,7 @@ class AgentWorkflow:
                 raise episode.failure from error
             if self._config.on_error == "reject" or isinstance(error, UnknownFault) or not episode.calls:
                 raise
-            session.activity.reward_errors += 1
+            session.activity.unscored(prompt.seq, error)
             session.activity.log_reason("an episode scores 0", error)
             await session.generated()
             return Earned(Score(0.0), [])

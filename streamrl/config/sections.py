@@ -288,8 +288,8 @@ class SimulationConfig(Section, frozen=True):
     sigma: NonNegativeFloat = 1.0
     """Spread of the response lengths: standard deviation of their logarithm."""
     vocab_size: Positive = 15
-    """Tokens are drawn from 0 to `vocab_size - 1`, all of which the model needs; the default fits a model from scratch
-    with the default alphabet."""
+    """Tokens are drawn from 0 to `vocab_size - 1`. The model needs as many; the default fits a model from scratch with
+    the default alphabet."""
 
 
 class SglangConfig(Section, frozen=True):

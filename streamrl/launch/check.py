@@ -75,7 +75,7 @@ class Rehearsal:
     wrong: list[str] = field(default_factory=list)
     """Why the run would fail, and what to do."""
     warnings: list[str] = field(default_factory=list)
-    """Why the run might learn nothing, and what to do."""
+    """Why the run might learn nothing, and the remedy."""
     untried: list[str] = field(default_factory=list)
     """What only the run itself will show."""
 

@@ -336,7 +336,7 @@ def _most_frequent(run: RunFigures, role: str) -> FrequentFailure | None:
 
 
 def _against(cause: FrequentFailure | None) -> list[str]:
-    """Return what to change: the setting that the error names, or else the function."""
+    """Return the settings that the error names, or else the function, as `Finding.turn`."""
     settings = ["rollout.reward.timeout_seconds", "rollout.agent.timeout_seconds", "data.max_prompt_tokens"]
     if cause is None:
         return ["rollout.reward.function", *settings]

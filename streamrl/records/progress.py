@@ -110,7 +110,7 @@ def _length(found: Ranges) -> int:
 def prompts_digest(config: Config) -> str:
     """Fingerprint of the settings that decide which prompt belongs to which sequence number."""
     settings = msgspec.structs.asdict(config.data)
-    del settings["answer_type"]  # changes what a row is scored against, not which row it is
+    del settings["answer_type"]  # changes how a row is scored, not which row it is
     return hashlib.sha256(msgspec.json.encode((config.run.seed, settings))).hexdigest()[:16]
 
 

@@ -82,7 +82,7 @@ class Activity:
         self._waiting_for = ""
         self._reasons = Seldom(log)
         self._failures: dict[str, FrequentFailure] = {}
-        """By what they have in common."""
+        """Error without its figures → how often it was raised, and for which row first."""
         self.describe_row: Callable[[int], str] = "seq {}".format
         """Returns a short form of the row of a sequence number."""
 

@@ -248,7 +248,7 @@ TIMEOUT = FrequentFailure("RewardTimeout: no answer within rollout.reward.timeou
 
 
 def failing(*, on_error="reject", cause=KEY_ERROR, rejected=3.0, errors=3.0, **changed):
-    """A run of 100 groups of 8, some of which failed."""
+    """A run of 100 groups of 8, with failures."""
     config = from_dict({"rollout": {"group_size": 8, "reward": {"on_error": on_error}}})
     stats = {"groups_done_total": 100.0, "groups_rejected_total": rejected, "reward_errors_total": errors}
     figures = {"stats": {"rollout/0": stats}, "config": config, "failures": {"rollout/0": cause}}

@@ -1,4 +1,4 @@
-"""Failures of one process are counted by what they have in common."""
+"""Failures of one process: errors that differ in figures alone are counted together."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ class Members:
                 failure=member.failure,
             )
         )
-        if member.role == "master":  # of which there is one, so the manager beats as often
+        if member.role == "master":  # there is one, so the manager beats as often
             own = {**self._own_stats(), **processor_seconds(), MACHINE_SECONDS: machine_seconds()}
             self._timeline.add(HeartbeatEntry(time=time.time(), role="manager", index=0, stats=own))
 

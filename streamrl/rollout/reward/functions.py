@@ -10,8 +10,8 @@ becomes its JSON, and a row without an answer has None. With `data.answer_type =
 `response.text` has no special tokens (`Response`). `prompt.metadata` has the row's other columns in their own types.
 
 `rollout.reward.function = "my_module:my_reward"` names the function, and `rollout.reward.args` has its keyword
-arguments. It runs in a reward process with a time limit (`pool.py`), may import what it likes, and returns a finite
-number; an error that it raises is handled as `rollout.reward.on_error` says. Up to `rollout.reward.concurrent_calls`
+arguments. It runs in a reward process with a time limit (`pool.py`), may import any module, and returns a finite
+number; `rollout.reward.on_error` decides the result of an error that it raises. Up to `rollout.reward.concurrent_calls`
 calls of a coroutine function run at the same time in each process. `streamrl.rollout.tasks` has small examples.
 """
 

@@ -83,7 +83,7 @@ class RolloutKeeper:
         texts: Texts,
         special: Collection[int] = (),
     ) -> None:
-        """`folder`: this rank's; what an earlier start has written there of later steps than `policy_version` goes.
+        """`folder`: this rank's; an earlier start's groups of steps after `policy_version` are removed.
         `special`: token ids that are counted, as in `special_counts`."""
         self._special = special
         self._algorithm = algorithm

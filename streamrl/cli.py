@@ -365,7 +365,11 @@ def check(
     from streamrl.launch.check import rehearse  # loads torch, which takes seconds: what is known without it is shown
 
     found = rehearse(resolved, gpus=gpus)
-    for mark, style, lines in (("✓", "green", found.tried), ("? not tried:", "yellow", found.untried)):
+    for mark, style, lines in (
+        ("✓", "green", found.tried),
+        ("? not tried:", "yellow", found.untried),
+        ("! warning:", "yellow", found.warnings),
+    ):
         for line in lines:
             console.print(Text.assemble((f"{mark} ", style), line), soft_wrap=True)
     for line in found.wrong:

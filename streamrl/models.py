@@ -19,7 +19,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +42,7 @@ MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SAMPLES, SAMPLE_BYTES = 256, 1024
 """How many samples `weights_fingerprint` reads of each file, and how many bytes each has."""
 EOS = "<eos>"
-PAD = "<pad>"
-CACHE_FORMATS = {SMOLLM2: 1, SCRATCH: 2}
+CACHE_FORMATS = {SMOLLM2: 1, SCRATCH: 3}
 """To be changed when the same settings give other files than before."""
 
 
@@ -160,6 +159,17 @@ def eos_token_ids(folder: Path) -> frozenset[int]:
         eos = _settings(folder / name).get("eos_token_id")
         found.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return frozenset(found)
+
+
+def special_token_ids(folder: Path, *, stop_token_ids: Collection[int] = ()) -> frozenset[int]:
+    """Return the special tokens of the tokenizer in `folder` that do not end a response.
+
+    Responses that have them are longer than their text. `stop_token_ids`: tokens that end a response in addition to the
+    model's own.
+    """
+    added = _settings(folder / "tokenizer.json").get("added_tokens") or ()
+    special = frozenset(token["id"] for token in added if token.get("special"))
+    return special - eos_token_ids(folder) - frozenset(stop_token_ids)
 
 
 def _settings(file: Path) -> dict[str, Any]:
@@ -341,7 +351,6 @@ def _make_scratch(settings: ScratchConfig, seed: int, folder: Path) -> None:
                 max_position_embeddings=settings.max_position_embeddings,
                 tie_word_embeddings=True,
                 eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
                 bos_token_id=None,
                 dtype="float32",
             )
@@ -370,14 +379,14 @@ def _random_weights(shapes: Sequence[tuple[int, ...]], seed: int) -> Iterator[An
 
 
 def _symbol_tokenizer(symbols: list[str], *, max_length: int) -> Any:
-    """Return a tokenizer with one token for each of `symbols`, of which the longest that fits is taken.
+    """Return a tokenizer with one token for each of `symbols`, the longest first, and one for the end.
 
-    A rendered conversation is its contents put together.
+    It has no padding token: the policy would sample it. A rendered conversation is the text of its messages.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: i for i, token in enumerate([*symbols, EOS, PAD])}
+    vocabulary = {token: i for i, token in enumerate([*symbols, EOS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     words = sorted((re.escape(symbol) for symbol in symbols if len(symbol) > 1), key=len, reverse=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*words, r"[\s\S]"])), behavior="isolated")
@@ -385,7 +394,6 @@ def _symbol_tokenizer(symbols: list[str], *, max_length: int) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=EOS,
-        pad_token=PAD,
         model_max_length=max_length,
         clean_up_tokenization_spaces=False,
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",

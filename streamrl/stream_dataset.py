@@ -9,7 +9,7 @@ any time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from streamrl.seqs import SeqSet
 from streamrl.transport import codec
@@ -21,13 +21,20 @@ class StreamDataset:
     """Holds groups from the moment they are stored until they are discarded. Thread-safe."""
 
     def __init__(
-        self, *, rank: int, capacity_groups: int, on_stored: Callable[[SampleMeta], None] | None = None
+        self,
+        *,
+        rank: int,
+        capacity_groups: int,
+        on_stored: Callable[[SampleMeta], None] | None = None,
+        special: Collection[int] = (),
     ) -> None:
-        """`rank`: of the model worker that holds it. `capacity_groups`: how many it may hold at a time. `on_stored`
-        hears of each stored group, in the thread that stored it and before the group is acknowledged."""
+        """`rank`: of the model worker that holds it. `capacity_groups`: how many it may hold at a time. `on_stored` is
+        called with each stored group, in the thread that stored it and before the group is acknowledged. `special`:
+        token ids that are counted, as in `special_counts`."""
         self.rank = rank
         self.on_stored = on_stored
         self.capacity_groups = capacity_groups
+        self._special = special
         self._on_freed: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._groups: dict[int, TrajectoryGroup] = {}
@@ -54,7 +61,7 @@ class StreamDataset:
                 return SinkOutcome.DUPLICATE
             if len(self._groups) >= self.capacity_groups:
                 return SinkOutcome.FULL
-            meta = SampleMeta.of(group, head=self.rank)
+            meta = SampleMeta.of(group, head=self.rank, special=self._special)
             self._known.add(group.seq)
             self._groups[group.seq] = group
             self._stored += 1

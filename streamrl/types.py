@@ -5,7 +5,7 @@ Array dtypes are part of the contract; the stream refuses anything else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
 from statistics import fmean
@@ -39,7 +39,8 @@ class Prompt(msgspec.Struct, frozen=True):
     input_ids: list[int]
     """`messages` rendered by the chat template and tokenized, generation prompt included."""
     answer: Any
-    """The reference answer, if the data set has one (JSON types)."""
+    """The reference answer as text, or of the row's own JSON type with `data.answer_type = "as_is"`; None: the row has
+    none."""
     metadata: dict[str, Any]
     """Everything else in the row, for the reward function (JSON types)."""
 
@@ -258,6 +259,8 @@ class SampleMeta(msgspec.Struct, frozen=True):
     """Length of the group's `packed_facts`."""
     retries: int = 0
     """As in `TrajectoryGroup`."""
+    special_tokens: int = 0
+    """Sampled special tokens that do not end a response: `Response.text` lacks them."""
 
     @property
     def episode_count(self) -> int:
@@ -282,8 +285,8 @@ class SampleMeta(msgspec.Struct, frozen=True):
         return sum(self.version_counts.values())
 
     @classmethod
-    def of(cls, group: TrajectoryGroup, *, head: int) -> SampleMeta:
-        """Describe `group`, which model worker `head` has stored."""
+    def of(cls, group: TrajectoryGroup, *, head: int, special: Collection[int] = ()) -> SampleMeta:
+        """Describe `group`, which model worker `head` has stored; `special`: as in `special_counts`."""
         response_lengths, version_counts = _count_sampled(group)
         return cls(
             seq=group.seq,
@@ -300,6 +303,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
             routes=group.routes,
             facts_bytes=len(group.packed_facts),
             retries=group.retries,
+            special_tokens=sum(special_counts(group, special)),
         )
 
 
@@ -317,6 +321,16 @@ def _packed_experts(trajectories: Sequence[Trajectory]) -> NDArray[np.uint8]:
         for t in trajectories
     ]
     return np.concatenate(routed).reshape(-1)
+
+
+def special_counts(group: TrajectoryGroup, special: Collection[int]) -> list[int]:
+    """Return how many tokens of each trajectory were sampled and are among `special` (`models.special_token_ids`)."""
+    if not special:
+        return [0] * group.size
+    found = group.packed_loss_mask & np.isin(group.packed_input_ids, list(special))
+    starts = np.cumsum(group.seqlens) - group.seqlens
+    counts: list[int] = np.add.reduceat(found, starts, dtype=np.int64).tolist()
+    return counts
 
 
 def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:

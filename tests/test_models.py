@@ -23,8 +23,11 @@ from streamrl.models import (
     check_checkpoint,
     check_tokens,
     ensure_checkpoint,
+    eos_token_ids,
     load_tokenizer,
     made,
+    special_token_ids,
+    vocab_size,
     weights_fingerprint,
 )
 from tests.forked import Forked, forking
@@ -64,14 +67,14 @@ def test_a_model_that_reads_the_policys_tokens_has_the_same_and_perhaps_more(tmp
     )
     check_tokens(same, policy, setting="reference.path")
     with pytest.raises(
-        ModelError, match=r"reference.path = .*: 2 of 15, of which the first, '8', is 8 here and 9 there"
+        ModelError, match=r"reference.path = .*: 2 of 14, of which the first, '8', is 8 here and 9 there"
     ):
         check_tokens(other, policy, setting="reference.path")
     tokenizer = load_tokenizer(policy)
     tokenizer.add_tokens(["more"])
     tokenizer.save_pretrained(same)
     check_tokens(same, policy, setting="reference.path")
-    with pytest.raises(ModelError, match=r"1 of 16, of which the first, 'more', is 15 here and unknown there"):
+    with pytest.raises(ModelError, match=r"1 of 15, of which the first, 'more', is 14 here and unknown there"):
         check_tokens(policy, same, setting="reference.path")
 
 
@@ -83,12 +86,35 @@ def test_scratch_tokenizer_has_one_token_for_each_character(tmp_path: Path) -> N
     assert ids == ["ab\n +é".index(c) for c in text]
     assert tokenizer.decode(ids) == text
     assert tokenizer.eos_token_id == 6
-    assert tokenizer.pad_token_id == 7
+    assert tokenizer.pad_token_id is None
     messages = [{"role": "system", "content": "ab"}, {"role": "user", "content": " +"}]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert rendered == "ab +"
     other = load_tokenizer(folder, chat_template="{{ messages[0]['content'] }}")
     assert other.apply_chat_template(messages, tokenize=False) == "ab"
+
+
+def test_each_token_of_a_scratch_model_has_a_use(tmp_path: Path) -> None:
+    """A token that no text has, such as padding, would be sampled all the same and be missing in `response.text`."""
+    folder = ensure_checkpoint(scratch_config(alphabet="ab", words=["abba"]), cache=tmp_path)
+    tokenizer = load_tokenizer(folder)
+    tokens = tokenizer.convert_ids_to_tokens(range(vocab_size(folder)))
+    assert tokens == ["a", "b", "abba", "<eos>"]
+    assert eos_token_ids(folder) == {3}
+    assert special_token_ids(folder) == set()
+    assert tokenizer.decode([0, 2, 3], skip_special_tokens=True) == "aabba"
+
+
+def test_special_tokens_are_those_of_the_tokenizer_that_do_not_end_a_response(tmp_path: Path) -> None:
+    folder = ensure_checkpoint(scratch_config(alphabet="ab"), cache=tmp_path)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "additional_special_tokens": ["<turn>"]})
+    tokenizer.save_pretrained(folder)
+    assert tokenizer.convert_tokens_to_ids(["<think>", "<pad>", "<turn>"]) == [3, 4, 5]
+    assert special_token_ids(folder) == {4, 5}
+    assert special_token_ids(folder, stop_token_ids=[5]) == {4}
+    assert tokenizer.decode([0, 3, 4, 5, 2], skip_special_tokens=True) == "a<think>"
 
 
 def test_scratch_words_are_one_token_each_and_the_longest_one_is_taken(tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
-from streamrl.types import NO_VERSION, SampleMeta, Trajectory, TrajectoryGroup
+from streamrl.types import NO_VERSION, SampleMeta, Trajectory, TrajectoryGroup, special_counts
 from tests.groups import groups, make_group
 
 
@@ -34,6 +35,17 @@ def test_meta_counts_what_a_plain_loop_counts(group: TrajectoryGroup) -> None:
         for which in range(meta.episode_count)
     ]
     assert meta.episode_rewards == [pytest.approx(sum(rewards) / len(rewards)) for rewards in of_episodes]
+
+
+@given(groups(), st.sets(st.integers(0, 999), max_size=400))
+def test_special_tokens_are_counted_where_the_policy_sampled_them(group: TrajectoryGroup, special: set[int]) -> None:
+    counts, at = [], 0
+    for seqlen in group.seqlens:
+        own = range(at, at + seqlen)
+        counts.append(sum(bool(group.packed_loss_mask[i]) and int(group.packed_input_ids[i]) in special for i in own))
+        at += seqlen
+    assert special_counts(group, special) == counts
+    assert SampleMeta.of(group, head=0, special=special).special_tokens == sum(counts)
 
 
 @given(groups())

@@ -129,6 +129,9 @@ class DataConfig(Section, frozen=True):
     """Column with the prompt: a string, or a list of chat messages, of text alone."""
     answer_key: str = "answer"
     """Column with the reference answer; may be absent from the data."""
+    answer_type: Literal["text", "as_is"] = "text"
+    """`text`: `prompt.answer` is text, as `response.text` is: a number, list or mapping becomes its JSON, `521` or
+    `["a", 1]`. `as_is`: it has the row's own type. No answer is None in both."""
     system_prompt: str | None = None
     """Put before each prompt as a system message."""
     suffix: str = ""
@@ -297,7 +300,9 @@ class SimulationConfig(Section, frozen=True):
     """Mean response length, in tokens."""
     sigma: NonNegativeFloat = 1.0
     """Spread of the response lengths: standard deviation of their logarithm."""
-    vocab_size: Positive = 16
+    vocab_size: Positive = 15
+    """Tokens are drawn from 0 to `vocab_size - 1`. The model needs as many; the default fits a model from scratch with
+    the default alphabet."""
 
 
 class SglangConfig(Section, frozen=True):
@@ -482,6 +487,7 @@ class EvaluationDataConfig(Section, frozen=True):
     size: Positive | None = None
     prompt_key: str | None = None
     answer_key: str | None = None
+    answer_type: Literal["text", "as_is"] | None = None
     system_prompt: str | None = None
     suffix: str | None = None
     shuffle: bool | None = None

@@ -16,14 +16,15 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from streamrl.config import Config
 from streamrl.config.sections import as_evaluated
 from streamrl.config.trainer import RoleName, role_config
-from streamrl.errors import ConfigError, RewardError, StreamRLError
+from streamrl.errors import ConfigError, DataError, RewardError, StreamRLError
 from streamrl.importing import load_object
 from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
@@ -33,7 +34,7 @@ from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.records.sinks import check_installed
 from streamrl.rollout.agents.runner import agents_of
-from streamrl.rollout.data import PromptSource
+from streamrl.rollout.data import PromptSource, answer_text
 from streamrl.rollout.process import load_data
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.reward.protocol import Response
@@ -55,6 +56,12 @@ ROWS, ROWS_SECONDS = 100_000, 10.0
 """Rows that are read at most, and for how long."""
 NAMED_ROWS = 3
 """Rows that cannot be used and are named; the others are counted."""
+SCORED_ROWS, SCORING_SECONDS = 8, 30.0
+"""Rows, spread over the data set, that the reward function is tried with, and how long no further one is begun."""
+MADE_UP = "a made-up response"
+"""Scored where a row has no answer."""
+SHORT = 60
+"""Characters of an answer that are shown."""
 SGLANG_SECONDS = 60.0
 TRACEBACK_LINES = 6
 
@@ -67,6 +74,8 @@ class Rehearsal:
     """What works, with what was seen of it."""
     wrong: list[str] = field(default_factory=list)
     """Why the run would fail, and what to do."""
+    warnings: list[str] = field(default_factory=list)
+    """Why the run might learn nothing, and the remedy."""
     untried: list[str] = field(default_factory=list)
     """What only the run itself will show."""
 
@@ -254,24 +263,23 @@ def _try_rollout(config: Config, folder: Path | None, found: Rehearsal, *, name:
         with found.part(f"{name}rollout.workflow"):
             load_workflow(config.rollout.workflow)
     prompts: PromptSource | None = None
-    first: Prompt | None = None
     with found.part(f"{name}data"):
         if folder is None:
             found.untried.append(f"{name}prompts, without the model's tokenizer")
         else:
             prompts = load_data(config, folder)[1]
-            first = _render_prompts(config, prompts, found, name=name)
+            _render_prompts(config, prompts, found, name=name)
     if prompts is not None:
         _read_rows(prompts, found, name=name)
     if config.reward_model.path is not None:
         found.untried.append(f"{name}the reward model was found and not run")
     elif agent.used and agent.scored_by == "agent":
         found.untried.append(f"{name}no episode of the agent was played")
-    elif first is None:
+    elif prompts is None:
         found.untried.append(f"{name}the reward function, without a prompt")
     else:
         with found.part(f"{name}rollout.reward"):
-            found.tried.append(f"{name}{asyncio.run(_score(config, first))}")
+            asyncio.run(_try_reward(config, _spread(prompts), found, name=name))
 
 
 async def _start_agents(config: Config) -> str:
@@ -294,8 +302,8 @@ async def _start_agents(config: Config) -> str:
     return f"the agent's function {agent.function} was imported"
 
 
-def _render_prompts(config: Config, prompts: PromptSource, found: Rehearsal, *, name: str) -> Prompt:
-    """Return the first prompt; raises `ConfigError` if all of them would be rejected."""
+def _render_prompts(config: Config, prompts: PromptSource, found: Rehearsal, *, name: str) -> None:
+    """Render the first prompts; raises `ConfigError` if all of them would be rejected."""
     first = [prompts.prompt(seq) for seq in range(min(PROMPTS, len(prompts)))]
     tokens = [len(prompt.input_ids) for prompt in first]
     most = config.data.max_prompt_tokens
@@ -309,7 +317,6 @@ def _render_prompts(config: Config, prompts: PromptSource, found: Rehearsal, *, 
         f"{name}the first {len(first)} of {len(prompts)} prompts have {min(tokens)} to {max(tokens)} tokens"
         + (f"; {too_long} of them more than data.max_prompt_tokens = {most}: they are rejected" if too_long else "")
     )
-    return first[0]
 
 
 def _read_rows(prompts: PromptSource, found: Rehearsal, *, name: str) -> None:
@@ -330,20 +337,79 @@ def _read_rows(prompts: PromptSource, found: Rehearsal, *, name: str) -> None:
         found.untried.append(f"{name}rows {index} to {len(prompts) - 1} were not read")
 
 
-async def _score(config: Config, prompt: Prompt) -> str:
-    """Have the reference answer, or else a few words, scored as a response to `prompt`; what came of it."""
-    text = "a made-up response" if prompt.answer is None else str(prompt.answer)
+def _spread(prompts: PromptSource) -> list[Prompt]:
+    """Return up to `SCORED_ROWS` prompts, spread over the data set; rows without a prompt are left out."""
+    found = []
+    for seq in sorted({place * len(prompts) // SCORED_ROWS for place in range(SCORED_ROWS)}):
+        with suppress(DataError):
+            found.append(prompts.prompt(seq))
+    return found
+
+
+class _Scored(NamedTuple):
+    """Rewards of one row."""
+
+    row: int
+    answer: str
+    """The row's own answer as text, or a few words where it has none."""
+    reward: float
+    wrong: str = ""
+    """Another row's answer; empty: none was scored."""
+    wrong_reward: float = -math.inf
+
+    def __str__(self) -> str:
+        return (
+            f"row {self.row}: its own answer {self.answer[:SHORT]!r} scores {self.reward:g}, "
+            f"the wrong one {self.wrong[:SHORT]!r} scores {self.wrong_reward:g}"
+        )
+
+
+async def _try_reward(config: Config, prompts: Sequence[Prompt], found: Rehearsal, *, name: str) -> None:
+    """Score the answer of each of `prompts` as a response to it and, where the response is the answer, a wrong one too.
+
+    Raises `RewardError` if the function cannot be loaded, or fails in some rows.
+    """
+    answers = [MADE_UP if prompt.answer is None else answer_text(prompt.answer) for prompt in prompts]
+    scored: list[_Scored] = []
+    failed: list[str] = []
     pool = RewardPool.of(config)
     await pool.start()
+    until = time.monotonic() + SCORING_SECONDS
     try:
-        response = Response(text=text, finish_reason="stop", output_tokens=len(text.split()) or 1)
-        began = time.monotonic()
-        try:
-            reward = await pool.score(response, prompt)
-        except RewardError as error:
-            raise RewardError(
-                f"a made-up response {text[:60]!r} to the first prompt cannot be scored: {error}"
-            ) from error
-        return f"reward of a made-up response {text[:60]!r}: {reward:g} ({1000 * (time.monotonic() - began):.0f} ms)"
+        for prompt, answer in zip(prompts, answers, strict=True):
+            if time.monotonic() > until:
+                found.untried.append(f"{name}rows from {prompt.index} on were not scored within {SCORING_SECONDS:g} s")
+                break
+            try:
+                scores = _Scored(prompt.index, answer, await _score(pool, answer, prompt))
+                if prompt.answer is not None and not config.rollout.agent.used:
+                    wrong = next((other for other in answers if other != answer), MADE_UP)
+                    scores = scores._replace(wrong=wrong, wrong_reward=await _score(pool, wrong, prompt))
+                scored.append(scores)
+            except RewardError as error:
+                text = str(error).splitlines()[-1] if failed else str(error)
+                failed.append(f"row {prompt.index}, response {answer[:SHORT]!r}: {text}")
     finally:
         await pool.close()
+    _report_rewards(scored, found, name=name)
+    if failed:
+        rows = len(scored) + len(failed)
+        raise RewardError("\n".join([f"{len(failed)} of {rows} rows cannot be scored: {failed[0]}", *failed[1:]]))
+
+
+async def _score(pool: RewardPool, text: str, prompt: Prompt) -> float:
+    return await pool.score(Response(text=text, finish_reason="stop", output_tokens=len(text.split()) or 1), prompt)
+
+
+def _report_rewards(scored: Sequence[_Scored], found: Rehearsal, *, name: str) -> None:
+    if not scored:
+        return
+    rewards = [scores.reward for scores in scored]
+    what = "a made-up response" if all(scores.answer == MADE_UP for scores in scored) else "the row's own answer"
+    found.tried.append(f"{name}reward of {what} in {len(scored)} rows: {min(rewards):g} to {max(rewards):g}")
+    if alike := [scores for scores in scored if scores.reward <= scores.wrong_reward]:
+        found.warnings.append(
+            f"{name}rollout.reward: in {len(alike)} of {len(scored)} rows the row's own answer does not score more "
+            f"than a wrong one; {alike[0]}. Compare response.text with prompt.answer in the function: both are text "
+            'unless data.answer_type = "as_is"; or the function expects more of a response than the bare answer'
+        )

@@ -93,13 +93,15 @@ class RunSoFar:
         """Return what the health of the run is judged by; bytes free, and in all, of the disk that it writes to."""
         last = self.steps[-1] if self.steps else None
         pool = self.pool_shares()
+        processes = self.status.processes if self.status is not None else []
         return RunFigures(
             steps=[step.metrics for step in self.steps],
             first=[step.metrics for step in self.first],
             best_reward=max(self.values("reward_mean"), default=None),
             health=last.health if last is not None else HEALTHY,
             response_lengths=last.response_lengths if last is not None else (),
-            stats={f"{p.role}/{p.index}": p.stats for p in self.status.processes} if self.status is not None else {},
+            stats={f"{p.role}/{p.index}": p.stats for p in processes},
+            failures={f"{p.role}/{p.index}": p.failure for p in processes if p.failure is not None},
             generation_busy=pool.busy if pool is not None else None,
             config=config,
             disk_free=disk_free,

@@ -282,6 +282,7 @@ def health(run: Run) -> list[Finding]:
             response_lengths=run.response_lengths,
             evaluations=run.evaluations,
             stats={process.name: _last_stats(process) for process in run.processes.values()},
+            failures={name: process.failure for name, process in run.processes.items() if process.failure is not None},
             generation_busy=float(np.nanmean(busy)) if np.isfinite(busy).any() else None,
             restarts={process.name: process.restarts for process in run.processes.values() if process.restarts},
             failed_updates=sum(not update.done for update in run.publications),

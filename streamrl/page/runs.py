@@ -28,6 +28,7 @@ from streamrl.records.table import Column, Table, growth, restarts
 from streamrl.records.timeline import (
     PROCESSOR_SECONDS,
     TIMELINE_FILE,
+    FrequentFailure,
     HeartbeatEntry,
     PublicationEntry,
     TimelineEntry,
@@ -68,6 +69,8 @@ class Process:
         """One row for each heartbeat, with its `time`."""
         self.waits: list[str] = []
         """What the process waited for at each heartbeat; empty: nothing."""
+        self.failure: FrequentFailure | None = None
+        """The last that a heartbeat had."""
 
     @property
     def name(self) -> str:
@@ -179,6 +182,7 @@ class Run:
             process = self.processes.setdefault(name, Process(of_process[0].role, of_process[0].index))
             process.stats.extend([beat.stats for beat in of_process], time=[beat.time for beat in of_process])
             process.waits.extend(beat.waiting_for for beat in of_process)
+            process.failure = next((beat.failure for beat in reversed(of_process) if beat.failure), process.failure)
             self._last_heard = max(self._last_heard, of_process[-1].time)
         return anew or bool(entries)
 

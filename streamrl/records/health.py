@@ -17,6 +17,7 @@ from streamrl.config import Config
 from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
 from streamrl.records.collapse import HEALTHY, LARGEST_GRADIENT, SMALLEST_SAMPLE, Health, advice
 from streamrl.records.evaluation import EvaluationReport
+from streamrl.records.timeline import FrequentFailure
 
 Severity = Literal["bad", "warning", "note"]
 """bad: the run fails, or learns something wrong. warning: it is likely to, or wastes a good part of what it does. note:
@@ -50,6 +51,8 @@ CUT_RESPONSES = 0.1
 MASKED = 0.05
 MOSTLY_MASKED = 0.3
 """Share of sampled tokens left out as too old: "a few per cent" of docs/staleness.md, and where it is far from that."""
+SPECIAL = 0.01
+"""Share of sampled tokens that are special tokens in the middle of a response: a reward function does not see them."""
 WAITING = 0.5
 """Share of a step's time in which one pool waits for the other: the slower half of the machine decides."""
 PAUSED = 0.1
@@ -58,6 +61,8 @@ REJECTED = 0.1
 """Share of groups that were given up, of held-out prompts that failed, or of responses that could not be scored."""
 FAILED_SIBLINGS = 0.1
 """Retries as a share of the siblings, or shrunk groups as a share of the groups: each retry costs a whole response."""
+FAILING = 0.01
+"""The same where the error is known: a row on which the reward function fails always fails."""
 MOSTLY_UNSCORED = 0.5
 """Share of the responses that could not be scored, beyond which rewards tell nothing."""
 OFTEN_RESTARTED = 3
@@ -98,6 +103,8 @@ class RunFigures(msgspec.Struct, kw_only=True):
     evaluations: Sequence[EvaluationReport] = ()
     stats: Mapping[str, Mapping[str, float]] = {}
     """Process → the figures of its last heartbeat."""
+    failures: Mapping[str, FrequentFailure] = {}
+    """Process → the error that has cost it most groups, if there was one."""
     generation_busy: float | None = None
     """Share of the last steps' time in which gservers computed, from 0 to 1."""
     restarts: Mapping[str, int] = {}
@@ -267,6 +274,15 @@ def _data(run: RunFigures) -> Iterator[Finding]:
             f"{cut:.0%} of the responses are as long as they may be, {most} tokens: they were cut before their end",
             [f"rollout.sampling.max_new_tokens={2 * most} (it is {most})", "rollout.reward.overlong_tokens"],
         )
+    special, sampled = _total(run, "tokens_special"), _total(run, "tokens_sampled")
+    if sampled and special / sampled > SPECIAL:
+        yield Finding(
+            "warning",
+            "special tokens",
+            f"{special / sampled:.0%} of the sampled tokens are special tokens, which response.text lacks: responses "
+            "are longer than the text that is scored",
+            ["a reward that falls with response.output_tokens", "rollout.sampling.stop_token_ids"],
+        )
     if run.evaluations:
         last = run.evaluations[-1]
         if last.cut_share is not None and last.cut_share > CUT_RESPONSES:
@@ -276,22 +292,23 @@ def _data(run: RunFigures) -> Iterator[Finding]:
                 f"{last.cut_share:.0%} of the held-out responses at version {last.policy_version} were cut",
                 ["evaluation.max_new_tokens"],
             )
-        failed = last.rejected / max(1, last.rejected + last.prompts)
-        if failed > REJECTED:
-            yield Finding(
-                "warning", "evaluation", f"{failed:.0%} of the held-out prompts failed at version {last.policy_version}"
-            )
-    done = _sum(run, "rollout/", "groups_done_total")
-    rejected = _sum(run, "rollout/", "groups_rejected_total")
-    if done + rejected and rejected / (done + rejected) > REJECTED:
+    yield from _failures(run)
+
+
+def _failures(run: RunFigures) -> Iterator[Finding]:
+    """Groups, responses and held-out prompts that failed, with the most frequent error."""
+    rollout = (run.config or Config()).rollout
+    cause = _most_frequent(run, "rollout/")
+    limit = REJECTED if cause is None else FAILING
+    why = "the logs of the rollout workers have the errors" if cause is None else f"most often {cause}"
+    done, rejected = (_sum(run, "rollout/", f"groups_{what}_total") for what in ("done", "rejected"))
+    if rejected and rejected / (done + rejected) > limit:
         yield Finding(
             "warning",
             "rejected groups",
-            f"{rejected / (done + rejected):.0%} of the groups were given up ({rejected:.0f}): the logs of the rollout "
-            "workers say why",
-            ["rollout.reward.timeout_seconds", "data.max_prompt_tokens"],
+            f"{rejected / (done + rejected):.0%} of the groups were given up ({rejected:.0f}): {why}",
+            _against(cause),
         )
-    rollout = config.rollout
     retried = _sum(run, "rollout/", "siblings_retried_total") / max(1.0, (done + rejected) * rollout.group_size)
     shrunk = _sum(run, "rollout/", "groups_shrunk_total") / max(1.0, done + rejected)
     if max(retried, shrunk) > FAILED_SIBLINGS:
@@ -299,18 +316,44 @@ def _data(run: RunFigures) -> Iterator[Finding]:
             "warning",
             "failed siblings",
             f"{retried:.0%} of the siblings were made again, and {shrunk:.0%} of the groups lost siblings, because "
-            "rewards, agents or workflows failed: the logs of the rollout workers have the errors",
-            ["rollout.reward.timeout_seconds", "rollout.agent.timeout_seconds"],
+            f"rewards, agents or workflows failed: {why}",
+            _against(cause),
         )
     unscored = _sum(run, "rollout/", "reward_errors_total") / max(1.0, done * rollout.group_size)
-    if unscored > REJECTED and rollout.on_failed_sibling == "zero":
+    if unscored > limit and rollout.on_failed_sibling == "zero":
         yield Finding(
             "bad" if unscored > MOSTLY_UNSCORED else "warning",
             "rewards",
-            f"{min(1.0, unscored):.0%} of the responses score 0 because scoring them failed: the logs of the rollout "
-            "workers say why",
-            ["rollout.reward.function", "rollout.reward.timeout_seconds"],
+            f"{min(1.0, unscored):.0%} of the responses score 0 because scoring them failed: {why}",
+            _against(cause),
         )
+    last = run.evaluations[-1] if run.evaluations else None
+    failed = last.rejected / max(1, last.rejected + last.prompts) if last is not None else 0.0
+    cause = _most_frequent(run, "evaluator/")
+    if last is not None and failed > (REJECTED if cause is None else FAILING):
+        because = "" if cause is None else f": most often {cause}"
+        text = f"{failed:.0%} of the held-out prompts failed at version {last.policy_version}{because}"
+        yield Finding("warning", "evaluation", text, [] if cause is None else _against(cause))
+
+
+def _most_frequent(run: RunFigures, role: str) -> FrequentFailure | None:
+    """Return the most frequent error of all processes of `role`; the count of an error is over all of them."""
+    found: dict[str, FrequentFailure] = {}
+    for name, failure in run.failures.items():
+        if name.startswith(role):
+            before = found.get(failure.error, failure)
+            count = failure.count + (before.count if before is not failure else 0)
+            found[failure.error] = msgspec.structs.replace(before, count=count)
+    return max(found.values(), key=lambda failure: failure.count, default=None)
+
+
+def _against(cause: FrequentFailure | None) -> list[str]:
+    """Return the settings that the error names, or else the function, as `Finding.turn`."""
+    settings = ["rollout.reward.timeout_seconds", "rollout.agent.timeout_seconds", "data.max_prompt_tokens"]
+    if cause is None:
+        return ["rollout.reward.function", *settings]
+    named = [setting for setting in settings if setting in cause.error]
+    return named or ["the reward function, workflow or agent (streamrl check CONFIG scores several rows)"]
 
 
 def _staleness(run: RunFigures) -> Iterator[Finding]:

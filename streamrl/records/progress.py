@@ -109,7 +109,9 @@ def _length(found: Ranges) -> int:
 
 def prompts_digest(config: Config) -> str:
     """Fingerprint of the settings that decide which prompt belongs to which sequence number."""
-    return hashlib.sha256(msgspec.json.encode((config.run.seed, config.data))).hexdigest()[:16]
+    settings = msgspec.structs.asdict(config.data)
+    del settings["answer_type"]  # changes how a row is scored, not which row it is
+    return hashlib.sha256(msgspec.json.encode((config.run.seed, settings))).hexdigest()[:16]
 
 
 def write(folder: Path, progress: Progress) -> None:

@@ -71,6 +71,7 @@ ROW = np.dtype(
         ("tokens", "<i4"),  # all tokens, prompt included
         ("prompt_tokens", "<i4"),  # that the siblings share
         ("turns", "<i4"),  # runs of sampled tokens
+        ("special", "<i4"),  # sampled special tokens that do not end a response: `Response.text` lacks them
         ("masked", "<i4"),  # sampled tokens that are not in the loss
         ("age", "<i4"),  # of the oldest sampled token, in versions
         ("age_mean", "<f4"),  # of the sampled tokens
@@ -131,6 +132,8 @@ class GroupFacts(msgspec.Struct, kw_only=True):
     """`[n]` why each response ended."""
     texts: list[str]
     """`[n]` all tokens of each as text, special ones and the prompt included."""
+    special: list[int] = []
+    """`[n]` how many special tokens that do not end a response were sampled; empty: unknown."""
     reward_parts: list[dict[str, float]] = []
     """What the reward of each episode is made of, by name; empty: it is one thing."""
     scores: list[float] = []
@@ -270,6 +273,7 @@ def rows_of(group: KeptGroup) -> NDArray[np.void]:
     rows["advantage"] = unknown if group.advantages is None else mean(group.advantages)
     rows["length"], rows["tokens"], rows["prompt_tokens"] = lengths, group.seqlens, group.prompt_length
     rows["turns"] = np.add.reduceat(begins, starts, dtype=np.int64)
+    rows["special"] = group.special or 0
     rows["masked"] = np.add.reduceat(sampled & (group.token_uses != TRAINED), starts, dtype=np.int64)
     rows["age"], rows["age_mean"] = np.maximum.reduceat(age, starts), mean(age)
     rows["logprob"] = mean(group.behavior_logprobs)
@@ -376,6 +380,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     prompt_tokens: int
     turns: int
+    special: int
     masked: int
     age: int
     age_mean: float

@@ -34,6 +34,21 @@ CLOSING_SECONDS = 5.0
 """Longest wait for a disk that does not respond."""
 
 
+class FrequentFailure(msgspec.Struct, frozen=True):
+    """The error that has cost a process most groups, responses or held-out prompts since its start."""
+
+    error: str
+    """The exception in one line, as it was raised first."""
+    count: int
+    """How often it was raised. Errors count as one if they differ in numbers and quoted text alone."""
+    example: str
+    """The row that it was raised for first, its prompt and its answer, shortened."""
+
+    def __str__(self) -> str:
+        times = "once" if self.count == 1 else f"{self.count} times"
+        return f"{self.error} ({times}, first for {self.example})"
+
+
 class HeartbeatEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="heartbeat"):
     """One heartbeat of a process."""
 
@@ -47,6 +62,8 @@ class HeartbeatEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     """Counters and gauges of the process by name."""
     waiting_for: str = ""
     """What the process waits for; empty: it works."""
+    failure: FrequentFailure | None = None
+    """None: no failure so far, or the process makes no groups."""
 
 
 class PublicationEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="publication"):

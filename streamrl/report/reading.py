@@ -124,6 +124,11 @@ def figures(records: Records) -> RunFigures:
         response_lengths=steps[-1].response_lengths if steps else (),
         evaluations=records.evaluations,
         stats={process: entries[-1].stats for process, entries in records.heartbeats.items()},
+        failures={
+            process: failure
+            for process, entries in records.heartbeats.items()
+            if (failure := next((entry.failure for entry in reversed(entries) if entry.failure), None))
+        },
         generation_busy=generation_busy(records, since=time_range(recent)[0]),
         restarts={
             process: count

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
+import msgspec
+
+from streamrl.errors import RewardError
+from streamrl.records.timeline import FrequentFailure
 from streamrl.transport.seldom import Seldom
 
 log = logging.getLogger(__name__)
@@ -16,6 +21,12 @@ REWARD_WINDOW = 64
 """Groups over which the mean reward goes."""
 MOST_METRICS = 64
 """Names of agents' own figures."""
+MOST_FAILURES = 64
+"""Errors that are counted, each by itself."""
+LONGEST_ERROR = 240
+"""Characters of an error that are shown."""
+_FIGURES = re.compile(r"""\d+|'[^']*'|"[^"]*\"""")
+"""Numbers and quoted text: errors that differ in these alone count as one."""
 
 GENERATION, PLAYING, BEFORE_PLAYING, BEFORE_SCORING, SCORING, RETRYING, PUSHING = STAGES = (
     "generation",
@@ -27,6 +38,13 @@ GENERATION, PLAYING, BEFORE_PLAYING, BEFORE_SCORING, SCORING, RETRYING, PUSHING 
     "credit of the trainer",
 )
 """Stages of a response or group in order, named by what the worker waits for while something is in them."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the message of `error` with its type, or the last line of a message that has a traceback."""
+    lines = str(error).strip().splitlines()
+    text = lines[-1].strip() if len(lines) > 1 else f"{type(error).__name__}: {error}"
+    return text if len(text) <= LONGEST_ERROR else f"{text[: LONGEST_ERROR - 1]}…"
 
 
 class Activity:
@@ -68,6 +86,10 @@ class Activity:
         self._on_wait: Callable[[str], None] | None = None
         self._waiting_for = ""
         self._reasons = Seldom(log)
+        self._failures: dict[str, FrequentFailure] = {}
+        """Error without its figures → how often it was raised, and for which row first."""
+        self.describe_row: Callable[[int], str] = "seq {}".format
+        """Returns a short form of the row of a sequence number."""
 
     def on_wait(self, show: Callable[[str], None]) -> None:
         """Call `show` now, and whenever what the process waits for changes."""
@@ -167,9 +189,32 @@ class Activity:
         self._rewards.append(mean_reward)
 
     def rejected(self, seq: int, reason: BaseException, *, what: str = "group") -> None:
-        """Count a group that was given up, and log why."""
+        """Count a group that was given up, and log why. The failure of a reward was counted with its response."""
         self.groups_rejected += 1
+        self.failed(seq, reason)
         self.log_reason(f"{what} {seq} is rejected", reason)
+
+    def failed(self, seq: int, reason: BaseException) -> None:
+        """Count the failure of a sibling or a group among the frequent ones, unless `unscored` has counted it."""
+        if not isinstance(reason, RewardError):
+            self._count_failure(seq, reason)
+
+    def unscored(self, seq: int, reason: BaseException) -> None:
+        """Count a response, or an agent's episode, that could not be scored."""
+        self.reward_errors += 1
+        self._count_failure(seq, reason)
+
+    def frequent_failure(self) -> FrequentFailure | None:
+        """Return the failure that was counted most often; None if there was none."""
+        return max(self._failures.values(), key=lambda failure: failure.count, default=None)
+
+    def _count_failure(self, seq: int, reason: BaseException) -> None:
+        error = in_one_line(reason)
+        kind = _FIGURES.sub("", error)
+        if (known := self._failures.get(kind)) is not None:
+            self._failures[kind] = msgspec.structs.replace(known, count=known.count + 1)
+        elif len(self._failures) < MOST_FAILURES:
+            self._failures[kind] = FrequentFailure(error, 1, self.describe_row(seq))
 
     def uniform(self) -> None:
         """Count a group that was given up because its responses all scored the same."""

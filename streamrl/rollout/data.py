@@ -13,6 +13,7 @@ function of yours, `data.source = "python"`, does.
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 import subprocess
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from streamrl.rollout.chat import ChatTokenizer, Message
 from streamrl.types import Prompt
 
 Row = dict[str, Any]
+EXCERPT = 60
+"""Characters of a prompt and of an answer that stand for them."""
 LISTING_SECONDS = 300.0
 """A taskset may read a large data set before it has its tasks."""
 
@@ -71,6 +74,7 @@ class PromptSource:
         row = self._rows[index]
         where = f"{self._rows.name}, row {index}"
         messages = self.messages(row, where=where)
+        answer = row.get(self._config.answer_key)
         used = {self._prompt_key, self._config.answer_key}
         whole_entry = self._config.source == "reasoning_gym"  # its scorers read question and answer too
         return Prompt(
@@ -79,9 +83,19 @@ class PromptSource:
             epoch=epoch,
             messages=messages,
             input_ids=self._render(messages, where=where),
-            answer=row.get(self._config.answer_key),
+            answer=answer if answer is None or self._config.answer_type == "as_is" else answer_text(answer),
             metadata={key: value for key, value in row.items() if whole_entry or key not in used},
         )
+
+    def describe(self, seq: int) -> str:
+        """Return which row `seq` is, with the end of its last message and the beginning of its answer, for people."""
+        try:
+            prompt = self.prompt(seq)
+        except DataError:
+            return f"seq {seq}"
+        asked = str(prompt.messages[-1]["content"])
+        answer = "" if prompt.answer is None else f", answer {str(prompt.answer)[:EXCERPT]!r}"
+        return f"row {prompt.index} (seq {seq}): prompt {asked[-EXCERPT:]!r}{answer}"
 
     def check(self, index: int) -> None:
         """Raise `DataError` if row `index` has no prompt; where there is text, tokens are taken for granted."""
@@ -117,6 +131,11 @@ class PromptSource:
                 raise DataError(f"{where}: has a system message of its own; leave data.system_prompt unset")
             messages.insert(0, {"role": "system", "content": self._config.system_prompt})
         return messages
+
+
+def answer_text(answer: Any) -> str:
+    """Return a reference answer as text: text as it is, any other value as JSON."""
+    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
 
 
 def _chat_messages(content: Any, *, where: str) -> list[Message]:

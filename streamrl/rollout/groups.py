@@ -147,11 +147,13 @@ class GroupMaker:
                 raise
             except Exception as error:  # tolerance point: a workflow of the user's may raise anything
                 if self._can_shrink(group):
+                    self._activity.failed(group.prompt.seq, error)
                     group.left_out.add(sibling)
                     self._activity.log_reason(f"{where} is left out of its group", error)
                     break
                 if not self._can_retry(group, attempt, where=where):
                     raise
+                self._activity.failed(group.prompt.seq, error)
                 self._activity.log_reason(f"{where} is made again", error)
                 group.retries += 1
                 with self._activity.retrying():

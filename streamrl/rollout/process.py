@@ -75,7 +75,15 @@ async def serve_until_over(
     async with AsyncExitStack() as at_exit:
         control = ControlClient.of(config, manager_url)
         at_exit.push_async_callback(control.close)
-        membership = Membership(control, role=role, index=index, address="", config=config, stats=activity.stats)
+        membership = Membership(
+            control,
+            role=role,
+            index=index,
+            address="",
+            config=config,
+            stats=activity.stats,
+            failure=activity.frequent_failure,
+        )
         await membership.join(patience=config.manager.join_timeout_seconds)
         at_exit.push_async_callback(membership.leave)
         joined = Joined(control=control, membership=membership, reach=reach, activity=activity, at_exit=at_exit)
@@ -101,6 +109,7 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
             starting.create_task(rewards.start())
         loading = starting.create_task(asyncio.to_thread(load_data, config, model_dir))
     chat, prompts = loading.result()
+    joined.activity.describe_row = prompts.describe
     workflow = await _open_workflow(config, joined=joined, chat=chat, model_dir=model_dir)
     client = GenerationClient(
         timeout=config.rollout.request_timeout_seconds,

@@ -175,7 +175,7 @@ class Session:
             try:
                 judged = await self._rewards.score(response, self.prompt)
             except RewardError as error:
-                self._activity.reward_errors += 1
+                self._activity.unscored(self.prompt.seq, error)
                 if not self.failures_score_zero:
                     raise
                 self._activity.log_reason("a response scores 0", error)

@@ -51,6 +51,7 @@ import msgspec
 from streamrl.ledger import Fate
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.metrics import StepReport
+from streamrl.records.timeline import FrequentFailure
 
 LONG_POLL_SECONDS = 20.0
 """How long the manager holds a waiting call before it replies that there is nothing."""
@@ -130,6 +131,8 @@ class Heartbeat(msgspec.Struct, frozen=True):
     """What the process waits for, if it does: shown to the user."""
     error: str = ""
     """Set when the process has to give up: the run stops with this message."""
+    failure: FrequentFailure | None = None
+    """As in `HeartbeatEntry`."""
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
@@ -647,6 +650,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     stats: dict[str, float]
     waiting_for: str
     state: Literal["live", "silent", "evicted", "draining"]
+    failure: FrequentFailure | None = None
+    """As in `HeartbeatEntry`."""
 
 
 class LedgerStatus(msgspec.Struct, frozen=True):

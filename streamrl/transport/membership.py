@@ -18,7 +18,7 @@ from streamrl.config import Config
 from streamrl.errors import PeerError, PeerLost, StreamRLError, first_error
 from streamrl.machine import machine_identity, process_space
 from streamrl.records.metrics import finite
-from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
+from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, FrequentFailure
 from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
 from streamrl.transport.credentials import CurveKeys, Shown, Verifier
 from streamrl.transport.manager_client import PATIENCE_SECONDS, ControlClient
@@ -50,6 +50,7 @@ class Membership:
         config: Config,
         model: str = "",
         stats: Callable[[], dict[str, float]] = dict,
+        failure: Callable[[], FrequentFailure | None] = lambda: None,
         patience: float = PATIENCE_SECONDS,
         keys: CurveKeys | None = None,
         encrypted: bool = False,
@@ -57,7 +58,7 @@ class Membership:
         gpu: str = "",
     ) -> None:
         """`address`: at which others reach the process; `begins_from`, `gpu`: as in `Register`;
-        `keys`: its own, if it has made them already; `encrypted`:
+        `failure`: as in `Heartbeat`; `keys`: its own, if it has made them already; `encrypted`:
         whether the socket at `address` takes connections of CURVE alone, under these keys."""
         self.keys = keys if keys is not None else CurveKeys.make()
         self.granted = RegisterReply(policy_version=0, heartbeat_seconds=0.0)
@@ -79,6 +80,7 @@ class Membership:
         self._begins_from = begins_from
         self._gpu = gpu
         self._stats = stats
+        self._failure = failure
         self._patience = patience
         self._beating: asyncio.Task[None] | None = None
 
@@ -181,6 +183,7 @@ class Membership:
             stats={} if error else {**finite(self._stats()), **processor_seconds()},
             waiting_for=self.waiting_for,
             error=error,
+            failure=self._failure(),
         )
         try:
             reply = await self.client.heartbeat(message, patience=patience)

@@ -18,10 +18,10 @@ def main() -> None:
     messages: list[dict[str, str]] = task["messages"]
     for _ in range(guesses):
         said = ask(messages)
-        if said == str(task["answer"]):
+        if said == task["answer"]:
             sys.stdout.write("found it\n1.0\n")
             return
-        hint = "!" if not said.isdecimal() else ">" if task["answer"] > int(said) else "<"
+        hint = "!" if not said.isdecimal() else ">" if int(task["answer"]) > int(said) else "<"
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": hint}]
     sys.stdout.write("0.0\n")
 

@@ -1,4 +1,4 @@
-"""Reward functions that no response can be scored with; a process of their own imports this module, and little else."""
+"""Reward functions with a fault, or without one; a process of their own imports this module, and little else."""
 
 from __future__ import annotations
 
@@ -12,3 +12,15 @@ def hang(response: Any, prompt: Any) -> float:
 
 def fail(response: Any, prompt: Any) -> float:
     raise KeyError("solution")
+
+
+def level(response: Any, prompt: Any) -> float:
+    return float(prompt.metadata["level"] + 100 * (response.text == prompt.answer))
+
+
+def equal(response: Any, prompt: Any) -> float:
+    return float(response.text == prompt.answer)
+
+
+def boxed(response: Any, prompt: Any) -> float:
+    return 1.0 if response.text == f"[{prompt.answer}]" else -1.0

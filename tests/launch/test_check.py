@@ -41,7 +41,8 @@ def test_what_works_is_told_with_what_was_seen(tmp_path: Path) -> None:
     for name in ("", "evaluation: "):
         assert f"\n{name}the first 16 of 50 prompts have 5 to 5 tokens" in said
         assert f"\n{name}rows read: 50 of 50" in said
-        assert f"\n{name}reward of a made-up response '" in said
+        assert f"\n{name}reward of the row's own answer in 8 rows: 1 to 1" in said
+    assert found.warnings == []
     assert "the workflow was loaded and not run" in found.untried[-2]
     assert not (tmp_path / "runs").exists()
 
@@ -133,6 +134,57 @@ def test_prompts_without_a_token_are_found_wherever_they_are(tmp_path: Path) -> 
     no_text = {"chat_template": "{% for m in messages %}{% endfor %}"}
     found = rehearsed(tmp_path, model=no_text, data=rows(tmp_path, good))
     assert any("row 0: the prompt has no tokens" in line for line in found.wrong)
+
+
+def scored_by(function: str, **data: Any) -> dict[str, Any]:
+    return {"rollout": {"reward": {"function": f"{REWARDS}:{function}"}}, "data": {"shuffle": False, **data}}
+
+
+def test_rows_that_the_reward_function_fails_on_are_found_wherever_they_are(tmp_path: Path) -> None:
+    given = [{"prompt": "1=", "answer": str(index), "level": index} for index in range(40)]
+    del given[10]["level"], given[35]["level"]
+    (wrong,) = rehearsed(tmp_path, **scored_by("level", **rows(tmp_path, *given))).wrong
+    first, *others = wrong.splitlines()
+    assert first.startswith("rollout.reward: 2 of 8 rows cannot be scored: row 10, response '10': ")
+    assert others[-1] == "row 35, response '35': KeyError: 'level'"
+    assert "KeyError: 'level'" in others[-2]
+
+
+def test_a_slow_reward_function_does_not_hold_up_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "SCORING_SECONDS", 0.0)
+    given = [{"prompt": "1=", "answer": str(index)} for index in range(40)]
+    found = rehearsed(tmp_path, **scored_by("equal", **rows(tmp_path, *given)))
+    assert any(line.startswith("rows from 0 on were not scored") for line in found.untried)
+
+
+@pytest.mark.parametrize(
+    ("function", "answer_type", "warning"),
+    [
+        ("equal", "text", None),
+        ("equal", "as_is", "in 8 of 8 rows .* row 0: its own answer '100' scores 0, the wrong one '105' scores 0"),
+        ("boxed", "text", "in 8 of 8 rows .* row 0: its own answer '100' scores -1, the wrong one '105' scores -1"),
+    ],
+)
+def test_a_reward_that_no_answer_raises_is_warned_of(
+    tmp_path: Path, function: str, answer_type: str, warning: str | None
+) -> None:
+    data = rows(tmp_path, *[{"prompt": "1=", "answer": 100 + index} for index in range(40)])
+    found = rehearsed(tmp_path, **scored_by(function, answer_type=answer_type, **data))
+    assert found.wrong == []
+    assert len(found.warnings) == (warning is not None)
+    for line in found.warnings:
+        with pytest.raises(ValueError, match=str(warning)):
+            raise ValueError(line)
+
+
+def test_rows_without_answers_and_agents_are_not_warned_of(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, **scored_by("boxed", **rows(tmp_path, *[{"prompt": "1="}] * 3)))
+    assert (found.wrong, found.warnings) == ([], [])
+    assert "reward of a made-up response in 3 rows: -1 to -1" in found.tried
+    settings = scored_by("boxed", **rows(tmp_path, *[{"prompt": "1=", "answer": 1}] * 3))
+    settings["rollout"]["agent"] = {"remote": True, "scored_by": "reward"}
+    found = rehearsed(tmp_path, **settings)
+    assert (found.wrong, found.warnings) == ([], [])
 
 
 def test_a_port_in_use(tmp_path: Path) -> None:

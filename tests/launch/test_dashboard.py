@@ -22,6 +22,7 @@ from streamrl.records import progress
 from streamrl.records.collapse import Health, HealthState
 from streamrl.records.health import findings
 from streamrl.records.metrics import StepReport
+from streamrl.records.timeline import FrequentFailure
 from streamrl.transport import secret
 from streamrl.transport.control import EvaluationStatus, EvaluationTask
 from tests.evaluations import make_report
@@ -272,6 +273,24 @@ def test_the_worst_finding_is_beside_the_last_warning() -> None:
     text = "\n".join(lines)
     assert "0.0 GiB are free where the run writes" in text
     assert "gserver/0 slow" in text
+
+
+def test_the_most_frequent_failure_is_beside_the_last_warning() -> None:
+    made = history(steps=20)
+    stats = {"groups_done_total": 95.0, "groups_rejected_total": 5.0}
+    failure = FrequentFailure("KeyError: 'x'", 5, "row 4 (seq 7)")
+    assert made.status is not None
+    processes = [
+        msgspec.structs.replace(process, stats=stats, failure=failure) if process.role == "rollout" else process
+        for process in made.status.processes
+    ]
+    made.add_status(msgspec.structs.replace(made.status, processes=processes), now=13.0)
+    found = findings(made.figures(CONFIG, disk_free=2**40, disk_bytes=2**41))
+    assert found[0].text == (
+        "5% of the groups were given up (5): most often KeyError: 'x' (5 times, first for row 4 (seq 7))"
+    )
+    text = " ".join(drawn(dashboard(made, now=13.0, config=CONFIG, warnings=[], findings=found)))
+    assert "most often KeyError: 'x'" in text
 
 
 def test_a_finding_is_told_once_where_there_is_no_picture(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 from yarl import URL
@@ -21,6 +22,7 @@ from streamrl.page import server
 from streamrl.records.health import findings
 from streamrl.records.rollouts import FOLDER, TOKEN_USES, Rollouts
 from streamrl.records.rollouts_writer import RolloutWriter
+from streamrl.records.timeline import FrequentFailure, HeartbeatEntry
 from streamrl.report.reading import figures, read_run
 from tests.launch.statuses import EPOCH
 from tests.page.made_up import branching_group, long_run, made_up_run
@@ -383,8 +385,15 @@ async def test_health_is_told_as_the_report_tells_it(tmp_path: Path) -> None:
     for line in lines[30:]:
         line["metrics"] |= {"tokens_masked": 600.0, "effective_sample_size": 0.3, "wait_seconds": 1.6}
     write_lines(run / "metrics.jsonl", lines)
+    stats = {"groups_done_total": 9.0, "groups_rejected_total": 1.0}
+    beat = HeartbeatEntry(
+        time=EPOCH, role="rollout", index=0, stats=stats, failure=FrequentFailure("KeyError: 'x'", 1, "row 4")
+    )
+    with (run / "timeline.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(beat) + b"\n")
     async with serving(run) as page:
         told = await page.json("api/runs/0/health")
+    assert any("most often KeyError: 'x' (once, first for row 4)" in finding["text"] for finding in told)
     expected = findings(figures(read_run(run)))
     assert [(finding["severity"], finding["topic"]) for finding in told] == [(f.severity, f.topic) for f in expected]
     assert len(told) >= 2

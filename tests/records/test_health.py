@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streamrl.config import from_dict
 from streamrl.records.collapse import CollapseWatch, Health, advice
 from streamrl.records.health import ENOUGH, WINDOW, Finding, RunFigures, findings
+from streamrl.records.timeline import FrequentFailure
 from tests.evaluations import make_report
 
 CONFIG = from_dict(
@@ -37,6 +38,7 @@ HEALTHY = {
     "tokens_sampled": 1000.0,
     "tokens_trained": 1000.0,
     "tokens_masked": 0.0,
+    "tokens_special": 10.0,
     "tokens_dropped": 0.0,
     "logprob_diff_mean": 1e-5,
     "logprob_diff_mean/gserver_0": 1e-5,
@@ -163,6 +165,11 @@ def test_a_healthy_run_has_nothing_to_tell():
             "rollout.sampling.max_new_tokens=200 (it is 100)",
         ),
         (
+            with_steps(tokens_special=30.0),
+            *("warning", "special tokens", "3% of the sampled tokens are special tokens, which response.text lacks"),
+            "stop_token_ids",
+        ),
+        (
             healthy(evaluations=[make_report(3, cut_share=0.5)]),
             *("note", "evaluation", "50% of the held-out responses at version 3 were cut", "evaluation.max_new_tokens"),
         ),
@@ -246,6 +253,60 @@ def test_what_is_unhealthy_is_said_with_its_figure_and_what_to_turn(run, severit
     assert (found.severity, found.topic) == (severity, topic)
     assert text in found.text
     assert turn in " ".join(found.turn)
+
+
+KEY_ERROR = FrequentFailure("KeyError: 'level'", 3, "row 12 (seq 40): prompt '417=', answer '714'")
+TIMEOUT = FrequentFailure("RewardTimeout: no answer within rollout.reward.timeout_seconds = 10", 1, "row 2 (seq 1)")
+
+
+def failing(*, on_failed_sibling="reject", cause=KEY_ERROR, rejected=3.0, errors=3.0, **changed):
+    """A run of 100 groups of 8, with failures."""
+    config = from_dict({"rollout": {"group_size": 8, "on_failed_sibling": on_failed_sibling}})
+    stats = {"groups_done_total": 100.0, "groups_rejected_total": rejected, "reward_errors_total": errors}
+    figures = {"stats": {"rollout/0": stats}, "config": config, "failures": {"rollout/0": cause}}
+    return healthy(**(figures | changed))
+
+
+def test_the_most_frequent_error_is_told_with_its_count_and_a_row():
+    (found,) = findings(failing())
+    assert (found.severity, found.topic) == ("warning", "rejected groups")
+    assert found.text == (
+        "3% of the groups were given up (3): most often KeyError: 'level' (3 times, first for row 12 (seq 40): "
+        "prompt '417=', answer '714')"
+    )
+    assert "streamrl check" in found.turn[0]
+    assert not any("timeout" in turn for turn in found.turn)
+    (found,) = findings(failing(on_failed_sibling="zero", rejected=0.0, errors=40.0))
+    assert (found.topic, found.text[:20]) == ("rewards", "5% of the responses ")
+    assert "most often KeyError: 'level' (3 times" in found.text
+    assert findings(failing(rejected=1.0)) == []
+
+
+def test_what_is_to_be_changed_is_what_the_error_names():
+    (found,) = findings(failing(cause=TIMEOUT))
+    assert found.turn == ["rollout.reward.timeout_seconds"]
+    assert "(once, first for row 2 (seq 1))" in found.text
+    prompt = FrequentFailure("DataError: 9 tokens, more than data.max_prompt_tokens = 4", 2, "row 2")
+    (found,) = findings(failing(cause=prompt))
+    assert found.turn == ["data.max_prompt_tokens"]
+
+
+def test_errors_are_counted_over_all_workers():
+    other = msgspec.structs.replace(KEY_ERROR, count=5, example="row 9")
+    frequent = msgspec.structs.replace(TIMEOUT, count=7)
+    (found,) = findings(
+        failing(failures={"rollout/0": KEY_ERROR, "rollout/1": frequent, "rollout/2": other, "evaluator/0": TIMEOUT})
+    )
+    assert "KeyError: 'level' (8 times, first for row 12" in found.text
+
+
+def test_held_out_prompts_that_failed_have_their_error():
+    (found,) = findings(
+        healthy(
+            evaluations=[make_report(3, cut_share=0.0, rejected=1, prompts=19)], failures={"evaluator/0": KEY_ERROR}
+        )
+    )
+    assert found.text.startswith("5% of the held-out prompts failed at version 3: most often KeyError: 'level' (3")
 
 
 def test_a_target_of_the_kl_counts_instead_of_the_limit():

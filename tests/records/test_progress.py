@@ -157,6 +157,15 @@ def test_a_run_that_was_copied_goes_on_from_its_latest_checkpoint(tmp_path: Path
     assert progress.checkpoints(tmp_path) == [tmp_path / "checkpoints" / "step-000010"]
 
 
+def test_the_type_of_answers_does_not_change_which_prompt_is_which() -> None:
+    plain, typed, other = (
+        progress.prompts_digest(from_dict({"data": data}))
+        for data in ({}, {"answer_type": "as_is"}, {"answer_key": "solution"})
+    )
+    assert plain == typed != other
+    assert plain == "a4240c6582c20feb"  # checkpoints of earlier versions have it
+
+
 def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path) -> None:
     config = from_dict({})
     good = save(tmp_path, "good", make_progress(prompts=progress.prompts_digest(config)))

@@ -113,7 +113,7 @@ def test_a_group_comes_back_as_it_was(tmp_path_factory, group):
 
 
 def test_the_figures_of_a_row():
-    group = made(step=5, lengths=(2, 3), rewards=(0.5, 1.0))
+    group = made(step=5, lengths=(2, 3), rewards=(0.5, 1.0), special=[0, 2])
     group.policy_versions[:] = [-1, -1, 3, 4, -1, -1, 1, -1, 2]
     group.token_uses[:] = [1, 1, 0, 0, 1, 1, 4, 2, 0]
     first, second = rows_of(group)
@@ -122,6 +122,8 @@ def test_the_figures_of_a_row():
     assert second["logprob"] == pytest.approx(group.behavior_logprobs[[6, 8]].mean())
     assert first["difference_max"] == np.abs(group.proximal_logprobs - group.behavior_logprobs)[2:4].max()
     assert np.isnan(first["entropy"])
+    assert (first["special"], second["special"]) == (0, 2)
+    assert rows_of(msgspec.structs.replace(group, special=[]))["special"].tolist() == [0, 0]
 
 
 def test_pieces_and_turns():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from streamrl.records.collapse import HEALTHY, Health
-from streamrl.records.timeline import HeartbeatEntry
+from streamrl.records.timeline import FrequentFailure, HeartbeatEntry
 from streamrl.report.plots import _draw_throughput
 from streamrl.report.reading import generation_busy, read_run, total
 from streamrl.report.summary import Summary, evaluation_table, summary_table, write_report
@@ -312,6 +312,24 @@ def test_nothing_is_trained_on_while_the_run_is_down(tmp_path: Path) -> None:
     (trained,) = (line for line in axes.lines if line.get_label() == "trained on")
     rates = np.array(trained.get_ydata())  # of four seconds each
     assert rates == pytest.approx(np.repeat([400.0, 0.0, 400.0], [15, 30, 15]))
+
+
+def test_the_most_frequent_failure_is_in_the_summary_and_in_its_table(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", plots=False)
+    stats = {"groups_done_total": 90.0, "groups_rejected_total": 10.0}
+    failures = [None, FrequentFailure("KeyError: 'x'", 10, "row 4 (seq 7): prompt '[b]1='"), None]  # started again
+    beats = [
+        HeartbeatEntry(time=EPOCH + 200 + n, role="rollout", index=0, stats=stats, failure=failure)
+        for n, failure in enumerate(failures)
+    ]
+    with (folder / "timeline.jsonl").open("ab") as file:
+        file.writelines(msgspec.json.encode(beat) + b"\n" for beat in beats)
+    summary = write_report(folder)
+    told = "most often KeyError: 'x' (10 times, first for row 4 (seq 7): prompt '[b]1=')"
+    assert [finding.text for finding in summary.findings] == [f"10% of the groups were given up (10): {told}"]
+    console = Console(record=True, width=260, file=io.StringIO())
+    console.print(summary_table(summary))
+    assert told in " ".join(console.export_text().split())
 
 
 def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) -> None:

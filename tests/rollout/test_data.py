@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
+from streamrl.config.sections import as_evaluated
 from streamrl.errors import ConfigError, DataError
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import JsonlRows, PromptSource, permuted_index
@@ -95,6 +96,56 @@ def test_epochs_pass_through_every_row(chat: ChatTokenizer) -> None:
         assert {p.epoch for p in prompts[epoch * 9 : epoch * 9 + 9]} == {epoch}
 
 
+ANSWERS = ["521", "", 521, -0.5, True, None, ["a", 1], {"x": "ä"}]
+ANSWER_TEXTS = ["521", "", "521", "-0.5", "true", None, '["a", 1]', '{"x": "ä"}']
+
+
+def answered(index: int, seed: int) -> dict[str, Any]:
+    return {"prompt": "?", "answer": ANSWERS[index]}
+
+
+def same(found: list[Any], wanted: list[Any]) -> bool:
+    """Equal, types included: 1 and True are not."""
+    return [(type(value), value) for value in found] == [(type(value), value) for value in wanted]
+
+
+def test_answers_are_text_whatever_the_row_has(chat: ChatTokenizer, tmp_path: Path) -> None:
+    rows = jsonl(tmp_path, *[answered(index, 0) for index in range(len(ANSWERS))])
+    for data in (
+        {"source": "jsonl", "path": str(rows)},
+        {"source": "python", "path": "tests.rollout.test_data:answered", "size": len(ANSWERS)},
+    ):
+        source = opened(chat, shuffle=False, **data)
+        assert same([source.prompt(seq).answer for seq in range(len(ANSWERS))], ANSWER_TEXTS)
+        source = opened(chat, shuffle=False, answer_type="as_is", **data)
+        assert same([source.prompt(seq).answer for seq in range(len(ANSWERS))], ANSWERS)
+
+
+@pytest.mark.parametrize(("kind", "wanted"), [("text", ["521", "7"]), ("as_is", [521, 7])])
+def test_answers_of_tables_are_text(chat: ChatTokenizer, tmp_path: Path, kind: str, wanted: list[Any]) -> None:
+    datasets = pytest.importorskip("datasets")
+    columns = {"prompt": ["a", "b"], "answer": [521, 7]}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "rows")
+    for source, path in (("parquet", "rows.parquet"), ("hf_disk", "rows")):
+        found = opened(chat, source=source, path=str(tmp_path / path), shuffle=False, answer_type=kind)
+        assert same([found.prompt(seq).answer for seq in range(2)], wanted)
+
+
+def test_held_out_answers_may_have_another_type() -> None:
+    config = from_dict({"data": {"answer_type": "as_is"}, "evaluation": {"data": {"answer_type": "text"}}})
+    assert as_evaluated(config).data.answer_type == "text"
+    assert as_evaluated(from_dict({"data": {"answer_type": "as_is"}})).data.answer_type == "as_is"
+
+
+def test_a_row_in_short(chat: ChatTokenizer, tmp_path: Path) -> None:
+    rows = [{"prompt": "q" * 100 + "?", "answer": 7}, {"prompt": "a"}, {"other": 1}]
+    source = opened(chat, source="jsonl", path=str(jsonl(tmp_path, *rows)), shuffle=False)
+    assert source.describe(3) == f"row 0 (seq 3): prompt '{'q' * 59}?', answer '7'"
+    assert source.describe(1) == "row 1 (seq 1): prompt 'a'"
+    assert source.describe(2) == "seq 2"
+
+
 def test_python_source(chat: ChatTokenizer) -> None:
     source = opened(
         chat, source="python", path="tests.rollout.user_code:row", size=5, shuffle=False, args={"word": "x"}
@@ -118,7 +169,7 @@ def test_jsonl(chat: ChatTokenizer, tmp_path: Path) -> None:
     assert len(source) == 2
     first, second = source.prompt(0), source.prompt(1)
     assert first.messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a!"}]
-    assert (first.answer, first.metadata) == (1, {})
+    assert (first.answer, first.metadata) == ("1", {})
     assert (second.answer, second.metadata) == (None, {"more": [2]})
 
 

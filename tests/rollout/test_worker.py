@@ -295,6 +295,23 @@ async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:
     assert all(meta.rewards == [0.0] * 3 for meta in on.trainer.stored.values())
 
 
+async def test_the_most_frequent_failure_is_in_the_heartbeats(model_dir: Path) -> None:
+    reward = {"function": "tests.rollout.user_code:fails_on_some_rows"}
+    config = configure(reward=reward, data={"shuffle": False})
+    async with stage(say, model_dir, config) as on:
+        await on.manager.give(range(20))
+        await on.trainer.until(15)
+        await on.manager.until(lambda: len(on.manager.rejected) == 5)
+        await on.manager.until(lambda: (found := on.manager.heartbeats[-1].failure) is not None and found.count >= 5)
+        await on.finish()
+    failure = on.manager.heartbeats[-1].failure
+    assert failure is not None
+    assert failure.error == "KeyError: 'level 1'"
+    assert 5 <= failure.count <= 15  # of the siblings of five groups; the first of each ends the others
+    assert failure.example.startswith("row ")
+    assert "prompt 'item " in failure.example
+
+
 async def test_successes_in_between_keep_the_run_alive(model_dir: Path) -> None:
     source = PromptSource.open(configure(), CHAT)
     good = [source.prompt(seq).input_ids for seq in range(0, 20, 2)]

@@ -178,6 +178,12 @@ def failing_reward(response: Response, prompt: Prompt) -> float:
     raise LookupError("no such thing")
 
 
+def fails_on_some_rows(response: Response, prompt: Prompt) -> float:
+    if prompt.index % 4 == 1:
+        raise KeyError("level 1")
+    return 1.0
+
+
 class Hinted:
     """Puts a hint before the prompt."""
 

@@ -19,7 +19,7 @@ from streamrl.errors import DeadlineExceeded, EssentialFailed, PeerError, PeerLo
 from streamrl.essential import ends_with_its_work
 from streamrl.ledger import Fate
 from streamrl.records.metrics import StepReport
-from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
+from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, FrequentFailure
 from streamrl.transport import http
 from streamrl.transport import manager_client as control_client
 from streamrl.transport.control import (
@@ -324,7 +324,8 @@ async def stopped(membership: Membership) -> None:
 async def test_a_member_beats_with_what_it_can_tell() -> None:
     manager = FakeManager()
     stats = {"tokens_total": 5.0, "mean": math.nan, "most": math.inf}
-    async with joined(manager, stats=lambda: stats) as membership:
+    failure = FrequentFailure("KeyError: 'a'", 3, "row 1")
+    async with joined(manager, stats=lambda: stats, failure=lambda: failure) as membership:
         membership.waiting_for = "room"
         beat = await manager.beat()
         assert beat == {
@@ -334,6 +335,7 @@ async def test_a_member_beats_with_what_it_can_tell() -> None:
             | {name: beat["stats"][name] for name in (PROCESSOR_SECONDS, CHILDREN_SECONDS)},
             "waiting_for": "room",
             "error": "",
+            "failure": {"error": "KeyError: 'a'", "count": 3, "example": "row 1"},
         }
         await manager.beat()
         assert membership.policy_version == 1

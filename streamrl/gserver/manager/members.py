@@ -148,6 +148,7 @@ class Members:
         if member is not None:
             member.stats = message.stats
             member.waiting_for = message.waiting_for
+            member.failure = message.failure
             self._hear(member, now=now)
             if message.error and not self._state.over:
                 log.error("%s", message.error)
@@ -230,11 +231,17 @@ class Members:
         stats = member.stats
         if isinstance(member, Gserver) and member.serving:
             stats = {**stats, "policy_version": float(self._policy_version())}
-        role, index, waiting_for = member.role, member.index, member.waiting_for
         self._timeline.add(
-            HeartbeatEntry(time=time.time(), role=role, index=index, stats=stats, waiting_for=waiting_for)
+            HeartbeatEntry(
+                time=time.time(),
+                role=member.role,
+                index=member.index,
+                stats=stats,
+                waiting_for=member.waiting_for,
+                failure=member.failure,
+            )
         )
-        if role == "master":  # of which there is one, so the manager beats as often
+        if member.role == "master":  # there is one, so the manager beats as often
             own = {**self._own_stats(), **processor_seconds(), MACHINE_SECONDS: machine_seconds()}
             self._timeline.add(HeartbeatEntry(time=time.time(), role="manager", index=0, stats=own))
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
+from streamrl.records.timeline import FrequentFailure
 from streamrl.transport.control import Register, Role
 from streamrl.transport.credentials import LONGEST_INDEX
 from streamrl.transport.liveness import LastHeard, next_silence
@@ -62,6 +63,7 @@ class Member:
         self.stats: dict[str, float] = {}
         """Figures of its last heartbeat."""
         self.waiting_for = ""
+        self.failure: FrequentFailure | None = None
         self.gave_up = False
         """It said that it ends; it stays silent, whatever it says until then."""
         self.told = False

@@ -116,6 +116,7 @@ def _process(member: Member, *, now: float) -> ProcessStatus:
         stats=_stats(member),
         waiting_for=member.waiting_for,
         state=_state(member),
+        failure=member.failure,
     )
 
 

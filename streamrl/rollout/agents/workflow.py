@@ -517,7 +517,8 @@ class AgentWorkflow:
             zero = policy_failed or (session.failures_score_zero and episode.calls > 0)
             if isinstance(error, UnknownFault) or not zero:
                 raise
-            session.activity.reward_errors += not policy_failed
+            if not policy_failed:
+                session.activity.unscored(prompt.seq, error)
             session.activity.log_reason("an episode scores 0", error)
             await session.generated()
             return Earned(Score(0.0), [])

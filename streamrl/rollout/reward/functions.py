@@ -2,13 +2,18 @@
 
 A reward function of your own is a plain function
 
-    def my_reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> float: ...
+    def my_reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> float:
+        return scale * float(response.text == prompt.answer)
 
-which `rollout.reward.function = "my_module:my_reward"` names; `rollout.reward.args` are its keyword arguments. It runs
-in a reward process with a time limit (`pool.py`), may import what it likes, and returns a finite number, also for a
-response that it cannot read: an exception counts as a failure of infrastructure (`rollout.on_failed_sibling`). Up to
-`rollout.reward.concurrent_calls` calls of a coroutine function run at the same time in each process.
-`streamrl.rollout.tasks` has small examples.
+`response.text` and `prompt.answer` are text, also where the row has `{"answer": 521}`: a value that is not a string
+becomes its JSON, and a row without an answer has None. With `data.answer_type = "as_is"` answers keep the row's type.
+`response.text` has no special tokens (`Response`). `prompt.metadata` has the row's other columns in their own types.
+
+`rollout.reward.function = "my_module:my_reward"` names the function, and `rollout.reward.args` has its keyword
+arguments. It runs in a reward process with a time limit (`pool.py`), may import any module, and returns a finite
+number, also for a response that it cannot read: an exception counts as a failure of infrastructure
+(`rollout.on_failed_sibling`). Up to `rollout.reward.concurrent_calls`
+calls of a coroutine function run at the same time in each process. `streamrl.rollout.tasks` has small examples.
 """
 
 from __future__ import annotations

@@ -19,11 +19,12 @@ class Response(msgspec.Struct, frozen=True):
     """What a reward function gets to see of a response."""
 
     text: str
-    """The answer as text, without special tokens and without the stop string that ended it."""
+    """The sampled tokens as text, without the stop string that ended them and without special tokens: the end token and
+    all others that the model's tokenizer.json marks as special, such as `<pad>`."""
     finish_reason: str
     """`stop`: the model ended it; `length`: it was cut."""
     output_tokens: int
-    """Tokens that the model sampled for it."""
+    """Tokens that the model sampled for it, special ones included."""
     turn: int = 1
     """Which of the policy's turns this is, from 1."""
 

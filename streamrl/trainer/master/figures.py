@@ -59,6 +59,7 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
         "tokens_sampled": sampled,
         "tokens_trained": young,
         "tokens_masked": sampled - young,
+        "tokens_special": sum(meta.special_tokens for meta in batch),
         "generation_seconds_mean": fmean(meta.generation_seconds for meta in batch),
     }
 

@@ -20,6 +20,7 @@ from streamrl.config.trainer import role_config
 from streamrl.device import rounding
 from streamrl.errors import ConfigError, DeadlineExceeded, TrainingError
 from streamrl.importing import load_object
+from streamrl.models import special_token_ids
 from streamrl.records import progress, rollouts
 from streamrl.trainer.backends.base import ParallelModel
 from streamrl.trainer.calls import (
@@ -175,6 +176,7 @@ class Computation:
             policy_version=begun.policy_version if begun is not None else 0,
             algorithm=config.algorithm,
             texts=TokenizerTexts(self._assembly.model_dir),
+            special=special_token_ids(self._assembly.model_dir, stop_token_ids=config.rollout.sampling.stop_token_ids),
         )
 
     def _keep(

@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -38,7 +38,7 @@ from streamrl.records.rollouts import (
 from streamrl.records.rollouts_writer import RolloutWriter
 from streamrl.trainer.algorithms.losses import behavior_weight
 from streamrl.trainer.roles.items import Outputs, TrainItem
-from streamrl.types import TrajectoryGroup
+from streamrl.types import TrajectoryGroup, special_counts
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,19 @@ class Texts(Protocol):
 class RolloutKeeper:
     """Takes samples in, and has them written; `close` it at the end."""
 
-    def __init__(self, folder: Path, *, most_bytes: int, policy_version: int, algorithm: AlgorithmConfig, texts: Texts):
-        """`folder`: this rank's; what an earlier start has written there of later steps than `policy_version` goes."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        most_bytes: int,
+        policy_version: int,
+        algorithm: AlgorithmConfig,
+        texts: Texts,
+        special: Collection[int] = (),
+    ) -> None:
+        """`folder`: this rank's; an earlier start's groups of steps after `policy_version` are removed.
+        `special`: token ids that are counted, as in `special_counts`."""
+        self._special = special
         self._algorithm = algorithm
         self._texts = texts
         self._folder = folder
@@ -122,7 +133,8 @@ class RolloutKeeper:
         try:
             writer = RolloutWriter(self._folder, most_bytes=most_bytes, policy_version=policy_version)
             while (sample := self._waiting.get()) is not None:
-                self._write(writer, kept_group(sample, algorithm=self._algorithm, texts=self._texts))
+                group = kept_group(sample, algorithm=self._algorithm, texts=self._texts, special=self._special)
+                self._write(writer, group)
                 self._processor_seconds = time.thread_time()
             writer.close()
         except Exception:  # tolerance point: samples are for people to look at, and must not end a run
@@ -149,8 +161,8 @@ class RolloutKeeper:
 # --- what is kept ---
 
 
-def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts) -> KeptGroup:
-    """Return all that is known of a group that was trained on."""
+def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts, special: Collection[int] = ()) -> KeptGroup:
+    """Return all that is known of a group that was trained on; `special`: as in `special_counts`."""
     item, outputs = sample.item, sample.outputs
     group = item.group
     written, ends, prompt_chars = texts.of(group)
@@ -169,6 +181,7 @@ def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts) -> K
         prompt_chars=prompt_chars,
         finish_reasons=group.finish_reasons,
         texts=written,
+        special=special_counts(group, special),
         seqlens=group.seqlens,
         rewards=group.rewards,
         episodes=group.episodes,

@@ -29,7 +29,7 @@ from streamrl.config import Config
 from streamrl.cuda_memory import gpu_identity
 from streamrl.device import compute_repeatably, compute_with, resolve_device, resolve_dtype
 from streamrl.errors import StreamRLError, TrainingError
-from streamrl.models import routing_of, vocab_size, weights_fingerprint
+from streamrl.models import routing_of, special_token_ids, vocab_size, weights_fingerprint
 from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
@@ -93,7 +93,10 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         stack.push_async_callback(client.close)
         arrivals = _Arrivals(asyncio.get_running_loop())
         dataset = StreamDataset(
-            rank=index, capacity_groups=config.stream.capacity_groups, on_stored=arrivals.put_from_thread
+            rank=index,
+            capacity_groups=config.stream.capacity_groups,
+            on_stored=arrivals.put_from_thread,
+            special=special_token_ids(model_dir, stop_token_ids=config.rollout.sampling.stop_token_ids),
         )
         begun = progress.of_run(config)
         if begun is not None:

@@ -19,9 +19,10 @@ from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.process import serve
 from streamrl.ledger import Fate
 from streamrl.records import progress
+from streamrl.records.files import read_records
 from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
-from streamrl.records.timeline import Timeline
+from streamrl.records.timeline import FrequentFailure, HeartbeatEntry, Timeline, TimelineEntry
 from streamrl.transport import manager_client
 from streamrl.transport.addresses import is_wildcard
 from streamrl.transport.control import (
@@ -30,6 +31,7 @@ from streamrl.transport.control import (
     AskPlace,
     AskRoute,
     GroupChanges,
+    Heartbeat,
     InFlight,
     PublishBegin,
     Register,
@@ -253,6 +255,17 @@ async def test_heartbeats_of_all_and_of_the_manager_are_in_the_timeline(tmp_path
     config = run.config
     assert beats["manager"]["ledger_room"] == (config.staleness.max_staleness + 1) * config.trainer.batch_groups
     assert beats["manager"]["groups_running"] == beats["manager"]["admissions_waiting"] == 0
+
+
+async def test_the_failure_of_a_worker_is_in_the_status_and_in_the_timeline(tmp_path: Path) -> None:
+    failure = FrequentFailure("KeyError: 'x'", 5, "row 4 (seq 7)")
+    async with managed(small_config(tmp_path)) as run:
+        await run.register("rollout")
+        await run.client.heartbeat(Heartbeat(role="rollout", index=0, stats={}, failure=failure))
+        (process,) = (await run.client.status()).processes
+        assert process.failure == failure
+    entries = read_records(run.config.run_dir / "timeline.jsonl", TimelineEntry)  # type: ignore[arg-type]
+    assert [entry.failure for entry in entries if isinstance(entry, HeartbeatEntry)] == [failure]
 
 
 async def test_the_run_is_joining_until_all_have_registered(tmp_path: Path) -> None:

@@ -185,6 +185,24 @@ def samples(*seqs):
     return found
 
 
+def test_special_tokens_are_counted_in_each_response(tmp_path):
+    group = group_of("33..4", "3334", "44")
+    texts = Plainly()
+    texts.allowed.release()
+    kept = RolloutKeeper(
+        tmp_path / FOLDER / "rank-0",
+        most_bytes=2**30,
+        policy_version=0,
+        algorithm=AlgorithmConfig(),
+        texts=texts,
+        special={ord("3"), ord("?"), ord(".")},  # the last two stand in the prompt and in the environment's tokens
+    )
+    kept.keep([Sample(5, 0.0, item_of(group, version=5), np.zeros(group.tokens, np.float32), outputs_of(group))])
+    kept.close()
+    assert Rollouts(tmp_path).group(5, 0).special == [2, 3, 0]
+    assert [row.special for row in Rollouts(tmp_path).table(sort="index", descending=False).rows] == [2, 3, 0]
+
+
 def test_what_the_thread_is_too_slow_for_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(keeper, "MOST_WAITING", 2)
     texts = Plainly()

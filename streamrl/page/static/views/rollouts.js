@@ -13,7 +13,7 @@ const MOST_TOKENS = 1500;
 const COLUMNS = [
   ["step", "step", "the policy version that the step made"], ["seq", "group", "the group's sequence number"], ["index", "#", "of the response in its group"],
   ["reward", "reward"], ["advantage", "advantage", "mean over sampled tokens"], ["length", "length", "sampled tokens"], ["age", "age", "of its oldest token, in versions"],
-  ["turns", "turns"], ["masked", "masked", "sampled tokens that are not in the loss"], ["logprob", "log p", "mean log-probability of its tokens, in nats"],
+  ["turns", "turns"], ["special", "special", "sampled special tokens that do not end a response: response.text lacks them"], ["masked", "masked", "sampled tokens that are not in the loss"], ["logprob", "log p", "mean log-probability of its tokens, in nats"],
   ["difference", "|Δ log p|", "mean difference of the engine's and the trainer's log-probabilities"], ["finish", "finish", "why it ended"],
 ];
 
@@ -134,7 +134,7 @@ export function mount(root) {
   }
 
   function table(found, sort, descending, fixed) {
-    const lacks = (name) => found.every((row) => row[name] === null || row[name] === undefined || (name === "turns" && row[name] === 1) || (name === "masked" && row[name] === 0));
+    const lacks = (name) => found.every((row) => row[name] === null || row[name] === undefined || (name === "turns" && row[name] === 1) || (["masked", "special"].includes(name) && row[name] === 0));
     const shown = COLUMNS.filter(([name]) => !lacks(name) || name === sort);
     const heading = ([name, label, note]) => {
       const here = name === sort && !fixed;
@@ -210,7 +210,7 @@ function flat(text) {
 function cell(name, value) {
   const kind = `of-${name} n`;
   if (name === "finish") return h("td", { class: "of-finish", text: value || "–" });
-  if (["step", "seq", "index", "length", "age", "turns", "masked"].includes(name)) return h("td", { class: kind, text: String(value) });
+  if (["step", "seq", "index", "length", "age", "turns", "special", "masked"].includes(name)) return h("td", { class: kind, text: String(value) });
   if (name === "reward") {
     return h("td", { class: `${kind} scored` }, h("span", { class: "level", "aria-hidden": "true" }, h("i", { style: { width: `${Math.round(100 * Math.min(1, Math.max(0, value)))}%` } })), h("b", { text: number(value) }));
   }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -133,11 +134,12 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
     *sections, name = key.strip().split(".")
-    table = tree
+    table, path = tree, list[str]()
     for section in sections:
         table = table.setdefault(section, {})
+        path.append(section)
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {section} is not a section")
+            raise ConfigError(f"override {override!r}: {'.'.join(path)} is no section: its value is {table!r}")
     table[name] = value
 
 
@@ -151,14 +153,33 @@ def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str
             near = get_close_matches(key, fields, n=1)
             hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
             raise ConfigError(f"{where}: unknown key {prefix}{key}{hint}")
+        path = f"{prefix}{key}"
         kinds = [fields[key].type, *getattr(fields[key].type, "__args__", ())]
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
-        if nested and isinstance(value, dict):
-            tables = {f"{prefix}{key}.": value}
-            if get_origin(fields[key].type) is dict:  # a table of tables
-                tables = {f"{prefix}{key}.{name}.": table for name, table in value.items() if isinstance(table, dict)}
-            for path, table in tables.items():
-                _refuse_unknown(table, nested, prefix=path, where=where)
+        if any(get_origin(kind) is dict for kind in kinds):
+            entry = f"{path}.NAME.KEY" if nested else f"{path}.NAME"
+            _refuse_scalar(value, f"set its keys, for example {entry}={value}", path=path, where=where)
+            tables = {f"{path}.{name}": table for name, table in (value or {}).items()}
+        else:
+            tables = {path: value}
+        for name, table in tables.items() if nested else ():
+            _refuse_scalar(table, _keys_for(table, nested, path=name), path=name, where=where)
+            _refuse_unknown(table or {}, nested, prefix=f"{name}.", where=where)
+
+
+def _refuse_scalar(value: Any, remedy: str, *, path: str, where: str) -> None:
+    """Raise `ConfigError` with `remedy` if `value`, which stands in the place of the section `path`, is no table."""
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{where}: {path} = {value!r}: {path} is a section; {remedy}")
+
+
+def _keys_for(value: Any, section: type[Section], *, path: str) -> str:
+    """Name the first key of `section` that takes `value`, or all keys if none does."""
+    for field in msgspec.structs.fields(section):
+        with suppress(msgspec.ValidationError):
+            msgspec.convert(value, field.type)
+            return f"set its keys, for example {path}.{field.name}={value}"
+    return f"its keys are {', '.join(field.name for field in msgspec.structs.fields(section))}"
 
 
 def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from streamrl import example_files
 from streamrl.config.checks import found_in
 from streamrl.config.fields import Section
 from streamrl.config.sections import PACE_SIGMA as PACE_SIGMA
@@ -67,7 +68,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         tree = tomllib.loads(file.read_text())
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror}); is the path right?") from error
+        remedy = example_files.hint(file) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}){remedy or '; is the path right?'}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from error
     for override in overrides:

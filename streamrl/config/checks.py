@@ -16,7 +16,7 @@ def found_in(config: Config) -> list[str]:
     """Return one sentence for each combination of values that cannot work."""
     problems: list[str] = []
     if config.model.path == "scratch" and config.model.scratch is None:
-        problems.append('model.path = "scratch" needs a section [model.scratch] with the alphabet and sizes of the model')
+        problems.append('model.path = "scratch" needs a section [model.scratch] with the model\'s alphabet and sizes')
     if config.model.path != "scratch" and config.model.scratch is not None:
         problems.append(
             f'model.path = "{config.model.path}" names a pretrained model, but the section [model.scratch] describes a '

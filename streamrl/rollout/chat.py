@@ -80,8 +80,8 @@ class ChatTokenizer:
             if lacking is None:
                 raise DataError(f"the model's tokenizer cannot encode {text!r}: {error}") from error
             raise DataError(
-                f"the model's tokenizer has no token for {lacking!r} in {text!r:.200}; a model from scratch has those of "
-                "model.scratch.alphabet and model.scratch.words"
+                f"the model's tokenizer has no token for {lacking!r} in {text!r:.200}; "
+                "a model from scratch has those of model.scratch.alphabet and model.scratch.words"
             ) from error
 
     @cached_property

@@ -145,7 +145,8 @@ def test_a_character_outside_the_alphabet_is_found_in_any_row(tmp_path: Path) ->
 
 def test_a_broken_line_is_named_once(tmp_path: Path) -> None:
     data = rows(tmp_path, *[{"prompt": "1=", "answer": "1"}] * 4)
-    Path(data["path"]).open("a").write('\n{"prompt": "2=", \n')
+    file = Path(data["path"])
+    file.write_text(f'{file.read_text()}\n{{"prompt": "2=", \n')
     (wrong,) = rehearsed(tmp_path, data=data).wrong
     assert "rows.jsonl, line 6: not a JSON object" in wrong
 

@@ -210,7 +210,7 @@ def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
     source = opened(make_chat(PLAIN_TEMPLATE), source="jsonl", path=str(path), shuffle=False)
     for look in (source.prompt, source.check):
         look(0)
-        with pytest.raises(DataError, match="data.jsonl, line 2: the prompt has no tokens"):
+        with pytest.raises(DataError, match=r"data\.jsonl, line 2: the prompt has no tokens"):
             look(1)
 
 
@@ -221,7 +221,7 @@ def test_a_character_without_a_token_is_named_with_its_line(tmp_path: Path) -> N
     source = opened(chat, source="jsonl", path=str(path), shuffle=False)
     for look in (source.prompt, source.check):
         look(2)
-        with pytest.raises(DataError, match=r"data\.jsonl, line 3: .* no token for 'a' in '3<add>4a=\?'.*model.scratch"):
+        with pytest.raises(DataError, match=r"data\.jsonl, line 3: .* no token for 'a' in '3<add>4a=\?'.*scratch"):
             look(1)
 
 

@@ -87,7 +87,7 @@ def overridden(config: Config, overrides: Sequence[str], *, where: str = "config
 
 def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
     """Return the configuration given as plain dictionaries; raises `ConfigError` if a key or a value is wrong."""
-    _refuse_unknown(tree, Config, prefix="", where=where)
+    _refuse_unknown(tree, Config, path="", where=where)
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
@@ -145,43 +145,47 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     table[name] = value
 
 
-def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str, where: str) -> None:
-    """Name an unknown key with its section and the nearest known one."""
+def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str) -> None:
+    """Raise `ConfigError` for a scalar in the place of the section `path`, and for an unknown key, with the nearest
+    known one."""
+    if not isinstance(tree, dict):
+        raise _no_section(tree, section, path=path, where=where)
     fields = {field.name: field for field in msgspec.structs.fields(section)}
-    for key, value in tree.items():
-        if key not in fields:
-            if f"{prefix}{key}" in RENAMED:
-                raise ConfigError(f"{where}: {prefix}{key} is now {RENAMED[f'{prefix}{key}']}")
-            near = get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
-            raise ConfigError(f"{where}: unknown key {prefix}{key}{hint}")
-        path = f"{prefix}{key}"
-        kinds = [fields[key].type, *getattr(fields[key].type, "__args__", ())]
+    for name, value in tree.items():
+        key = f"{path}.{name}" if path else name
+        if name not in fields:
+            if key in RENAMED:
+                raise ConfigError(f"{where}: {key} is now {RENAMED[key]}")
+            near = get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {key.removesuffix(name)}{near[0]}?" if near else f"; known: {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key {key}{hint}")
+        kinds = [fields[name].type, *getattr(fields[name].type, "__args__", ())]
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
-        if any(get_origin(kind) is dict for kind in kinds):
-            entry = f"{path}.NAME.KEY" if nested else f"{path}.NAME"
-            _refuse_scalar(value, f"set its keys, for example {entry}={value}", path=path, where=where)
-            tables = {f"{path}.{name}": table for name, table in (value or {}).items()}
-        else:
-            tables = {path: value}
-        for name, table in tables.items() if nested else ():
-            _refuse_scalar(table, _keys_for(table, nested, path=name), path=name, where=where)
-            _refuse_unknown(table or {}, nested, prefix=f"{name}.", where=where)
+        if value is None:
+            continue
+        if any(get_origin(kind) is dict for kind in kinds):  # a table whose keys are names
+            if not isinstance(value, dict):
+                raise _no_section(value, None, path=key, where=where)
+            if nested:
+                for entry, table in value.items():
+                    _refuse_unknown(table, nested, path=f"{key}.{entry}", where=where)
+        elif nested:
+            _refuse_unknown(value, nested, path=key, where=where)
 
 
-def _refuse_scalar(value: Any, remedy: str, *, path: str, where: str) -> None:
-    """Raise `ConfigError` with `remedy` if `value`, which stands in the place of the section `path`, is no table."""
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{where}: {path} = {value!r}: {path} is a section; {remedy}")
+def _no_section(value: Any, section: type[Section] | None, *, path: str, where: str) -> ConfigError:
+    """Return the error for `value` in the place of the section `path`, with the first key that takes it, or all keys.
 
-
-def _keys_for(value: Any, section: type[Section], *, path: str) -> str:
-    """Name the first key of `section` that takes `value`, or all keys if none does."""
-    for field in msgspec.structs.fields(section):
+    `section`: None if the keys are free.
+    """
+    fields = [] if section is None else msgspec.structs.fields(section)
+    remedy = f"its keys are {', '.join(field.name for field in fields)}" if fields else f"set its keys: {path}.NAME=..."
+    for field in fields:
         with suppress(msgspec.ValidationError):
             msgspec.convert(value, field.type)
-            return f"set its keys, for example {path}.{field.name}={value}"
-    return f"its keys are {', '.join(field.name for field in msgspec.structs.fields(section))}"
+            remedy = f"set its keys, for example {path}.{field.name}={value}"
+            break
+    return ConfigError(f"{where}: {path} = {value!r}: {path} is a section; {remedy}")
 
 
 def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:

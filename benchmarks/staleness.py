@@ -598,8 +598,8 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
     else:
         first = "**The criterion holds.**"
     said = [
-        f"{first} At the default objective and η = 1, 2, 4, 8, {fell} of {len(here)} runs fell below {NEARLY} after "
-        f"they had {LEARNED}{_named_falls(here)}, and {never} never had it."
+        f"With the default objective at η = 1, 2, 4 and 8, {fell} of {len(here)} runs fell below {NEARLY} after they "
+        f"had {LEARNED}{_named_falls(here)}, and {never} never had it."
     ]
     tasks = {cell.task for cell in wanted}
     synchronous = [row for row in rows if row["task"] in tasks and row["objective"] == "default" and row["eta"] == 0]
@@ -614,19 +614,19 @@ def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
         if mine:
             low = min(mine, key=lambda summary: summary.area_per_token.mean)
             said.append(
-                f"Area per token, relative to the synchronous run, is at least {low.area_per_token.mean:.3f} at {name} "
-                f"({low.kind.task}, η {low.kind.eta}; wanted: {AREA_WANTED[etas[0]]})."
+                f"The area per token is at least {low.area_per_token.mean:.3f} at {name} "
+                f"({low.kind.task}, η {low.kind.eta}; required: {AREA_WANTED[etas[0]]})."
             )
         else:
-            said.append(f"Area per token at {name} has not been measured.")
+            said.append(f"The area per token at {name} has not been measured.")
     if missing:
-        said.append(f"Of this part of the study {len(here)} of {len(wanted)} runs are there.")
+        said.append(f"In this part of the study {len(here)} of {len(wanted)} runs are there.")
     if fell or short_of:
         said.append(_best(rows))
-    return " ".join(part for part in said if part)
+    return "\n".join([f"{first}\n", *(f"- {part}" for part in said if part)])
 
 
-def _named_falls(rows: Sequence[Mapping[str, Any]], most: int = 6) -> str:
+def _named_falls(rows: Sequence[Mapping[str, Any]], most: int = 3) -> str:
     """The runs that fell, the deepest first."""
     falls = [
         (worst, cell_of(row)) for row in rows if (worst := worst_after_learned(row["curve"]["reward"])) is not None
@@ -657,8 +657,8 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> str:
     best = min(failed, key=lambda objective: failed[objective])
     counts = ", ".join(f"{objective} {count}" for objective, count in sorted(failed.items(), key=lambda item: item[1]))
     return (
-        f"The best that was found is the objective {best}: of the {len(common)} runs that each objective has at these "
-        f"η, so many fell or were never learned: {counts}."
+        f"The best objective is {best}. Runs that fell or never had {LEARNED}, out of the {len(common)} runs that each "
+        f"objective has at these η: {counts}."
     )
 
 

@@ -47,7 +47,7 @@ async def answer(task: dict[str, Any], policy: Any) -> float:
     said = reply.choices[0].message
     if not said.tool_calls:
         return 0.0
-    call = said.tool_calls[0]
+    call: Any = said.tool_calls[0]
     shelf = json.loads(call.function.arguments)["shelf"]
     messages += [said, {"role": "tool", "tool_call_id": call.id, "content": str(task["stock"][shelf])}]
     reply = await client.chat.completions.create(model=policy.model, messages=messages, tools=TOOLS)

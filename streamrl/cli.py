@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="streamrl",
-    help="Asynchronous reinforcement learning for language models.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -95,6 +94,24 @@ ModelDir = Annotated[Path | None, typer.Option("--model-dir", hidden=True)]
 Component = Annotated[str | None, typer.Option("--component", hidden=True)]
 AnswerFd = Annotated[int | None, typer.Option("--answer-fd", hidden=True)]
 
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from streamrl import __version__
+
+        typer.echo(f"streamrl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Asynchronous reinforcement learning for language models."""
+
+
 POOLS = "Pools, started by hand"
 LOOK = "Looking"
 
@@ -127,6 +144,30 @@ def run(
     with _reported(resolved.run_dir):
         code = run_locally(resolved, display=make_display(console, config=resolved), page=page)
     raise typer.Exit(code)
+
+
+@app.command()
+def examples(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="The example to copy; without it: list all.")
+    ] = None,
+) -> None:
+    """List the examples, or copy one of them into the folder examples of the working directory."""
+    from rich.table import Table
+
+    from streamrl import example_files
+
+    console = _console()
+    if name is None:
+        table = Table("example", "what it trains")
+        for example, text in example_files.described().items():
+            table.add_row(example, text)
+        console.print(table)
+        console.print("streamrl examples NAME copies one of them", markup=False)
+        return
+    files = example_files.copied(name)
+    console.print(f"copied to {', '.join(map(str, files))}; run it with", markup=False, soft_wrap=True)
+    console.print(f"  streamrl run {files[0]}", markup=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel=POOLS)

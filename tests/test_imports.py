@@ -28,6 +28,7 @@ GROUND = {
     "disk",
     "errors",
     "essential",
+    "example_files",
     "export",
     "importing",
     "ledger",

@@ -416,7 +416,8 @@ def test_what_is_missing_is_said():
 def test_the_best_that_was_found_is_named_where_the_default_fails():
     cells = [Cell("increment", objective, 4, "mask", seed) for objective in ("default", "ppo") for seed in range(3)]
     rows = [row(cell, FALLS if cell.objective == "default" else LEARNS) for cell in cells]
-    assert "the objective ppo: of the 3 runs" in staleness.verdict(rows)
+    assert "The best objective is ppo." in staleness.verdict(rows)
+    assert "out of the 3 runs that each" in staleness.verdict(rows)
     assert "ppo 0, default 3" in staleness.verdict(rows)
 
 

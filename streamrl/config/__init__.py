@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from streamrl import example_files
 from streamrl.config.checks import found_in
 from streamrl.config.fields import Section
 from streamrl.config.sections import PACE_SIGMA as PACE_SIGMA
@@ -66,7 +68,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         tree = tomllib.loads(file.read_text())
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read ({error.strerror}); is the path right?") from error
+        remedy = example_files.hint(file) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{file}: cannot be read ({error.strerror}){remedy or '; is the path right?'}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from error
     for override in overrides:
@@ -84,7 +87,7 @@ def overridden(config: Config, overrides: Sequence[str], *, where: str = "config
 
 def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
     """Return the configuration given as plain dictionaries; raises `ConfigError` if a key or a value is wrong."""
-    _refuse_unknown(tree, Config, prefix="", where=where)
+    _refuse_unknown(tree, Config, path="", where=where)
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as error:
@@ -133,32 +136,56 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
     *sections, name = key.strip().split(".")
-    table = tree
+    table, path = tree, list[str]()
     for section in sections:
         table = table.setdefault(section, {})
+        path.append(section)
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {section} is not a section")
+            raise ConfigError(f"override {override!r}: {'.'.join(path)} is no section: its value is {table!r}")
     table[name] = value
 
 
-def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str, where: str) -> None:
-    """Name an unknown key with its section and the nearest known one."""
+def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str) -> None:
+    """Raise `ConfigError` for a scalar in the place of the section `path`, and for an unknown key, with the nearest
+    known one."""
+    if not isinstance(tree, dict):
+        raise _no_section(tree, section, path=path, where=where)
     fields = {field.name: field for field in msgspec.structs.fields(section)}
-    for key, value in tree.items():
-        if key not in fields:
-            if f"{prefix}{key}" in RENAMED:
-                raise ConfigError(f"{where}: {prefix}{key} is now {RENAMED[f'{prefix}{key}']}")
-            near = get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
-            raise ConfigError(f"{where}: unknown key {prefix}{key}{hint}")
-        kinds = [fields[key].type, *getattr(fields[key].type, "__args__", ())]
+    for name, value in tree.items():
+        key = f"{path}.{name}" if path else name
+        if name not in fields:
+            if key in RENAMED:
+                raise ConfigError(f"{where}: {key} is now {RENAMED[key]}")
+            near = get_close_matches(name, fields, n=1)
+            hint = f"; did you mean {key.removesuffix(name)}{near[0]}?" if near else f"; known: {', '.join(fields)}"
+            raise ConfigError(f"{where}: unknown key {key}{hint}")
+        kinds = [fields[name].type, *getattr(fields[name].type, "__args__", ())]
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
-        if nested and isinstance(value, dict):
-            tables = {f"{prefix}{key}.": value}
-            if get_origin(fields[key].type) is dict:  # a table of tables
-                tables = {f"{prefix}{key}.{name}.": table for name, table in value.items() if isinstance(table, dict)}
-            for path, table in tables.items():
-                _refuse_unknown(table, nested, prefix=path, where=where)
+        if value is None:
+            continue
+        if any(get_origin(kind) is dict for kind in kinds):  # a table whose keys are names
+            if not isinstance(value, dict):
+                raise _no_section(value, None, path=key, where=where)
+            if nested:
+                for entry, table in value.items():
+                    _refuse_unknown(table, nested, path=f"{key}.{entry}", where=where)
+        elif nested:
+            _refuse_unknown(value, nested, path=key, where=where)
+
+
+def _no_section(value: Any, section: type[Section] | None, *, path: str, where: str) -> ConfigError:
+    """Return the error for `value` in the place of the section `path`, with the first key that takes it, or all keys.
+
+    `section`: None if the keys are free.
+    """
+    fields = [] if section is None else msgspec.structs.fields(section)
+    remedy = f"its keys are {', '.join(field.name for field in fields)}" if fields else f"set its keys: {path}.NAME=..."
+    for field in fields:
+        with suppress(msgspec.ValidationError):
+            msgspec.convert(value, field.type)
+            remedy = f"set its keys, for example {path}.{field.name}={value}"
+            break
+    return ConfigError(f"{where}: {path} = {value!r}: {path} is a section; {remedy}")
 
 
 def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:

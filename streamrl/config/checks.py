@@ -15,8 +15,13 @@ WITHOUT_SIBLINGS = ("reinforce++", "gae", "none")
 def found_in(config: Config) -> list[str]:
     """Return one sentence for each combination of values that cannot work."""
     problems: list[str] = []
-    if (config.model.path == "scratch") != (config.model.scratch is not None):
-        problems.append('model.path = "scratch" and the section [model.scratch] need each other')
+    if config.model.path == "scratch" and config.model.scratch is None:
+        problems.append('model.path = "scratch" needs a section [model.scratch] with the model\'s alphabet and sizes')
+    if config.model.path != "scratch" and config.model.scratch is not None:
+        problems.append(
+            f'model.path = "{config.model.path}" names a pretrained model, but the section [model.scratch] describes a '
+            'model with random weights: delete the section in a copy of the file, or keep model.path = "scratch"'
+        )
     if config.rollout.group_size < 2 and config.algorithm.advantage not in WITHOUT_SIBLINGS:
         problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
     if config.rollout.on_failed_sibling == "shrink":

@@ -328,13 +328,14 @@ def _read_rows(prompts: PromptSource, found: Rehearsal, *, name: str) -> None:
             prompts.check(index)
         unusable += len(rehearsed.wrong)
         if unusable <= NAMED_ROWS:
-            found.wrong += rehearsed.wrong
+            found.wrong += [line for line in rehearsed.wrong if line not in found.wrong]  # the first prompts were tried
         index += 1
     if unusable > NAMED_ROWS:
-        found.wrong.append(f"{name}data: so have {unusable - NAMED_ROWS} more of {index} rows")
+        named = f"the first {NAMED_ROWS} of them are named"
+        found.wrong.append(f"{name}data: {unusable} of {index} rows cannot be used; {named}")
     found.tried.append(f"{name}rows read: {index} of {len(prompts)}")
     if index < len(prompts):
-        found.untried.append(f"{name}rows {index} to {len(prompts) - 1} were not read")
+        found.untried.append(f"{name}the last {len(prompts) - index} rows were not read")
 
 
 def _spread(prompts: PromptSource) -> list[Prompt]:

@@ -7,6 +7,7 @@ template puts between the end of an answer and the beginning of the next one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -75,7 +76,30 @@ class ChatTokenizer:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises nothing more precise
-            raise DataError(f"the model's tokenizer cannot encode {text!r}: {error}") from error
+            lacking = self._first_without_token(text)
+            if lacking is None:
+                raise DataError(f"the model's tokenizer cannot encode {text!r}: {error}") from error
+            raise DataError(
+                f"the model's tokenizer has no token for {lacking!r} in {text!r:.200}; "
+                "a model from scratch has those of model.scratch.alphabet and model.scratch.words"
+            ) from error
+
+    @cached_property
+    def lacks_characters(self) -> bool:
+        """Whether there is text that the tokenizer cannot encode."""
+        try:
+            self.encode(_ANSWER_MARK)
+        except DataError:
+            return True
+        return False
+
+    def _first_without_token(self, text: str) -> str | None:
+        """Return the first piece of `text` that has no token, for a tokenizer with one token for each piece."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.pre_tokenizer is None:
+            return None
+        pieces = backend.pre_tokenizer.pre_tokenize_str(text)
+        return next((piece for piece, _ in pieces if backend.token_to_id(piece) is None), None)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens."""

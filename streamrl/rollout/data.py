@@ -50,7 +50,7 @@ class PromptSource:
         self._config = config
         self._seed = seed
         self._prompt_key = "question" if config.source == "reasoning_gym" else config.prompt_key
-        self.messages(rows[0], where=f"{rows.name}, row 0")
+        self.messages(rows[0], where=self.place(0))
 
     @classmethod
     def open(cls, config: Config, chat: ChatTokenizer) -> PromptSource:
@@ -65,6 +65,10 @@ class PromptSource:
         """Return the number of prompts in an epoch."""
         return len(self._rows)
 
+    def place(self, index: int) -> str:
+        """Return the file and line of row `index`, or the source and the row's number if it has no lines."""
+        return self._rows.place(index)
+
     def prompt(self, seq: int) -> Prompt:
         """Return the prompt of `seq`; raises `DataError` when its row has none."""
         epoch, position = divmod(seq, len(self._rows))
@@ -72,7 +76,7 @@ class PromptSource:
         if self._config.shuffle:
             index = permuted_index(position, size=len(self._rows), seed=self._seed, epoch=epoch)
         row = self._rows[index]
-        where = f"{self._rows.name}, row {index}"
+        where = self.place(index)
         messages = self.messages(row, where=where)
         answer = row.get(self._config.answer_key)
         used = {self._prompt_key, self._config.answer_key}
@@ -98,15 +102,21 @@ class PromptSource:
         return f"row {prompt.index} (seq {seq}): prompt {asked[-EXCERPT:]!r}{answer}"
 
     def check(self, index: int) -> None:
-        """Raise `DataError` if row `index` has no prompt; where there is text, tokens are taken for granted."""
-        where = f"{self._rows.name}, row {index}"
+        """Raise `DataError` if row `index` has no prompt.
+
+        Text is tokenized only if the tokenizer has no tokens for some characters: it takes many times as long.
+        """
+        where = self.place(index)
         messages = self.messages(self._rows[index], where=where)
-        if not any(message["content"] for message in messages):  # to render all rows takes many times as long
+        if self._chat.lacks_characters or not any(message["content"] for message in messages):
             self._render(messages, where=where)
 
     def _render(self, messages: list[Message], *, where: str) -> list[int]:
-        """Return the tokens of a prompt; raises `DataError` when it has none."""
-        token_ids = self._chat.render(messages)
+        """Return the tokens of a prompt; raises `DataError`, which names `where`, if it has none."""
+        try:
+            token_ids = self._chat.render(messages)
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from error
         if not token_ids:
             raise DataError(f"{where}: the prompt has no tokens, so there is nothing that the policy could continue")
         return token_ids
@@ -209,8 +219,12 @@ class Rows(Protocol):
         """Return row `index`; raises `DataError` when it cannot be read."""
         ...
 
+    def place(self, index: int) -> str:
+        """Return where row `index` is, for error messages."""
+        return f"{self.name}, row {index}"
 
-class JsonlRows:
+
+class JsonlRows(Rows):
     """A file with one JSON object in each line; empty lines do not count."""
 
     def __init__(self, path: Path) -> None:
@@ -231,6 +245,9 @@ class JsonlRows:
         line = self._bytes[start : self._line_end(start)]
         return decode_line(line, self._decoder, what="a JSON object", file=self._path, number=int(self._numbers[index]))
 
+    def place(self, index: int) -> str:
+        return f"{self.name}, line {self._numbers[index]}"
+
     def _index(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return where the lines that count begin, in bytes, and their numbers, from 1."""
         starts: list[int] = []
@@ -249,7 +266,7 @@ class JsonlRows:
         return len(self._bytes) if end < 0 else end
 
 
-class ParquetRows:
+class ParquetRows(Rows):
     """A Parquet file, mapped into memory as Arrow columns."""
 
     def __init__(self, path: Path) -> None:
@@ -266,10 +283,10 @@ class ParquetRows:
         return int(self._table.num_rows)
 
     def __getitem__(self, index: int) -> Row:
-        return json_types(self._table.slice(index, 1).to_pylist()[0], where=f"{self.name}, row {index}")
+        return json_types(self._table.slice(index, 1).to_pylist()[0], where=self.place(index))
 
 
-class HfDiskRows:
+class HfDiskRows(Rows):
     """A folder that `datasets.Dataset.save_to_disk` wrote."""
 
     def __init__(self, path: Path) -> None:
@@ -294,10 +311,10 @@ class HfDiskRows:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Row:
-        return json_types(self._dataset[index], where=f"{self.name}, row {index}")
+        return json_types(self._dataset[index], where=self.place(index))
 
 
-class ReasoningGymRows:
+class ReasoningGymRows(Rows):
     """A task of reasoning-gym; the row is the whole entry, the prompt is its `question`."""
 
     def __init__(self, task: str, *, size: int, seed: int, args: dict[str, Any]) -> None:
@@ -308,10 +325,10 @@ class ReasoningGymRows:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Row:
-        return json_types(dict(self._dataset[index]), where=f"{self.name}, entry {index}")
+        return json_types(dict(self._dataset[index]), where=self.place(index))
 
 
-class PythonRows:
+class PythonRows(Rows):
     """A function of the user's, `function(index, seed, **args)`, that returns one row."""
 
     def __init__(self, spec: str, *, size: int, seed: int, args: dict[str, Any]) -> None:
@@ -328,10 +345,10 @@ class PythonRows:
         row = self._function(index, self._seed, **self._args)
         if not isinstance(row, dict):
             raise DataError(f"{self.name} returned a {type(row).__name__} for row {index}; it must return a dict")
-        return json_types(row, where=f"{self.name}, row {index}")
+        return json_types(row, where=self.place(index))
 
 
-class VerifiersRows:
+class VerifiersRows(Rows):
     """The tasks of a taskset of verifiers, as its own interpreter lists them."""
 
     def __init__(self, config: Config) -> None:

@@ -129,7 +129,8 @@ class GroupMaker:
         tokens, limit = len(prompt.input_ids), self._config.data.max_prompt_tokens
         if tokens > limit:
             raise DataError(
-                f"the prompt (row {prompt.index}) has {tokens} tokens, more than data.max_prompt_tokens = {limit}"
+                f"{self._prompts.place(prompt.index)}: the prompt has {tokens} tokens, more than "
+                f"data.max_prompt_tokens = {limit}"
             )
         return prompt
 

@@ -450,6 +450,10 @@ class EvaluationReports(msgspec.Struct, frozen=True):
     """The run is over: there will be no more."""
 
 
+NO_EVALUATOR = "no evaluator has joined the run; start one: streamrl evaluator CONFIG --manager URL"
+"""Why evaluations are not made, in logs and in the status."""
+
+
 class EvaluationStatus(msgspec.Struct, frozen=True):
     """Where the run's evaluations are."""
 

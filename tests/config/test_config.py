@@ -66,8 +66,13 @@ def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Sect
         ("manager.port", 70000, "manager.port: Expected `int` <= 65535"),
         ("rollout.agent.port", 70000, "rollout.agent.port: Expected `int` <= 65535"),
         ("rollout.sampling.top_p", 1.5, "rollout.sampling.top_p: Expected `float` <= 1"),
-        ("trainer", 3, "trainer: Expected `object`"),
-        ("model.scratch", "yes", r"model\.scratch: Expected `object \| null`"),
+        ("trainer", 3, "trainer = 3: trainer is a section; set its keys, for example trainer.data_parallel=3"),
+        ("model.scratch", "yes", "model.scratch = 'yes': .* set its keys, for example model.scratch.alphabet=yes"),
+        ("rollout.reward", "my:fn", "rollout.reward = 'my:fn': .* for example rollout.reward.function=my:fn"),
+        ("rollout", "x", "rollout = 'x': rollout is a section; its keys are workers, group_size, "),
+        ("data.args", 3, r"data.args = 3: data.args is a section; set its keys: data.args.NAME=\.\.\."),
+        ("trainer.roles", "x", r".* is a section; set its keys: trainer.roles.NAME=\.\.\."),
+        ("trainer.roles.ref", 2, ".* is a section; .* for example trainer.roles.ref.data_parallel=2"),
     ],
 )
 def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) -> None:
@@ -78,8 +83,11 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["model.path=scratch"], "need each other"),
-        (["model.scratch.layers=2"], "need each other"),
+        (["model.path=scratch"], r'model.path = "scratch" needs a section \[model.scratch\]'),
+        (
+            ["model.path=qwen", "model.scratch.layers=2"],
+            r'model.path = "qwen" .* \[model.scratch\] .* random weights.* delete the section',
+        ),
         (["rollout.group_size=1"], "rollout.group_size must be at least 2"),
         (
             ["rollout.on_failed_sibling=shrink", "rollout.min_siblings=9"],
@@ -206,9 +214,9 @@ def test_overrides_win_over_the_file_and_have_toml_types(tmp_path: Path) -> None
     [
         ("trainer.lr", "write it as section.key=value"),
         ("=3", "write it as section.key=value"),
-        ("trainer.lr.deep=3", "lr is not a section"),
+        ("trainer.lr.deep=3", "trainer.lr is no section: its value is 0.0001"),
         ("trainer.lrr=3", r"unknown key trainer\.lrr; did you mean trainer\.lr\?"),
-        ("trainer=3", "trainer: Expected `object`"),
+        ("trainer=3", "trainer = 3: trainer is a section"),
     ],
 )
 def test_overrides_that_cannot_be_are_refused(tmp_path: Path, override: str, says: str) -> None:

@@ -115,25 +115,41 @@ def test_rows_without_a_prompt_are_found_wherever_they_are(tmp_path: Path, monke
     good, bad = {"prompt": "1=", "answer": "1"}, {"question": "1="}
     found = rehearsed(tmp_path, data=rows(tmp_path, *[good] * 40, bad, *[good] * 3))
     (wrong,) = found.wrong
-    assert "rows.jsonl, row 40: no column 'prompt' for data.prompt_key; there is question" in wrong
+    assert "rows.jsonl, line 41: no column 'prompt' for data.prompt_key; there is question" in wrong
     assert "rows read: 44 of 44" in found.tried
     found = rehearsed(tmp_path, data=rows(tmp_path, good, *[bad] * 7) | {"shuffle": False})
-    assert sum("row 1: no column" in line for line in found.wrong) == 2  # the prompts end there, too
-    assert found.wrong[-1] == "data: so have 4 more of 8 rows"
+    assert [line.partition("rows.jsonl, ")[2][:7] for line in found.wrong[:-1]] == ["line 2:", "line 3:", "line 4:"]
+    assert found.wrong[-1] == "data: 7 of 8 rows cannot be used; the first 3 of them are named"
     monkeypatch.setattr(check, "ROWS", 30)
     found = rehearsed(tmp_path, data=rows(tmp_path, *[good] * 40))
-    assert "rows 30 to 39 were not read" in found.untried
+    assert "the last 10 rows were not read" in found.untried
 
 
 def test_prompts_without_a_token_are_found_wherever_they_are(tmp_path: Path) -> None:
     good, empty = {"prompt": "1=", "answer": "1"}, {"prompt": "", "answer": "1"}
     found = rehearsed(tmp_path, data=rows(tmp_path, empty, *[good] * 3))
-    assert any("rows.jsonl, row 0: the prompt has no tokens" in line for line in found.wrong)
+    (wrong,) = found.wrong
+    assert "rows.jsonl, line 1: the prompt has no tokens" in wrong
     (wrong,) = rehearsed(tmp_path, data=rows(tmp_path, *[good] * 40, empty) | {"shuffle": False}).wrong
-    assert "rows.jsonl, row 40: the prompt has no tokens" in wrong
+    assert "rows.jsonl, line 41: the prompt has no tokens" in wrong
     no_text = {"chat_template": "{% for m in messages %}{% endfor %}"}
     found = rehearsed(tmp_path, model=no_text, data=rows(tmp_path, good))
-    assert any("row 0: the prompt has no tokens" in line for line in found.wrong)
+    (wrong,) = found.wrong
+    assert "line 1: the prompt has no tokens" in wrong
+
+
+def test_a_character_outside_the_alphabet_is_found_in_any_row(tmp_path: Path) -> None:
+    good, bad = {"prompt": "1=", "answer": "1"}, {"prompt": "1 + 2=", "answer": "3"}
+    (wrong,) = rehearsed(tmp_path, data=rows(tmp_path, *[good] * 40, bad) | {"shuffle": False}).wrong
+    assert "rows.jsonl, line 41: the model's tokenizer has no token for '+' in '1 + 2='" in wrong
+
+
+def test_a_broken_line_is_named_once(tmp_path: Path) -> None:
+    data = rows(tmp_path, *[{"prompt": "1=", "answer": "1"}] * 4)
+    file = Path(data["path"])
+    file.write_text(f'{file.read_text()}\n{{"prompt": "2=", \n')
+    (wrong,) = rehearsed(tmp_path, data=data).wrong
+    assert "rows.jsonl, line 6: not a JSON object" in wrong
 
 
 def scored_by(function: str, **data: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from streamrl.config import Config, from_dict
 from streamrl.config.sections import as_evaluated
 from streamrl.errors import ConfigError, DataError
+from streamrl.models import _symbol_tokenizer
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import JsonlRows, PromptSource, permuted_index
 from tests.rollout.characters import PLAIN_TEMPLATE, make_chat, make_tokenizer
@@ -260,8 +261,30 @@ def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
     source = opened(make_chat(PLAIN_TEMPLATE), source="jsonl", path=str(path), shuffle=False)
     for look in (source.prompt, source.check):
         look(0)
-        with pytest.raises(DataError, match="row 1: the prompt has no tokens"):
+        with pytest.raises(DataError, match=r"data\.jsonl, line 2: the prompt has no tokens"):
             look(1)
+
+
+def test_a_character_without_a_token_is_named_with_its_line(tmp_path: Path) -> None:
+    symbols = [*"0123456789=", "<add>"]
+    chat = ChatTokenizer(_symbol_tokenizer(symbols, max_length=64))
+    path = jsonl(tmp_path, {"prompt": "12="}, "", {"prompt": "3<add>4a=?"}, {"prompt": "<add>1="})
+    source = opened(chat, source="jsonl", path=str(path), shuffle=False)
+    for look in (source.prompt, source.check):
+        look(2)
+        with pytest.raises(DataError, match=r"data\.jsonl, line 3: .* no token for 'a' in '3<add>4a=\?'.*scratch"):
+            look(1)
+
+
+@pytest.mark.parametrize(("row", "says"), [({"prompt": 3}, "neither a string"), ("{oops", "not a JSON object")])
+def test_every_error_of_a_file_with_lines_names_the_line(
+    chat: ChatTokenizer, tmp_path: Path, row: Any, says: str
+) -> None:
+    path = jsonl(tmp_path, "", {"prompt": "a"}, "", row)
+    source = opened(chat, source="jsonl", path=str(path), shuffle=False)
+    assert source.place(0) == f"{path}, line 2"
+    with pytest.raises(DataError, match=rf"data\.jsonl, line 4\b.*{says}"):
+        source.prompt(1)
 
 
 @pytest.mark.parametrize("source", ["jsonl", "parquet", "hf_disk"])

@@ -153,6 +153,7 @@ class Manager:
             members=self.members,
             state=self._state,
             on_training_over=self.groups.stop,
+            evaluators=lambda: self._registry.count("evaluator"),
             long_poll_seconds=long_poll_seconds,
         )
         self.elastic = ElasticPools(

@@ -19,6 +19,7 @@ from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState, Wakeup
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.transport.control import (
+    NO_EVALUATOR,
     Done,
     Evaluate,
     EvaluationReports,
@@ -47,11 +48,12 @@ class Evaluations:
         members: Members,
         state: RunState,
         on_training_over: Callable[[], None],
+        evaluators: Callable[[], int],
         long_poll_seconds: float,
     ) -> None:
         """`samples`: responses to each prompt. `on_training_over` is called when the master waits for nothing but the
-        last evaluation."""
-        self._queue = EvaluationQueue()
+        last evaluation. `evaluators`: how many have joined."""
+        self._queue = EvaluationQueue(evaluators=evaluators)
         self._fleet = fleet
         self._prompt = Work(samples, 0)
         self._changed = changed
@@ -136,7 +138,9 @@ class Evaluations:
 class EvaluationQueue:
     """Takes evaluations from the master, gives them to an evaluator, and keeps what it reports. Pure."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, evaluators: Callable[[], int]) -> None:
+        """`evaluators`: how many have joined the run."""
+        self._evaluators = evaluators
         self.reports: list[EvaluationReport] = []
         """In order of arrival."""
         self._versions: set[int] = set()
@@ -217,8 +221,9 @@ class EvaluationQueue:
 
     def _leave_out(self, task: EvaluationTask, later: EvaluationTask) -> None:
         self._left_out += 1
+        late = "it had not begun; evaluate less often, or fewer prompts, or raise evaluation.max_concurrent"
         log.warning(
-            "the evaluation of version %d is left out: it had not begun when that of version %d was asked for; "
-            "evaluate less often, or fewer prompts, or raise evaluation.max_concurrent",
+            "the evaluation of version %d is left out for that of version %d: %s",
             *(task.policy_version, later.policy_version),
+            late if self._evaluators() else NO_EVALUATOR,
         )

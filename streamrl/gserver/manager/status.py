@@ -19,7 +19,7 @@ from streamrl.gserver.manager.run_state import RunState
 from streamrl.ledger import Ledger
 from streamrl.records.evaluation import scalars
 from streamrl.records.metrics import StepReport
-from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Role, Status
+from streamrl.transport.control import NO_EVALUATOR, EvaluationStatus, LedgerStatus, ProcessStatus, Role, Status
 
 _LEDGER_GAUGES = ("policy_version", "max_staleness", "accepted", "running", "returned", "room")
 _LEDGER_COUNTERS = ("rejected", "given_up", "dropped", "expired")
@@ -94,7 +94,9 @@ def _waits_for(
 ) -> str:
     reasons = []
     if state.name == "joining":
-        reasons.append(f"waits for {waits_for_members(registry, config)} to join")
+        missing = waits_for_members(registry, config)
+        # all others work without it
+        reasons.append(f"waits for {missing} to join" + (f": {NO_EVALUATOR}" if missing == "evaluator/0" else ""))
     elif not fleet.serving_count:
         reasons.append("waits for a gserver: none takes groups")
     elif waiting and ledger.room and not fleet.has_capacity:

@@ -14,7 +14,7 @@ from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
-from streamrl.transport.control import Evaluate
+from streamrl.transport.control import NO_EVALUATOR, Evaluate
 from streamrl.transport.manager_client import ControlClient
 
 log = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ class EvaluationRequests:
         unfinished = max(self._asked, default=None)
         if unfinished is not None and unfinished not in self._reported:
             log.warning(
-                "the run ends before the evaluation of version %d is done; evaluation.at_end has it waited for",
-                unfinished,
+                "the run ends before the evaluation of version %d is done: %s",
+                *(unfinished, NO_EVALUATOR if await self._is_unattended() else "set evaluation.at_end to wait for it"),
             )
 
     async def wait_for(self, version: int) -> str:
@@ -80,6 +80,8 @@ class EvaluationRequests:
         Raises `StreamRLError` if the manager ends the run meanwhile.
         """
         seconds = self._config.evaluation.end_timeout_seconds
+        if version not in self._reported and await self._is_unattended():
+            log.warning("the run waits up to %g s for the evaluation of version %d: %s", seconds, version, NO_EVALUATOR)
         try:
             async with asyncio.timeout(seconds):
                 while version not in self._reported:
@@ -93,9 +95,15 @@ class EvaluationRequests:
                 f"the evaluation of version {version} was not finished within "
                 f"evaluation.end_timeout_seconds = {seconds:g}"
             )
-            log.warning("%s; is there an evaluator, and does it get a gserver? its log says more", missed)
+            if await self._is_unattended():
+                return f"; {missed}: no evaluator has joined the run"
+            log.warning("%s; the evaluator's log shows how far it is, and whether it waits for a gserver", missed)
             return f"; {missed}"
         return ""
+
+    async def _is_unattended(self) -> bool:
+        """Return whether no evaluator takes part in the run."""
+        return all(process.role != "evaluator" for process in (await self._client.status()).processes)
 
     async def _take_in(self) -> bool:
         """Take in the next reports, none after a long poll without any; return whether the run is over."""

@@ -17,6 +17,7 @@ from streamrl.errors import PeerError
 from streamrl.gserver.manager.evaluations import EvaluationQueue
 from streamrl.transport import manager_client
 from streamrl.transport.control import (
+    NO_EVALUATOR,
     Admit,
     Evaluate,
     EvaluationResult,
@@ -215,13 +216,32 @@ async def test_a_run_with_evaluation_waits_for_its_evaluator_to_join(tmp_path: P
         assert "evaluator/0" in (await run.client.status()).message
 
 
+async def test_without_an_evaluator_the_log_and_the_status_show_how_to_start_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(tmp_path, evaluation={"every_steps": 1}, rollout={"workers": 1}, gserver={"count": 1})
+    async with managed(config) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        for role in ("rollout", "model_worker", "master"):
+            await run.register(role)
+        assert (await run.client.status()).message == f"waits for evaluator/0 to join: {NO_EVALUATOR}"
+        for version in (1, 2):
+            await ask(run, version)
+        assert f"the evaluation of version 1 is left out for that of version 2: {NO_EVALUATOR}" in caplog.text
+        await run.register("evaluator")
+        await ask(run, 3)
+    assert NO_EVALUATOR.startswith("no evaluator has joined the run")
+    assert "streamrl evaluator CONFIG --manager URL" in NO_EVALUATOR
+    assert "version 2 is left out for that of version 3: it had not begun; evaluate less often" in caplog.text
+
+
 owners = st.sampled_from(["evaluator/0", "evaluator/1"])
 
 
 class Evaluating(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.queue = EvaluationQueue()
+        self.queue = EvaluationQueue(evaluators=lambda: 1)
         self.asked = 0
         self.given: list[tuple[str, EvaluationTask]] = []
 
@@ -273,10 +293,10 @@ TestEvaluating = Evaluating.TestCase
 
 
 def test_an_evaluation_that_is_left_out_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    queue = EvaluationQueue()
+    queue = EvaluationQueue(evaluators=lambda: 1)
     with caplog.at_level(logging.INFO):
         for version in (1, 2, 3):
             queue.ask(Evaluate(policy_version=version, step=version))
             queue.take("evaluator/0")
     assert "the evaluation of version 2 waits for that of version 1 to end" in caplog.text
-    assert "the evaluation of version 2 is left out: it had not begun when that of version 3 was asked" in caplog.text
+    assert "the evaluation of version 2 is left out for that of version 3: it had not begun" in caplog.text

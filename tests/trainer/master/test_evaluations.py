@@ -16,7 +16,7 @@ from streamrl.errors import StreamRLError
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.trainer.master.evaluations import EvaluationRequests
 from streamrl.trainer.master.history import RunControl
-from streamrl.transport.control import EvaluationResult, EvaluationTask, FinishRun, NextEvaluation
+from streamrl.transport.control import NO_EVALUATOR, EvaluationResult, EvaluationTask, FinishRun, NextEvaluation
 from tests.evaluations import make_report
 from tests.gserver.harness import Run, managed, small_config
 
@@ -97,7 +97,23 @@ async def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.Log
         await evaluations.ask(9)
         said = await asyncio.wait_for(evaluations.wait_for(9), 30)
     assert "the evaluation of version 9 was not finished within evaluation.end_timeout_seconds = 0.2" in said
-    assert "is there an evaluator" in caplog.text
+    assert "was not finished within evaluation.end_timeout_seconds = 0.2; the evaluator's log" in caplog.text
+
+
+async def test_the_end_names_an_evaluator_that_was_not_started(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = evaluating(tmp_path, at_end=True, end_timeout_seconds=0.5)
+    async with managed(config) as run:
+        evaluations = EvaluationRequests(config, client=run.client, write=lambda report: None)
+        await evaluations.ask(9)
+        waiting = asyncio.create_task(evaluations.wait_for(9))
+        await asyncio.sleep(0.2)
+        assert f"waits up to 0.5 s for the evaluation of version 9: {NO_EVALUATOR}" in caplog.text
+        reason = await asyncio.wait_for(waiting, 30)
+        assert reason.endswith("within evaluation.end_timeout_seconds = 0.5: no evaluator has joined the run")
+        await asyncio.wait_for(evaluations.take_what_is_done(), 5)
+    assert f"the run ends before the evaluation of version 9 is done: {NO_EVALUATOR}" in caplog.text
 
 
 async def test_a_run_that_is_ended_meanwhile_is_an_error(tmp_path: Path) -> None:

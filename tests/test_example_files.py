@@ -1,0 +1,113 @@
+"""The examples that come with streamrl: listed, copied, hinted at, and complete in a wheel."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from streamrl import __version__, config, example_files
+from streamrl.errors import ConfigError
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted(file.name for file in (ROOT / "examples").iterdir() if file.suffix in (".toml", ".py"))
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_every_example_is_described_in_one_sentence() -> None:
+    described = example_files.described()
+    assert [f"{name}.toml" for name in described] == [name for name in EXAMPLES if name.endswith(".toml")]
+    assert all(20 < len(sentence) < 160 for sentence in described.values())
+    assert described["chain_sum"] == "SmolLM2-135M-Instruct on chain_sum of reasoning-gym"
+
+
+@pytest.mark.parametrize("name", example_files.described())
+def test_a_copy_has_all_that_its_configuration_names(here: Path, name: str) -> None:
+    files = example_files.copied(name)
+    assert files[0] == Path("examples", f"{name}.toml")
+    assert sorted(files) == sorted(file.relative_to(here) for file in here.rglob("*") if file.is_file())
+    for file in files:
+        assert file.read_bytes() == (ROOT / file).read_bytes()
+    loaded = config.load(files[0])
+    for spec in (loaded.data.path, loaded.rollout.agent.function, loaded.rollout.reward.function, loaded.trainer.graph):
+        module, colon, _ = spec.partition(":")
+        if colon and module.startswith("examples."):
+            assert Path(*module.split(".")).with_suffix(".py") in files
+
+
+def test_a_file_that_was_changed_is_not_replaced(here: Path) -> None:
+    toml, module = example_files.copied("guess_number")
+    assert example_files.copied("examples/guess_number.toml") == [toml, module]
+    module.write_text("mine")
+    toml.unlink()
+    with pytest.raises(ConfigError, match=r"examples/guess_number\.py exists with other content and is not replaced"):
+        example_files.copied("guess_number")
+    assert module.read_text() == "mine"
+    assert not toml.exists()
+
+
+def test_what_cannot_be_copied_is_named(here: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no example 'guess_numbr'; did you mean guess_number\?"):
+        example_files.copied("guess_numbr")
+    (here / "examples").write_text("a file")
+    with pytest.raises(ConfigError, match=f"cannot be copied to {here}: .*File exists: 'examples'"):
+        example_files.copied("chain_sum")
+
+
+@pytest.mark.parametrize("asked", ["examples/chain_sum.toml", "chain_sum.toml", "chain_sum"])
+def test_a_missing_configuration_with_the_name_of_an_example_is_hinted_at(here: Path, asked: str) -> None:
+    with pytest.raises(ConfigError, match="`streamrl examples chain_sum` copies the example of this name") as raised:
+        config.load(asked)
+    assert "path right" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"mine\.toml: cannot be read \(No such file or directory\); is the path"):
+        config.load("mine.toml")
+    assert list(here.iterdir()) == []
+
+
+def test_a_wheel_has_the_examples_and_their_modules(here: Path, tmp_path: Path) -> None:
+    source, installed = tmp_path / "source", tmp_path / "installed"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("streamrl", "examples"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(source))
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.startswith(f"streamrl-{__version__}-")
+    run(*pip, "install", "--no-deps", "--no-index", "--no-compile", "--target", str(installed), str(wheel))
+    found = installed / "streamrl" / "examples"
+    assert sorted(file.name for file in found.iterdir()) == EXAMPLES
+    assert not (installed / "examples").exists()  # no module `examples` for everything that is installed
+
+    def streamrl(*words: str) -> str:
+        return run(sys.executable, "-P", "-m", "streamrl", *words, PYTHONPATH=str(installed), COLUMNS="120")
+
+    assert streamrl("--version") == f"streamrl {__version__}\n"
+    listed = streamrl("examples")
+    assert all(name in listed for name in example_files.described())
+    assert list(here.iterdir()) == []
+    assert "streamrl run examples/guess_number.toml" in streamrl("examples", "guess_number")
+    checked = streamrl("check", "examples/guess_number.toml")
+    assert "✓ the agent's function examples.guess_number:play was imported" in checked
+    assert "examples/guess_number.toml is valid" in checked
+
+
+def run(*command: str, **environment: str) -> str:
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=280
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -178,6 +178,7 @@ class RolloutWorker:
         reply = await self._control.admit(Admit(worker=self._membership.index, count=count, data_rows=self._data_rows))
         if reply.stop:
             return None
+        self._membership.note_version(reply.policy_version)
         # one that is unfinished here was given out again while this worker was silent: it still makes it
         return [admission for admission in reply.admissions if admission.seq not in self._unfinished]
 

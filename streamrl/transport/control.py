@@ -310,6 +310,7 @@ class AdmitReply(msgspec.Struct, frozen=True):
     admissions: list[Admission]
     """Empty after a long poll without room."""
     policy_version: int
+    """The version that gservers serve: a request of these groups names the adapter of this version or a newer one."""
     stop: bool
 
 

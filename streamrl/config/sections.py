@@ -181,7 +181,8 @@ class RewardConfig(Section, frozen=True):
     on_error: Literal["reject", "zero", "stop"] = "reject"
     """A function that raises, crashes or hangs: give the group up, score 0, or stop the run."""
     overlong_tokens: NonNegative = 0
-    """This many of the last `sampling.max_new_tokens` cost reward, in proportion to how many of them are used."""
+    """This many of the last `sampling.max_new_tokens` cost reward, in proportion to how many of them are used. Refused
+    with a reward model, and with agents that score themselves."""
     overlong_penalty: NonNegativeFloat = 1.0
     """What using all of them costs."""
 
@@ -627,6 +628,12 @@ class Config(Section, frozen=True):
         """Whether gservers have adapters beside the model, and each request says by name which one it wants."""
         adapted = self.model.lora is not None and self.weights.lora == "adapter"
         return adapted and self.gserver.engine == "sglang"
+
+    @property
+    def reward_function_scores(self) -> bool:
+        """Whether `rollout.reward.function` scores responses, not a reward model or the agent itself."""
+        agent = self.rollout.agent
+        return self.reward_model.path is None and not (agent.used and agent.scored_by == "agent")
 
     @property
     def logprob_diff_warning(self) -> float:

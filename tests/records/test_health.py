@@ -236,6 +236,13 @@ def test_what_is_unhealthy_is_said_with_its_figure_and_what_to_turn(run, severit
     assert turn in " ".join(found.turn)
 
 
+def test_a_penalty_for_length_is_advised_only_if_the_reward_function_scores():
+    for section, advised in (({}, True), ({"reward_model": {"path": "judge"}}, False)):
+        sampling = {"rollout": {"sampling": {"max_new_tokens": 100}}}
+        (found,) = findings(healthy(response_lengths=[[100, 3, 7], [100, 4, 4]], config=from_dict(sampling | section)))
+        assert ("rollout.reward.overlong_tokens" in found.turn) == advised
+
+
 def test_a_target_of_the_kl_counts_instead_of_the_limit():
     config = from_dict({"algorithm": {"kl_coef": 0.1, "kl_target": 0.01}})
     (found,) = findings(with_steps(kl=0.02) and healthy(steps=[HEALTHY | {"kl": 0.02}] * WINDOW, config=config))

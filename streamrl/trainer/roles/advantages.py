@@ -34,11 +34,10 @@ class Credit(NamedTuple):
 def assign_credit(
     items: Sequence[TrainItem], algorithm: AlgorithmConfig, *, kl_coef: float, given: bool, add_up: AddUp
 ) -> list[Credit]:
-    """Return the credit of `items`, which are all that this rank has of a batch, perhaps none. Collective, with the same
-    `given` on all ranks.
+    """Return the credit of `items`, which are all that this rank has of a batch, perhaps none.
 
-    Advantages of the kinds `PER_TOKEN` are whitened: their mean and deviation are those of the batch's tokens that enter
-    the loss.
+    Collective, with the same `given` on all ranks. Advantages of the kinds `PER_TOKEN` are whitened with the mean and
+    the deviation of the batch's tokens in the loss.
 
     `given`: the items bring advantages of the user's, which are taken as they are. With `kl_in = "reward"` the
     estimated KL from the reference, times `kl_coef`, is taken from the reward: of each token, where tokens have

@@ -64,6 +64,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     train_seconds: float = 0.0
     """Since the first step, without times in which the run was down."""
     tokens_dropped: int = 0
+    evaluation_due: bool = False
+    """Whether an evaluation of this version was due."""
     recent_rewards: list[float] = []
     """Mean rewards of the last steps."""
     watch: CollapseWatch = CollapseWatch()

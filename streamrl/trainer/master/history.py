@@ -33,8 +33,7 @@ class RunControl:
         self.data_rows = data_rows
         epoch = consumed // data_rows
         self._saves = config.trainer.save_every.since(epoch=epoch, step=step, now=now)
-        self._every_evaluation = config.evaluation.every
-        self._evaluations = self._every_evaluation.since(epoch=epoch, step=step, now=now)
+        self._evaluations = config.evaluation.every.since(epoch=epoch, step=step, now=now)
 
     def epochs(self, consumed: int) -> float:
         """Return how often the data set was passed through."""
@@ -61,14 +60,6 @@ class RunControl:
         """Ask once after each step."""
         return self._evaluations.due(epoch=consumed // self.data_rows, step=step, now=now)
 
-    def evaluation_was_due(self, *, step: int, consumed: int, groups: int) -> bool:
-        """Whether one was due, by epochs or steps, after the `step` that the run goes on from, with `groups` trained
-        on."""
-        if not step:
-            return False
-        before = self._every_evaluation.since(epoch=max(0, consumed - groups) // self.data_rows, step=step - 1, now=0.0)
-        return before.due(epoch=consumed // self.data_rows, step=step, now=0.0)
-
 
 # --- what was done ---
 
@@ -81,6 +72,8 @@ class History:
         self._config = config
         self.policy_version = 0
         self.tokens_dropped = 0
+        self.evaluation_due = False
+        """Whether an evaluation of this version was due."""
         self.rewards: list[float] = []
         """Mean reward of each step; of a resumed run from a little before its beginning."""
         self.watch = CollapseWatch()
@@ -115,6 +108,7 @@ class History:
             reached_at=time.time(),
             train_seconds=self.train_seconds,
             tokens_dropped=self.tokens_dropped,
+            evaluation_due=self.evaluation_due,
             recent_rewards=self.rewards[-self._config.run.stop_window :],
             watch=self.watch,
         )
@@ -122,6 +116,7 @@ class History:
     def _go_on(self, begun: progress.Progress) -> None:
         self.policy_version = begun.policy_version
         self.tokens_dropped = begun.tokens_dropped
+        self.evaluation_due = begun.evaluation_due
         self.rewards = list(begun.recent_rewards)
         self.watch = begun.watch.resumed(slow=self._config.algorithm.on_collapse == "slow")
         self._seconds_before = begun.train_seconds

@@ -320,10 +320,7 @@ class Master:
 
     async def _steps(self) -> str:
         await self._begin_counting()
-        was_due = self._control.evaluation_was_due(
-            step=self.policy_version, consumed=self._groups.consumed, groups=self._config.trainer.batch_groups
-        )
-        await self._evaluations.begin(self.policy_version, was_due=was_due)
+        await self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
         while (reason := self._end()) is None:
             await self._step()
         if self._publication is not None:
@@ -408,6 +405,7 @@ class Master:
         figures |= self._look_after(figures)
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)
+        self._history.evaluation_due = evaluate
         await self._begin_publication(
             self._publish(report, comparison, result.trained, evaluate=evaluate), name=f"publication of v{version + 1}"
         )

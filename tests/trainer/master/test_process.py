@@ -464,6 +464,28 @@ def test_a_run_whose_last_evaluation_was_cut_off_makes_that_and_nothing_else(tmp
     assert [event.call.progress.policy_version for event in run.workers.named("Save")] == [7]
 
 
+def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_no_other(tmp_path):
+    """Most groups are given up: then an epoch may end with those, before the last ones of the batch are trained on."""
+    script = Script(rejects=lambda seq: seq % 4 > 0, rows=23)
+    saved = {"save_every_steps": 1, "keep_checkpoints": 9}
+    config = configured(tmp_path, trainer=saved, evaluation={"every_epochs": 1})
+    _, run = whole_run(config, script)
+    due = {asked.policy_version for asked, _ in run.manager.evaluated}
+    assert 1 < len(due) < 6
+    for version in range(1, 6):
+        (config.run_dir / "evaluations.jsonl").unlink(missing_ok=True)
+        folder = config.run_dir / "checkpoints" / f"step-{version:06d}"
+        again = configured(
+            tmp_path,
+            run={"total_train_steps": version + 1, "resume_from": str(folder)},
+            trainer={"save_at_end": False},
+            evaluation={"every_epochs": 1},
+        )
+        _, resumed = whole_run(again, script)
+        asked = {asked.policy_version for asked, _ in resumed.manager.evaluated}
+        assert asked & {version} == due & {version}
+
+
 def test_mfcs_on_arrivals_read_each_group_once_and_batches_wait_for_them(tmp_path):
     """That each call finds what it needs, on whichever worker, is asserted by the pretended workers."""
     script = Script(

@@ -614,13 +614,17 @@ class Config(Section, frozen=True):
         """Whether `data.size` is how many rows there are: those of files, and tasks of verifiers, count themselves."""
         return self.data.source in GENERATED_SOURCES and not self.rollout.agent.verifiers
 
-    @property
-    def planned_steps(self) -> int:
-        """Training steps of the whole run, for schedules; where epochs of a file, or of tasks of verifiers, end it,
-        nobody knows before."""
+    def planned_steps(self, *, steps: int = 0, groups: int = 0) -> int:
+        """Return the training steps of the whole run, for schedules.
+
+        A resumed run has made `steps` steps on `groups` groups, perhaps in batches of another size. The number is
+        unknown in advance, and `DEFAULT_TRAIN_STEPS` here, for epochs of a file or of tasks of verifiers. Groups that
+        are given up end epochs earlier.
+        """
         limits = [self.run.most_steps] if self.run.most_steps is not None else []
         if self.run.total_train_epochs is not None and self.says_rows:
-            limits.append(-(-self.run.total_train_epochs * self.data.size // self.trainer.batch_groups))
+            left = max(0, self.run.total_train_epochs * self.data.size - groups)
+            limits.append(steps + -(-left // self.trainer.batch_groups))
         return min(limits, default=DEFAULT_TRAIN_STEPS)
 
     @property

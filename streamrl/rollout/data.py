@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from streamrl.children import module_command
 from streamrl.config import Config, DataConfig
+from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.errors import ConfigError, DataError
 from streamrl.importing import load_object
 from streamrl.records.files import decode_line
@@ -33,6 +34,7 @@ from streamrl.rollout.chat import ChatTokenizer, Message
 from streamrl.types import Prompt
 
 Row = dict[str, Any]
+DIGEST_ROWS = 64
 LISTING_SECONDS = 300.0
 """A taskset may read a large data set before it has its tasks."""
 
@@ -82,6 +84,21 @@ class PromptSource:
             answer=row.get(self._config.answer_key),
             metadata={key: value for key, value in row.items() if whole_entry or key not in used},
         )
+
+    def digest(self) -> str:
+        """Return the fingerprint of the prompts of rows that are in files; empty for a source that generates them.
+
+        It is the same wherever the files are. `DIGEST_ROWS` rows are read, spread evenly from the first to the last.
+        """
+        if self._config.source in GENERATED_SOURCES:
+            return ""
+        digest = hashlib.blake2b(digest_size=8)
+        for index in np.unique(np.linspace(0, len(self) - 1, DIGEST_ROWS).astype(int)).tolist():
+            try:
+                digest.update(msgspec.json.encode((index, self.messages(self._rows[index], where=""))))
+            except DataError:  # it is rejected when its turn comes
+                digest.update(b"unreadable")
+        return digest.hexdigest()
 
     def check(self, index: int) -> None:
         """Raise `DataError` if row `index` has no prompt; where there is text, tokens are taken for granted."""

@@ -16,6 +16,7 @@ from streamrl.config import Config
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch
 from streamrl.trainer.master.groups import GroupTable
+from streamrl.transport.control import DataFacts
 
 # --- what is due ---
 
@@ -97,14 +98,15 @@ class History:
         self.policy_version += 1
         self.rewards.append(reward)
 
-    def reached(self, groups: GroupTable, *, data_rows: int) -> progress.Progress:
+    def reached(self, groups: GroupTable, *, data: DataFacts) -> progress.Progress:
         """Return how far the run has come, for a checkpoint."""
         return progress.Progress(
             policy_version=self.policy_version,
             trained=groups.trained.ranges(),
             rejected=groups.given_up.ranges(),
             prompts=progress.prompts_digest(self._config),
-            data_rows=data_rows,
+            data_rows=data.rows,
+            data_digest=data.digest,
             reached_at=time.time(),
             train_seconds=self.train_seconds,
             tokens_dropped=self.tokens_dropped,

@@ -44,7 +44,7 @@ from streamrl.trainer.master.history import History, RunControl, RunOver
 from streamrl.trainer.master.workers import Checkpoints, ModelWorkers
 from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import reach_towards
-from streamrl.transport.control import FinishRun, GroupChanges
+from streamrl.transport.control import DataFacts, FinishRun, GroupChanges
 from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
@@ -142,6 +142,7 @@ class Master:
 
     membership: Membership
     _control: RunControl
+    _data: DataFacts
 
     def __init__(
         self, config: Config, *, client: ControlClient, channel: Requests, stored: asyncio.Queue[Stored]
@@ -228,7 +229,7 @@ class Master:
         if at_end:
             await self._evaluations.ask(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:
-            await self._checkpoints.save_final(self._history.reached(self._groups, data_rows=self._control.data_rows))
+            await self._checkpoints.save_final(self._history.reached(self._groups, data=self._data))
         unwritten = await self._checkpoints.finish()
         self.membership.waiting_for = ""
         self._counted = await self._workers.specs()
@@ -301,12 +302,13 @@ class Master:
     async def _begin_counting(self) -> None:
         """Wait for the size of the data set, and count epochs, checkpoints and evaluations from here on."""
         self.membership.waiting_for = "a rollout worker to tell the size of the data set"
-        while not (rows := await self._client.data_rows()):
+        while not (data := await self._client.data()).rows:
             log.warning("master waits for %s", self.membership.waiting_for)
         self.membership.waiting_for = ""
+        self._data = data
         self._control = RunControl(
             self._config,
-            data_rows=rows,
+            data_rows=data.rows,
             step=self.policy_version,
             consumed=self._groups.consumed,
             now=time.monotonic(),
@@ -348,7 +350,7 @@ class Master:
             self.membership.waiting_for = f"checkpoint {self.policy_version}"
             if self._publication is not None:
                 await self._publication  # the step is written down then: who goes on from here has its figures
-            await self._checkpoints.save(self._history.reached(self._groups, data_rows=self._control.data_rows))
+            await self._checkpoints.save(self._history.reached(self._groups, data=self._data))
             self.membership.waiting_for = ""
         if stop:
             await self._stop_collapsing()

@@ -315,7 +315,7 @@ def test_checkpoints_come_after_the_right_steps_and_say_how_far_the_run_was(tmp_
         assert list(reached.trained_seqs()) == sorted(flat(run.steps[:done]))
         assert {seq for seq in range(max(reached.trained_seqs())) if seq % 5 == 0} <= set(reached.rejected_seqs())
         assert set(reached.rejected_seqs()) <= set(run.manager.ledger.rejected)
-        assert reached.data_rows == 17
+        assert (reached.data_rows, reached.data_digest) == (17, "of the pretended data")
         assert reached.recent_rewards == [0.5, 0.5]
         assert reached.prompts == progress.prompts_digest(config)
     for save in saves[:2]:  # what is trained next is not in it

@@ -197,7 +197,7 @@ class Workers:
         await asyncio.sleep(0)  # the wire
         match next(iter(calls.values())):
             case Spec():
-                return {worker: WorkerSpec({"actor": "pretended"}, 0, 0) for worker in calls}
+                return {worker: WorkerSpec({"actor": "pretended"}, 0) for worker in calls}
             case OpenStore():
                 return dict.fromkeys(calls, StoreOpened("here", 1))
             case ClearDataCache():

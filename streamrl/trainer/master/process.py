@@ -258,7 +258,6 @@ class Master:
             groups_trained=len(self._groups.trained),
             groups_held=len(self._groups),
             groups_duplicated=sum(c.duplicated for c in self._counted),
-            groups_refused=sum(c.refused for c in self._counted),
             max_staleness=self._config.staleness.max_staleness,
             over_age=self._config.staleness.over_age,
             tokens_dropped=self._history.tokens_dropped,

@@ -35,7 +35,7 @@ def items_of(seed: int, *, oldest_version: int) -> list[TrainItem]:
 
 
 def advantages_of(items: list[TrainItem], kind: str, *, ranks: int) -> list[torch.Tensor]:
-    """The advantages of `items`, of which each of `ranks` has every so many-th."""
+    """The advantages of `items`, dealt out to `ranks` in turn."""
     shares = [items[rank::ranks] for rank in range(ranks)]
     sums: list[torch.Tensor] = []
 

@@ -31,6 +31,7 @@ from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.process import Joined, serve_until_over
 from streamrl.rollout.worker import RolloutWorker
+from streamrl.transport.control import DataFacts
 from streamrl.transport.generation import RECEIVED_SECONDS, ModelInfo, Outcome, Received, ServerInfo
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
@@ -115,7 +116,7 @@ async def one_worker(config: Config, settings: Settings, *, manager_url: str, in
         )
         joined.at_exit.push_async_callback(pusher.close)
         maker: Any = SimulatedMaker(config, settings, joined)
-        await RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data_rows=config.data.size).run()
+        await RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data=DataFacts(config.data.size)).run()
 
     activity = Activity(idle="room in the ledger")
     await serve_until_over(

@@ -43,6 +43,13 @@ def found_in(config: Config) -> list[str]:
         problems.append("rollout.sampling.max_new_tokens must be smaller than gserver.max_context")
     if config.rollout.reward.overlong_tokens > config.rollout.sampling.max_new_tokens:
         problems.append("rollout.reward.overlong_tokens must not exceed rollout.sampling.max_new_tokens")
+    if config.rollout.reward.overlong_tokens and not config.reward_function_scores:
+        reason = (
+            'agents score themselves: leave it out, or set rollout.agent.scored_by = "reward"'
+            if config.reward_model.path is None
+            else "reward_model.path scores: leave one of them out"
+        )
+        problems.append(f"rollout.reward.overlong_tokens lowers scores of rollout.reward.function alone, but {reason}")
     if config.rollout.sampling.temperature == 0:
         problems.append("rollout.sampling.temperature must be above 0: siblings would all be equal")
     if config.rollout.sampling.top_k < -1 or config.rollout.sampling.top_k == 0:

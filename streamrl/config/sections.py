@@ -182,7 +182,8 @@ class RewardConfig(Section, frozen=True):
     """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
     that the function gets nonetheless, for example to ask a judge. It never gets the keys of the run itself."""
     overlong_tokens: NonNegative = 0
-    """This many of the last `sampling.max_new_tokens` cost reward, in proportion to how many of them are used."""
+    """This many of the last `sampling.max_new_tokens` cost reward, in proportion to how many of them are used. Refused
+    with a reward model, and with agents that score themselves."""
     overlong_penalty: NonNegativeFloat = 1.0
     """What using all of them costs."""
 
@@ -632,13 +633,17 @@ class Config(Section, frozen=True):
         """Whether `data.size` is how many rows there are: those of files, and tasks of verifiers, count themselves."""
         return self.data.source in GENERATED_SOURCES and not self.rollout.agent.verifiers
 
-    @property
-    def planned_steps(self) -> int:
-        """Training steps of the whole run, for schedules; where epochs of a file, or of tasks of verifiers, end it,
-        nobody knows before."""
+    def planned_steps(self, *, steps: int = 0, groups: int = 0) -> int:
+        """Return the training steps of the whole run, for schedules.
+
+        A resumed run has made `steps` steps on `groups` groups, perhaps in batches of another size. The number is
+        unknown in advance, and `DEFAULT_TRAIN_STEPS` here, for epochs of a file or of tasks of verifiers. Groups that
+        are given up end epochs earlier.
+        """
         limits = [self.run.most_steps] if self.run.most_steps is not None else []
         if self.run.total_train_epochs is not None and self.says_rows:
-            limits.append(-(-self.run.total_train_epochs * self.data.size // self.trainer.batch_groups))
+            left = max(0, self.run.total_train_epochs * self.data.size - groups)
+            limits.append(steps + -(-left // self.trainer.batch_groups))
         return min(limits, default=DEFAULT_TRAIN_STEPS)
 
     @property
@@ -646,6 +651,12 @@ class Config(Section, frozen=True):
         """Whether gservers have adapters beside the model, and each request says by name which one it wants."""
         adapted = self.model.lora is not None and self.weights.lora == "adapter"
         return adapted and self.gserver.engine == "sglang"
+
+    @property
+    def reward_function_scores(self) -> bool:
+        """Whether `rollout.reward.function` scores responses, not a reward model or the agent itself."""
+        agent = self.rollout.agent
+        return self.reward_model.path is None and not (agent.used and agent.scored_by == "agent")
 
     @property
     def logprob_diff_warning(self) -> float:

@@ -153,7 +153,7 @@ class AlgorithmConfig(Section, frozen=True):
     """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean; `rloo`: r - mean of the other siblings;
     `reinforce++`: r, and `reinforce++-baseline`: r - mean; `gae`: generalised advantage estimation with a critic.
     `none`: 0, so that rewards are only watched, and the policy learns from its reference alone. With the last four each
-    token has its own advantage, and they are whitened over the tokens of the batch."""
+    token has its own advantage, and they are whitened over the batch's tokens in the loss."""
     gamma: Share = 1.0
     """Discount of later tokens, where tokens have advantages of their own."""
     gae_lambda: Share = 0.95

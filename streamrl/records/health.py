@@ -272,7 +272,10 @@ def _data(run: RunFigures) -> Iterator[Finding]:
             "warning",
             "length",
             f"{cut:.0%} of the responses are as long as they may be, {most} tokens: they were cut before their end",
-            [f"rollout.sampling.max_new_tokens={2 * most} (it is {most})", "rollout.reward.overlong_tokens"],
+            [
+                f"rollout.sampling.max_new_tokens={2 * most} (it is {most})",
+                *(["rollout.reward.overlong_tokens"] if config.reward_function_scores else []),
+            ],
         )
     special, sampled = _total(run, "tokens_special"), _total(run, "tokens_sampled")
     if sampled and special / sampled > SPECIAL:

@@ -72,8 +72,6 @@ class Final(msgspec.Struct, frozen=True, kw_only=True):
     """Groups stored with the trainer that no step used."""
     groups_duplicated: int = 0
     """Groups that arrived again after they had been stored; refused."""
-    groups_refused: int = 0
-    """Groups that could not belong to this run, or that broke a limit."""
     max_staleness: int = 0
     """η, in policy versions."""
     over_age: str = ""

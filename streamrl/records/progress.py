@@ -26,6 +26,7 @@ from typing import TypeVar
 import msgspec
 
 from streamrl.config import Config
+from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.disk import to_disk
 from streamrl.errors import UNDECODABLE, ConfigError
 from streamrl.records.collapse import CollapseWatch
@@ -59,11 +60,15 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Fingerprint of what the prompts are a function of, besides the sequence number."""
     data_rows: int = 0
     """Rows of the training data; 0: not recorded."""
+    data_digest: str = ""
+    """Fingerprint of prompts in files; empty for others."""
     reached_at: float = 0.0
     """Unix time; 0: not recorded."""
     train_seconds: float = 0.0
     """Since the first step, without times in which the run was down."""
     tokens_dropped: int = 0
+    evaluation_due: bool = False
+    """Whether an evaluation of this version was due."""
     recent_rewards: list[float] = []
     """Mean rewards of the last steps."""
     watch: CollapseWatch = CollapseWatch()
@@ -108,9 +113,14 @@ def _length(found: Ranges) -> int:
 
 
 def prompts_digest(config: Config) -> str:
-    """Fingerprint of the settings that decide which prompt belongs to which sequence number."""
+    """Fingerprint of the settings that decide which prompt belongs to which sequence number.
+
+    Files may be moved: rollout workers compare their prompts (`Progress.data_digest`).
+    """
     settings = msgspec.structs.asdict(config.data)
     del settings["answer_type"]  # changes how a row is scored, not which row it is
+    if config.data.source not in GENERATED_SOURCES:
+        settings["path"] = ""
     return hashlib.sha256(msgspec.json.encode((config.run.seed, settings))).hexdigest()[:16]
 
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from streamrl.children import module_command
 from streamrl.config import Config, DataConfig
+from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.errors import ConfigError, DataError
 from streamrl.importing import load_object
 from streamrl.records.files import decode_line
@@ -36,6 +37,7 @@ from streamrl.types import Prompt
 Row = dict[str, Any]
 EXCERPT = 60
 """Characters of a prompt and of an answer that stand for them."""
+DIGEST_ROWS = 64
 LISTING_SECONDS = 300.0
 """A taskset may read a large data set before it has its tasks."""
 
@@ -100,6 +102,21 @@ class PromptSource:
         asked = str(prompt.messages[-1]["content"])
         answer = "" if prompt.answer is None else f", answer {str(prompt.answer)[:EXCERPT]!r}"
         return f"row {prompt.index} (seq {seq}): prompt {asked[-EXCERPT:]!r}{answer}"
+
+    def digest(self) -> str:
+        """Return the fingerprint of the prompts of rows that are in files; empty for a source that generates them.
+
+        It is the same wherever the files are. `DIGEST_ROWS` rows are read, spread evenly from the first to the last.
+        """
+        if self._config.source in GENERATED_SOURCES:
+            return ""
+        digest = hashlib.blake2b(digest_size=8)
+        for index in np.unique(np.linspace(0, len(self) - 1, DIGEST_ROWS).astype(int)).tolist():
+            try:
+                digest.update(msgspec.json.encode((index, self.messages(self._rows[index], where=""))))
+            except DataError:  # it is rejected when its turn comes
+                digest.update(b"unreadable")
+        return digest.hexdigest()
 
     def check(self, index: int) -> None:
         """Raise `DataError` if row `index` has no prompt.

@@ -83,6 +83,7 @@ class Evaluator:
                 log.info("%s: the run is over", self._membership.name)
                 return
             if reply.task is not None:
+                self._membership.note_version(reply.task.policy_version)
                 report = await self._evaluate(reply.task)
                 # the manager counts a report that comes twice once, and none of what an earlier manager wanted
                 await self._control.evaluation_result(

@@ -96,9 +96,7 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
     Raises `DataError`, `ConfigError`, `ModelError` or `RewardError` when one of them cannot be had.
     """
     joined.membership.waiting_for = "reward processes and tokenizer"
-    agent = config.rollout.agent
-    scored_elsewhere = config.reward_model.path is not None or (agent.used and agent.scored_by == "agent")
-    rewards = None if scored_elsewhere else RewardPool.of(config)
+    rewards = RewardPool.of(config) if config.reward_function_scores else None
     if rewards is not None:
         joined.at_exit.push_async_callback(rewards.close)
         pool = rewards

@@ -22,7 +22,7 @@ from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCoun
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.process import Joined, open_group_maker, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
-from streamrl.transport.control import Admission, Admit, AskRoute, FailRun, Reject
+from streamrl.transport.control import Admission, Admit, AskRoute, DataFacts, FailRun, Reject
 from streamrl.transport.push_pull import GroupPusher
 from streamrl.waits import first_of
 
@@ -42,7 +42,8 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     async def work(joined: Joined) -> None:
         maker, prompts = await open_group_maker(config, joined=joined, model_dir=model_dir)
         pusher = await _open_stream(config, joined)
-        worker = RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data_rows=len(prompts))
+        data = DataFacts(len(prompts), await asyncio.to_thread(prompts.digest))
+        worker = RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data=data)
         await worker.run(await _open_calls(config, joined, worker) if synchronous else None)
 
     await serve_until_over(
@@ -99,11 +100,10 @@ class RolloutWorker:
         joined: Joined,
         maker: GroupMaker,
         pusher: GroupPusher,
-        data_rows: int,
+        data: DataFacts,
     ) -> None:
-        """`data_rows`: how many rows the training data has."""
         self._config = config
-        self._data_rows = data_rows
+        self._data = data
         self._membership = joined.membership
         self._control = joined.control
         self._maker = maker
@@ -176,9 +176,10 @@ class RolloutWorker:
 
     async def admit(self, count: int) -> list[Admission] | None:
         """Ask the manager for up to `count` groups; return those to start, perhaps none yet, or None at the end."""
-        reply = await self._control.admit(Admit(worker=self._membership.index, count=count, data_rows=self._data_rows))
+        reply = await self._control.admit(Admit(worker=self._membership.index, count=count, data=self._data))
         if reply.stop:
             return None
+        self._membership.note_version(reply.policy_version)
         # one that is unfinished here was given out again while this worker was silent: it still makes it
         return [admission for admission in reply.admissions if admission.seq not in self._unfinished]
 

@@ -209,8 +209,6 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Backend, layout and size of the model of each role, for people."""
     duplicated: int
     """Groups that came again after they had been stored."""
-    refused: int
-    """Groups that could not belong to the run."""
 
 
 class StoreOpened(msgspec.Struct, frozen=True):

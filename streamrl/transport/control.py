@@ -283,14 +283,23 @@ class ModelPart(msgspec.Struct, frozen=True):
 # --- groups: admitted, routed, given up, taken by the trainer ---
 
 
+class DataFacts(msgspec.Struct, frozen=True):
+    """The training data, which are the same for all rollout workers of a run."""
+
+    rows: int
+    """0: no worker has reported its data yet."""
+    digest: str = ""
+    """Fingerprint of prompts in files; empty for those that a function or a task generates."""
+
+
 class Admit(msgspec.Struct, frozen=True):
     """A rollout worker has room for groups."""
 
     worker: int
     count: int
     """How many groups the worker can start."""
-    data_rows: int = 0
-    """Rows of the worker's training data: the same for all workers of a run; 0: not told."""
+    data: DataFacts = DataFacts(rows=0)
+    """The worker's training data."""
     ticket: str = ""
     """Names the call, so that asking again after a lost answer gives the same groups; set by the client."""
 
@@ -313,6 +322,7 @@ class AdmitReply(msgspec.Struct, frozen=True):
     admissions: list[Admission]
     """Empty after a long poll without room."""
     policy_version: int
+    """The version that gservers serve: a request of these groups names the adapter of this version or a newer one."""
     stop: bool
 
 
@@ -373,13 +383,6 @@ class GroupChanges(msgspec.Struct, frozen=True):
     """
 
     groups: list[Fate]
-
-
-class DataFacts(msgspec.Struct, frozen=True):
-    """The training data as the rollout workers see it."""
-
-    rows: int
-    """0: no worker has told yet; ask again."""
 
 
 # --- evaluations: asked for by the master, made by the evaluator, reported back ---

@@ -262,9 +262,9 @@ class ControlClient:
         """Return the groups that were given up after the first `after` such; none after a long poll without any."""
         return (await self._get_patiently(f"/groups?after={after}", GroupChanges)).groups
 
-    async def data_rows(self) -> int:
-        """Return how many rows the training data has; 0 after a long poll without a rollout worker that knows."""
-        return (await self._get_patiently("/data", DataFacts)).rows
+    async def data(self) -> DataFacts:
+        """Return the training data's facts; 0 rows after a long poll in which no rollout worker has reported them."""
+        return await self._get_patiently("/data", DataFacts)
 
     async def evaluate(self, message: Evaluate) -> None:
         """Ask for an evaluation."""

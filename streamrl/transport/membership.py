@@ -70,6 +70,7 @@ class Membership:
         self.leaving = asyncio.Event()
         self.lost: StreamRLError | None = None
         self.policy_version = 0
+        """Newest policy version that the manager has reported to be served."""
         self.waiting_for = ""
         self.on_unanswering: Callable[[Collection[str]], None] | None = None
         """Called after each heartbeat with the addresses of gservers from which no answer is to be expected."""
@@ -83,6 +84,10 @@ class Membership:
         self._failure = failure
         self._patience = patience
         self._beating: asyncio.Task[None] | None = None
+
+    def note_version(self, policy_version: int) -> None:
+        """Raise `policy_version` to that of a reply of the manager; replies may arrive in another order than sent."""
+        self.policy_version = max(self.policy_version, policy_version)
 
     def shows(self, receiver: Role) -> Shown:
         """Return what this process shows on sockets to receivers of that role, once it has joined."""
@@ -162,7 +167,7 @@ class Membership:
             ),
             patience=patience,
         )
-        self.policy_version = reply.policy_version
+        self.policy_version = reply.policy_version  # a restarted manager may begin at an older one
         self.granted = reply
         return reply.heartbeat_seconds
 
@@ -192,7 +197,7 @@ class Membership:
                 raise
             await self._register(self._patience)  # the manager does not know it any more
             return
-        self.policy_version = reply.policy_version
+        self.note_version(reply.policy_version)
         if self.on_unanswering is not None:
             self.on_unanswering(reply.unanswering)
         if reply.leave:

@@ -97,6 +97,14 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["rollout.reward.on_error=zero"], "rollout.reward.on_error is now rollout.on_failed_sibling"),
         (["rollout.agent.on_error=zero"], "rollout.agent.on_error is now rollout.on_failed_sibling"),
         (["rollout.reward.overlong_tokens=9999"], "must not exceed rollout.sampling.max_new_tokens"),
+        (
+            ["rollout.reward.overlong_tokens=4", "reward_model.path=judge"],
+            "overlong_tokens lowers scores of rollout.reward.function alone, but reward_model.path scores",
+        ),
+        (
+            ["rollout.reward.overlong_tokens=4", "rollout.agent.function=module:play"],
+            'agents score themselves: leave it out, or set rollout.agent.scored_by = "reward"',
+        ),
         (["algorithm.kl_coef=0.1", "algorithm.kl_estimator=k1"], "has no gradient on average in the loss"),
         (["algorithm.advantage=none"], "learns from the reference alone: it needs an algorithm.kl_coef above 0"),
         (["algorithm.advantage=none", "algorithm.kl_coef=1"], 'algorithm.kl_in = "reward"'),
@@ -299,6 +307,12 @@ def test_an_evaluation_is_off_unless_it_is_said_when() -> None:
         {"at_end": True},
     ):
         assert from_dict({"evaluation": setting}).evaluation.enabled
+
+
+def test_overlong_responses_of_an_agent_cost_reward_if_the_reward_function_scores() -> None:
+    agent = {"function": "module:play", "scored_by": "reward"}
+    config = from_dict({"rollout": {"agent": agent, "reward": {"overlong_tokens": 4}}})
+    assert config.reward_function_scores
 
 
 def test_what_an_evaluation_does_not_say_is_as_in_training() -> None:

@@ -3,12 +3,14 @@ noticed is in `test_failures`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.harness import COPY_SCRATCH, SMALL, assert_exactly_once, largest_difference, overrides, run, steps
+from tests.gserver.installed import sglang_python
 
 LORA = {"model__lora__rank": 8, "trainer__lr": 2e-2, "algorithm__kl_coef": 1e-3}
 LEARNED = 0.35
@@ -65,3 +67,32 @@ def test_an_adapter_on_random_weights_learns(tmp_path: Path) -> None:
     assert rewards[0] < LEARNED / 2
     assert len(made) < 60, f"the mean never reached {LEARNED}: {rewards}"
     assert largest_difference(tmp_path / "learns") < 1e-3
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
+def test_at_staleness_zero_each_request_to_sglang_names_the_adapter_that_is_served(tmp_path: Path) -> None:
+    """Steps take less time than lies between two heartbeats, from which versions are learned otherwise."""
+    run_dir = tmp_path / "named"
+    settings = overrides(
+        tmp_path,
+        "named",
+        **SMALL,
+        model__lora__rank=8,
+        trainer__lr=2e-2,
+        trainer__save_at_end="false",
+        run__total_train_steps=6,
+        staleness__max_staleness=0,
+        gserver__engine="sglang",
+        gserver__sglang__python=sglang_python() or "",
+        evaluation__every_steps=1,
+        evaluation__prompts=4,
+    )
+    run(COPY_SCRATCH, settings, seconds=500)
+    made = steps(run_dir)
+    assert [step["metrics"].get("tokens_masked") for step in made] == [0] * 6
+    assert [set(step["token_ages"]) for step in made] == [{"0"}] * 6
+    assert largest_difference(run_dir) < 1e-3
+    found = [json.loads(line) for line in (run_dir / "evaluations.jsonl").read_text().splitlines()]
+    assert found
+    assert all(evaluation["oldest_version"] >= evaluation["policy_version"] for evaluation in found)

@@ -309,6 +309,13 @@ def test_held_out_prompts_that_failed_have_their_error():
     assert found.text.startswith("5% of the held-out prompts failed at version 3: most often KeyError: 'level' (3")
 
 
+def test_a_penalty_for_length_is_advised_only_if_the_reward_function_scores():
+    for section, advised in (({}, True), ({"reward_model": {"path": "judge"}}, False)):
+        sampling = {"rollout": {"sampling": {"max_new_tokens": 100}}}
+        (found,) = findings(healthy(response_lengths=[[100, 3, 7], [100, 4, 4]], config=from_dict(sampling | section)))
+        assert ("rollout.reward.overlong_tokens" in found.turn) == advised
+
+
 def test_a_target_of_the_kl_counts_instead_of_the_limit():
     config = from_dict({"algorithm": {"kl_coef": 0.1, "kl_target": 0.01}})
     (found,) = findings(with_steps(kl=0.02) and healthy(steps=[HEALTHY | {"kl": 0.02}] * WINDOW, config=config))

@@ -186,6 +186,17 @@ def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path) -> None:
         begin(bad)
 
 
+def test_a_data_file_may_be_moved_but_no_other_function_or_task_takes_its_place() -> None:
+    def digest(**data: str) -> str:
+        return progress.prompts_digest(from_dict({"data": data}))
+
+    assert digest(source="jsonl", path="a.jsonl") == digest(source="jsonl", path="elsewhere/a.jsonl")
+    assert digest(source="jsonl", path="a") != digest(source="parquet", path="a")
+    assert digest(source="jsonl", path="a") != digest(source="jsonl", path="a", suffix="!")
+    assert digest(path="chain_sum") != digest(path="gcd")
+    assert digest(source="python", path="module:rows") != digest(source="python", path="module:others")
+
+
 def test_records_go_back_to_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = [StepReport(step=n, time=float(n), metrics={}, token_ages={}) for n in range(1, 6)]
     lines = [msgspec.json.encode(report) + b"\n" for report in reports]

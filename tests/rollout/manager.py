@@ -46,6 +46,8 @@ class Manager:
         self.registered: list[Register] = []
         self.in_flight_told: list[tuple[int, int, int]] = []
         self.reroute: Callable[[AskRoute], str] = lambda message: self.gserver
+        self.served_version = 0
+        """Policy version in replies to /admit; heartbeats have version 0 throughout."""
         self.failures = 0
         """How many of the next calls of /admit and /reject are answered 500."""
         self._seqs: list[int] = []
@@ -94,7 +96,7 @@ class Manager:
             await self._changed.wait_for(lambda: self._seqs or self.stop)
             given, self._seqs = self._seqs[: message.count], self._seqs[message.count :]
         admissions = [Admission(seq, self.gserver, permit_for(seq, f"rollout/{message.worker}")) for seq in given]
-        return AdmitReply(admissions=admissions, policy_version=0, stop=self.stop)
+        return AdmitReply(admissions=admissions, policy_version=self.served_version, stop=self.stop)
 
     async def route(self, message: AskRoute) -> msgspec.Struct:
         return RouteReply(gserver=self.reroute(message))

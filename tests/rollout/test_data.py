@@ -44,6 +44,22 @@ def jsonl(folder: Path, *rows: Any) -> Path:
     return path
 
 
+def test_prompts_in_a_file_have_a_fingerprint_that_follows_the_file(chat: ChatTokenizer, tmp_path: Path) -> None:
+    def digest(rows: list[dict[str, Any]], name: str = "here", **data: Any) -> str:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return opened(chat, source="jsonl", path=str(jsonl(tmp_path / name, *rows)), **data).digest()
+
+    rows = [{"prompt": f"{number}=", "answer": "1"} for number in range(1000)]
+    base = digest(rows)
+    assert base
+    assert digest(rows, "elsewhere") == base
+    assert digest([row | {"answer": "2"} for row in rows]) == base  # sequence numbers mean the same prompts
+    assert digest(rows[::-1]) != base
+    assert digest([*rows[:-1], {"prompt": "5="}]) != base
+    assert digest([rows[0], {"answer": "no prompt"}]) == digest([rows[0], {"answer": "no prompt"}], "elsewhere")
+    assert opened(chat, source="python", path="tests.rollout.user_code:row", size=20).digest() == ""
+
+
 @settings(deadline=None)
 @given(size=st.integers(1, 300), seed=st.integers(0, 2**40), epoch=st.integers(0, 100))
 def test_each_epoch_is_a_permutation(size: int, seed: int, epoch: int) -> None:

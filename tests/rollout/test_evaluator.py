@@ -23,7 +23,7 @@ from streamrl.transport.control import EvaluationTask
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
 from tests.groups import make_group
 from tests.rollout.characters import make_chat, save_tokenizer
-from tests.rollout.engine import Engine, answer, failure, serving
+from tests.rollout.engine import Engine, answer, failure, serving, with_named_adapters
 from tests.rollout.evaluating import evaluating
 
 CHAT = make_chat()
@@ -92,6 +92,17 @@ async def test_what_it_reports_is_what_the_gserver_said(tmp_path: Path, model_di
     assert report.pass_at[1] == pytest.approx(sum(solved) / 18)
     assert report.pass_at[3] == pytest.approx(sum(count > 0 for count in solved) / 6)
     assert report.seconds > 0
+
+
+async def test_an_evaluation_asks_for_the_adapter_of_its_version_whatever_heartbeats_say(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    config = with_named_adapters(configure(tmp_path))
+    async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        report = await on.evaluate(version=7)
+        await on.finish()
+    assert {request.lora_path for request in engine.requests} == {"streamrl-v7"}
+    assert (report.oldest_version, report.newest_version) == (7, 7)
 
 
 async def test_each_evaluation_asks_the_same_all_rows_by_default_and_never_too_many_at_once(

@@ -25,7 +25,7 @@ from streamrl.types import NO_VERSION, SampleMeta
 from tests.credentials import verifier_of
 from tests.groups import held
 from tests.rollout.characters import make_chat, save_tokenizer
-from tests.rollout.engine import Engine, Script, answer, failure, serving
+from tests.rollout.engine import Engine, Script, answer, failure, serving, with_named_adapters
 from tests.rollout.manager import Manager, managing
 
 CHAT = make_chat()
@@ -369,6 +369,20 @@ async def test_a_manager_that_stumbles_is_asked_again(model_dir: Path) -> None:
         await on.manager.give([1])
         await on.manager.until(lambda: 1 in on.manager.rejected)
         await on.finish()
+
+
+async def test_a_group_asks_for_the_adapter_of_its_admission_whatever_heartbeats_say(model_dir: Path) -> None:
+    async with stage(say, model_dir, with_named_adapters(configure())) as on:
+        on.manager.served_version = 5
+        await on.manager.give([0])
+        await on.trainer.until(1)
+        heartbeats = len(on.manager.heartbeats)
+        await on.manager.until(lambda: len(on.manager.heartbeats) >= heartbeats + 2)
+        await on.manager.give([1])
+        await on.trainer.until(2)
+        await on.finish()
+    assert [request.lora_path for request in on.engine.requests] == ["streamrl-v5"] * 6
+    assert all(set(meta.version_counts) == {5} for meta in on.trainer.stored.values())
 
 
 async def test_groups_move_to_another_gserver(model_dir: Path) -> None:

@@ -50,7 +50,7 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.process import Master
-from streamrl.transport.control import Compared, EvaluationReports, ResyncNeeded, Scores
+from streamrl.transport.control import Compared, DataFacts, EvaluationReports, ResyncNeeded, Scores
 from streamrl.transport.synchronous import GenerateGroups, GroupsGenerated, GroupsScored, ScoreGroups, name_on_channel
 from streamrl.types import NO_VERSION, TrajectoryGroup
 from tests.evaluations import make_report
@@ -197,7 +197,7 @@ class Workers:
         await asyncio.sleep(0)  # the wire
         match next(iter(calls.values())):
             case Spec():
-                return {worker: WorkerSpec({"actor": "pretended"}, 0, 0) for worker in calls}
+                return {worker: WorkerSpec({"actor": "pretended"}, 0) for worker in calls}
             case OpenStore():
                 return dict.fromkeys(calls, StoreOpened("here", 1))
             case ClearDataCache():
@@ -496,8 +496,8 @@ class Manager(Signal):
         await self.until(lambda: len(self.ledger.rejections) > after)
         return self.ledger.rejections[after:]
 
-    async def data_rows(self) -> int:
-        return self._script.rows
+    async def data(self) -> DataFacts:
+        return DataFacts(self._script.rows, "of the pretended data")
 
     async def resync_needed(self) -> ResyncNeeded:
         await self.until(lambda: self.lacking)

@@ -194,7 +194,7 @@ CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
     "/groups": lambda client: client.tell_groups(GroupChanges([Fate(1, 1)])),
     "GET /groups": lambda client: client.given_up(0),
     "/publish/resync": lambda client: client.resync_needed(),
-    "/data": lambda client: client.data_rows(),
+    "/data": lambda client: client.data(),
     "/report": lambda client: client.report(StepReport(step=1, time=0.0, metrics={}, token_ages={})),
     "/evaluate": lambda client: client.evaluate(Evaluate(policy_version=1, step=1)),
     "/evaluations": lambda client: client.evaluations(0),

@@ -233,8 +233,7 @@ class GroupCalls:
         live_workers: Callable[[], int],
         long_poll_seconds: float,
     ) -> None:
-        self.data_rows = 0
-        """Rows of the training data; 0: not known yet."""
+        self._data = DataFacts(rows=0)
         self._epochs = config.run.total_train_epochs
         self._ledger = ledger
         self._admissions = admissions
@@ -249,7 +248,7 @@ class GroupCalls:
         begun = progress.of_run(config)
         if begun is not None:
             if begun.data_rows:
-                self._set_data_rows(begun.data_rows)
+                self._set_data(DataFacts(begun.data_rows, begun.data_digest))
             ledger.restore(
                 policy_version=begun.policy_version,
                 trained=list(begun.trained_seqs()),
@@ -282,8 +281,8 @@ class GroupCalls:
         """Start groups, as soon as there is room in the ledger and a gserver with capacity; none after a long poll, and
         none at once for who asks for none, to tell how many rows its data have."""
         member = self._members.caller("rollout", message.worker)
-        if message.data_rows:
-            self._compare_data_rows(member, message.data_rows)
+        if message.data.rows:
+            self._compare_data(member, message.data)
 
         name, count, ticket = member.name, message.count, message.ticket
 
@@ -343,22 +342,28 @@ class GroupCalls:
         await self._signals.rejected.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
         return GroupChanges(rejected[after:])
 
-    async def data(self) -> DataFacts:
-        """Return the size of the training data, once a worker has told it; 0 after a long poll."""
-        await self._signals.data.until(lambda: self.data_rows > 0 or self._state.over, timeout=self._long_poll)
-        return DataFacts(rows=self.data_rows)
+    @property
+    def data_rows(self) -> int:
+        """Rows of the training data; 0: not known yet."""
+        return self._data.rows
 
-    def _compare_data_rows(self, member: Member, rows: int) -> None:
+    async def data(self) -> DataFacts:
+        """Return the training data's facts, once a worker has reported them; 0 rows after a long poll."""
+        await self._signals.data.until(lambda: self.data_rows > 0 or self._state.over, timeout=self._long_poll)
+        return self._data
+
+    def _compare_data(self, member: Member, data: DataFacts) -> None:
         if not self.data_rows:
-            self._set_data_rows(rows)
+            self._set_data(data)
             self._signals.data.notify()
-        elif rows != self.data_rows:
+        elif data != self._data:
             self._state.end(
                 "failed",
-                f"{member.name} has {rows} rows of training data, the run has {self.data_rows}: sequence numbers "
-                "would mean other prompts; give all workers the same data set, also when the run is resumed",
+                f"{member.name} has {data.rows} rows of training data (fingerprint {data.digest}), the run has "
+                f"{self.data_rows} ({self._data.digest}): sequence numbers would mean other prompts; give all workers "
+                "the same data set, also when the run is resumed",
             )
 
-    def _set_data_rows(self, rows: int) -> None:
-        self.data_rows = rows
-        self._ledger.ends_after = None if self._epochs is None else self._epochs * rows
+    def _set_data(self, data: DataFacts) -> None:
+        self._data = data
+        self._ledger.ends_after = None if self._epochs is None else self._epochs * data.rows

@@ -51,17 +51,21 @@ class EpisodeTree:
     def __init__(self) -> None:
         self.calls: list[PolicyCall] = []
         """In the order of their answers."""
-        self._by_conversation: dict[bytes, PolicyCall] = {}
+        self._by_conversation: dict[bytes, list[tuple[str, PolicyCall]]] = {}
+        """The calls of each conversation, oldest first, with the reasoning of their answers."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall | None, int]:
         """Return the latest call that `messages` continue, and how many of them it accounts for.
 
         Its conversation, with the policy's answer, is word for word the beginning of `messages`; the tools are the
-        same. Returns `(None, 0)` when there is no such call.
+        same. Of several answers with the same text it is the newest one with the reasoning that the client sends back,
+        or the newest one if there is none. Returns `(None, 0)` when there is no such call.
         """
         for index, digest in reversed(list(_digests(messages, tools))):
-            if (call := self._by_conversation.get(digest)) is not None:
-                return call, index + 1
+            if found := self._by_conversation.get(digest):
+                thought = messages[index].reasoning.strip()
+                chosen = [call for reasoning, call in found if reasoning == thought]
+                return (chosen[-1] if chosen else found[-1][1]), index + 1
         return None, 0
 
     def find_tokens(self, prompt_ids: Sequence[int]) -> PolicyCall | None:
@@ -84,12 +88,14 @@ class EpisodeTree:
         if messages is None:
             return
         *_, (_, digest) = _digests([*messages, reply], tools)
-        self._by_conversation[digest] = call
+        self._by_conversation.setdefault(digest, []).append((reply.reasoning.strip(), call))
 
     def drop_leaf(self, call: PolicyCall) -> None:
         """Take back a call whose answer nobody has received, unless another continues it."""
         if all(other.parent is not call for other in self.calls):
             self.calls = [other for other in self.calls if other is not call]
+            for found in self._by_conversation.values():
+                found[:] = [(reasoning, other) for reasoning, other in found if other is not call]
 
     @property
     def conversations(self) -> int:

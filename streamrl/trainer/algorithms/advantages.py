@@ -91,8 +91,11 @@ def moments(advantages: Tensor) -> Tensor:
 
 
 def whiten(advantages: Tensor, batch_moments: Tensor) -> Tensor:
-    """Return `(A - mean) / (std + 1e-4)` with mean and (unbiased) deviation of a whole batch, given its `moments`."""
+    """Return `(A - mean) / (std + 1e-4)` with mean and (unbiased) deviation of a whole batch, given its `moments`.
+
+    A batch of no tokens has mean and deviation 0.
+    """
     count, total, squares = map(float, batch_moments)
-    mean = total / count
+    mean = total / max(1.0, count)
     variance = max(0.0, squares - count * mean**2) / max(1.0, count - 1)
     return (advantages - mean) / (math.sqrt(variance) + STD_EPS)

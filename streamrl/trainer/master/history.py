@@ -16,6 +16,7 @@ from streamrl.config import Config
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch
 from streamrl.trainer.master.groups import GroupTable
+from streamrl.transport.control import DataFacts
 
 # --- what is due ---
 
@@ -33,8 +34,7 @@ class RunControl:
         self.data_rows = data_rows
         epoch = consumed // data_rows
         self._saves = config.trainer.save_every.since(epoch=epoch, step=step, now=now)
-        self._every_evaluation = config.evaluation.every
-        self._evaluations = self._every_evaluation.since(epoch=epoch, step=step, now=now)
+        self._evaluations = config.evaluation.every.since(epoch=epoch, step=step, now=now)
 
     def epochs(self, consumed: int) -> float:
         """Return how often the data set was passed through."""
@@ -61,14 +61,6 @@ class RunControl:
         """Ask once after each step."""
         return self._evaluations.due(epoch=consumed // self.data_rows, step=step, now=now)
 
-    def evaluation_was_due(self, *, step: int, consumed: int, groups: int) -> bool:
-        """Whether one was due, by epochs or steps, after the `step` that the run goes on from, with `groups` trained
-        on."""
-        if not step:
-            return False
-        before = self._every_evaluation.since(epoch=max(0, consumed - groups) // self.data_rows, step=step - 1, now=0.0)
-        return before.due(epoch=consumed // self.data_rows, step=step, now=0.0)
-
 
 # --- what was done ---
 
@@ -81,6 +73,8 @@ class History:
         self._config = config
         self.policy_version = 0
         self.tokens_dropped = 0
+        self.evaluation_due = False
+        """Whether an evaluation of this version was due."""
         self.rewards: list[float] = []
         """Mean reward of each step; of a resumed run from a little before its beginning."""
         self.watch = CollapseWatch()
@@ -104,17 +98,19 @@ class History:
         self.policy_version += 1
         self.rewards.append(reward)
 
-    def reached(self, groups: GroupTable, *, data_rows: int) -> progress.Progress:
+    def reached(self, groups: GroupTable, *, data: DataFacts) -> progress.Progress:
         """Return how far the run has come, for a checkpoint."""
         return progress.Progress(
             policy_version=self.policy_version,
             trained=groups.trained.ranges(),
             rejected=groups.given_up.ranges(),
             prompts=progress.prompts_digest(self._config),
-            data_rows=data_rows,
+            data_rows=data.rows,
+            data_digest=data.digest,
             reached_at=time.time(),
             train_seconds=self.train_seconds,
             tokens_dropped=self.tokens_dropped,
+            evaluation_due=self.evaluation_due,
             recent_rewards=self.rewards[-self._config.run.stop_window :],
             watch=self.watch,
         )
@@ -122,6 +118,7 @@ class History:
     def _go_on(self, begun: progress.Progress) -> None:
         self.policy_version = begun.policy_version
         self.tokens_dropped = begun.tokens_dropped
+        self.evaluation_due = begun.evaluation_due
         self.rewards = list(begun.recent_rewards)
         self.watch = begun.watch.resumed(slow=self._config.algorithm.on_collapse == "slow")
         self._seconds_before = begun.train_seconds

@@ -44,7 +44,7 @@ from streamrl.trainer.master.history import History, RunControl, RunOver
 from streamrl.trainer.master.workers import Checkpoints, ModelWorkers
 from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import reach_towards
-from streamrl.transport.control import FinishRun, GroupChanges
+from streamrl.transport.control import DataFacts, FinishRun, GroupChanges
 from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
@@ -142,6 +142,7 @@ class Master:
 
     membership: Membership
     _control: RunControl
+    _data: DataFacts
 
     def __init__(
         self, config: Config, *, client: ControlClient, channel: Requests, stored: asyncio.Queue[Stored]
@@ -228,7 +229,7 @@ class Master:
         if at_end:
             await self._evaluations.ask(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:
-            await self._checkpoints.save_final(self._history.reached(self._groups, data_rows=self._control.data_rows))
+            await self._checkpoints.save_final(self._history.reached(self._groups, data=self._data))
         unwritten = await self._checkpoints.finish()
         self.membership.waiting_for = ""
         self._counted = await self._workers.specs()
@@ -257,7 +258,6 @@ class Master:
             groups_trained=len(self._groups.trained),
             groups_held=len(self._groups),
             groups_duplicated=sum(c.duplicated for c in self._counted),
-            groups_refused=sum(c.refused for c in self._counted),
             max_staleness=self._config.staleness.max_staleness,
             over_age=self._config.staleness.over_age,
             tokens_dropped=self._history.tokens_dropped,
@@ -301,12 +301,13 @@ class Master:
     async def _begin_counting(self) -> None:
         """Wait for the size of the data set, and count epochs, checkpoints and evaluations from here on."""
         self.membership.waiting_for = "a rollout worker to tell the size of the data set"
-        while not (rows := await self._client.data_rows()):
+        while not (data := await self._client.data()).rows:
             log.warning("master waits for %s", self.membership.waiting_for)
         self.membership.waiting_for = ""
+        self._data = data
         self._control = RunControl(
             self._config,
-            data_rows=rows,
+            data_rows=data.rows,
             step=self.policy_version,
             consumed=self._groups.consumed,
             now=time.monotonic(),
@@ -320,10 +321,7 @@ class Master:
 
     async def _steps(self) -> str:
         await self._begin_counting()
-        was_due = self._control.evaluation_was_due(
-            step=self.policy_version, consumed=self._groups.consumed, groups=self._config.trainer.batch_groups
-        )
-        await self._evaluations.begin(self.policy_version, was_due=was_due)
+        await self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
         while (reason := self._end()) is None:
             await self._step()
         if self._publication is not None:
@@ -351,7 +349,7 @@ class Master:
             self.membership.waiting_for = f"checkpoint {self.policy_version}"
             if self._publication is not None:
                 await self._publication  # the step is written down then: who goes on from here has its figures
-            await self._checkpoints.save(self._history.reached(self._groups, data_rows=self._control.data_rows))
+            await self._checkpoints.save(self._history.reached(self._groups, data=self._data))
             self.membership.waiting_for = ""
         if stop:
             await self._stop_collapsing()
@@ -408,6 +406,7 @@ class Master:
         figures |= self._look_after(figures)
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)
+        self._history.evaluation_due = evaluate
         await self._begin_publication(
             self._publish(report, comparison, result.trained, evaluate=evaluate), name=f"publication of v{version + 1}"
         )

@@ -162,7 +162,7 @@ def _deciding(part: PartOnDisk) -> dict[str, Any]:
         if key.startswith(DECIDING) and not key.startswith(NOT_DECIDING)
     }
     schedules = {config.trainer.optimizer.schedule, config.critic.optimizer.schedule}
-    return found if schedules == {"constant"} else found | {"run.total_train_steps": config.planned_steps}
+    return found if schedules == {"constant"} else found | {"run.total_train_steps": config.planned_steps()}
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -34,8 +34,10 @@ class Credit(NamedTuple):
 def assign_credit(
     items: Sequence[TrainItem], algorithm: AlgorithmConfig, *, kl_coef: float, given: bool, add_up: AddUp
 ) -> list[Credit]:
-    """Return the credit of `items`, which are all that this rank has of a batch, perhaps none; it is whitened over the
-    batch where the algorithm says so. Collective, with the same `given` on all ranks.
+    """Return the credit of `items`, which are all that this rank has of a batch, perhaps none.
+
+    Collective, with the same `given` on all ranks. Advantages of the kinds `PER_TOKEN` are whitened with the mean and
+    the deviation of the batch's tokens in the loss.
 
     `given`: the items bring advantages of the user's, which are taken as they are. With `kl_in = "reward"` the
     estimated KL from the reference, times `kl_coef`, is taken from the reward: of each token, where tokens have
@@ -48,12 +50,11 @@ def assign_credit(
     if algorithm.advantage not in PER_TOKEN:
         return [_by_response(item, algorithm, penalty) for item, penalty in zip(items, penalties, strict=True)]
     found = [_by_token(item, algorithm, penalty) for item, penalty in zip(items, penalties, strict=True)]
-    sampled = [torch.from_numpy(item.group.packed_loss_mask.copy()) for item in items]
-    counted = [credit.advantages[mask] for credit, mask in zip(found, sampled, strict=True)]
-    batch = add_up(moments(torch.cat(counted) if counted else torch.zeros(0)))
+    in_loss = [credit.advantages[item.trainable] for credit, item in zip(found, items, strict=True)]
+    batch = add_up(moments(torch.cat([torch.zeros(0), *in_loss])))
     return [
-        credit._replace(advantages=whiten(credit.advantages, batch).masked_fill(~mask, 0.0))
-        for credit, mask in zip(found, sampled, strict=True)
+        credit._replace(advantages=whiten(credit.advantages, batch) * torch.tensor(item.group.packed_loss_mask))
+        for credit, item in zip(found, items, strict=True)
     ]
 
 

@@ -176,6 +176,7 @@ class Assembly:
         self.folders[role] = folder
         updates = config.algorithm.minibatches * config.algorithm.epochs  # of each training step
         begun = None if config.run.resume_from is None else progress.read(Path(config.run.resume_from))
+        steps, groups = (0, 0) if begun is None else (begun.policy_version, begun.groups_trained)
         spec = ModelSpec(
             folder=folder,
             head=head,
@@ -186,8 +187,8 @@ class Assembly:
             lr=lr,
             averaged=averaged,
             optimizer=config.critic.optimizer if role == "critic" else trainer.optimizer,
-            total_updates=config.planned_steps * updates,
-            updates_before=None if begun is None else begun.policy_version * updates,
+            total_updates=config.planned_steps(steps=steps, groups=groups) * updates,
+            updates_before=None if begun is None else steps * updates,
             gradient_checkpointing=trainer.gradient_checkpointing,
             shard=trainer.shard,
             offload_optimizer=trainer.offload_optimizer,

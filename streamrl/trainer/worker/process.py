@@ -455,11 +455,9 @@ class ModelWorker:
         return BeingScored([position - sampled[0] for position in sampled])
 
     def _spec(self) -> WorkerSpec:
-        stats = self._dataset.stats()
         return WorkerSpec(
             roles=self._computation.describe() if self._computation else {},
-            duplicated=int(stats["groups_duplicated_total"]),
-            refused=int(stats["groups_refused_total"]),
+            duplicated=int(self._dataset.stats()["groups_duplicated_total"]),
         )
 
     @property

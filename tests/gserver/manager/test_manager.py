@@ -30,6 +30,7 @@ from streamrl.transport.control import (
     Admit,
     AskPlace,
     AskRoute,
+    DataFacts,
     GroupChanges,
     Heartbeat,
     InFlight,
@@ -764,11 +765,11 @@ async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what
     config = small_config(tmp_path, run={"total_train_epochs": 1}, staleness={"max_staleness": 9})
     async with managed(config) as run, scripted() as (gserver,):
         await join(run, gserver)
-        asked = await waiting(run.client.data_rows())
-        admit = Admit(worker=0, count=100, data_rows=5)
+        asked = await waiting(run.client.data())
+        admit = Admit(worker=0, count=100, data=DataFacts(5, "abc"))
         seqs = [admission.seq for admission in (await run.client.admit(admit)).admissions]
         assert seqs == [0, 1, 2, 3, 4, 5]  # three batches of two
-        assert await result_of(asked) == 5
+        assert await result_of(asked) == DataFacts(5, "abc")
         assert (await run.client.status()).data_rows == 5
         await run.client.tell_groups(taken(0, 1, 2, 3))
         await waiting(run.admit())
@@ -781,16 +782,38 @@ async def test_a_worker_that_asks_for_no_group_does_not_wait_for_one(tmp_path: P
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
         async with asyncio.timeout(LONG_POLL_SECONDS / 2):
-            assert (await run.client.admit(Admit(worker=0, count=0, data_rows=5))).admissions == []
+            assert (await run.client.admit(Admit(worker=0, count=0, data=DataFacts(5)))).admissions == []
         assert (await run.client.status()).data_rows == 5
 
 
-async def test_workers_that_see_other_data_stop_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other", [DataFacts(6, "abc"), DataFacts(5, "xyz")])
+async def test_workers_that_see_other_data_stop_the_run(tmp_path: Path, other: DataFacts) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
         await run.register("rollout", 1)
-        await run.client.admit(Admit(worker=0, count=1, data_rows=5))
-        assert (await run.client.admit(Admit(worker=1, count=1, data_rows=6))).stop
+        await run.client.admit(Admit(worker=0, count=1, data=DataFacts(5, "abc")))
+        assert (await run.client.admit(Admit(worker=1, count=1, data=other))).stop
         status = await run.client.status()
         assert status.state == "failed"
-        assert "rollout/1 has 6 rows of training data, the run has 5" in status.message
+        assert f"rollout/1 has {other.rows} rows of training data (fingerprint {other.digest})" in status.message
+        assert "the run has 5 (abc)" in status.message
+
+
+@pytest.mark.parametrize(("digest", "state"), [("abc", "running"), ("xyz", "failed")])
+async def test_a_run_is_resumed_with_its_data_alone(tmp_path: Path, digest: str, state: str) -> None:
+    checkpoint = tmp_path / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    reached = Progress(
+        policy_version=3,
+        trained=[(0, 6)],
+        rejected=[],
+        prompts=progress.prompts_digest(small_config(tmp_path)),
+        data_rows=5,
+        data_digest="abc",
+    )
+    progress.write(checkpoint, reached)
+    config = small_config(tmp_path, run={"resume_from": str(checkpoint)})
+    async with managed(config) as run:
+        await run.register("rollout")
+        await run.client.admit(Admit(worker=0, count=0, data=DataFacts(5, digest)))
+        assert (await run.client.status()).state in ((state,) if state == "failed" else ("joining", "running"))

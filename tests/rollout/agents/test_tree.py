@@ -122,6 +122,22 @@ def test_an_answer_is_known_again_as_clients_send_it_back() -> None:
     assert tree.find([*messages, sent_back, result], [TOOL]) == (made, 2)
 
 
+def test_of_two_answers_with_the_same_text_the_one_with_the_reasoning_sent_back_or_the_newest_is_continued() -> None:
+    tree = EpisodeTree()
+    messages = [user("hello")]
+    calls = {}
+    for token, thought in enumerate(("first", "second", "third")):
+        generation = Generation([token], [-0.5], [0], "stop", None, 0)
+        calls[thought] = PolicyCall(None, (9,), generation)
+        reply = assistant("answer", reasoning=thought)
+        tree.add(calls[thought], messages=messages, reply=reply, tools=[])
+    for thought, chosen in (("first", "first"), (" second\n", "second"), ("", "third"), ("edited", "third")):
+        sent_back = assistant("answer", reasoning=thought)
+        assert tree.find([*messages, sent_back, user("go on")], []) == (calls[chosen], 2)
+    tree.drop_leaf(calls["third"])  # the client has not received it
+    assert tree.find([*messages, assistant("answer"), user("go on")], []) == (calls["second"], 2)
+
+
 @pytest.mark.parametrize(
     "other",
     [

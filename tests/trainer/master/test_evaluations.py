@@ -15,7 +15,6 @@ from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.trainer.master.evaluations import EvaluationRequests
-from streamrl.trainer.master.history import RunControl
 from streamrl.transport.control import NO_EVALUATOR, EvaluationResult, EvaluationTask, FinishRun, NextEvaluation
 from tests.evaluations import make_report
 from tests.gserver.harness import Run, managed, small_config
@@ -127,32 +126,24 @@ async def test_a_run_that_is_ended_meanwhile_is_an_error(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "resumed", "recorded", "due"),
+    ("resumed", "was_due", "recorded", "due"),
     [
-        ({"at_start": True}, False, [], True),
-        ({"every_steps": 5}, False, [], False),
-        ({"at_start": True}, True, [], False),
-        ({"every_steps": 5}, True, [], True),  # it was asked for at the checkpoint, and was lost
-        ({"every_steps": 5}, True, [10], False),
-        ({"every_steps": 4}, True, [], False),
-        ({"every_epochs": 2}, True, [], True),  # the fourth pass over 5 rows ends with group 20
-        ({"every_epochs": 2}, True, [10], False),
-        ({"every_epochs": 3}, True, [], False),
+        (False, False, [], True),  # evaluation.at_start
+        (True, False, [], False),
+        (True, True, [], True),  # it was asked for at the checkpoint, and was lost
+        (True, True, [10], False),
     ],
 )
 async def test_what_is_due_at_the_beginning(
-    tmp_path: Path, evaluation: dict[str, Any], resumed: bool, recorded: list[int], due: bool
+    tmp_path: Path, resumed: bool, was_due: bool, recorded: list[int], due: bool
 ) -> None:
-    config = evaluating(tmp_path, **evaluation)
+    config = evaluating(tmp_path, at_start=True)
     if resumed:
         config = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from="somewhere"))
     config.run_dir.mkdir(parents=True, exist_ok=True)
     lines = [msgspec.json.encode(make_report(version)) + b"\n" for version in recorded]
     (config.run_dir / EVALUATIONS_FILE).write_bytes(b"".join(lines))
-    async with desk(evaluating(tmp_path, **evaluation)) as (_, run, _):
+    async with desk(evaluating(tmp_path, at_start=True)) as (_, run, _):
         evaluations = EvaluationRequests(config, client=run.client, write=lambda report: None)
-        version = 10 if resumed else 0
-        control = RunControl(config, data_rows=5, step=version, consumed=2 * version, now=0.0)
-        was_due = control.evaluation_was_due(step=version, consumed=2 * version, groups=2)
-        await evaluations.begin(version, was_due=was_due)
+        await evaluations.begin(10 if resumed else 0, was_due=was_due)
         assert (await take(run) is not None) == due

@@ -118,4 +118,22 @@ def test_a_run_of_epochs_always_ends_and_starts_nothing_that_it_does_not_need(
     ],
 )
 def test_schedules_end_where_the_run_does(run: dict[str, int], data: dict[str, object], steps: int) -> None:
-    assert from_dict({"run": run, "data": data}).planned_steps == steps
+    assert from_dict({"run": run, "data": data}).planned_steps() == steps
+
+
+@pytest.mark.parametrize(
+    ("run", "batch", "steps"),
+    [
+        ({"total_train_epochs": 10}, 4, 25),
+        ({"total_train_epochs": 10}, 8, 10 + 8),  # 60 groups are left
+        ({"total_train_epochs": 10}, 2, 10 + 30),
+        ({"total_train_epochs": 4}, 8, 10),
+        ({"total_train_epochs": 10, "total_train_steps": 15}, 8, 15),
+        ({"total_train_epochs": 10, "total_train_steps": 90}, 8, 10 + 8),
+        ({"total_train_steps": 90}, 8, 90),
+    ],
+)
+def test_the_schedule_of_a_resumed_run_ends_where_the_run_does(run: dict[str, int], batch: int, steps: int) -> None:
+    """After 10 steps on batches of 4 of 10 rows."""
+    config = from_dict({"run": run, "data": {"size": 10}, "trainer": {"batch_groups": batch}})
+    assert config.planned_steps(steps=10, groups=40) == steps

@@ -315,7 +315,7 @@ def test_checkpoints_come_after_the_right_steps_and_say_how_far_the_run_was(tmp_
         assert list(reached.trained_seqs()) == sorted(flat(run.steps[:done]))
         assert {seq for seq in range(max(reached.trained_seqs())) if seq % 5 == 0} <= set(reached.rejected_seqs())
         assert set(reached.rejected_seqs()) <= set(run.manager.ledger.rejected)
-        assert reached.data_rows == 17
+        assert (reached.data_rows, reached.data_digest) == (17, "of the pretended data")
         assert reached.recent_rewards == [0.5, 0.5]
         assert reached.prompts == progress.prompts_digest(config)
     for save in saves[:2]:  # what is trained next is not in it
@@ -462,6 +462,28 @@ def test_a_run_whose_last_evaluation_was_cut_off_makes_that_and_nothing_else(tmp
     more = msgspec.structs.replace(again, run=msgspec.structs.replace(again.run, total_train_steps=7))
     _, run = whole_run(more, Script())
     assert [event.call.progress.policy_version for event in run.workers.named("Save")] == [7]
+
+
+def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_no_other(tmp_path):
+    """Most groups are given up: then an epoch may end with those, before the last ones of the batch are trained on."""
+    script = Script(rejects=lambda seq: seq % 4 > 0, rows=23)
+    saved = {"save_every_steps": 1, "keep_checkpoints": 9}
+    config = configured(tmp_path, trainer=saved, evaluation={"every_epochs": 1})
+    _, run = whole_run(config, script)
+    due = {asked.policy_version for asked, _ in run.manager.evaluated}
+    assert 1 < len(due) < 6
+    for version in range(1, 6):
+        (config.run_dir / "evaluations.jsonl").unlink(missing_ok=True)
+        folder = config.run_dir / "checkpoints" / f"step-{version:06d}"
+        again = configured(
+            tmp_path,
+            run={"total_train_steps": version + 1, "resume_from": str(folder)},
+            trainer={"save_at_end": False},
+            evaluation={"every_epochs": 1},
+        )
+        _, resumed = whole_run(again, script)
+        asked = {asked.policy_version for asked, _ in resumed.manager.evaluated}
+        assert asked & {version} == due & {version}
 
 
 def test_mfcs_on_arrivals_read_each_group_once_and_batches_wait_for_them(tmp_path):

@@ -242,8 +242,8 @@ def loop_advantages(items, algorithm, kl_coef):
             }
         )
     if algorithm.advantage.startswith("reinforce++"):
-        everything = [a for group in found for a in group.values()]
-        mean, std = statistics.fmean(everything), statistics.stdev(everything)
+        in_loss = [a for item, group in zip(items, found, strict=True) for t, a in group.items() if item.trainable[t]]
+        mean, std = statistics.fmean(in_loss), statistics.stdev(in_loss)
         found = [{t: (a - mean) / (std + 1e-4) for t, a in group.items()} for group in found]
     return found
 

@@ -181,7 +181,7 @@ def loop_ppo(policy, judge, items, refs, tokens, kl_coef, value_clip):
             old = [float(item.values[t]) for t in sampled]
             for t, advantage, value in zip(sampled, loop_gae(rewards, old), old, strict=True):
                 found.append((item, t, advantage, advantage + value, value, now[t], new_values[t]))
-    advantages = np.array([entry[2] for entry in found])
+    advantages = np.array([advantage for item, t, advantage, *_ in found if item.trainable[t]])
     mean, deviation = advantages.mean(), advantages.std(ddof=1)
     actor_loss, critic_loss = torch.zeros(()), torch.zeros(())
     for item, t, advantage, wanted, old, now, value in found:

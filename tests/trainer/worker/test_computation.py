@@ -111,12 +111,13 @@ def test_a_users_function_that_breaks_its_promise_is_named(function, key, messag
 class Worker:
     """The computation of one model worker, on a tiny model and a few groups."""
 
-    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, model=None, **trainer):
+    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, model=None, data=None, **trainer):
         config = from_dict(
             {
                 "trainer": {"dtype": "float32", **trainer},
                 "algorithm": algorithm or {},
                 "model": model or {},
+                "data": data or {},
                 "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 9}},
                 "run": run or {"device": "cpu", "dir": str(tmp_path)},
             }
@@ -446,6 +447,23 @@ def test_a_run_that_goes_on_with_other_minibatches_is_as_far_in_its_schedule(tmp
     resume(resumed.assembly, folder)
     assert resumed.train(whole).maxima["lr"] == pytest.approx(0.75e-2)
     assert resumed.train(whole).maxima["lr"] == pytest.approx(0.5e-2)
+
+
+def test_the_schedule_of_a_run_of_epochs_ends_with_it_also_after_a_resume_with_other_batches(tmp_path):
+    """Two epochs of eight rows: after two steps on four groups each, eight groups are left, two for each step."""
+    groups = some_groups(4)
+    run = {"device": "cpu", "dir": str(tmp_path), "total_train_epochs": 2}
+    settings = {"groups": groups, "lr": 1e-2, "optimizer": {"schedule": "linear"}, "data": {"size": 8}}
+    step = [([0, 1, 2, 3], sampled(groups), 16)]
+    first = Worker(tmp_path, run=run, batch_groups=4, **settings)
+    assert [first.train(step).maxima["lr"] for _ in range(2)] == pytest.approx([1e-2, 0.75e-2])
+    folder = tmp_path / "checkpoints" / "step-000002"
+    first.save(folder, version=2, final=True)
+    assert first.computation.carry_out(FinishSave()) == Saved()
+    resumed = Worker(tmp_path, run={**run, "resume_from": str(folder)}, batch_groups=2, **settings)
+    resume(resumed.assembly, folder)
+    rates = [resumed.train(step).maxima["lr"] for _ in range(4)]
+    assert rates == pytest.approx([1e-2 * (1 - done / 6) for done in (2, 3, 4, 5)])
 
 
 def moving_graph(config):

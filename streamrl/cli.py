@@ -257,6 +257,7 @@ def trainer(
     from streamrl.launch.process import run_until_stopped, set_up_logging
     from streamrl.launch.processes import share_of
     from streamrl.launch.role import refuse_another_run
+    from streamrl.launch.supervise import save_and_end
 
     overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
     resolved = configuration.load(config, overrides or ())
@@ -275,7 +276,8 @@ def trainer(
                 share=share,
                 master=here,
                 advertise=advertise,
-            )
+            ),
+            on_first_signal=[save_and_end(resolved, lambda: manager)],
         )
     finally:
         if here:
@@ -874,7 +876,7 @@ def _pool(
     from streamrl import config as configuration
     from streamrl.errors import ConfigError
     from streamrl.launch.pool import Pool
-    from streamrl.launch.process import run_until_stopped, set_up_logging
+    from streamrl.launch.process import Departure, run_until_stopped, set_up_logging
 
     if index is not None:
         raise ConfigError(f"--index {index} is of one process; with --count {count} the manager gives them numbers")
@@ -889,7 +891,7 @@ def _pool(
         resume=resume,
         advertise=advertise,
     )
-    raise typer.Exit(run_until_stopped(pool.run, on_first_signal=[pool.leave]))
+    raise typer.Exit(run_until_stopped(pool.run, on_first_signal=[Departure(pool.leave, "leaving the run")]))
 
 
 def _console(*, stderr: bool = False) -> Console:

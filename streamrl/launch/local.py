@@ -44,7 +44,15 @@ from streamrl.launch.processes import (
     plan,
     visible_gpus,
 )
-from streamrl.launch.supervise import Child, Children, Restarts, ending_written, restarts_of, until_finished
+from streamrl.launch.supervise import (
+    Child,
+    Children,
+    Restarts,
+    ending_written,
+    restarts_of,
+    save_and_end,
+    until_finished,
+)
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.transport.control import Status
@@ -147,15 +155,16 @@ def run_locally(
 ) -> int:
     """Carry the run out in `config.run_dir` (claimed before); return the exit code.
 
-    0: finished; 130: stopped by Ctrl-C. Raises `ProcessDied` when the run failed. In all cases
-    no process of the run is left. `page`: the run is shown in a browser, too, while it goes on.
+    0: finished; 130: stopped by Ctrl-C, the first of which has a checkpoint written. Raises `ProcessDied` when the run
+    failed, `RunStopped` when another process had it stopped. In all cases no process of the run is left. `page`: show
+    the run in a browser, too.
     """
     avoid_broken_instructions()  # once, here: the run's processes inherit what it finds
     gpus = visible_gpus()
     config = fitted(config, gpus=gpus)
     processes = plan(config, gpus=gpus)
     launcher = Launcher(config, processes=processes, display=display, components=components, page=page)
-    return run_until_stopped(launcher.run, before_force=launcher.kill)
+    return run_until_stopped(launcher.run, before_force=launcher.kill, on_first_signal=[launcher.departure])
 
 
 def of_this_machine(logs: Path, secret: Secret) -> Children:
@@ -189,7 +198,9 @@ class Launcher:
         self._make_children = children
         self._one_disk = one_disk
         self._children: Children | None = None
-        self._manager_url = ""
+        self.departure = save_and_end(config, lambda: self.manager_url)
+        """For the first Ctrl-C."""
+        self.manager_url = ""
         self._model_dir: Path | None = None
         self._restarts: Mapping[PlanRole, Restarts] = {role: restarts_of(config, role) for role in WORK_GOES_ON}
         self._came_up: set[str] = set()
@@ -246,19 +257,19 @@ class Launcher:
         self._display.note("starting the manager")
         words = command(manager, config_file=self._config_file, components=self._components)
         timeout = self._config.manager.join_timeout_seconds
-        self._manager_url = await children.ask(manager, words, timeout=timeout)
-        self._display.note(f"manager at {self._manager_url}; starting {len(others)} processes")
+        self.manager_url = await children.ask(manager, words, timeout=timeout)
+        self._display.note(f"manager at {self.manager_url}; starting {len(others)} processes")
         starting = [asyncio.create_task(self._start(children, process)) for process in others]
         try:
             await asyncio.gather(*starting)
         finally:
             for task in starting:
                 task.cancel()
-        client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
+        client = ControlClient.of(self._config, self.manager_url, timeout=STATUS_SECONDS)
         upkeep = essential.begin(
             keep_in_order(self._config.run_dir, tell=self._display.note), name="the upkeep of the run's folder"
         )
-        following = asyncio.create_task(self._display.follow(self._manager_url), name="display")
+        following = asyncio.create_task(self._display.follow(self.manager_url), name="display")
         try:
             await until_finished(children, client=client, goes_on=self._goes_on)
         finally:
@@ -276,7 +287,7 @@ class Launcher:
         words = command(
             process,
             config_file=self._config_file,
-            manager_url=self._manager_url,
+            manager_url=self.manager_url,
             model_dir=self._model_dir,
             components=self._components,
         )

@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
-
-import msgspec
 
 from streamrl import config as configuration
 from streamrl import essential
@@ -54,7 +50,6 @@ from streamrl.launch.supervise import (
     until_finished,
 )
 from streamrl.processor import avoid_broken_instructions
-from streamrl.records import progress
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, hold, of_new_run
@@ -75,24 +70,6 @@ WORK_GOES_ON: Mapping[PlanRole, str] = {
 """Roles whose processes are replaced when they die, and what becomes of the work."""
 
 
-def claim_run_dir(config: Config) -> Config:
-    """Make the run's folder, with the next free number where it exists; return the configuration with its name."""
-    for number in itertools.count(1):
-        name = config.run.name if number == 1 else f"{config.run.name}-{number}"
-        claimed = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=name))
-        try:
-            claimed.run_dir.mkdir(parents=True)
-        except OSError as error:
-            if os.path.lexists(claimed.run_dir):
-                continue
-            # FileExistsError, too: a link to a disk that is not mounted, above it, is in the way of every number
-            raise ConfigError(
-                f"run.dir: {claimed.run_dir} cannot be made ({error.strerror}: {error.filename})"
-            ) from error
-        return claimed
-    raise AssertionError("unreachable")
-
-
 def lock_run_dir(run_dir: Path) -> IO[str]:
     """Return the run's lock, held until it is closed, and by this process only: two launchers would write the same
     files. Raises `ConfigError` where another one holds it."""
@@ -105,45 +82,6 @@ def lock_run_dir(run_dir: Path) -> IO[str]:
     except OSError as error:  # a file system without locks, as Lustre's often is
         log.warning("%s cannot be locked (%s): start no second launcher for it", run_dir, error.strerror)
     return lock
-
-
-def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of the run in `config.run_dir`, to go on from its latest checkpoint, or back to the one
-    that `overrides`, which are in `config` already, name. What the file says does not count: in that of the run's
-    folder it is the checkpoint of last time.
-
-    Raises `ConfigError` where there is none, and where nothing is left to do; an evaluation at the end is left to do if
-    it was cut off, since the last checkpoint is written before it ends.
-    """
-    found = progress.checkpoints(config.run_dir)
-    if not found:
-        raise ConfigError(
-            f"{config.run_dir} has no checkpoint to go on from: there is none before the first "
-            "trainer.save_every_steps, save_every_seconds or save_every_epochs; start without --resume"
-        )
-    begun = found[-1]
-    if any(word.partition("=")[0].strip() == "run.resume_from" for word in overrides):
-        named = Path(config.run.resume_from or "").resolve()
-        own = [folder for folder in found if folder.resolve() == named]
-        if not own:
-            raise ConfigError(
-                f"run.resume_from: {config.run.resume_from} is no whole checkpoint of {config.run_dir}, which has "
-                f"{', '.join(folder.name for folder in found)}; leave it out to go on from the latest, or leave out "
-                "--resume to begin another run from there"
-            )
-        begun = own[0]
-    made = progress.read(begun)
-    version, most_steps, most_epochs = made.policy_version, config.run.most_steps, config.run.total_train_epochs
-    over = not config.evaluation.at_end or progress.evaluated(config.run_dir, policy_version=version)
-    if over and most_steps is not None and version >= most_steps:
-        raise ConfigError(
-            f"{config.run_dir} is done: it made {version} steps; for more of them raise run.total_train_steps"
-        )
-    if over and most_epochs is not None and made.data_rows and made.groups_consumed // made.data_rows >= most_epochs:
-        raise ConfigError(
-            f"{config.run_dir} is done: it made {most_epochs} epochs; for more of them raise run.total_train_epochs"
-        )
-    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from=str(begun.absolute())))
 
 
 def run_locally(

@@ -33,9 +33,10 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from streamrl.launch.clusters import Needs, needs
 from streamrl.launch.display import Display
-from streamrl.launch.local import Launcher, resumed
+from streamrl.launch.local import Launcher
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.processes import COMPONENTS, Helper, PlanRole, ProcessPlan, plan
+from streamrl.launch.run_folders import resumed
 from streamrl.launch.supervise import Child, Children, save_and_end
 from streamrl.records import progress
 from streamrl.retry import Retry

@@ -89,7 +89,7 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     assert len(list(found.glob("model-0000?-of-00002.safetensors"))) == 2  # gservers and trainer go on from parts
 
     said = run(COPY_SCRATCH, [*settings, "--resume"])
-    assert "goes on from" in said
+    assert f"resuming {run_dir} from {found}" in said
     assert_exactly_once(run_dir)
     after = steps(run_dir)
     assert [step["step"] for step in after] == list(range(1, 35))
@@ -214,9 +214,11 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_is_resumed(tmp_path: Path
     )
     *_, last, command = process.output.strip().splitlines()
     assert last.endswith(f"checkpoint: {checkpoint}; resume with")
-    assert command.strip() == f"streamrl run {COPY_SCRATCH} {shlex.join(settings)} --resume"
+    words = shlex.split(command)
+    assert words[:3] == ["streamrl", "run", str(COPY_SCRATCH)]
+    assert sorted(words[3:]) == sorted([*settings, "--resume"])
 
-    words = [*shlex.split(command)[3:], f"run.total_train_steps={made + 2}"]
+    words = [*words[3:], f"run.total_train_steps={made + 2}"]
     said = run(COPY_SCRATCH, words)
     assert f"step {made + 1}/" in said
     assert f"step {made}/" not in said, "steps before the checkpoint are not shown again"

@@ -275,7 +275,7 @@ def trainer(
                 master=here,
                 advertise=advertise,
             ),
-            on_first_signal=[save_and_end(resolved, lambda: manager)],
+            on_first_signal=save_and_end(resolved, lambda: manager),
         )
     finally:
         if here:

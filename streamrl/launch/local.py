@@ -102,7 +102,7 @@ def run_locally(
     config = fitted(config, gpus=gpus)
     processes = plan(config, gpus=gpus)
     launcher = Launcher(config, processes=processes, display=display, components=components, page=page)
-    return run_until_stopped(launcher.run, before_force=launcher.kill, on_first_signal=[launcher.departure])
+    return run_until_stopped(launcher.run, before_force=launcher.kill, on_first_signal=launcher.departures)
 
 
 def of_this_machine(logs: Path, secret: Secret) -> Children:
@@ -136,7 +136,7 @@ class Launcher:
         self._make_children = children
         self._one_disk = one_disk
         self._children: Children | None = None
-        self.departure = save_and_end(config, lambda: self.manager_url)
+        self.departures = save_and_end(config, lambda: self.manager_url)
         """For the first Ctrl-C."""
         self.manager_url = ""
         self._model_dir: Path | None = None

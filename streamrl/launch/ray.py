@@ -317,7 +317,7 @@ def run_on_ray(
         ) from error
     try:
         run = _Restarted(config, display=display, components=components)
-        return run_until_stopped(run.run, on_first_signal=[run.departure])
+        return run_until_stopped(run.run, on_first_signal=run.departures)
     finally:
         ray.shutdown()
 
@@ -347,7 +347,7 @@ class _Restarted:
         self._display = display
         self._components = components
         self._launcher: Launcher | None = None
-        self.departure = save_and_end(config, lambda: self._launcher.manager_url if self._launcher else "")
+        self.departures = save_and_end(config, lambda: self._launcher.manager_url if self._launcher else "")
         """For the first Ctrl-C."""
 
     async def run(self) -> None:

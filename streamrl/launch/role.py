@@ -166,7 +166,7 @@ def run_manager(
     """
     urls: list[str] = []
 
-    def leave(config: Config) -> Departure:
+    def leave(config: Config) -> list[Departure]:
         return save_and_end(config, lambda: next(iter(urls), ""))
 
     def arguments(config: Config) -> dict[str, Any]:
@@ -221,13 +221,14 @@ def run_member(
         folder = _make_checkpoint(config, manager_url=manager_url) if model_dir is None else model_dir
         return {"manager_url": manager_url, "index": number, "model_dir": folder, "advertise": advertise}
 
-    def leave(config: Config) -> Departure:
+    def leave(config: Config) -> list[Departure]:
         if role == "master":
             return save_and_end(config, lambda: manager_url)
-        return Departure(
-            lambda: ask_to_leave(config, manager_url=manager_url, role=role, index=number),  # type: ignore[arg-type]
-            "leaving the run",
-        )
+
+        async def ask() -> None:
+            await ask_to_leave(config, manager_url=manager_url, role=role, index=number)  # type: ignore[arg-type]
+
+        return [Departure(ask, "leaving the run")]
 
     departs = role in ("gserver", "rollout", "master")
     return _run_role(role, number, config_file, overrides, component, arguments, leave=leave if departs else None)
@@ -288,7 +289,7 @@ def _run_role(
     overrides: Sequence[str],
     component: str | None,
     arguments: Arguments,
-    leave: Callable[[Config], Departure] | None = None,
+    leave: Callable[[Config], list[Departure]] | None = None,
 ) -> int:
     """`leave` returns what the first signal starts, in a process that no launcher started."""
     set_up_logging(f"{role}/{index}")
@@ -299,7 +300,7 @@ def _run_role(
         config = configuration.load(config_file, overrides)
         given(config)  # takes what a launcher hands on, before this process has children of its own
         if leave is not None and lifeline is None:
-            on_first_signal.append(leave(config))
+            on_first_signal.extend(leave(config))
         os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch
         avoid_broken_instructions()
         serve = _load(component or COMPONENTS[role])

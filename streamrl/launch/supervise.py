@@ -345,8 +345,8 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
         raise RunStopped(f"the run was stopped: {last.message}")
 
 
-def save_and_end(config: Config, manager_url: Callable[[], str]) -> Departure:
-    """Return the departure that has the master write a checkpoint and end the run.
+def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departure]:
+    """Return the departure that has the master write a checkpoint and end the run; none if the configuration has none.
 
     `manager_url` returns an empty string while there is no manager. The work raises `StreamRLError` if the master
     cannot be asked, and `DeadlineExceeded` if the run has not ended within `trainer.save_on_stop_seconds`.
@@ -364,7 +364,7 @@ def save_and_end(config: Config, manager_url: Callable[[], str]) -> Departure:
         await asyncio.sleep(seconds)
         raise DeadlineExceeded(f"trainer.save_on_stop_seconds = {seconds:g} have passed")
 
-    return Departure(work, f"writing a checkpoint, for at most {seconds:g} s")
+    return [Departure(work, f"writing a checkpoint, for at most {seconds:g} s")] if seconds else []
 
 
 @contextlib.contextmanager

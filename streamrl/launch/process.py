@@ -3,7 +3,7 @@
 Owns the process's logging and its signal handlers. Invariants:
 
 - the first SIGTERM or SIGINT cancels the component, so that it cleans up; the second ends the process at once;
-  if there is a `Departure`, the first signal starts that, and the second and third do what is said above;
+  if there is a `Departure`, the first signal starts it, and the second and third cancel and end the component;
 - a process that a launcher started never outlives it, not even when the launcher is killed by SIGKILL: its lifeline
   (`children.py`) stops it.
 """

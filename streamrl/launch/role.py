@@ -291,7 +291,7 @@ def _run_role(
     arguments: Arguments,
     leave: Callable[[Config], list[Departure]] | None = None,
 ) -> int:
-    """`leave` returns what the first signal starts, in a process that no launcher started."""
+    """`leave` makes the departure, if any, of a process that no launcher started."""
     set_up_logging(f"{role}/{index}")
     lifeline = Lifeline.from_environment()
     on_first_signal: list[Departure] = []

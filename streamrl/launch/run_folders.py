@@ -86,15 +86,15 @@ def chosen_run(config: Config, overrides: Sequence[str] = ()) -> Config:
 
 
 def other_runs(config: Config, asked: Config) -> str:
-    """Return in words which runs of the configuration `asked` are not that of `config`; an empty string if none is."""
+    """Return a sentence that lists the runs of the configuration `asked` without the one of `config`, or nothing."""
     names = [f"run.name={run.path.name}" for run in runs_of(asked) if run.path.name != config.run.name]
     return f"older runs of this configuration, which can be resumed with {', '.join(names)}" if names else ""
 
 
 def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of the run in `config.run_dir`, to go on from its latest checkpoint, or back to the one
-    that `overrides`, which are in `config` already, name. What the file says does not count: in that of the run's
-    folder it is the checkpoint of last time.
+    """Return the configuration of the run in `config.run_dir` with the checkpoint to resume from: its latest, or the
+    `run.resume_from` of `overrides`, which are in `config` already. A `run.resume_from` of the file is ignored: in the
+    config.toml of a run's folder it is the checkpoint of an earlier start.
 
     Raises `ConfigError` if there is none, if the run was trained on other prompts, and if nothing is left to do; an
     evaluation at the end is left to do if it was cut off, since the last checkpoint is written before it ends.

@@ -57,8 +57,8 @@ AGE_STEP = 0.5
 WORTH_VERSIONS = 1.0
 """By how much a change has to lower the mean age of tokens if it does not raise the throughput by `MARGIN`."""
 LEARNED_SHARE = 1 / 3
-"""Share of the calibrated cost of a step's tokens that a policy that has learned is assumed to have: what siblings
-have in common is computed once, and groups that all score the same are not trained on."""
+"""Assumed share of the calibrated cost of a step's tokens once the policy has learned: common tokens of siblings are
+computed once, and groups that all score the same are not trained on."""
 MOST_MASKED = 0.1
 """A larger share of masked tokens is not recommended."""
 STEPS, FEWEST_STEPS = 40, 8
@@ -260,7 +260,7 @@ class _Player:
         return self._played[key] or self._present
 
     def play_learned(self, settings: Settings) -> Prediction:
-        """Return what a run with `settings` does once its policy has learned."""
+        """Simulate a run with `settings` whose policy has learned."""
         costs = self._calibration.costs
         costs = msgspec.structs.replace(costs, train_token_seconds=LEARNED_SHARE * costs.train_token_seconds)
         return simulate(self.config_of(settings), costs, steps=self._steps, seed=self._seed)

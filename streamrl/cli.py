@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from streamrl.config import SecurityConfig
+    from streamrl.config import Config, SecurityConfig
     from streamrl.launch.pool import PoolRole
     from streamrl.launch.processes import PlanRole
     from streamrl.transport.secret import Secret
@@ -121,28 +121,26 @@ def run(
     config: ConfigFile,
     overrides: Overrides = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run of this name from its latest checkpoint.")
+        bool, typer.Option("--resume", help="Resume the newest run of CONFIG from its latest checkpoint.")
     ] = False,
     page: Annotated[bool, typer.Option("--page", help="Show the run in a browser, too; its address is told.")] = False,
 ) -> None:
     """Run everything on this machine: manager, gservers, trainer, rollout workers."""
     from streamrl import config as configuration
     from streamrl.launch.display import make_display
-    from streamrl.launch.local import claim_run_dir, resumed, run_locally
+    from streamrl.launch.local import run_locally
     from streamrl.launch.process import set_up_logging
+    from streamrl.launch.run_folders import resume_words
     from streamrl.records.sinks import check_installed
 
     set_up_logging("run")
     asked = configuration.load(config, overrides or ())
     check_installed(asked.metrics.sinks)
-    resolved = resumed(asked, overrides or ()) if resume else claim_run_dir(asked)
-    console = _console()
-    if resume:
-        console.print(f"{resolved.run_dir} goes on from {resolved.run.resume_from}", markup=False, soft_wrap=True)
-    if resolved.run.name != asked.run.name:
-        console.print(f"{asked.run_dir} exists already: this run's folder is {resolved.run_dir}", markup=False)
-    with _reported(resolved.run_dir):
-        code = run_locally(resolved, display=make_display(console, config=resolved), page=page)
+    resolved = _in_its_folder(asked, overrides or (), resume=resume)
+    with _reported(
+        resolved.run_dir, again=resume_words(["streamrl", "run"], config, overrides or (), resolved.run_dir)
+    ):
+        code = run_locally(resolved, display=make_display(_console(), config=resolved), page=page)
     raise typer.Exit(code)
 
 
@@ -298,6 +296,7 @@ def trainer(
     from streamrl.launch.process import run_until_stopped, set_up_logging
     from streamrl.launch.processes import share_of
     from streamrl.launch.role import refuse_another_run
+    from streamrl.launch.supervise import save_and_end
 
     overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
     resolved = configuration.load(config, overrides or ())
@@ -316,11 +315,13 @@ def trainer(
                 share=share,
                 master=here,
                 advertise=advertise,
-            )
+            ),
+            on_first_signal=save_and_end(resolved, lambda: manager),
         )
     finally:
         if here:
-            _show_report(resolved.run_dir)
+            again = "the command that started the run, or those of all its pools, with --resume"
+            _console().print(_show_report(resolved.run_dir, again=again), markup=False, soft_wrap=True)
     raise typer.Exit(code)
 
 
@@ -673,7 +674,7 @@ def report(
 
     if not is_run(run_dir):
         raise ConfigError(f"{run_dir} is no run: nothing of one is in it; give the folder of one, as runs/addition")
-    _show_report(run_dir)
+    _console().print(_show_report(run_dir), markup=False, soft_wrap=True)
     if trace:
         from streamrl.report.reading import read_run
         from streamrl.report.trace import TRACE_FILE, write_trace
@@ -743,7 +744,7 @@ launch = typer.Typer(
 )
 app.add_typer(launch, name="launch")
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be handed to the cluster.")]
-GoOn = Annotated[bool, typer.Option("--resume", help="Go on with the run of this name from its latest checkpoint.")]
+GoOn = Annotated[bool, typer.Option("--resume", help="Resume the newest run of CONFIG from its latest checkpoint.")]
 
 
 @launch.command()
@@ -755,9 +756,10 @@ def slurm(
     wait: Annotated[bool, typer.Option("--wait", help="Stay until the job has ended; Ctrl-C cancels it.")] = False,
 ) -> None:
     """Submit the run as one Slurm job: manager and trainer, gservers and rollout workers on nodes of their own."""
+    import msgspec
+
     from streamrl import config as configuration
     from streamrl.errors import StreamRLError
-    from streamrl.launch.local import claim_run_dir, resumed
     from streamrl.launch.process import run_until_stopped, set_up_logging
     from streamrl.launch.slurm import (
         SCRIPT,
@@ -777,7 +779,8 @@ def slurm(
         typer.echo(script(asked, config_file=asked.run_dir / SETTINGS, folder=Path.cwd()), nl=False)
         return
     script(asked, config_file=Path(), folder=Path.cwd())  # refuses what cannot be, before there is a folder
-    resolved = resumed(asked, overrides or ()) if resume else claim_run_dir(asked)
+    resolved = _in_its_folder(asked, overrides or (), resume=resume)
+    asked = msgspec.structs.replace(asked, run=msgspec.structs.replace(asked.run, name=resolved.run.name))
 
     async def begin() -> None:
         if resume:
@@ -815,8 +818,8 @@ def ray(
     from streamrl import config as configuration
     from streamrl.errors import ConfigError
     from streamrl.launch.display import make_display
-    from streamrl.launch.local import claim_run_dir, resumed
     from streamrl.launch.process import set_up_logging
+    from streamrl.launch.run_folders import resume_words
 
     if find_spec("ray") is None:
         raise ConfigError("Ray is not installed: pip install 'streamrl[ray]'")
@@ -824,13 +827,13 @@ def ray(
 
     set_up_logging("ray")
     asked = configuration.load(config, overrides or ())
-    console = _console()
     if dry_run:
-        console.print(table(asked))
+        _console().print(table(asked))
         return
-    resolved = resumed(asked, overrides or ()) if resume else claim_run_dir(asked)
-    with _reported(resolved.run_dir):
-        code = run_on_ray(resolved, address=address, display=lambda made: make_display(console, config=made))
+    resolved = _in_its_folder(asked, overrides or (), resume=resume)
+    again = resume_words(["streamrl", "launch", "ray"], config, overrides or (), resolved.run_dir)
+    with _reported(resolved.run_dir, again=again):
+        code = run_on_ray(resolved, address=address, display=lambda made: make_display(_console(), config=made))
     raise typer.Exit(code)
 
 
@@ -862,6 +865,8 @@ def main() -> None:
         from rich.text import Text
 
         Console(stderr=True).print(Text(f"error: {error}", style="red"), soft_wrap=True)
+        for note in getattr(error, "__notes__", ()):
+            Console(stderr=True).print(note, markup=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
 
 
@@ -915,7 +920,7 @@ def _pool(
     from streamrl import config as configuration
     from streamrl.errors import ConfigError
     from streamrl.launch.pool import Pool
-    from streamrl.launch.process import run_until_stopped, set_up_logging
+    from streamrl.launch.process import Departure, run_until_stopped, set_up_logging
 
     if index is not None:
         raise ConfigError(f"--index {index} is of one process; with --count {count} the manager gives them numbers")
@@ -930,7 +935,7 @@ def _pool(
         resume=resume,
         advertise=advertise,
     )
-    raise typer.Exit(run_until_stopped(pool.run, on_first_signal=[pool.leave]))
+    raise typer.Exit(run_until_stopped(pool.run, on_first_signal=[Departure(pool.leave, "leaving the run")]))
 
 
 def _console(*, stderr: bool = False) -> Console:
@@ -960,10 +965,32 @@ def _teller(answer_fd: int | None, tell_user: Callable[[str], None]) -> Callable
     return tell_user if answer_fd is None else partial(answer, answer_fd)
 
 
+def _in_its_folder(asked: Config, overrides: Sequence[str], *, resume: bool) -> Config:
+    """Return the configuration with the folder of a new run, or of the run to resume and its checkpoint; print both."""
+    from streamrl.launch.run_folders import chosen_run, claim_run_dir, other_runs, resumed
+
+    def show(text: str) -> None:
+        _console().print(text, markup=False, soft_wrap=True)
+
+    if not resume:
+        resolved = claim_run_dir(asked)
+        if resolved.run.name != asked.run.name:
+            show(f"{asked.run_dir} exists already: this run's folder is {resolved.run_dir}")
+        return resolved
+    chosen = chosen_run(asked, overrides)
+    if others := other_runs(chosen, asked):
+        show(f"{chosen.run_dir} is the run to resume; {others}")
+    resolved = resumed(chosen, overrides)
+    show(f"resuming {resolved.run_dir} from {resolved.run.resume_from}")
+    return resolved
+
+
 @contextmanager
-def _reported(run_dir: Path) -> Iterator[None]:
-    """Show the run's report at its end, whatever that is. One that cannot even begin has none, and leaves no folder if
-    that is a new one: the next try would be given another name."""
+def _reported(run_dir: Path, *, again: str) -> Iterator[None]:
+    """Show the run's report at its end, and `again`, the command that resumes it, unless it is finished.
+
+    A run that cannot begin has no report, and its folder is removed if it is empty: the next try keeps the name.
+    """
     from streamrl.errors import ConfigError
 
     try:
@@ -972,13 +999,18 @@ def _reported(run_dir: Path) -> Iterator[None]:
         with suppress(OSError):  # not empty, of a run that was to go on
             run_dir.rmdir()
         raise
-    except BaseException:
-        _show_report(run_dir)
+    except BaseException as error:
+        error.add_note(_show_report(run_dir, again=again))  # shown after the error
         raise
-    _show_report(run_dir)
+    _console().print(_show_report(run_dir, again=again), markup=False, soft_wrap=True)
 
 
-def _show_report(run_dir: Path) -> None:
+def _show_report(run_dir: Path, *, again: str = "") -> str:
+    """Write and show the report of a run; return the closing lines: where its files are, and how to resume it.
+
+    `again`: the command for that; empty if there is none.
+    """
+    from streamrl.records import progress
     from streamrl.report.summary import evaluation_table, summary_table, write_report
 
     console = _console()
@@ -989,14 +1021,20 @@ def _show_report(run_dir: Path) -> None:
 
             write_overview(run_dir)
     except OSError as error:
-        console.print(f"the report of {run_dir} cannot be written: {error}", markup=False, soft_wrap=True)
-        return
+        return f"the report of {run_dir} cannot be written: {error}"
     if summary.steps:
         console.print(summary_table(summary))
         if summary.evaluations:
             console.print(evaluation_table(summary.evaluations))
-        console.print(
-            f"more in {run_dir}: summary.json, overview.html, plots, checkpoints", markup=False, soft_wrap=True
-        )
+        files = [name for name in ("summary.json", "overview.html", "plots") if (run_dir / name).exists()]
+        closing = f"more in {run_dir}: {', '.join(files)}"
     else:
-        console.print(f"run {summary.run}: no training step was finished", markup=False)
+        closing = f"run {summary.run}: no training step was finished"
+    found = progress.checkpoints(run_dir)
+    if found:
+        closing += f"; checkpoint: {found[-1]}"
+    if not again or summary.state == "finished":
+        return closing
+    if not found:
+        return f"{closing}; there is no checkpoint in {run_dir}, so nothing to resume"
+    return f"{closing}; resume with\n  {again}"

@@ -80,7 +80,8 @@ def nccl_version() -> tuple[int, int, int]:
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
     except (OSError, AttributeError):  # torch contains it
-        major, minor, patch, *_ = torch.cuda.nccl.version()
+        built_with: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        major, minor, patch, *_ = built_with
         return major, minor, patch
     return found.value // 10000, found.value // 100 % 100, found.value % 100
 

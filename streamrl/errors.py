@@ -11,6 +11,7 @@
     │   └── PeerLost         ... or stopped answering
     │       └── NotOfRun     ... or is none of this run's, which no waiting changes
     ├── ProcessDied          a process that streamrl started ended before its time
+    ├── RunStopped           a run that was asked to stop ended before its last step
     ├── EssentialFailed      a task or thread that its process cannot do without failed
     ├── DeadlineExceeded     a wait passed its deadline; names what was awaited
     ├── PublicationError     a weight update that failed and was rolled back
@@ -92,6 +93,10 @@ class ProcessDied(StreamRLError):
         """`reason`: the same in one line, for a run's records; empty: the first line of `text`."""
         super().__init__(text)
         self.reason = reason or text.partition("\n")[0]
+
+
+class RunStopped(StreamRLError):
+    """A run that was asked to stop ended before its last step, with its records and checkpoint in order."""
 
 
 class EssentialFailed(StreamRLError):

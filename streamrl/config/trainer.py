@@ -94,6 +94,8 @@ class TrainerConfig(Section, frozen=True):
     keep_checkpoints: Positive = 2
     """How many checkpoints stay, besides that of the end."""
     save_at_end: bool = True
+    save_on_stop_seconds: NonNegativeFloat = 60.0
+    """Deadline of the checkpoint that the first Ctrl-C or SIGTERM has written, in seconds. 0: none is written."""
     step_timeout_seconds: PositiveFloat = 1800.0
     """Longest time for one model function call."""
     wait_warning_seconds: PositiveFloat = 30.0

@@ -163,6 +163,7 @@ STATE_STYLE = {
     "running": "green",
     "finished": "bold green",
     "failed": "bold red",
+    "stopped": "bold yellow",
     "live": "green",
     "silent": "yellow",
     "evicted": "red",

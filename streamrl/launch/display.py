@@ -50,8 +50,8 @@ class Display:
         self._health = HEALTHY.state
         self._told: set[str] = set()
         """Topics of findings that were told."""
-        self._told_evaluations: set[tuple[int, float]] = set()
-        """Policy version and time of each."""
+        self._new_steps()  # steps and evaluations of an earlier start of the run are not shown again
+        self._shown_evaluations = {_identity(report) for report in self._evaluations.new()[1]}
 
     def __enter__(self) -> Self:
         return self
@@ -120,9 +120,8 @@ class Display:
 
     def _show_evaluations(self, reports: Iterable[EvaluationReport]) -> None:
         for report in reports:
-            told = report.policy_version, report.time
-            if told not in self._told_evaluations:  # the records of a run that was resumed are read twice
-                self._told_evaluations.add(told)
+            if _identity(report) not in self._shown_evaluations:  # the records of a resumed run are read twice
+                self._shown_evaluations.add(_identity(report))
                 self.note(in_words(report))
 
     def _show_status(self, status: Status) -> None:
@@ -130,6 +129,10 @@ class Display:
         if state != self._state:
             self._state = state
             self.note(state)
+
+
+def _identity(report: EvaluationReport) -> tuple[int, float]:
+    return report.policy_version, report.time
 
 
 class LiveDisplay(Display):

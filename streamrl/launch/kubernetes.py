@@ -29,7 +29,7 @@ CONFIG_FOLDER = "/etc/streamrl"
 RUN_FOLDER = "/streamrl"
 """Where the claim is mounted; relative paths of the configuration begin there."""
 LEAVE_SECONDS = 30
-"""For a pod that leaves, besides `manager.drain_seconds`."""
+"""For a pod that leaves, in addition to `manager.drain_seconds` and `trainer.save_on_stop_seconds`."""
 LONGEST_NAME = 40
 APPLY_SECONDS = 120.0
 
@@ -162,7 +162,10 @@ class _Made:
             "restartPolicy": restart,
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "terminationGracePeriodSeconds": math.ceil(self._config.manager.drain_seconds) + LEAVE_SECONDS,
+            "terminationGracePeriodSeconds": math.ceil(
+                max(self._config.manager.drain_seconds, self._config.trainer.save_on_stop_seconds)
+            )
+            + LEAVE_SECONDS,
             "containers": [container],
             "volumes": [
                 {"name": "config", "configMap": {"name": f"{self._run}-config"}},

@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
-
-import msgspec
 
 from streamrl import config as configuration
 from streamrl import essential
@@ -44,9 +40,16 @@ from streamrl.launch.processes import (
     plan,
     visible_gpus,
 )
-from streamrl.launch.supervise import Child, Children, Restarts, ending_written, restarts_of, until_finished
+from streamrl.launch.supervise import (
+    Child,
+    Children,
+    Restarts,
+    ending_written,
+    restarts_of,
+    save_and_end,
+    until_finished,
+)
 from streamrl.processor import avoid_broken_instructions
-from streamrl.records import progress
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, hold, of_new_run
@@ -67,24 +70,6 @@ WORK_GOES_ON: Mapping[PlanRole, str] = {
 """Roles whose processes are replaced when they die, and what becomes of the work."""
 
 
-def claim_run_dir(config: Config) -> Config:
-    """Make the run's folder, with the next free number where it exists; return the configuration with its name."""
-    for number in itertools.count(1):
-        name = config.run.name if number == 1 else f"{config.run.name}-{number}"
-        claimed = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=name))
-        try:
-            claimed.run_dir.mkdir(parents=True)
-        except OSError as error:
-            if os.path.lexists(claimed.run_dir):
-                continue
-            # FileExistsError, too: a link to a disk that is not mounted, above it, is in the way of every number
-            raise ConfigError(
-                f"run.dir: {claimed.run_dir} cannot be made ({error.strerror}: {error.filename})"
-            ) from error
-        return claimed
-    raise AssertionError("unreachable")
-
-
 def lock_run_dir(run_dir: Path) -> IO[str]:
     """Return the run's lock, held until it is closed, and by this process only: two launchers would write the same
     files. Raises `ConfigError` where another one holds it."""
@@ -99,45 +84,6 @@ def lock_run_dir(run_dir: Path) -> IO[str]:
     return lock
 
 
-def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of the run in `config.run_dir`, to go on from its latest checkpoint, or back to the one
-    that `overrides`, which are in `config` already, name. What the file says does not count: in that of the run's
-    folder it is the checkpoint of last time.
-
-    Raises `ConfigError` where there is none, and where nothing is left to do; an evaluation at the end is left to do if
-    it was cut off, since the last checkpoint is written before it ends.
-    """
-    found = progress.checkpoints(config.run_dir)
-    if not found:
-        raise ConfigError(
-            f"{config.run_dir} has no checkpoint to go on from: there is none before the first "
-            "trainer.save_every_steps, save_every_seconds or save_every_epochs; start without --resume"
-        )
-    begun = found[-1]
-    if any(word.partition("=")[0].strip() == "run.resume_from" for word in overrides):
-        named = Path(config.run.resume_from or "").resolve()
-        own = [folder for folder in found if folder.resolve() == named]
-        if not own:
-            raise ConfigError(
-                f"run.resume_from: {config.run.resume_from} is no whole checkpoint of {config.run_dir}, which has "
-                f"{', '.join(folder.name for folder in found)}; leave it out to go on from the latest, or leave out "
-                "--resume to begin another run from there"
-            )
-        begun = own[0]
-    made = progress.read(begun)
-    version, most_steps, most_epochs = made.policy_version, config.run.most_steps, config.run.total_train_epochs
-    over = not config.evaluation.at_end or progress.evaluated(config.run_dir, policy_version=version)
-    if over and most_steps is not None and version >= most_steps:
-        raise ConfigError(
-            f"{config.run_dir} is done: it made {version} steps; for more of them raise run.total_train_steps"
-        )
-    if over and most_epochs is not None and made.data_rows and made.groups_consumed // made.data_rows >= most_epochs:
-        raise ConfigError(
-            f"{config.run_dir} is done: it made {most_epochs} epochs; for more of them raise run.total_train_epochs"
-        )
-    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from=str(begun.absolute())))
-
-
 def run_locally(
     config: Config,
     *,
@@ -147,15 +93,16 @@ def run_locally(
 ) -> int:
     """Carry the run out in `config.run_dir` (claimed before); return the exit code.
 
-    0: finished; 130: stopped by Ctrl-C. Raises `ProcessDied` when the run failed. In all cases
-    no process of the run is left. `page`: the run is shown in a browser, too, while it goes on.
+    0: finished; 130: stopped by Ctrl-C, the first of which has a checkpoint written. Raises `ProcessDied` when the run
+    failed, `RunStopped` when another process had it stopped. In all cases no process of the run is left. `page`: show
+    the run in a browser, too.
     """
     avoid_broken_instructions()  # once, here: the run's processes inherit what it finds
     gpus = visible_gpus()
     config = fitted(config, gpus=gpus)
     processes = plan(config, gpus=gpus)
     launcher = Launcher(config, processes=processes, display=display, components=components, page=page)
-    return run_until_stopped(launcher.run, before_force=launcher.kill)
+    return run_until_stopped(launcher.run, before_force=launcher.kill, on_first_signal=launcher.departures)
 
 
 def of_this_machine(logs: Path, secret: Secret) -> Children:
@@ -189,7 +136,9 @@ class Launcher:
         self._make_children = children
         self._one_disk = one_disk
         self._children: Children | None = None
-        self._manager_url = ""
+        self.departures = save_and_end(config, lambda: self.manager_url)
+        """For the first Ctrl-C."""
+        self.manager_url = ""
         self._model_dir: Path | None = None
         self._restarts: Mapping[PlanRole, Restarts] = {role: restarts_of(config, role) for role in WORK_GOES_ON}
         self._came_up: set[str] = set()
@@ -246,19 +195,19 @@ class Launcher:
         self._display.note("starting the manager")
         words = command(manager, config_file=self._config_file, components=self._components)
         timeout = self._config.manager.join_timeout_seconds
-        self._manager_url = await children.ask(manager, words, timeout=timeout)
-        self._display.note(f"manager at {self._manager_url}; starting {len(others)} processes")
+        self.manager_url = await children.ask(manager, words, timeout=timeout)
+        self._display.note(f"manager at {self.manager_url}; starting {len(others)} processes")
         starting = [asyncio.create_task(self._start(children, process)) for process in others]
         try:
             await asyncio.gather(*starting)
         finally:
             for task in starting:
                 task.cancel()
-        client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
+        client = ControlClient.of(self._config, self.manager_url, timeout=STATUS_SECONDS)
         upkeep = essential.begin(
             keep_in_order(self._config.run_dir, tell=self._display.note), name="the upkeep of the run's folder"
         )
-        following = asyncio.create_task(self._display.follow(self._manager_url), name="display")
+        following = asyncio.create_task(self._display.follow(self.manager_url), name="display")
         try:
             await until_finished(children, client=client, goes_on=self._goes_on)
         finally:
@@ -276,7 +225,7 @@ class Launcher:
         words = command(
             process,
             config_file=self._config_file,
-            manager_url=self._manager_url,
+            manager_url=self.manager_url,
             model_dir=self._model_dir,
             components=self._components,
         )

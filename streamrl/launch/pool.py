@@ -278,7 +278,7 @@ class Pool:
                 log.info("%s has left the run", child.name)
                 continue
             state = await _state(client)
-            if state == "finished":
+            if state in ("finished", "stopped"):
                 log.warning("%s %s when the run was over; nothing of it is lost", child.name, child.how_it_ended)
             elif not self._leaving and not self._replace(child, state, client):
                 failed = child

@@ -3,8 +3,7 @@
 Owns the process's logging and its signal handlers. Invariants:
 
 - the first SIGTERM or SIGINT cancels the component, so that it cleans up; the second ends the process at once;
-  where there is something to do before, such as leaving a run without loss, the first signal starts that, and the
-  second and third are what the first and second are else;
+  if there is a `Departure`, the first signal starts it, and the second and third cancel and end the component;
 - a process that a launcher started never outlives it, not even when the launcher is killed by SIGKILL: its lifeline
   (`children.py`) stops it.
 """
@@ -21,12 +20,12 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvloop
 
 from streamrl.children import EXIT_ORPHANED, GRACE_SECONDS, Lifeline, end_at_once
-from streamrl.errors import ConfigError, PeerError, StreamRLError
+from streamrl.errors import ConfigError, PeerError, RunStopped, StreamRLError
 from streamrl.essential import ends_with_its_work
 from streamrl.transport.manager_client import PLACE_TAKEN
 
@@ -43,6 +42,15 @@ EXIT_BAD_CONFIG = 2
 EXIT_PLACE_TAKEN = 3
 
 Component = Callable[[], Coroutine[Any, Any, None]]
+
+
+class Departure(NamedTuple):
+    """An orderly end that the first signal starts; the component then ends by itself."""
+
+    work: Component
+    """If it raises, the component is cancelled."""
+    announcement: str
+    """For the log."""
 
 
 class _Output(io.RawIOBase):
@@ -137,7 +145,7 @@ def allow_many_connections() -> None:
 
 
 def run_component(
-    prepare: Callable[[], Component], *, lifeline: Lifeline | None = None, on_first_signal: Sequence[Component] = ()
+    prepare: Callable[[], Component], *, lifeline: Lifeline | None = None, on_first_signal: Sequence[Departure] = ()
 ) -> int:
     """Run the component that `prepare` returns to its end; return the exit code, and log why where it is not 0.
 
@@ -165,7 +173,7 @@ def _end_despite_threads(code: int) -> None:
 
 
 def _code_of(
-    prepare: Callable[[], Component], *, lifeline: Lifeline | None, on_first_signal: Sequence[Component]
+    prepare: Callable[[], Component], *, lifeline: Lifeline | None, on_first_signal: Sequence[Departure]
 ) -> int:
     try:
         return run_until_stopped(prepare(), lifeline=lifeline, on_first_signal=on_first_signal)
@@ -193,13 +201,13 @@ def run_until_stopped(
     *,
     lifeline: Lifeline | None = None,
     before_force: Callable[[], None] | None = None,
-    on_first_signal: Sequence[Component] = (),
+    on_first_signal: Sequence[Departure] = (),
 ) -> int:
     """Run `component` in a new event loop until it ends (0) or is stopped by signal n (128 + n).
 
-    `before_force` is called when a second signal demands the end at once. `on_first_signal` (at most one) is what
-    the first signal starts instead of the end, which then comes by itself; if it fails, the end comes at once.
-    Raises what `component` raises, and `EssentialFailed` when work fails that it cannot do without.
+    `before_force` is called when a second signal demands the end at once. `on_first_signal` holds at most one. A
+    `RunStopped` that follows a departure counts as stopped by the signal. Raises what `component` raises, and
+    `EssentialFailed` when work fails that it cannot do without.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_until_stopped(component, lifeline, before_force, on_first_signal))
@@ -217,7 +225,7 @@ async def _until_stopped(
     component: Component,
     lifeline: Lifeline | None,
     before_force: Callable[[], None] | None,
-    on_first_signal: Sequence[Component],
+    on_first_signal: Sequence[Departure],
 ) -> int:
     loop = asyncio.get_running_loop()
 
@@ -228,27 +236,32 @@ async def _until_stopped(
     task = loop.create_task(until_essential_work_fails(), name="component")
     received: list[signal.Signals] = []
     leaving: list[asyncio.Task[None]] = []
+    stopping = False
 
-    async def leave(first: Component) -> None:
+    async def leave(departure: Departure) -> None:
+        nonlocal stopping
         try:
-            await first()
+            await departure.work()
         except Exception as error:  # tolerance point: whatever it is, the process was asked to end
-            log.warning("the run cannot be left in order (%s: %s); stopping", type(error).__name__, error)
+            log.warning("%s failed (%s: %s); stopping", departure.announcement, type(error).__name__, error)
+            stopping = True
             task.cancel()
 
     def stop(number: signal.Signals) -> None:
-        if on_first_signal and not leaving:
-            log.info("%s: leaving the run; once more to stop now", number.name)
+        nonlocal stopping
+        received.append(number)
+        if on_first_signal and not leaving and not stopping:
+            log.info("%s: %s; once more to stop at once", number.name, on_first_signal[0].announcement)
             leaving.append(loop.create_task(leave(on_first_signal[0])))
-            return
-        if received:
-            log.warning("%s again: ending at once", number.name)
+        elif not stopping:
+            stopping = True
+            log.info("%s: stopping; once more to end by force", number.name)
+            task.cancel()
+        else:
+            log.warning("%s again: ending by force", number.name)
             if before_force is not None:
                 before_force()
             end_at_once(128 + number)
-        received.append(number)
-        log.info("%s: stopping", number.name)
-        task.cancel()
 
     def launcher_gone() -> None:
         if not loop.is_closed():
@@ -262,8 +275,12 @@ async def _until_stopped(
         await task
     except asyncio.CancelledError:
         return 128 + received[0] if received else EXIT_ORPHANED
+    except RunStopped:
+        if not leaving:
+            raise
+        return 128 + received[0]
     finally:
         for first in leaving:
             first.cancel()
         await asyncio.gather(*leaving, return_exceptions=True)
-    return 128 + received[0] if received else 0
+    return 128 + received[0] if stopping and received else 0

@@ -33,10 +33,11 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from streamrl.launch.clusters import Needs, needs
 from streamrl.launch.display import Display
-from streamrl.launch.local import Launcher, resumed
+from streamrl.launch.local import Launcher
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.processes import COMPONENTS, Helper, PlanRole, ProcessPlan, plan
-from streamrl.launch.supervise import Child, Children
+from streamrl.launch.run_folders import resumed
+from streamrl.launch.supervise import Child, Children, save_and_end
 from streamrl.records import progress
 from streamrl.retry import Retry
 from streamrl.transport.secret import Secret
@@ -315,7 +316,8 @@ def run_on_ray(
             f"there is no Ray cluster at {where!r} ({error}); start one with `ray start --head`, or give --address"
         ) from error
     try:
-        return run_until_stopped(_Restarted(config, display=display, components=components).run)
+        run = _Restarted(config, display=display, components=components)
+        return run_until_stopped(run.run, on_first_signal=run.departures)
     finally:
         ray.shutdown()
 
@@ -344,6 +346,9 @@ class _Restarted:
         self._config = config
         self._display = display
         self._components = components
+        self._launcher: Launcher | None = None
+        self.departures = save_and_end(config, lambda: self._launcher.manager_url if self._launcher else "")
+        """For the first Ctrl-C."""
 
     async def run(self) -> None:
         processes = planned(self._config, gpus=ray.cluster_resources().get("GPU", 0) > 0)
@@ -352,7 +357,7 @@ class _Restarted:
             await places.until_ready(seconds=self._config.manager.join_timeout_seconds)
             config = self._config
             for attempt in range(self._config.launch.restarts + 1):
-                launcher = Launcher(
+                self._launcher = Launcher(
                     config,
                     processes=processes,
                     display=self._display(config),
@@ -361,7 +366,7 @@ class _Restarted:
                     one_disk=False,
                 )
                 try:
-                    return await launcher.run()
+                    return await self._launcher.run()
                 except ProcessDied as error:
                     if attempt == self._config.launch.restarts or not progress.checkpoints(config.run_dir):
                         raise

@@ -20,9 +20,9 @@ from rich.table import Table
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError, ProcessDied
-from streamrl.launch.local import claim_run_dir
 from streamrl.launch.process import run_until_stopped
 from streamrl.launch.processes import plan, visible_gpus
+from streamrl.launch.run_folders import claim_run_dir
 from streamrl.launch.supervise import Children
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records.metrics import StepReport, mean_age

@@ -19,8 +19,9 @@ from streamrl.children import Lifeline
 from streamrl.config import Config, SecurityConfig
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object, without_garbage_collection
-from streamrl.launch.process import Component, run_component, set_up_logging
+from streamrl.launch.process import Component, Departure, run_component, set_up_logging
 from streamrl.launch.processes import COMPONENTS, PlanRole, thread_environment, threads_of
+from streamrl.launch.supervise import ANSWER_SECONDS, save_and_end
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.records.metrics import METRICS_FILE
@@ -32,9 +33,6 @@ from streamrl.transport.model_files import fetched_model, is_elsewhere
 from streamrl.transport.secret import Secret, await_secret, given
 
 log = logging.getLogger(__name__)
-
-ANSWER_SECONDS = 5.0
-"""How long the manager may take to answer a process that wants to leave."""
 
 
 # --- joining and leaving a run ---
@@ -162,7 +160,14 @@ def run_manager(
     component: str | None,
 ) -> int:
     """Run the manager; return its exit code. `host` and `port` replace those of the configuration; `advertise`: the
-    address that others are told. `resume`: a run that has no checkpoint begins anew, in the same folder."""
+    address that others are told. `resume`: a run that has no checkpoint begins again, in the same folder.
+
+    The first signal has the master write a checkpoint and end the run.
+    """
+    urls: list[str] = []
+
+    def leave(config: Config) -> list[Departure]:
+        return save_and_end(config, lambda: next(iter(urls), ""))
 
     def arguments(config: Config) -> dict[str, Any]:
         if not resume:
@@ -173,6 +178,7 @@ def run_manager(
             progress.take_up(config)
             if resume:
                 _begin_anew(config)
+            urls.append(url)
             on_ready(url)
 
         return {
@@ -182,7 +188,7 @@ def run_manager(
             "on_ready": listening,
         }
 
-    return _run_role("manager", 0, config_file, overrides, component, arguments)
+    return _run_role("manager", 0, config_file, overrides, component, arguments, leave=leave)
 
 
 def run_member(
@@ -200,8 +206,9 @@ def run_member(
 
     `advertise`: the address by which others reach it; empty: that from which it reaches the manager.
 
-    `index`: None, for a gserver or a rollout worker, if the manager shall give it a number. Such a one that was
-    started by hand asks the manager at the first signal to let it leave without loss.
+    `index`: None, for a gserver or a rollout worker, if the manager shall give it a number. If no launcher started the
+    process, the first signal has a gserver or rollout worker leave the run without loss, and a master write a
+    checkpoint and end the run.
     """
     set_up_logging(role)
     await_secret(manager_url, configuration.load(config_file, overrides))
@@ -214,11 +221,17 @@ def run_member(
         folder = _make_checkpoint(config, manager_url=manager_url) if model_dir is None else model_dir
         return {"manager_url": manager_url, "index": number, "model_dir": folder, "advertise": advertise}
 
-    def leave(config: Config) -> Component:
-        return lambda: ask_to_leave(config, manager_url=manager_url, role=role, index=number)  # type: ignore[arg-type]
+    def leave(config: Config) -> list[Departure]:
+        if role == "master":
+            return save_and_end(config, lambda: manager_url)
 
-    elastic = role in ("gserver", "rollout")
-    return _run_role(role, number, config_file, overrides, component, arguments, leave=leave if elastic else None)
+        async def ask() -> None:
+            await ask_to_leave(config, manager_url=manager_url, role=role, index=number)  # type: ignore[arg-type]
+
+        return [Departure(ask, "leaving the run")]
+
+    departs = role in ("gserver", "rollout", "master")
+    return _run_role(role, number, config_file, overrides, component, arguments, leave=leave if departs else None)
 
 
 def _ask_place(role: PlanRole, config_file: Path, overrides: Sequence[str], *, manager_url: str) -> int:
@@ -276,18 +289,18 @@ def _run_role(
     overrides: Sequence[str],
     component: str | None,
     arguments: Arguments,
-    leave: Callable[[Config], Component] | None = None,
+    leave: Callable[[Config], list[Departure]] | None = None,
 ) -> int:
-    """`leave` makes what the first signal starts, in a process that no launcher started."""
+    """`leave` makes the departure, if any, of a process that no launcher started."""
     set_up_logging(f"{role}/{index}")
     lifeline = Lifeline.from_environment()
-    on_first_signal: list[Component] = []
+    on_first_signal: list[Departure] = []
 
     def prepare() -> Component:
         config = configuration.load(config_file, overrides)
         given(config)  # takes what a launcher hands on, before this process has children of its own
         if leave is not None and lifeline is None:
-            on_first_signal.append(leave(config))
+            on_first_signal.extend(leave(config))
         os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch
         avoid_broken_instructions()
         serve = _load(component or COMPONENTS[role])

@@ -26,13 +26,13 @@ from pathlib import Path
 from streamrl import essential
 from streamrl.children import GRACE_SECONDS, LIFELINE, HeldLifeline, describe_exit, reading, wait_for_group
 from streamrl.config import Config, GserverConfig
-from streamrl.errors import DeadlineExceeded, ProcessDied, StreamRLError
+from streamrl.errors import DeadlineExceeded, ProcessDied, RunStopped, StreamRLError
 from streamrl.launch.files import last_lines
-from streamrl.launch.process import STACKS_SIGNAL
+from streamrl.launch.process import STACKS_SIGNAL, Departure
 from streamrl.launch.processes import STOP_ORDER, Helper, PlanRole, ProcessPlan
 from streamrl.records.metrics import write_ending
 from streamrl.retry import Retry
-from streamrl.transport.control import FinishRun, Status
+from streamrl.transport.control import Drain, FinishRun, Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import DESCRIPTOR, Secret
 
@@ -50,6 +50,8 @@ UNHEARD_SECONDS = 30.0
 """A warning is logged when the manager has not said for this long who is silent."""
 TELL_SECONDS = 3.0
 """How long the manager may take to hear that the run has failed."""
+ANSWER_SECONDS = 5.0
+"""How long the manager may take to accept a request to end the run."""
 STOPPED = "it was asked to end, by Ctrl-C or another signal"
 CULPRIT_SECONDS = 3.0
 """How long a process that gave up may take to end, so that its log is complete."""
@@ -320,7 +322,7 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
     all have left.
 
     `goes_on` is asked about each child that died before the end of the run. Raises `ProcessDied` when the run cannot
-    go on.
+    continue, `RunStopped` when it was asked to stop.
     """
     told: list[Status] = []
 
@@ -331,7 +333,7 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
 
     watching = essential.begin(watch(), name="the watch over silence")
     try:
-        await _until_the_master_has_ended(children, client, goes_on, told)
+        last = await _until_the_master_has_ended(children, client, goes_on, told)
     except ProcessDied as died:
         await _tell(client, died.reason)
         raise
@@ -339,6 +341,30 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
     await _let_leave(children)
+    if last is not None and last.state == "stopped":
+        raise RunStopped(f"the run was stopped: {last.message}")
+
+
+def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departure]:
+    """Return the departure that has the master write a checkpoint and end the run; none if the configuration has none.
+
+    `manager_url` returns an empty string while there is no manager. The work raises `StreamRLError` if the master
+    cannot be asked, and `DeadlineExceeded` if the run has not ended within `trainer.save_on_stop_seconds`.
+    """
+    seconds = config.trainer.save_on_stop_seconds
+
+    async def work() -> None:
+        if not (url := manager_url()):
+            raise StreamRLError("the run has not begun")
+        client = ControlClient.of(config, url, timeout=ANSWER_SECONDS)
+        try:
+            await client.drain(Drain(role="master", index=0))
+        finally:
+            await client.close()
+        await asyncio.sleep(seconds)
+        raise DeadlineExceeded(f"trainer.save_on_stop_seconds = {seconds:g} have passed")
+
+    return [Departure(work, f"writing a checkpoint, for at most {seconds:g} s")] if seconds else []
 
 
 @contextlib.contextmanager
@@ -349,6 +375,9 @@ def ending_written(run_dir: Path) -> Iterator[None]:
     except asyncio.CancelledError:
         failed = essential.failure()
         write_ending(run_dir, "failed" if failed else "stopped", str(failed) if failed else STOPPED)
+        raise
+    except RunStopped as stopped:
+        write_ending(run_dir, "stopped", str(stopped))
         raise
     except ProcessDied as died:
         write_ending(run_dir, "failed", died.reason)
@@ -392,8 +421,8 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
 
 async def _until_the_master_has_ended(
     children: Children, client: ControlClient, goes_on: GoOn, told: Sequence[Status]
-) -> None:
-    """`told`: what the manager said when the run was over, which it does not outlive for long."""
+) -> Status | None:
+    """Return the last status. `told`: the manager's status at the end of the run, if it was seen before it left."""
     while True:
         child = await children.next_exit()
         assert child.process is not None
@@ -402,14 +431,15 @@ async def _until_the_master_has_ended(
         if status is not None and state == "failed":
             raise await _failure(children, child, status.message)
         # A manager that does not answer may have left already; if it broke, its own exit code tells.
-        left = child.exit_code == 0 and state in ("finished", "unknown")
-        if left or (state == "finished" and child.process.role != "master"):
+        over = state in ("finished", "stopped")
+        left = child.exit_code == 0 and (over or state == "unknown")
+        if left or (over and child.process.role != "master"):
             if left:
                 log.debug("%s left", child.name)
             else:
                 log.warning("%s %s when the run was over; nothing of it is lost", child.name, child.how_it_ended)
             if child.process.role == "master" or not _members(children):
-                break
+                return status
         elif child.exit_code == 0 and state == "running" and _is_no_member(child, status) and _may_leave(child):
             log.info("%s has left the run, as it was asked to", child.name)
         elif not (child.exit_code != 0 and await goes_on(child, status)):

@@ -3,7 +3,10 @@
 The fastest are those with most tokens that enter a loss in a second. Of all that come within `MARGIN` of the fastest,
 those with the freshest tokens are recommended: what staleness costs in learning, no simulation knows. For the same
 reason another batch size or `drop` (which trains on shorter responses than the policy writes) is shown and never
-recommended, unless it is what is set already. Pure.
+recommended, unless it is what is set already.
+
+A change is worth it if it raises the throughput by `MARGIN`, or if it makes tokens fresher by `WORTH_VERSIONS`, both
+for the policy of the calibration and for one that has learned (`LEARNED_SHARE`). Pure.
 """
 
 from __future__ import annotations
@@ -24,9 +27,13 @@ from rich.text import Text
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
+from streamrl.launch.run_folders import runs_of
 from streamrl.planner.calibration import (
+    FIRST_STEPS,
+    LEAST_STEPS,
     Calibration,
     check_plannable,
+    count_lines,
     make_short_run,
     read_calibration,
     value_of,
@@ -41,11 +48,17 @@ from streamrl.planner.simulation import (
     Prediction,
     simulate,
 )
+from streamrl.records.metrics import METRICS_FILE
 
 MARGIN = 0.05
 """Share of the throughput that fresher tokens are worth."""
 AGE_STEP = 0.5
 """Versions: what is nearer to each other in mean age is as fresh."""
+WORTH_VERSIONS = 1.0
+"""By how much a change has to lower the mean age of tokens if it does not raise the throughput by `MARGIN`."""
+LEARNED_SHARE = 1 / 3
+"""Assumed share of the calibrated cost of a step's tokens once the policy has learned: common tokens of siblings are
+computed once, and groups that all score the same are not trained on."""
 MOST_MASKED = 0.1
 """A larger share of masked tokens is not recommended."""
 STEPS, FEWEST_STEPS = 40, 8
@@ -90,6 +103,8 @@ class Plan(msgspec.Struct, frozen=True):
     change: list[str]
     """`key=value` words that make the present settings the recommended ones."""
     calibration: Calibration
+    learned: Prediction
+    """The recommended settings with a policy that has learned."""
 
 
 def plan_run(config: Config, *, run_dir: Path | None, console: Console) -> Plan:
@@ -108,7 +123,16 @@ def plan_run(config: Config, *, run_dir: Path | None, console: Console) -> Plan:
         else:
             with tempfile.TemporaryDirectory(prefix="streamrl-plan-") as folder:
                 calibration = read_calibration(make_short_run(config, folder=Path(folder), tell=tell))
+            calibration = msgspec.structs.replace(calibration, notes=[*calibration.notes, *_earlier_runs(config)])
         return make_plan(config, calibration, tell=lambda what: tell(f"simulating {what}"))
+
+
+def _earlier_runs(config: Config) -> list[str]:
+    """Return a note on the newest run of the configuration that has made enough steps to plan from."""
+    for run in runs_of(config):
+        if count_lines(run.path / METRICS_FILE) >= FIRST_STEPS + LEAST_STEPS:
+            return [f"--from {run.path} plans from the costs of that run at once, without a short one"]
+    return []
 
 
 def make_plan(
@@ -127,7 +151,9 @@ def make_plan(
         if found.settings == best.settings:
             break
         best = found
-    reasons = [_standing(present), *_reasons(present, best, player)]
+    best = best if _is_worth_it(best, present, player) else present
+    learned = player.play_learned(best.settings)
+    reasons = [_standing(present), *_reasons(present, best, player), _outlook(learned)]
     others = [option for option in player.options if option.settings not in ({}, best.settings)]
     return Plan(
         recommended=best,
@@ -136,6 +162,7 @@ def make_plan(
         reasons=reasons,
         change=[f"{key}={value}" for key, value in best.settings.items()],
         calibration=calibration,
+        learned=learned,
     )
 
 
@@ -145,6 +172,17 @@ def choose(present: Option, options: Sequence[Option]) -> Option:
     fastest = max(option.tokens for option in allowed)
     near = [option for option in allowed if option.tokens >= (1 - MARGIN) * fastest]
     return min(near, key=lambda o: (round(o.prediction.mean_token_age / AGE_STEP), len(o.settings), -o.tokens))
+
+
+def _is_worth_it(option: Option, present: Option, player: _Player) -> bool:
+    def fresher(before: Prediction, after: Prediction) -> bool:
+        return before.mean_token_age - after.mean_token_age >= WORTH_VERSIONS
+
+    if option.tokens > (1 + MARGIN) * present.tokens:
+        return True
+    return fresher(present.prediction, option.prediction) and fresher(
+        player.play_learned(present.settings), player.play_learned(option.settings)
+    )
 
 
 def _may_be_recommended(option: Option) -> bool:
@@ -221,6 +259,12 @@ class _Player:
             self._played[key] = self._simulate(settings)
         return self._played[key] or self._present
 
+    def play_learned(self, settings: Settings) -> Prediction:
+        """Simulate a run with `settings` whose policy has learned."""
+        costs = self._calibration.costs
+        costs = msgspec.structs.replace(costs, train_token_seconds=LEARNED_SHARE * costs.train_token_seconds)
+        return simulate(self.config_of(settings), costs, steps=self._steps, seed=self._seed)
+
     @property
     def _present(self) -> Option:
         found = self._played[()]
@@ -267,8 +311,9 @@ def _reasons(present: Option, best: Option, player: _Player) -> Iterator[str]:
     """Why the one that is recommended is."""
     if not best.settings:
         yield (
-            f"Nothing that was tried trains on more than {MARGIN:.0%} more tokens in a second without older ones, so "
-            "the present settings are recommended."
+            f"No change is worth it: of {len(player.options) - 1} that were tried, none trains on {MARGIN:.0%} more "
+            f"tokens in a second, or on tokens that stay fresher by {WORTH_VERSIONS:g} version as the policy learns. "
+            "The present settings are recommended."
         )
         return
     gain = best.tokens / max(present.tokens, 1e-9)
@@ -280,8 +325,8 @@ def _reasons(present: Option, best: Option, player: _Player) -> Iterator[str]:
         )
     else:
         yield (
-            f"The recommended settings train on {gain:.2f} times as many tokens in a second, and on fresher ones: of a "
-            f"mean age of {age:.1f} versions in place of {before:.1f}."
+            f"The recommended settings train on fresher tokens, of a mean age of {age:.1f} versions (now "
+            f"{before:.1f}), and on {gain:.2f} times as many in a second."
         )
     for key, value in best.settings.items():
         without = player.play({name: other for name, other in best.settings.items() if name != key})
@@ -290,6 +335,17 @@ def _reasons(present: Option, best: Option, player: _Player) -> Iterator[str]:
             f"{key}={value}: without it {share:.2f} times as many tokens in a second, at a mean age of "
             f"{without.prediction.mean_token_age:.1f}."
         )
+
+
+def _outlook(learned: Prediction) -> str:
+    """Return how the forecast changes as the policy learns, which no calibration shows."""
+    trains, waits = learned.trainer.get(TRAINING, 0.0), learned.trainer.get(NO_BATCH, 0.0)
+    return (
+        "This is a forecast for the policy of the calibration. As a policy learns, training steps have fewer tokens to "
+        "compute (siblings agree, or all score the same), soonest on small tasks. If a third is left, the trainer "
+        f"trains {trains:.0%} of the time and waits for groups {waits:.0%}, and the mean age is "
+        f"{learned.mean_token_age:.1f} versions."
+    )
 
 
 def as_json(plan: Plan) -> str:

@@ -109,13 +109,13 @@ def make_short_run(config: Config, *, folder: Path, tell: Callable[[str], None])
             while running.poll() is None and not stopped:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     running.wait(LOOK_SECONDS)  # a run that ends by itself is seen at once; steps are only counted
-                seconds, steps = time.monotonic() - began, _count_lines(run_dir / METRICS_FILE)
+                seconds, steps = time.monotonic() - began, count_lines(run_dir / METRICS_FILE)
                 tell(f"a short run: {steps} steps after {seconds:.0f} s")
                 enough = ENOUGH_STEPS if seconds < CALIBRATION_SECONDS else FIRST_STEPS + LEAST_STEPS
                 stopped = steps >= enough or seconds > PATIENCE_SECONDS
         finally:
             _end(running)
-    if _count_lines(run_dir / METRICS_FILE) < FIRST_STEPS + LEAST_STEPS:
+    if count_lines(run_dir / METRICS_FILE) < FIRST_STEPS + LEAST_STEPS:
         if not stopped:
             raise StreamRLError(f"the calibration's run failed:\n{_tail(said)}")
         raise StreamRLError(
@@ -149,7 +149,12 @@ def _short(config: Config, folder: Path) -> Config:
         ),
         manager=replace(config.manager, heartbeat_seconds=HEARTBEAT_SECONDS),
         trainer=replace(
-            config.trainer, save_at_end=False, save_every_epochs=0, save_every_steps=0, save_every_seconds=0.0
+            config.trainer,
+            save_at_end=False,
+            save_on_stop_seconds=0.0,
+            save_every_epochs=0,
+            save_every_steps=0,
+            save_every_seconds=0.0,
         ),
         evaluation=type(config.evaluation)(),
         metrics=replace(config.metrics, sinks=[], plots=False),
@@ -409,7 +414,7 @@ def fit(terms: NDArray[np.float64], sums: NDArray[np.float64]) -> tuple[float, .
     return tuple(float(weight) for weight in best)
 
 
-def _count_lines(file: Path) -> int:
+def count_lines(file: Path) -> int:
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 

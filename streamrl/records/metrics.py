@@ -107,8 +107,8 @@ def write_ending(run_dir: Path, state: Ending, message: str) -> None:
         final = msgspec.json.decode((run_dir / FINAL_FILE).read_bytes(), type=Final)
     except (OSError, *UNDECODABLE):
         final = Final()
-    if state == "stopped" and final.ending[0] == "finished":
-        return  # asked to end when all was done
+    if state == "stopped" and final.ending[0] in ("finished", "stopped"):
+        return  # the master has recorded the reason
     write_final(run_dir, msgspec.structs.replace(final, state=state, message=message))
 
 

@@ -341,19 +341,21 @@ def summary_table(summary: Summary) -> Table:
     return table
 
 
-def evaluation_table(evaluations: Sequence[EvaluationReport], *, rows: int = 12) -> Table:
-    """Return evaluations as a table; of many, `rows` spread evenly, the first and the last among them.
+def evaluation_table(evaluations: Sequence[EvaluationReport], *, rows: int = 20) -> Table:
+    """Return evaluations as a table. If there are more than `rows`, it has so many, spread evenly, the first and the
+    last among them, and its caption gives the number of all.
 
     Column `by`: the policy versions that responded; `cut`: share of responses that reached the limit of tokens.
     """
-    table = Table(title="held-out prompts", title_justify="left")
+    left_out = len(evaluations) > rows
+    caption = f"{rows} of {len(evaluations)} evaluations; all are in evaluations.jsonl" if left_out else None
+    table = Table(title="held-out prompts", title_justify="left", caption=caption)
     several = any(e.samples > 1 for e in evaluations)
     names = ["version", "by", "prompts", "reward", "pass@1", *(["pass@k"] if several else []), "length", "cut", "time"]
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     last = len(evaluations) - 1
-    shown = sorted({round(row * last / max(1, rows - 1)) for row in range(rows)})
-    for e in [evaluations[number] for number in shown] if evaluations else []:
+    for e in [evaluations[round(row * last / (rows - 1))] for row in range(rows)] if left_out else evaluations:
         answered = f"{e.oldest_version}" + (f"–{e.newest_version}" if e.newest_version != e.oldest_version else "")
         best = [f"{_text(e.pass_at.get(e.samples), '.3f')} (k={e.samples})"] if several else []
         table.add_row(

@@ -8,7 +8,7 @@ call, and joins with it; each role has a token for its own.
 | POST /register | owner | a process joins; refused when its configuration differs |
 | GET /resume_point | owner | the checkpoint that the run goes on from |
 | POST /place | owner | a number for a process that joins a running run |
-| POST /drain | owner | a gserver or rollout worker finishes what it has and leaves |
+| POST /drain | owner | a gserver or rollout worker finishes its work and leaves; the master saves and ends the run |
 | POST /leave | gserver, rollout | it has left |
 | POST /heartbeat | all | it lives, and how it does; the reply says whether to stop |
 | GET /silent | owner | waits until others are silent than before the n-th change; who is |
@@ -185,7 +185,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """This process shall finish what it has, and leave; the run goes on."""
+    """This process shall finish what it has, and leave. The run continues without it, unless it is the master."""
 
     role: Role
     index: int
@@ -236,6 +236,8 @@ class FinishRun(msgspec.Struct, frozen=True):
     reason: str
     error: str = ""
     """Not empty: the run failed."""
+    stopped: bool = False
+    """Whether the run was asked to stop before its end; a later start may resume it."""
 
 
 class FailRun(msgspec.Struct, frozen=True):
@@ -684,7 +686,7 @@ class Status(msgspec.Struct, frozen=True):
     """The run as the manager sees it."""
 
     run: str
-    state: Literal["joining", "running", "finished", "failed"]
+    state: Literal["joining", "running", "finished", "stopped", "failed"]
     message: str
     """Why the run ended, or what it waits for."""
     ledger: LedgerStatus

@@ -1,11 +1,14 @@
-"""Processes of a run that say that they serve new weights, and go on with the old ones. No checksum can see it.
+"""Processes of a run that misbehave: a gserver that keeps its old weights, which no checksum can see, and model workers
+whose disk is slow.
 
-Every process of the run calls these (`harness.calling`), and the command line tells whom it concerns.
+Every process of the run calls these (`harness.calling`); its command line decides whether they apply to it.
 """
 
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 
@@ -21,3 +24,15 @@ def gserver_1_keeps_its_weights() -> None:
         return self.served
 
     DoubleBufferedWeights.swap = Adapters.swap = swap  # type: ignore[method-assign]
+
+
+def checkpoints_take_long() -> None:
+    """The files of a checkpoint reach the disk after five minutes."""
+    if "model-worker" not in sys.orig_argv:
+        return
+    from streamrl.trainer.worker import checkpoint
+
+    def slow(folder: Path) -> None:
+        time.sleep(300)
+
+    checkpoint.all_to_disk = slow

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from streamrl.records import progress
 from streamrl.transport.control import Status
 from tests.e2e.harness import (
     COPY_SCRATCH,
     PACED,
+    QUICK,
     Command,
     assert_none_missing,
     manager_of,
@@ -19,8 +22,11 @@ from tests.e2e.harness import (
     start,
     start_command,
     steps,
+    summary,
+    until,
     wait_for_status,
     wait_for_steps,
+    wait_until_gone,
 )
 
 MAX_STALENESS = 4
@@ -130,3 +136,30 @@ def test_half_of_the_pools_is_taken_away_twice_and_given_back(tmp_path: Path, by
     finally:
         process.end()
     assert_in_order(run_dir)
+
+
+@pytest.mark.parametrize("signalled", ["trainer", "manager"])
+def test_a_pool_that_is_asked_to_end_has_the_run_saved_before(tmp_path: Path, by_hand: ByHand, signalled: str) -> None:
+    """As a cluster does it, which starts all again where the trainer or the manager ends with an error."""
+    run_dir = tmp_path / "by-hand"
+    settings = overrides(tmp_path, "by-hand", **QUICK, run__total_train_steps=4000)
+    manager = by_hand("manager", str(COPY_SCRATCH), *settings, "--port", "0")
+    listens = re.compile(r"listens at (http://\S+:\d+);")
+    until(lambda: listens.search(manager.said), "the manager's address", seconds=60)
+    url = listens.search(manager.said)[1]  # type: ignore[index]
+    pools = {
+        role: by_hand(role, str(COPY_SCRATCH), *settings, "--manager", url)
+        for role in ("gserver", "trainer", "rollout")
+    } | {"manager": manager}
+    wait_for_steps(run_dir, 3)
+    pools[signalled].signal(signal.SIGTERM)
+    codes = {role: process.exit_code(seconds=60) for role, process in pools.items()}
+    assert codes == {"gserver": 0, "rollout": 0, "trainer": 1, "manager": 1} | {signalled: 128 + signal.SIGTERM}, {
+        role: process.output[-2000:] for role, process in pools.items()
+    }
+    (checkpoint,) = progress.checkpoints(run_dir)
+    made = progress.read(checkpoint).policy_version
+    assert made == len(steps(run_dir)) >= 3
+    assert summary(run_dir)["message"] == f"stopped on request after step {made}"
+    assert "the command that started the run, or those of all its pools, with --resume" in pools["trainer"].said
+    wait_until_gone(run_dir, seconds=10)

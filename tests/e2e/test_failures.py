@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import time
@@ -29,11 +30,12 @@ from tests.e2e.harness import (
     start,
     steps,
     summary,
+    until,
     wait_for_steps,
     wait_for_words,
     wait_until_gone,
 )
-from tests.e2e.lies import gserver_1_keeps_its_weights
+from tests.e2e.lies import checkpoints_take_long, gserver_1_keeps_its_weights
 
 FOR_EVER: dict[str, Any] = QUICK | {"run__total_train_steps": 4000}
 TWO_WORKERS: dict[str, Any] = QUICK | {"rollout__workers": 2, "manager__lease_seconds": 2}
@@ -87,7 +89,7 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     assert len(list(found.glob("model-0000?-of-00002.safetensors"))) == 2  # gservers and trainer go on from parts
 
     said = run(COPY_SCRATCH, [*settings, "--resume"])
-    assert "goes on from" in said
+    assert f"resuming {run_dir} from {found}" in said
     assert_exactly_once(run_dir)
     after = steps(run_dir)
     assert [step["step"] for step in after] == list(range(1, 35))
@@ -191,6 +193,57 @@ def test_a_killed_gserver_is_sent_the_weights_by_the_other_and_ctrl_c_ends_the_r
     wait_until_gone(run_dir, seconds=10)
     assert (run_dir / "summary.json").exists()
     assert compared(run_dir) < 1e-4
+
+
+def test_ctrl_c_writes_a_checkpoint_from_which_the_run_is_resumed(tmp_path: Path) -> None:
+    run_dir = tmp_path / "interrupted"
+    settings = overrides(tmp_path, "interrupted", **FOR_EVER)
+    process = start(COPY_SCRATCH, settings)
+    wait_for_steps(run_dir, 3)
+    assert not (run_dir / "checkpoints").exists()
+    process.signal(signal.SIGINT)
+    assert process.exit_code(seconds=60) == 130, process.output[-4000:]
+    wait_until_gone(run_dir, seconds=10)
+    made = len(steps(run_dir))
+    (checkpoint,) = progress.checkpoints(run_dir)
+    assert progress.read(checkpoint).policy_version == made >= 3
+    assert "SIGINT: writing a checkpoint, for at most 60 s; once more to stop at once" in process.said
+    assert (summary(run_dir)["state"], summary(run_dir)["message"]) == (
+        "stopped",
+        f"stopped on request after step {made}",
+    )
+    *_, last, command = process.output.strip().splitlines()
+    assert last.endswith(f"checkpoint: {checkpoint}; resume with")
+    words = shlex.split(command)
+    assert words[:3] == ["streamrl", "run", str(COPY_SCRATCH)]
+    assert sorted(words[3:]) == sorted([*settings, "--resume"])
+
+    words = [*words[3:], f"run.total_train_steps={made + 2}"]
+    said = run(COPY_SCRATCH, words)
+    assert f"step {made + 1}/" in said
+    assert f"step {made}/" not in said, "steps before the checkpoint are not shown again"
+    assert_exactly_once(run_dir)
+    assert [step["step"] for step in steps(run_dir)] == list(range(1, made + 3))
+
+
+def test_a_second_ctrl_c_stops_a_slow_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "impatient"
+    settings = overrides(tmp_path, "impatient", **FOR_EVER)
+    process = start(COPY_SCRATCH, settings, variables=calling(checkpoints_take_long, tmp_path))
+    wait_for_steps(run_dir, 3)
+    process.signal(signal.SIGINT)
+    until((run_dir / "checkpoints").exists, "the beginning of the checkpoint", seconds=60)
+    time.sleep(2)
+    assert process.running
+    began = time.monotonic()
+    process.signal(signal.SIGINT)
+    assert process.exit_code(seconds=60) == 130, process.output[-4000:]
+    assert time.monotonic() - began < 20
+    wait_until_gone(run_dir, seconds=10)
+    assert progress.checkpoints(run_dir) == []
+    assert summary(run_dir)["state"] == "stopped"
+    last = process.output.strip().splitlines()[-1]
+    assert last.endswith(f"there is no checkpoint in {run_dir}, so nothing to resume")
 
 
 def test_a_stopped_gserver_is_ended_and_replaced_and_what_it_ran_goes_on(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ PRELUDE = """
 import asyncio, sys
 from streamrl.errors import ConfigError, ModelError, PeerError, StreamRLError
 from streamrl.children import Lifeline
-from streamrl.launch.process import run_component, set_up_logging
+from streamrl.launch.process import Departure, run_component, set_up_logging
 set_up_logging("trial/0")
 def go(component):
     sys.exit(run_component(lambda: component, lifeline=Lifeline.from_environment()))
@@ -215,11 +215,57 @@ async def component():
         print("cleaned up", flush=True)
 async def leave():
     raise LookupError("a bug")
-sys.exit(run_component(lambda: component, on_first_signal=[leave]))
+sys.exit(run_component(lambda: component, on_first_signal=[Departure(leave, "saving")]))
 """
     )
     until_ready(process)
     process.send_signal(signal.SIGTERM)
     output, errors = process.communicate(timeout=60)
     assert output == "cleaned up\n"
-    assert "the run cannot be left in order (LookupError: a bug)" in errors
+    assert "SIGTERM: saving; once more to stop at once" in errors
+    assert "saving failed (LookupError: a bug); stopping" in errors
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+DEPARTS = """
+from streamrl.errors import RunStopped
+left = asyncio.Event()
+async def component():
+    print("ready", flush=True)
+    try:
+        await left.wait()
+        print("left", flush=True)
+        {end}
+    except asyncio.CancelledError:
+        print("cancelled", flush=True)
+        raise
+async def leave():
+    print("leaving", flush=True)
+    await asyncio.sleep({seconds})
+    left.set()
+    await asyncio.Event().wait()
+sys.exit(run_component(lambda: component, on_first_signal=[Departure(leave, "saving")]))
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("pass", 0), ('raise RunStopped("after step 3")', 128 + signal.SIGINT)])
+def test_a_departure_lets_the_component_end_by_itself(end: str, code: int) -> None:
+    process = start(DEPARTS.format(end=end, seconds=0))
+    until_ready(process)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert output == "leaving\nleft\n"
+    assert process.returncode == code
+    assert "Traceback" not in errors
+
+
+def test_a_second_signal_ends_a_departure() -> None:
+    process = start(DEPARTS.format(end="pass", seconds=600))
+    until_ready(process)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "leaving\n"
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert output == "cancelled\n"
+    assert process.returncode == 128 + signal.SIGINT

@@ -23,7 +23,7 @@ from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
 from streamrl.launch import processes
 from streamrl.launch.display import Display
-from streamrl.launch.local import Launcher, claim_run_dir, lock_run_dir, resumed
+from streamrl.launch.local import Launcher, lock_run_dir
 from streamrl.launch.processes import (
     COMPONENTS,
     STOP_ORDER,
@@ -36,6 +36,7 @@ from streamrl.launch.processes import (
     share_of,
     visible_gpus,
 )
+from streamrl.launch.run_folders import claim_run_dir, resumed
 from streamrl.records import progress
 from streamrl.records.evaluation import EVALUATIONS_FILE
 from streamrl.records.progress import Progress

@@ -101,6 +101,45 @@ def test_the_freshest_of_the_fastest_is_chosen() -> None:
     assert choose(present, [present, fast, fresh, slow]) is fresh
 
 
+def learner(*, learned_age: float) -> Any:
+    """A player: the present settings of a policy that has learned have this mean age, all others none."""
+
+    class Player:
+        def play_learned(self, settings: advice.Settings) -> Prediction:
+            return option({}, tokens=1.0, age=0.0 if settings else learned_age).prediction
+
+    return Player()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "age", "learned_age", "worth"),
+    [
+        (106.0, 4.0, 4.0, True),
+        (104.0, 3.5, 4.0, False),
+        (100.0, 1.0, 4.0, True),
+        (100.0, 1.0, 0.9, False),  # what it gains is gone when the policy has learned
+    ],
+)
+def test_a_change_is_worth_it_from_a_threshold_on(tokens: float, age: float, learned_age: float, worth: bool) -> None:
+    present = option({}, tokens=100.0, age=4.0)
+    changed = option({"staleness.max_staleness": 1}, tokens=tokens, age=age)
+    assert advice._is_worth_it(changed, present, learner(learned_age=learned_age)) == worth
+
+
+def test_a_plan_without_a_change_says_so_and_how_its_forecast_ages() -> None:
+    """Training is the limit, so tokens grow old; a policy that has learned trains faster, and they are fresh."""
+    config = from_dict(BASE | {"staleness": {"max_staleness": 4}})
+    costs = calibration(train_seconds=0.1, train_token_seconds=0.002, publish_seconds=0.0)
+    found = make_plan(config, costs)
+    assert found.present.prediction.mean_token_age > found.learned.mean_token_age + 1
+    assert found.change == []
+    assert found.recommended is found.present
+    text = " ".join(found.reasons)
+    assert "No change is worth it: of " in text
+    waits = found.learned.trainer["waits for groups"]
+    assert f"waits for groups {waits:.0%}, and the mean age is {found.learned.mean_token_age:.1f} versions" in text
+
+
 def test_other_batches_drops_and_masked_tokens_are_not_recommended() -> None:
     present = option({}, tokens=50.0)
     batch = option({"trainer.batch_groups": 16}, tokens=100.0)
@@ -184,3 +223,13 @@ def test_a_plan_from_the_folder_of_a_run(tmp_path: Path) -> None:
     found = make_plan(from_dict(BASE), read_calibration(folder, cores=2))
     assert found.present.prediction.cores_busy is not None
     assert any("cores" in note for note in found.calibration.notes)
+
+
+def test_an_earlier_run_of_the_configuration_is_pointed_to(tmp_path: Path) -> None:
+    config = from_dict(BASE | {"run": {"dir": str(tmp_path), "name": "run"}})
+    assert advice._earlier_runs(config) == []
+    for name, steps in (("run", 9), ("run-2", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics.jsonl").write_text("{}\n" * steps)
+    (note,) = advice._earlier_runs(config)
+    assert note.startswith(f"--from {tmp_path}/run plans from the costs of that run")

@@ -258,12 +258,15 @@ def test_evaluations_are_in_the_summary_the_tables_and_the_plot(tmp_path: Path) 
     table = text[text.index("held-out prompts") :]
     assert "40–41" in table
     assert "64 (-1)" in table
-    assert table.count("(k=4)") == 12  # of 21, with the first and the last
+    assert table.count("(k=4)") == 20  # with the first and the last
+    assert "20 of 21 evaluations; all are in evaluations.jsonl" in table
 
 
-@pytest.mark.parametrize("count", range(5))
+@pytest.mark.parametrize("count", [0, 1, 2, 13, 20])
 def test_few_evaluations_are_all_in_the_table(count: int) -> None:
-    assert evaluation_table([make_report(version) for version in range(count)]).row_count == count
+    table = evaluation_table([make_report(version) for version in range(count)])
+    assert table.row_count == count
+    assert table.caption is None
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=5), min_size=1, max_size=5))

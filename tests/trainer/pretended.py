@@ -540,7 +540,7 @@ class Run:
         self.manager = Manager(config, script)
         self.workers = Workers(config, manager=self.manager, stored=stored, script=script)
         self.master = Master(config, client=self.manager, channel=self.workers, stored=stored)
-        self.master.membership = SimpleNamespace(waiting_for="")
+        self.master.membership = SimpleNamespace(waiting_for="", leaving=asyncio.Event())
         self._writing = 0
         """Groups that are being written."""
 

@@ -14,6 +14,7 @@ import logging
 import time
 
 from streamrl.config import Config
+from streamrl.errors import RunStopped, StreamRLError
 from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.admission import Admissions, GroupCalls, Rerouting
 from streamrl.gserver.manager.checks import GserverChecks
@@ -173,10 +174,12 @@ class Manager:
         """Groups given out, those given out again included."""
         return self._admissions.admitted
 
-    @property
-    def failed_because(self) -> str:
-        """Why the run has failed; empty: it has not."""
-        return self._state.message if self._state.name == "failed" else ""
+    def raise_early_end(self) -> None:
+        """Raise `StreamRLError` if the run has failed, `RunStopped` if it was stopped before its last step."""
+        if self._state.name == "failed":
+            raise StreamRLError(f"the run has failed: {self._state.message}")
+        if self._state.name == "stopped":
+            raise RunStopped(f"the run was stopped: {self._state.message}")
 
     async def report(self, message: StepReport) -> Done:
         """Keep the master's report of a step for /status, and admit by what it says."""
@@ -190,7 +193,7 @@ class Manager:
         if message.error:
             self._state.end("failed", message.error)
         else:
-            self._state.end("finished", message.reason)
+            self._state.end("stopped" if message.stopped else "finished", message.reason)
             for master in self._registry.of("master"):
                 self.members.tell_over(master)
         return Done()

@@ -78,15 +78,19 @@ class ElasticPools:
         return Place(index)
 
     async def drain(self, message: Drain) -> Done:
-        """Ask a process to leave; one that is silent has left at once. Raises `PeerError` when it cannot leave."""
-        self._configured_count(message.role, "be drained")
+        """Ask a process to leave; a silent one is removed at once. Raises `PeerError` when it cannot leave.
+
+        The master is asked to write a checkpoint and end the run.
+        """
+        if message.role != "master":
+            self._configured_count(message.role, "be drained")
         member = self._registry.get(message.role, message.index)
         if member is None:
             names = ", ".join(m.name for m in self._registry.of(message.role)) or "none"
             raise PeerError(f"{message.role}/{message.index} is not in this run; there are: {names}")
         if self._is_fixed(message.role):
             raise PeerError("in a synchronous graph the master deals groups to a fixed set of rollout workers")
-        if member.silent:
+        if member.silent and message.role != "master":
             self._remove(member)
         elif not member.draining:
             member.drain()

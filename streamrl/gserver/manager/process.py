@@ -48,8 +48,8 @@ async def serve(
 
     `advertise`: the address by which others reach the manager; empty: `host`, or where that stands for all addresses of
     this machine, the one from which it reaches others. `on_ready` is called with the URL. Raises `StreamRLError` when
-    the address cannot be had, and with the reason when the run has failed, so that whoever started the manager sees it
-    and may begin the run again; `ConfigError` for a secret that cannot be used.
+    the address cannot be had, and with the reason when the run ended before its last step, so that a cluster starts
+    the run again; `ConfigError` for a secret that cannot be used.
     """
     secret = of_new_run(config)
     reach = reach_of_manager(host, advertise=advertise)
@@ -80,8 +80,7 @@ async def serve(
             await manager.wait_until_told(timeout=TELL_SECONDS)
             await asyncio.sleep(LINGER_SECONDS)
             watching.cancel()
-    if manager.failed_because:
-        raise StreamRLError(f"the run has failed: {manager.failed_because}")
+    manager.raise_early_end()
 
 
 async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls: ssl.SSLContext | None) -> str:

@@ -19,7 +19,7 @@ from streamrl.transport.control import Admission
 log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
-Ending = Literal["finished", "failed"]
+Ending = Literal["finished", "stopped", "failed"]
 
 
 class Wakeup:
@@ -153,7 +153,7 @@ class RunState:
     """State of the run; its end is signalled to everyone."""
 
     def __init__(self, signals: Signals) -> None:
-        self.name: Literal["joining", "running", "finished", "failed"] = "joining"
+        self.name: Literal["joining", "running"] | Ending = "joining"
         self.message = ""
         """Why it ended."""
         self._signals = signals
@@ -161,7 +161,7 @@ class RunState:
     @property
     def over(self) -> bool:
         """Whether the run has ended."""
-        return self.name in ("finished", "failed")
+        return self.name not in ("joining", "running")
 
     def end(self, name: Ending, message: str) -> None:
         """The run is over, for the reason `message`; the first reason stands."""

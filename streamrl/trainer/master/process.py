@@ -109,7 +109,8 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             training, _ = await first_of(master.run(), membership.stopping.wait())
             if not training.cancelled():
                 reason = training.result() + await master.finish()
-                await client.finish_run(FinishRun(reason=reason))
+                await client.finish_run(FinishRun(reason=reason, stopped=master.stopped))
+                membership.stopping.set()
         except BaseException as error:  # others wait for the master: whatever ends it is told at once
             await _say_goodbye(membership, error)
             raise
@@ -185,6 +186,8 @@ class Master:
         self._mismatch = MismatchWatch(warning=config.logprob_diff_warning, limit=config.trainer.logprob_diff_limit)
         self._comparison: Comparison | None = None
         """The latest; those before it belong to the publication."""
+        self.stopped = False
+        """Whether the run ended before its last step, because the master was asked to leave."""
 
     @property
     def policy_version(self) -> int:
@@ -210,11 +213,14 @@ class Master:
             ]
             if self._config.evaluation.enabled:
                 background.append(helpers.create_task(self._evaluations.follow(), name="evaluations"))
-            await self._initialize()
-            # not before: gservers without a copy of the checkpoint may be there long before the weights are
-            background.append(helpers.create_task(self._follow_resyncs(), name="resyncs"))
-            background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
-            reason = await self._steps()
+            background.append(helpers.create_task(self._wake_to_leave(), name="leaving"))
+            if await self._prepared(self._initialize()):
+                # not before: gservers without a copy of the checkpoint may be there long before the weights are
+                background.append(helpers.create_task(self._follow_resyncs(), name="resyncs"))
+                background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
+                reason = await self._steps()
+            else:
+                reason = self._stop()
             await self._groups.until(lambda: not self._groups.untold)
             for task in background:
                 task.cancel()
@@ -222,6 +228,8 @@ class Master:
 
     async def finish(self) -> str:
         """Save, count what is left, and wait for the last evaluation; return what to add to why the run ended."""
+        if self.stopped:
+            return await self._save_before_stop()
         self.membership.waiting_for = "the last checkpoint"
         # a run that was at its end when it was resumed may have that evaluation in its records
         made = progress.evaluated(self._config.run_dir, policy_version=self.policy_version)
@@ -235,12 +243,23 @@ class Master:
         self._counted = await self._workers.specs()
         if at_end:
             self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
-            unwritten += await self._evaluations.wait_for(self.policy_version)
+            waiting, _ = await first_of(self._evaluations.wait_for(self.policy_version), self.membership.leaving.wait())
+            unwritten += "; its evaluation was not waited for" if waiting.cancelled() else waiting.result()
         elif self._config.evaluation.enabled:
             await self._evaluations.take_what_is_done()
         if sinks := self._metrics.waits_for:
             self.membership.waiting_for = f"{sinks} to take the last figures"
             await asyncio.to_thread(self._metrics.close)
+        self.membership.waiting_for = ""
+        return unwritten
+
+    async def _save_before_stop(self) -> str:
+        """Write a checkpoint unless this version has one; return what to add to the reason of the stop."""
+        if self.policy_version == (self._begun.policy_version if self._begun is not None else 0):
+            return ""
+        self.membership.waiting_for = "the checkpoint before the stop"
+        await self._checkpoints.save_once(self._history.reached(self._groups, data=self._data))
+        unwritten = await self._checkpoints.finish()
         self.membership.waiting_for = ""
         return unwritten
 
@@ -299,7 +318,8 @@ class Master:
         self._history.begin()
 
     async def _begin_counting(self) -> None:
-        """Wait for the size of the data set, and count epochs, checkpoints and evaluations from here on."""
+        """Wait for the size of the data set, count epochs, checkpoints and evaluations from here on, and ask for the
+        first evaluation if it is due."""
         self.membership.waiting_for = "a rollout worker to tell the size of the data set"
         while not (data := await self._client.data()).rows:
             log.warning("master waits for %s", self.membership.waiting_for)
@@ -312,16 +332,32 @@ class Master:
             consumed=self._groups.consumed,
             now=time.monotonic(),
         )
+        await self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
+
+    async def _prepared(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do `work` that precedes the first step; return False if it was abandoned to leave the run."""
+        working, _ = await first_of(work, self.membership.leaving.wait())
+        return not working.cancelled()
+
+    async def _wake_to_leave(self) -> None:
+        """End the wait for a batch when the master is asked to leave."""
+        await self.membership.leaving.wait()
+        self._groups.wake()
 
     def _end(self) -> str | None:
         """Return why the run is over, if it is."""
-        return self._control.end(
+        reason = self._control.end(
             step=self.policy_version, consumed=self._groups.consumed, rewards=self._history.rewards
         )
+        return self._stop() if reason is None and self.membership.leaving.is_set() else reason
+
+    def _stop(self) -> str:
+        self.stopped = True
+        return f"stopped on request after step {self.policy_version}"
 
     async def _steps(self) -> str:
-        await self._begin_counting()
-        await self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
+        if not await self._prepared(self._begin_counting()):
+            return self._stop()
         while (reason := self._end()) is None:
             await self._step()
         if self._publication is not None:

@@ -114,12 +114,20 @@ class Checkpoints:
         self._channel = channel
         self._seconds = 0.0
         self._unwritten = 0
+        self._asked_version = 0
+        """The policy version of the last checkpoint that was asked for."""
 
     async def save(self, reached: Progress) -> None:
-        """Have a checkpoint written while the run goes on."""
+        """Have a checkpoint written while training continues."""
         began = time.monotonic()
+        self._asked_version = reached.policy_version
         await self._ask(self._folder / f"step-{reached.policy_version:06d}", reached, final=False)
         self._seconds += time.monotonic() - began
+
+    async def save_once(self, reached: Progress) -> None:
+        """Have a checkpoint written, unless one of this version was asked for before."""
+        if reached.policy_version != self._asked_version:
+            await self.save(reached)
 
     async def save_final(self, reached: Progress) -> None:
         """The checkpoint of the end; raises the workers' error unless it is on the disk.

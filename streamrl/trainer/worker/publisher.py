@@ -134,9 +134,9 @@ class Carriers:
 
     def close(self) -> None:
         """No version comes any more."""
-        self._anywhere.close()
         if self._near is not None:
-            self._near.close()
+            self._near.close()  # first: leaving a weight group may fail
+        self._anywhere.close()
 
 
 class Publisher:

@@ -19,6 +19,7 @@ import shutil
 import signal
 import stat
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -41,6 +42,8 @@ log = logging.getLogger(__name__)
 PREFIX = "streamrl-"
 OWNER = "owner.lock"
 """Locked by the process that writes into the folder, for as long as it lives."""
+UNOWNED_SECONDS = 3600.0
+"""Age from which an empty folder without an `OWNER` is removed; a younger one may be about to get its owner."""
 FILE = "model.safetensors"
 PRIVATE, SHARED = 0o600, 0o666
 """Permissions of files in memory, and of files on a disk, where the umask says who else may read them."""
@@ -73,7 +76,7 @@ class WeightFiles:
         self._checksum = checksum
         self._latest = folder
         self._sums: dict[str, str] = {}
-        self._lock = _claim(folder)
+        self._lock = claim(folder)
         self.sent_bytes = 0
         self.sent_numbers = 0
         self._copiers = Copiers()
@@ -106,9 +109,7 @@ class WeightFiles:
     ) -> WeightFiles:
         """Return one that writes to this host's memory, under a name that nobody can guess or take before; nobody else
         can read what is there. Removes what dead runs of the same user left there."""
-        for folder in root.glob(f"{PREFIX}*"):
-            _remove_if_abandoned(folder)
-        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{run_dir.name}-", dir=root))
+        folder = folder_in_memory(run_dir.name, root=root)
         machine = machine_identity()
         return cls(folder, durable=False, machine=machine, dtype=dtype, checksum=checksum, adapter=adapter)
 
@@ -254,7 +255,14 @@ def has_room(size: int, root: Path = SHARED_MEMORY) -> bool:
         return False
 
 
-def _claim(folder: Path) -> IO[bytes]:
+def folder_in_memory(name: str, *, root: Path) -> Path:
+    """Make a folder for weights in shared memory, to be claimed; remove those that dead runs of this user left."""
+    for folder in root.glob(f"{PREFIX}*"):
+        _remove_if_abandoned(folder)
+    return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=root))
+
+
+def claim(folder: Path) -> IO[bytes]:
     """Make `folder` this process's own, and empty; return its lock, which is kept as long as it is open."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -280,9 +288,13 @@ def _remove_if_abandoned(folder: Path) -> None:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return  # nothing that a run of this user made
-        with (folder / OWNER).open("r+b") as lock:  # one that has none yet is being made
+        if not (folder / OWNER).exists():
+            if time.time() - found.st_mtime > UNOWNED_SECONDS:
+                folder.rmdir()
+            return
+        with (folder / OWNER).open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             log.info("removed the weights that a dead run left in %s", folder)
-    except OSError:  # another's, or in use
+    except OSError:  # another's, in use, or not empty without an owner
         log.debug("%s belongs to a run that lives, or to somebody else", folder)

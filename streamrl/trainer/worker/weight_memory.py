@@ -7,7 +7,6 @@ the version before is.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from contextlib import closing
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from streamrl.checksum import copy_and_sum
 from streamrl.cuda_memory import Share, SharedWeights
 from streamrl.device import SideStream
 from streamrl.machine import SHARED_MEMORY, machine_identity
+from streamrl.trainer.worker.weight_files import claim, folder_in_memory
 from streamrl.transport.collective import Weights
 from streamrl.transport.control import PublishBeginReply, Snapshot
 
@@ -49,7 +49,8 @@ class WeightMemory:
         self._gpu = gpu
         self._checksum = checksum
         self._share = share
-        self._folder = Path(tempfile.mkdtemp(prefix="streamrl-cuda-", dir=root))
+        self._folder = folder_in_memory("cuda", root=root)
+        self._lock = claim(self._folder)
         self._sets: list[Tensor] = []
         self._handles: list[cuda_memory.Handle] = []
         """One for each set, made once: torch keeps an entry and an event for every handle that it makes."""
@@ -96,6 +97,7 @@ class WeightMemory:
         """Give the memory back."""
         self._sets.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.close()
 
     def _folder_of(self, version: int) -> Path:
         return self._folder / f"v{version % SETS}"

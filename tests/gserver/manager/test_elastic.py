@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.errors import PeerError
-from streamrl.transport.control import AskPlace, AskRoute, Drain, GroupInFlight, InFlight, Leave
+from streamrl.errors import PeerError, RunStopped
+from streamrl.transport.control import AskPlace, AskRoute, Drain, FinishRun, GroupInFlight, InFlight, Leave
 from tests.gserver.harness import NO_PROCESS, Run, managed, publish, small_config, taken
 from tests.gserver.scripted import ScriptedGserver, scripted
 
@@ -125,10 +125,26 @@ async def test_a_silent_gserver_is_drained_at_once(tmp_path: Path) -> None:
         assert "gserver/0" not in members(await run.client.status())
 
 
+async def test_a_drained_master_is_told_and_ends_the_run_as_stopped(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        with pytest.raises(PeerError, match="master/0 is not in this run; there are: none"):
+            await run.client.drain(Drain(role="master", index=0))
+        await run.register("master")
+        await run.register("rollout")  # keeps the manager there until it has heard of the end
+        await run.client.drain(Drain(role="master", index=0))
+        assert (await run.beat("master")).leave
+        await run.client.finish_run(FinishRun(reason="stopped after step 3", stopped=True))
+        status = await run.client.status()
+        assert (status.state, status.message) == ("stopped", "stopped after step 3")
+        assert (await run.beat("rollout")).stop
+        with pytest.raises(RunStopped, match="the run was stopped: stopped after step 3"):
+            await asyncio.wait_for(asyncio.shield(run.serving), 5.0)
+
+
 async def test_who_cannot_be_drained(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
-        await run.register("master")
-        with pytest.raises(PeerError, match="a master cannot be drained"):
-            await run.client.drain(Drain(role="master", index=0))
+        await run.register("model_worker")
+        with pytest.raises(PeerError, match="a model_worker cannot be drained"):
+            await run.client.drain(Drain(role="model_worker", index=0))
         with pytest.raises(PeerError, match="gserver/3 is not in this run; there are: none"):
             await run.client.drain(Drain(role="gserver", index=3))

@@ -722,3 +722,53 @@ def test_a_run_that_begins_anew_has_no_steps_of_the_start_before(tmp_path):
     _, run = whole_run(config, Script())
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["seqs"] for line in lines] == run.steps
+
+
+@pytest.mark.parametrize("busy_with", ["Initialize", "Generate", "ref_inf", "actor_train", "Publish", "Save"])
+def test_a_master_that_is_asked_to_leave_saves_its_last_step_and_ends_the_run(tmp_path, busy_with):
+    """The step under way is completed; a batch that is not there yet is not waited for."""
+
+    async def work():
+        script = Script(
+            tokens=lambda seq: 500 if busy_with == "Generate" and seq >= 4 else 4,
+            seconds=lasting(**{busy_with: 30.0}),
+        )
+        config = configured(
+            tmp_path,
+            run={"total_train_steps": 1000},
+            algorithm={"kl_coef": 0.1},
+            trainer={"save_every_steps": 0, "save_every_seconds": 0},
+        )
+        async with pretended(config, script) as run:
+            training = asyncio.create_task(run.master.run())
+            await asyncio.sleep(20.0)
+            run.master.membership.leaving.set()
+            reason = await training + await run.master.finish()
+        return reason, run, clock()
+
+    reason, run, seconds = virtually(work())
+    made = len(run.steps)
+    assert reason == f"stopped on request after step {made}"
+    assert run.master.stopped
+    assert seconds <= 20 + 2 * 30 + 1
+    saved = [event.call.progress.policy_version for event in run.workers.named("Save")]
+    assert saved == ([made] if made else [])
+    assert (made > 0) == (busy_with not in ("Initialize", "ref_inf"))
+    found = progress.checkpoints(run.config.run_dir)
+    assert [folder.name for folder in found] == [f"step-{made:06d}"] * bool(made)
+
+
+def test_a_stop_after_a_checkpoint_of_the_same_step_writes_no_second_one(tmp_path):
+    async def work():
+        script = Script(tokens=lambda seq: 4 if seq < 4 else 500)
+        config = configured(tmp_path, trainer={"save_every_steps": 1})
+        async with pretended(config, script) as run:
+            training = asyncio.create_task(run.master.run())
+            await asyncio.sleep(50.0)
+            run.master.membership.leaving.set()
+            await training
+            await run.master.finish()
+        return run
+
+    run = virtually(work())
+    assert [event.call.progress.policy_version for event in run.workers.named("Save")] == [1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -102,3 +103,31 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_a_gpu_that_this_process_does_not_see_is_named() -> None:
     with pytest.raises(ModelError, match="the weights are on GPU GPU-1, which this process does not see"):
         cuda_memory.open_shared(Handle("GPU-1", b"", 0, 0, b"", 0, b"", False))
+
+
+def test_folders_in_shared_memory_go_with_their_owner_or_with_the_next_run(tmp_path: Path) -> None:
+    def memory() -> WeightMemory:
+        return WeightMemory(dtype=torch.float32, device=CPU, checksum=False, share=StandIn().share, root=tmp_path)
+
+    def folders() -> set[Path]:
+        return set(tmp_path.iterdir())
+
+    old, young, used = (tmp_path / f"streamrl-cuda-{name}" for name in ("old", "young", "used"))
+    for folder in (old, young, used):
+        folder.mkdir()
+    (used / "v1").mkdir()
+    for folder in (old, used):
+        os.utime(folder, (1, 1))
+    living = memory()
+    assert old not in folders(), "it was empty, and nobody's for hours"
+    assert {young, used} < folders()
+    (mine,) = folders() - {young, used}
+    dead = memory()
+    (left,) = folders() - {young, used, mine}
+    dead._lock.close()  # as by a kill
+    third = memory()
+    assert left not in folders()
+    assert mine in folders(), "its run lives"
+    living.close()
+    third.close()
+    assert folders() == {young, used}

@@ -1,0 +1,184 @@
+"""The folder of a run: a free one for a new run, or the one that `--resume` takes up again.
+
+The first run of a configuration has the folder NAME in `run.dir`, later ones NAME-2, NAME-3 and so on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from streamrl import config as configuration
+from streamrl.config import Config
+from streamrl.errors import ConfigError
+from streamrl.records import progress
+
+SAME_START_SECONDS = 1.0
+"""Runs that began within this time of each other count as equally new."""
+
+
+class RunFolder(NamedTuple):
+    """A run on the disk."""
+
+    path: Path
+    began: float
+    """Unix time of its last start, which writes its config.toml."""
+
+
+def claim_run_dir(config: Config) -> Config:
+    """Make the run's folder, with the next free number where it exists; return the configuration with its name."""
+    for number in itertools.count(1):
+        claimed = _named(config, config.run.name if number == 1 else f"{config.run.name}-{number}")
+        try:
+            claimed.run_dir.mkdir(parents=True)
+        except OSError as error:
+            if os.path.lexists(claimed.run_dir):
+                continue
+            # FileExistsError, too: a link to a disk that is not mounted, above it, is in the way of every number
+            raise ConfigError(
+                f"run.dir: {claimed.run_dir} cannot be made ({error.strerror}: {error.filename})"
+            ) from error
+        return claimed
+    raise AssertionError("unreachable")
+
+
+def runs_of(config: Config) -> list[RunFolder]:
+    """Return the runs NAME, NAME-2 and so on in `run.dir`, the one that was started last first."""
+    pattern = re.compile(re.escape(config.run.name) + r"(-([2-9]|[1-9]\d+))?")
+    folders = [folder for folder in config.run_dir.parent.glob("*") if pattern.fullmatch(folder.name)]
+    found = [RunFolder(folder, _began(folder)) for folder in folders if folder.is_dir()]
+    return sorted(found, key=lambda run: run.began, reverse=True)
+
+
+def chosen_run(config: Config, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration with the name of the run that `--resume` takes up.
+
+    That is the run of `run.resume_from` or of `run.name` if `overrides`, which are in `config` already, set one of
+    them, and otherwise the run that was started last. Raises `ConfigError` if two were started at the same time, or
+    if the last one has no checkpoint and an older one has.
+    """
+    runs = runs_of(config)
+    if _sets(overrides, "run.resume_from"):
+        run_dir = Path(config.run.resume_from or "").resolve().parent.parent
+        return next((_named(config, run.path.name) for run in runs if run.path.resolve() == run_dir), config)
+    if _sets(overrides, "run.name") or not runs:
+        return config
+    newest, *older = runs
+    if older and newest.began - older[0].began < SAME_START_SECONDS:
+        raise ConfigError(
+            f"{newest.path} and {older[0].path} were started at the same time: choose the run to resume with "
+            f"run.name={newest.path.name} or run.name={older[0].path.name}"
+        )
+    candidates = [f"run.name={run.path.name}" for run in older if progress.checkpoints(run.path)]
+    if candidates and not progress.checkpoints(newest.path):
+        raise ConfigError(
+            f"{newest.path}, the newest run of this configuration, has no checkpoint: start without --resume, or "
+            f"resume an older run with {', '.join(candidates)}"
+        )
+    return _named(config, newest.path.name)
+
+
+def other_runs(config: Config, asked: Config) -> str:
+    """Return a sentence that lists the runs of the configuration `asked` without the one of `config`, or nothing."""
+    names = [f"run.name={run.path.name}" for run in runs_of(asked) if run.path.name != config.run.name]
+    return f"older runs of this configuration, which can be resumed with {', '.join(names)}" if names else ""
+
+
+def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of the run in `config.run_dir` with the checkpoint to resume from: its latest, or the
+    `run.resume_from` of `overrides`, which are in `config` already. A `run.resume_from` of the file is ignored: in the
+    config.toml of a run's folder it is the checkpoint of an earlier start.
+
+    Raises `ConfigError` if there is none, if the run was trained on other prompts, and if nothing is left to do; an
+    evaluation at the end is left to do if it was cut off, since the last checkpoint is written before it ends.
+    """
+    found = progress.checkpoints(config.run_dir)
+    if not found:
+        raise ConfigError(
+            f"{config.run_dir} has no checkpoint to resume from: there is none before the first "
+            "trainer.save_every_steps, save_every_seconds or save_every_epochs, or Ctrl-C; start without --resume"
+        )
+    begun = found[-1]
+    if _sets(overrides, "run.resume_from"):
+        named = Path(config.run.resume_from or "").resolve()
+        own = [folder for folder in found if folder.resolve() == named]
+        if not own:
+            raise ConfigError(
+                f"run.resume_from: {config.run.resume_from} is no whole checkpoint of {config.run_dir}, which has "
+                f"{', '.join(folder.name for folder in found)}; leave it out to go on from the latest, or leave out "
+                "--resume to begin another run from there"
+            )
+        begun = own[0]
+    _refuse_finished(config, begun)
+    config = _with_run(config, resume_from=str(begun.absolute()))
+    _refuse_other_prompts(config)
+    return config
+
+
+def resume_words(command: Sequence[str], config_file: Path, overrides: Sequence[str], run_dir: Path) -> str:
+    """Return the command line that resumes the run in `run_dir`, begun by `command CONFIG OVERRIDES`."""
+    kept = [word for word in overrides if not any(_sets([word], key) for key in ("run.name", "run.resume_from"))]
+    return shlex.join([*command, str(config_file), *kept, f"run.name={run_dir.name}", "--resume"])
+
+
+def _refuse_finished(config: Config, begun: Path) -> None:
+    made = progress.read(begun)
+    version, most_steps, most_epochs = made.policy_version, config.run.most_steps, config.run.total_train_epochs
+    over = not config.evaluation.at_end or progress.evaluated(config.run_dir, policy_version=version)
+    if over and most_steps is not None and version >= most_steps:
+        raise ConfigError(
+            f"{config.run_dir} is done: it made {version} steps; for more of them raise run.total_train_steps"
+        )
+    if over and most_epochs is not None and made.data_rows and made.groups_consumed // made.data_rows >= most_epochs:
+        raise ConfigError(
+            f"{config.run_dir} is done: it made {most_epochs} epochs; for more of them raise run.total_train_epochs"
+        )
+
+
+def _refuse_other_prompts(config: Config) -> None:
+    """Raise `ConfigError` with the settings that changed if sequence numbers would mean other prompts."""
+    try:
+        progress.of_run(config)
+    except ConfigError as error:
+        changes = _changed_prompts(config)
+        raise ConfigError(f"{'; '.join(changes)}: {error}" if changes else str(error)) from error
+
+
+def _changed_prompts(config: Config) -> list[str]:
+    """Return in words which settings of the prompts differ from those in the folder of the run."""
+    try:
+        before = configuration.load(config.run_dir / "config.toml")
+    except ConfigError:
+        return []
+
+    def settings(of: Config) -> dict[str, Any]:
+        data: dict[str, Any] = msgspec.to_builtins(of.data)
+        return {"run.seed": of.run.seed} | {f"data.{key}": value for key, value in data.items()}
+
+    old, new = settings(before), settings(config)
+    return [f"{key} is {new[key]!r}, and the run began with {old[key]!r}" for key in new if old[key] != new[key]]
+
+
+def _began(folder: Path) -> float:
+    settings = folder / "config.toml"
+    return (settings if settings.exists() else folder).stat().st_mtime
+
+
+def _named(config: Config, name: str) -> Config:
+    return _with_run(config, name=name)
+
+
+def _with_run(config: Config, **changes: Any) -> Config:
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, **changes))
+
+
+def _sets(overrides: Sequence[str], key: str) -> bool:
+    """Whether `overrides` set `key`."""
+    return any(word.partition("=")[0].strip() == key for word in overrides)

@@ -133,7 +133,7 @@ def build_graph(mfcs: Sequence[MFC], *, stream_keys: frozenset[str] = STREAM_KEY
         if mfc.name in names:
             raise ConfigError(f"two model function calls have the name {mfc.name}")
         names.add(mfc.name)
-        for fault in _faults(mfc, largest):
+        if fault := next(_faults(mfc, largest), None):
             raise ConfigError(f"{mfc.name}: {fault}")
         for key in sorted(mfc.outputs):
             if key in givers:
@@ -286,11 +286,8 @@ def _faults(mfc: MFC, largest: int | None) -> Iterator[str]:
         yield "the interface `function` and a function to call need each other"
     if mfc.interface == "generate" and (mfc.role != ROLLOUT or not mfc.outputs >= GENERATED_KEYS):
         yield f"only the role {ROLLOUT} generates, and then it gives all of a group's keys"
-    if (
-        mfc.role == ROLLOUT
-        and mfc.interface != "generate"
-        and (mfc.interface, mfc.outputs) != ("inference", {"rewards"})
-    ):
+    scores = mfc.interface == "inference" and mfc.outputs == {"rewards"}
+    if mfc.role == ROLLOUT and mfc.interface != "generate" and not scores:
         yield f"a call to the role {ROLLOUT} generates, or is an inference that gives rewards, as in `upstream`"
 
 
@@ -305,8 +302,6 @@ def _training_faults(mfc: MFC) -> Iterator[str]:
         yield f"a train_step gives no key; remove {', '.join(sorted(mfc.outputs))} from its outputs"
     if mfc.role == "critic" and "advantages" in mfc.inputs:
         yield "a critic learns from rewards, which advantages would replace; remove key advantages from its inputs"
-    if missing := sorted(required_keys(mfc.role, mfc.interface) - mfc.inputs):
-        yield _lacks(missing)
     if not mfc.inputs & {"rewards", "advantages"}:
         yield _lacks(["rewards"])
 
@@ -314,9 +309,7 @@ def _training_faults(mfc: MFC) -> Iterator[str]:
 def _check_training(mfc: MFC, algorithm: AlgorithmConfig) -> None:
     """Raise `ConfigError` if the keys of a `train_step` do not go with the settings of `algorithm`."""
     if mfc.role == "critic" and algorithm.advantage != "gae":
-        raise ConfigError(
-            f'{mfc.name}: a critic is trained with algorithm.advantage = "gae"; it is {algorithm.advantage}'
-        )
+        raise ConfigError(f'{mfc.name}: a critic needs algorithm.advantage = "gae", not "{algorithm.advantage}"')
     replaced = {"rewards", "values"} if "advantages" in mfc.inputs else set[str]()
     for key in sorted(training_keys(mfc.role, algorithm) - mfc.inputs - replaced):
         raise ConfigError(f"{mfc.name}: {_lacks([key])}, or change {SETTINGS_OF_KEYS[key]}")
@@ -326,7 +319,7 @@ def _check_training(mfc: MFC, algorithm: AlgorithmConfig) -> None:
 
 def _lacks(keys: Sequence[str]) -> str:
     names = f"key {keys[0]} is" if len(keys) == 1 else f"keys {', '.join(keys)} are"
-    return f"{names} missing from its inputs; add what is missing"
+    return f"{names} missing from its inputs; add {'it' if len(keys) == 1 else 'them'}"
 
 
 def _in_order(mfcs: Sequence[MFC], known: set[str]) -> list[MFC]:

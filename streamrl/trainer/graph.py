@@ -289,6 +289,8 @@ def _faults(mfc: MFC, largest: int | None) -> Iterator[str]:
     scores = mfc.interface == "inference" and mfc.outputs == {"rewards"}
     if mfc.role == ROLLOUT and mfc.interface != "generate" and not scores:
         yield f"a call to the role {ROLLOUT} generates, or is an inference that gives rewards, as in `upstream`"
+    if mfc.role == ROLLOUT and (unknown := sorted(mfc.inputs - GENERATED_KEYS)):
+        yield f"key {unknown[0]} is with the model workers, not with rollout workers; remove it from the inputs"
 
 
 def _training_faults(mfc: MFC) -> Iterator[str]:

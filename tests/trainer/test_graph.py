@@ -143,6 +143,10 @@ def test_impossible_graphs_are_refused_by_name(mfcs, message):
             [mfc("a", [], ["k"], role="rollout"), train()],
             "a: a call to the role rollout generates, or .* gives rewards",
         ),
+        (
+            [mfc("a", ["x"], ["rewards"], "arrivals", role="rollout"), mfc("b", [], ["x"]), train()],
+            "a: key x is with the model workers",
+        ),
         ([], "no train_step of the actor"),
         ([mfc("a", [], ["k"])], "no train_step of the actor"),
         ([train("a", role="critic")], "no train_step of the actor"),

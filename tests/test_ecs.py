@@ -15,7 +15,10 @@ from streamrl.config import from_dict
 from streamrl.ecs import Commands, DataQuery, MasterWorkerECS, ModelQuery, RawDataQuery
 from streamrl.errors import ConfigError
 from streamrl.trainer.graph import MFC, SEQUENCE_KEYS, STREAM_KEYS, graph_of
+from tests.trainer.replay.test_replay import configured, record
 
+_workflow: MasterWorkerECS
+"""The one under test: `trainer.graph` names it."""
 SYNCHRONOUS = {"staleness": {"max_staleness": 0}}
 KL = {"algorithm": {"kl_coef": 0.1}}
 GAE = {"algorithm": {"advantage": "gae"}}
@@ -32,7 +35,7 @@ def merged(*trees):
 
 
 def built(workflow, *trees, synchronous=False):
-    """The graph of a workflow, which stands in this module for as long as it is loaded."""
+    """The graph of a workflow."""
     globals()["_workflow"] = workflow if isinstance(workflow, MasterWorkerECS) else MasterWorkerECS(workflow)
     name = f"{__name__}:_workflow"
     return graph_of(from_dict(merged({"trainer": {"graph": f"synchronous:{name}" if synchronous else name}}, *trees)))
@@ -87,6 +90,27 @@ def test_a_workflow_is_the_built_in_graph(workflow, settings, synchronous):
 
     assert by_name(found) == by_name(expected)
     assert found.stream_keys == expected.stream_keys
+
+
+@pytest.mark.parametrize(
+    ("functions", "algorithm"),
+    [
+        ([ecs_grpo.ref_inf, ecs_grpo.actor_train], {"kl_coef": 0.1, "ref_update_every": 2}),
+        ([ecs_ppo.actor_train, ecs_ppo.critic_train, ecs_ppo.critic_inf], {"advantage": "gae"}),
+    ],
+    ids=["reference", "critic"],
+)
+def test_a_workflow_computes_what_the_built_in_graph_does(tmp_path, functions, algorithm):
+    """Four training steps on groups of up to three versions before, of which the oldest leaves the loss."""
+    found = []
+    built_in, own = tmp_path / "built_in", tmp_path / "own"
+    for folder, graph in ((built_in, "asynchronous"), (own, f"{__name__}:_workflow")):
+        folder.mkdir()
+        globals()["_workflow"] = MasterWorkerECS(functions)
+        config = configured(folder, trainer={"graph": graph}, algorithm=algorithm)
+        found.append([(step.sums, step.maxima, step.token_ages) for step in record(config, range(1, 5))])
+    assert found[0] == found[1]
+    assert len({sums["loss"] for sums, _, _ in found[0]}) == 4
 
 
 def everything(

@@ -1,6 +1,7 @@
-"""The asynchronous graph with a reference as ECS functions. The same losses, bit for bit, as without `trainer.graph`:
+"""The asynchronous graph with a reference, as ECS functions (docs/trainer.md). The losses are those without
+`trainer.graph`, bit for bit.
 
-streamrl run examples/copy_scratch.toml algorithm.kl_coef=0.01 trainer.graph=examples.ecs_grpo:workflow
+    streamrl run examples/copy_scratch.toml algorithm.kl_coef=0.01 trainer.graph=examples.ecs_grpo:workflow
 """
 
 from streamrl.ecs import Commands, DataQuery, MasterWorkerECS, ModelQuery

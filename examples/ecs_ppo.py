@@ -1,6 +1,7 @@
-"""Synchronous PPO with a critic as ECS functions. The same losses, bit for bit, as with `trainer.graph=synchronous`:
+"""Synchronous PPO with a critic, as ECS functions (docs/trainer.md). The losses are those of
+`trainer.graph=synchronous`, bit for bit.
 
-streamrl run examples/ppo_scratch.toml trainer.graph=synchronous:examples.ecs_ppo:workflow
+    streamrl run examples/ppo_scratch.toml trainer.graph=synchronous:examples.ecs_ppo:workflow
 """
 
 from streamrl.ecs import Commands, DataQuery, MasterWorkerECS, ModelQuery, RawDataQuery

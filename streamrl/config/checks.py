@@ -225,8 +225,8 @@ def _layout_problems(config: Config) -> list[str]:
         problems.append("rollout.drop_uniform_groups looks at rewards before a reward model has given them")
     if algorithm.ref_update_every and algorithm.kl_coef == 0:
         problems.append("algorithm.ref_update_every needs a reference: an algorithm.kl_coef above 0")
-    if trainer.graph == "synchronous" and config.staleness.max_staleness > 0:
-        problems.append('trainer.graph = "synchronous" needs staleness.max_staleness = 0')
+    if trainer.synchronous and config.staleness.max_staleness > 0:
+        problems.append(f'trainer.graph = "{trainer.graph}" needs staleness.max_staleness = 0')
     if "actor" in trainer.offload:
         problems.append("trainer.offload: the actor is never idle (its weights are published beside the next step)")
     return problems

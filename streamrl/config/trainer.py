@@ -63,7 +63,7 @@ class TrainerConfig(Section, frozen=True):
     """Other backends or layouts for some roles, on the same model workers: [trainer.roles.critic]."""
     graph: str = ASYNCHRONOUS
     """The model function calls: `asynchronous`, `synchronous` (generation is one of the master's calls), or
-    `module:function` (docs/trainer.md)."""
+    `module:function`, with `synchronous:` before it if it has the calls that generate (docs/trainer.md)."""
     shard: bool = False
     """Spread weights, gradients and optimizer state over the data- and context-parallel ranks (torch: FSDP2; megatron:
     its distributed optimizer)."""
@@ -106,6 +106,11 @@ class TrainerConfig(Section, frozen=True):
     logprob_diff_limit: PositiveFloat | None = None
     """One at which the run stops."""
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether generation is one of the master's calls."""
+        return self.graph.partition(":")[0] == SYNCHRONOUS
 
     @property
     def workers(self) -> int:

@@ -24,9 +24,9 @@ class Box(msgspec.Struct, frozen=True):
 
     name: str
     note: str
-    """Who computes it, and on what."""
+    """The model that computes it, and on which groups."""
     column: int
-    """A column holds what could run at the same time."""
+    """A column is a topological level."""
     row: int
 
 
@@ -47,17 +47,21 @@ def drawing(graph: Graph) -> tuple[list[Box], list[Arrow]]:
 
 
 def graph_text(graph: Graph) -> Tree:
-    """Return the MFCs in the order in which they run, each with its keys and who gives them."""
+    """Return the MFCs by topological level, each with its model, its keys and their providers."""
     tree = Tree(Text("model function calls"))
     if given := _given(graph):
         branch = tree.add(Text.assemble((SOURCE, "bold"), f"  {SOURCE_NOTE}"))
         branch.add(f"gives {', '.join(sorted(given))}")
-    for mfc in graph.mfcs:
-        branch = tree.add(Text.assemble((mfc.name, "bold"), f"  {_note(mfc)}"))
-        for giver, keys in sorted(_inputs(graph, mfc).items()):
-            branch.add(f"needs {', '.join(keys)}  from {giver}")
-        if mfc.outputs:
-            branch.add(f"gives {', '.join(sorted(mfc.outputs))}")
+    for number, level in enumerate(graph.levels, start=1):
+        of_level = tree.add(f"level {number}")
+        for mfc in level:
+            branch = of_level.add(
+                Text.assemble((mfc.name, "bold"), f"  {mfc.function or mfc.interface} of {_note(mfc)}")
+            )
+            for giver, keys in sorted(_inputs(graph, mfc).items()):
+                branch.add(f"needs {', '.join(keys)}  from {giver}")
+            if mfc.outputs:
+                branch.add(f"gives {', '.join(sorted(mfc.outputs))}")
     return tree
 
 
@@ -107,8 +111,8 @@ def write_svg(graph: Graph, file: Path) -> None:
 
 
 def _note(mfc: MFC) -> str:
-    """Who computes it, and on what."""
-    return "rollout workers, when told" if mfc.role == ROLLOUT else f"{mfc.role}, {NOTES[mfc.reads]}"
+    """Return the model that computes `mfc`, and on which groups."""
+    return "rollout workers, when called" if mfc.role == ROLLOUT else f"{mfc.role}, {NOTES[mfc.reads]}"
 
 
 def _given(graph: Graph) -> frozenset[str]:
@@ -126,13 +130,7 @@ def _inputs(graph: Graph, mfc: MFC) -> dict[str, list[str]]:
 
 
 def _places(graph: Graph) -> dict[str, tuple[int, int]]:
-    """Column and row of each box; a column holds what could run at the same time."""
-    columns = {SOURCE: 0} if _given(graph) else {}
-    for mfc in graph.mfcs:  # in an order in which givers come first
-        columns[mfc.name] = 1 + max((columns[giver] for giver in _inputs(graph, mfc)), default=-1)
-    rows: dict[int, int] = {}
-    places = {}
-    for name, column in columns.items():
-        places[name] = (column, rows.get(column, 0))
-        rows[column] = rows.get(column, 0) + 1
-    return places
+    """Return column and row of each box: a column for the stream, if it gives keys, and for each level."""
+    columns = [[SOURCE]] if _given(graph) else []
+    columns += [[mfc.name for mfc in level] for level in graph.levels]
+    return {name: (column, row) for column, names in enumerate(columns) for row, name in enumerate(names)}

@@ -23,7 +23,6 @@ from typing import IO
 from streamrl import config as configuration
 from streamrl import essential
 from streamrl.config import Config
-from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.display import Display
 from streamrl.launch.files import keep_in_order
@@ -268,7 +267,7 @@ class Launcher:
         """Names of the processes that do the work of `child` without it, or are about to."""
         assert child.process is not None
         role = child.process.role
-        if role == "rollout" and self._config.trainer.graph == SYNCHRONOUS:
+        if role == "rollout" and self._config.trainer.synchronous:
             return set()  # the master deals groups to all of them
         told = {f"{p.role}/{p.index}": p.state for p in status.processes if p.role == role} if status else {}
         assert self._children is not None

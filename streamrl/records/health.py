@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from streamrl.config import Config
-from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
+from streamrl.config.trainer import ASYNCHRONOUS
 from streamrl.records.collapse import HEALTHY, LARGEST_GRADIENT, SMALLEST_SAMPLE, Health, advice
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.timeline import FrequentFailure
@@ -386,7 +386,7 @@ def _staler(config: Config) -> str:
     """Return what to change so that the pools wait less for each other."""
     eta = config.staleness.max_staleness
     staleness = f"staleness.max_staleness={max(1, 2 * eta)} (it is {eta})"
-    if config.trainer.graph == SYNCHRONOUS:  # which allows no other than 0
+    if config.trainer.synchronous:  # which allows no other than 0
         return f'trainer.graph="{ASYNCHRONOUS}" with {staleness}'
     return staleness
 

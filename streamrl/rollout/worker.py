@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import DataError, StreamRLError, first_error
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCount
@@ -37,7 +36,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
     `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
     """
-    synchronous = config.trainer.graph == SYNCHRONOUS
+    synchronous = config.trainer.synchronous
 
     async def work(joined: Joined) -> None:
         maker, prompts = await open_group_maker(config, joined=joined, model_dir=model_dir)

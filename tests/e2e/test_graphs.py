@@ -28,6 +28,7 @@ from tests.e2e.harness import (
 from tests.trainer.models import save_weights
 
 THREE_STEPS = SMALL | {"run__total_train_steps": 3}
+PPO_SCRATCH = COPY_SCRATCH.with_name("ppo_scratch.toml")
 
 
 def test_synchronous_ppo_is_the_masters_from_generation_on_though_a_rollout_worker_is_killed(tmp_path: Path) -> None:
@@ -131,3 +132,41 @@ def test_a_reward_model_scores_and_a_users_function_gives_advantages(tmp_path: P
         assert step["metrics"]["reward_std"] > 0  # no verifier ran: these are the model's
         assert step["metrics"]["reward_mean"] not in (0.0, 1.0)
         assert step["metrics"]["grad_norm"] > 0
+
+
+ECS_SETTINGS = {
+    **THREE_STEPS,
+    "gserver__deterministic": "true",
+    "staleness__max_staleness": 0,
+    "trainer__save_at_end": "false",
+}
+"""With these a run can be repeated to the bit."""
+
+
+def losses(run_dir: Path) -> list[list[str]]:
+    """The losses of each step, to the bit, and its groups."""
+    names = {"loss", "grad_norm", "kl", "critic/loss", "reward_mean"}
+    found = [
+        [f"{name} {value.hex()}" for name, value in sorted(step["metrics"].items()) if name in names]
+        + [f"groups {step['seqs']}"]
+        for step in steps(run_dir)
+    ]
+    assert len(found) == 3
+    return found
+
+
+def test_asynchronous_ecs_functions_have_the_losses_of_the_built_in_graph(tmp_path: Path) -> None:
+    settings = ECS_SETTINGS | {"algorithm__kl_coef": 0.05}
+    for graph in ("asynchronous", "examples.ecs_grpo:workflow"):
+        run(COPY_SCRATCH, overrides(tmp_path, graph, **settings, trainer__graph=graph))
+    found = losses(tmp_path / "examples.ecs_grpo:workflow")
+    assert found == losses(tmp_path / "asynchronous")
+    assert any(step[1] != "kl 0x0.0p+0" for step in found)  # the policy has left its reference
+
+
+def test_synchronous_ecs_functions_have_the_losses_of_the_built_in_graph(tmp_path: Path) -> None:
+    for graph in ("synchronous", "synchronous:examples.ecs_ppo:workflow"):
+        run(PPO_SCRATCH, overrides(tmp_path, graph, **ECS_SETTINGS, trainer__graph=graph))
+    found = losses(tmp_path / "synchronous:examples.ecs_ppo:workflow")
+    assert found == losses(tmp_path / "synchronous")
+    assert all(step[0].startswith("critic/loss 0x1.") for step in found)

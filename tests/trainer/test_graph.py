@@ -10,17 +10,27 @@ from hypothesis import strategies as st
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
 from streamrl.trainer.calls import EvaluateHook, Offload, ParamRealloc, SaveHook
-from streamrl.trainer.graph import GENERATED_KEYS, MFC, SEQUENCE_KEYS, STREAM_KEYS, build_graph, downstream, graph_of
+from streamrl.trainer.graph import (
+    GENERATED_KEYS,
+    MFC,
+    SEQUENCE_KEYS,
+    STREAM_KEYS,
+    build_graph,
+    downstream,
+    graph_of,
+    required_keys,
+    upstream,
+)
 
 
-def mfc(name, inputs=(), outputs=(), reads="batch", **settings):
-    return MFC(
-        name, "actor", settings.pop("interface", "inference"), frozenset(inputs), frozenset(outputs), reads, **settings
-    )
+def mfc(name, inputs=(), outputs=(), reads="batch", *, role="actor", interface="inference", **settings):
+    """An MFC with all the keys that its interface requires, and `inputs`."""
+    keys = required_keys(role, interface) | set(inputs)
+    return MFC(name, role, interface, keys, frozenset(outputs), reads, **settings)
 
 
-def train(name, inputs=()):
-    return mfc(name, inputs, interface="train_step")
+def train(name="train", inputs=("rewards",), **settings):
+    return mfc(name, inputs, interface="train_step", **settings)
 
 
 def configured(**sections):
@@ -85,8 +95,13 @@ def test_settings_become_hooks():
 @given(st.permutations(range(6)))
 def test_order_follows_from_keys_alone(order):
     chain = [mfc(f"m{i}", [f"k{i - 1}"] if i else [], [f"k{i}"]) for i in range(6)]
-    graph = build_graph([chain[i] for i in order])
-    assert [m.name for m in graph.mfcs] == [f"m{i}" for i in range(6)]
+    graph = build_graph([*(chain[i] for i in order), train(inputs=["rewards", "k5"])])
+    assert [m.name for m in graph.mfcs] == [*(f"m{i}" for i in range(6)), "train"]
+    assert [[m.name for m in level] for level in graph.levels] == [[m.name] for m in graph.mfcs]
+
+
+def without(call, *keys):
+    return msgspec.structs.replace(call, inputs=call.inputs - set(keys))
 
 
 @pytest.mark.parametrize(
@@ -95,24 +110,129 @@ def test_order_follows_from_keys_alone(order):
         ([mfc("a", outputs=["k"]), mfc("b", outputs=["k"])], "key k is given by both a and b"),
         ([mfc("a", outputs=["k"]), mfc("a", outputs=["l"])], "two model function calls have the name a"),
         ([mfc("a", outputs=["rewards"])], "key rewards is given by both the stream and a"),
-        ([train("a", inputs=["values"])], "a needs key values, which no"),
+        ([train("a", inputs=["rewards", "values"])], "a needs key values, which no"),
         ([mfc("a", ["x"], ["y"]), mfc("b", ["y"], ["x"])], "wait for each other: a, b"),
         ([mfc("a", [], ["x"]), mfc("b", ["x"], ["z"], "arrivals")], "b runs as groups arrive but needs x, which a"),
         (
             [mfc("a", [], [], "arrivals", interface="function", function="m:f")],
-            "a runs as groups arrive but gives no key",
+            "a: it runs as groups arrive but gives no key",
         ),
-        ([mfc("a", [], [], "arrivals", interface="train_step")], "a runs as groups arrive but gives no key"),
-        ([mfc("a", [], ["x"], groups=0)], "a wants 0 groups in a call: must be at least 1, at most 8"),
-        ([mfc("a", [], ["x"], groups=9)], r"a wants 9 groups in a call: .* at most 8 \(trainer.batch_groups"),
-        ([mfc("a", [], ["x", "y"])], "a is an inference and gives 2 keys"),
+        ([mfc("a", [], ["x"], groups=0)], "a: 0 groups in a call; allowed are 1 to 8"),
+        ([mfc("a", [], ["x"], groups=9)], r"a: 9 groups .* 1 to 8 \(trainer.batch_groups, stream.capacity_groups\)"),
+        ([mfc("a", [], ["x", "y"])], "a: an inference gives one key, not 2"),
         ([mfc("a", [], ["x"], interface="function")], "a: the interface `function` and a function"),
-        ([mfc("a", [], GENERATED_KEYS, interface="generate")], "only the role `rollout` generates"),
+        ([mfc("a", [], GENERATED_KEYS, interface="generate")], "a: only the role rollout generates"),
     ],
 )
 def test_impossible_graphs_are_refused_by_name(mfcs, message):
     with pytest.raises(ConfigError, match=message):
-        build_graph(mfcs, largest=8)
+        build_graph([*mfcs, train()], largest=8)
+
+
+@pytest.mark.parametrize(
+    ("mfcs", "message"),
+    [
+        ([train("a", reads="arrivals")], 'a: a train_step runs on batches, not on arrivals; remove reads="arrivals"'),
+        ([train("a", groups=2)], "a: groups = 2 .* algorithm.minibatches"),
+        ([train("a", outputs=["k"])], "a: a train_step gives no key; remove k from its outputs"),
+        ([train("a", role="teacher")], "a: there is no role 'teacher'; there are actor, ref, critic, reward"),
+        ([mfc("a", [], ["k"], role="teacher"), train()], "a: there is no role 'teacher'"),
+        ([train("a", role="ref")], "a: the role ref is never trained, only actor and critic"),
+        ([train("a", role="rollout")], "a: the role rollout is never trained"),
+        (
+            [mfc("a", [], ["k"], role="rollout"), train()],
+            "a: a call to the role rollout generates, or .* gives rewards",
+        ),
+        (
+            [mfc("a", ["x"], ["rewards"], "arrivals", role="rollout"), mfc("b", [], ["x"]), train()],
+            "a: key x is with the model workers",
+        ),
+        ([], "no train_step of the actor"),
+        ([mfc("a", [], ["k"])], "no train_step of the actor"),
+        ([train("a", role="critic")], "no train_step of the actor"),
+        ([train("a", inputs=[])], "a: key rewards is missing from its inputs"),
+        (
+            [without(train("a"), "packed_behavior_logprobs", "seqlens")],
+            "a: keys packed_behavior_logprobs, seqlens are",
+        ),
+        ([without(train("a"), "packed_routed_experts")], "a: key packed_routed_experts is missing"),
+        ([without(mfc("a", [], ["k"]), "packed_routed_experts"), train()], "a: key packed_routed_experts is missing"),
+        ([without(mfc("a", [], ["k"], role="ref"), "seqlens"), train()], "a: key seqlens is missing"),
+        (
+            [without(mfc("a", [], ["k"], interface="function", function="m:f"), "seqlens"), train()],
+            "a: key seqlens is missing",
+        ),
+        ([train("a", inputs=["advantages"], role="critic"), train()], "a: a critic learns from rewards"),
+    ],
+)
+def test_a_call_that_would_compute_something_else_is_refused(mfcs, message):
+    with pytest.raises(ConfigError, match=message):
+        build_graph(mfcs)
+
+
+def test_advantages_stand_for_rewards():
+    advantages = mfc("credit", ["rewards"], ["advantages"], interface="function", function="m:f")
+    assert [m.name for m in build_graph([train(inputs=["advantages"]), advantages]).mfcs] == ["credit", "train"]
+
+
+def only_training(config: Config) -> list[MFC]:
+    """A training step that gets what the stream brings, and nothing else."""
+    return [train()]
+
+
+def training_on_everything(config: Config) -> list[MFC]:
+    """A training step that gets each key that one can get."""
+    given = {"ref": "ref_logprobs", "critic": "values", "actor": "proximal_logprobs"}
+    return [
+        *(mfc(key, [], [key], role=role) for role, key in given.items()),
+        train("critic", ["rewards", "values"], role="critic"),
+        train(inputs=["rewards", *given.values()]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("graph", "algorithm", "message"),
+    [
+        ("only_training", {"kl_coef": 0.1}, "train: key ref_logprobs is missing .* algorithm.kl_coef"),
+        ("only_training", {"minibatches": 2}, "train: key proximal_logprobs is missing .* algorithm.proximal"),
+        ("only_training", {"advantage": "gae"}, "train: key values is missing .* algorithm.advantage"),
+        ("training_on_everything", {}, 'critic: a critic needs algorithm.advantage = "gae"'),
+        (
+            "training_on_everything",
+            {"advantage": "gae"},
+            "train: key ref_logprobs has no effect; set algorithm.kl_coef, or remove",
+        ),
+    ],
+)
+def test_a_users_training_step_gets_what_the_settings_need(graph, algorithm, message):
+    with pytest.raises(ConfigError, match=message):
+        graph_of(configured(trainer={"graph": f"{__name__}:{graph}"}, algorithm=algorithm))
+
+
+def test_a_users_training_step_may_get_everything():
+    settings = {"algorithm": {"advantage": "gae", "kl_coef": 0.1}}
+    found = graph_of(configured(trainer={"graph": f"{__name__}:training_on_everything"}, **settings))
+    assert [sorted(m.name for m in level) for level in found.levels] == [
+        ["proximal_logprobs", "ref_logprobs", "values"],
+        ["critic", "train"],
+    ]
+
+
+def synchronous_graph(config: Config) -> list[MFC]:
+    return [*upstream(config), *downstream(config)]
+
+
+def test_a_users_graph_directs_generation_where_the_setting_says_so():
+    settings = {"staleness": {"max_staleness": 0}}
+    name = f"{__name__}:synchronous_graph"
+    found = graph_of(configured(trainer={"graph": f"synchronous:{name}"}, **settings))
+    assert found == graph_of(configured(trainer={"graph": "synchronous"}, **settings))
+    with pytest.raises(ConfigError, match=f'actor_gen .* trainer.graph = "synchronous:{name}"'):
+        graph_of(configured(trainer={"graph": name}, **settings))
+    with pytest.raises(ConfigError, match="no model function call generates"):
+        graph_of(configured(trainer={"graph": f"synchronous:{__name__}:only_training"}, **settings))
+    with pytest.raises(ConfigError, match=r"needs staleness\.max_staleness = 0"):
+        configured(trainer={"graph": f"synchronous:{name}"})
 
 
 def test_a_group_needs_the_keys_of_arrivals_before_it_can_be_in_a_batch():
@@ -168,7 +288,7 @@ def test_users_define_their_own():
             "graph = '.*missing': tests.trainer.test_graph has no missing; it has .*users_graph",
         ),
         ("no.such.module:graph", "there is no module no.such.module"),
-        ("tests.trainer.test_graph:not_a_graph", "answered str; it has to answer a list of MFC"),
+        ("tests.trainer.test_graph:not_a_graph", "returned str; it has to return a list of MFC"),
     ],
 )
 def test_a_graph_that_is_none_is_refused(name, message):

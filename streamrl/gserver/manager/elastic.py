@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable
 
 from streamrl.config import Config
-from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import PeerError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, GserverEvent
 from streamrl.gserver.manager.registry import Member, Registry
@@ -122,7 +121,7 @@ class ElasticPools:
 
     def _is_fixed(self, role: Role) -> bool:
         """Whether the run has as many of `role` as are configured, under these numbers, as long as it goes on."""
-        return role == "rollout" and self._config.trainer.graph == SYNCHRONOUS
+        return role == "rollout" and self._config.trainer.synchronous
 
     def _taken(self, role: Role, index: int, *, now: float) -> bool:
         member = self._registry.get(role, index)

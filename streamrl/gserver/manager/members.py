@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 
 from streamrl.config import Config
-from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import ConfigError, PeerError
 from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.gserver import Gserver
@@ -87,7 +86,7 @@ class Members:
         )
         self._model: tuple[str, str] | None = None
         """The fingerprint of the run's first weights, and who told it."""
-        self._elastic = config.trainer.graph != SYNCHRONOUS
+        self._elastic = not config.trainer.synchronous
         """Whether groups are given to whichever rollout workers there are."""
         self._heartbeat_seconds = config.manager.heartbeat_seconds
         self._registry = registry

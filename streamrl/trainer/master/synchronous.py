@@ -43,7 +43,7 @@ class SynchronousGeneration:
         self._channel = channel
         self._groups = groups
         self._workers = [FIRST_ROLLOUT_WORKER + index for index in range(config.rollout.workers)]
-        self._scores = any(mfc.interface == "inference" for mfc in graph.of_rollout)
+        self._names = {mfc.interface: mfc.name for mfc in graph.of_rollout}
         self._timeout = config.trainer.step_timeout_seconds
 
     async def make(self, groups: int, *, formed: asyncio.Event) -> list[Span]:
@@ -64,9 +64,9 @@ class SynchronousGeneration:
         middle = time.time()
         if waiting:
             stored = await self._score(waiting)
-            spans.append(Span("actor_gen", begin, middle))
-            if self._scores:
-                spans.append(Span("rew_inf", middle, time.time()))
+            spans.append(Span(self._names["generate"], begin, middle))
+            if "inference" in self._names:
+                spans.append(Span(self._names["inference"], middle, time.time()))
             heard = self._groups.until(lambda: all(seq in self._groups for seq in stored))
             await first_of(formed.wait(), heard, timeout=NEWS_SECONDS)
 

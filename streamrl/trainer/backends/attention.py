@@ -188,7 +188,7 @@ class TreeStack(NamedTuple):
     def stacked(self, row: Tensor) -> Tensor:
         """Return `[stacked_rows, heads, width, head_dim]` from `[1, heads, length, head_dim]`."""
         columns = row[0].transpose(0, 1).index_select(0, self.columns)
-        return columns.unflatten(0, (len(self.mask), -1)).transpose(1, 2)
+        return torch.unflatten(columns, 0, (len(self.mask), -1)).transpose(1, 2)
 
     def unstacked(self, stacked: Tensor) -> Tensor:
         """Undo `stacked`."""
@@ -242,7 +242,8 @@ class TreeMask:
         rows, heads, length, head_dim = query.shape
         query, key, value = (_in_one_row(x) for x in (query, key, value))
         if (stack := self._stack) is not None:
-            mixed = stack.unstacked(self._attend_densely(*map(stack.stacked, (query, key, value)), scale))
+            query, key, value = (stack.stacked(x) for x in (query, key, value))
+            mixed = stack.unstacked(self._attend_densely(query, key, value, scale))
         elif isinstance(tiles := self._parts[0], BlockMask) and not self._context.ring:
             mixed, _ = _flex(query, key, value, tiles, scale)
         else:

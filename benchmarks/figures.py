@@ -66,6 +66,10 @@ COMPUTED = ""
 """In place of a benchmark: the table is computed, and nothing was measured."""
 GPU_FIGURES = {
     "way": "{}",
+    "batch": "batch: {}",
+    "micro_batches": "{} micro-batches",
+    "policy_step_seconds": "{:.3f} s a step",
+    "busy_share": "device busy {:.0%} of a profiled step",
     "checkpointing": "activations computed again: {}",
     "at_once": "{} at once",
     "max_staleness": "max_staleness {}",

@@ -9,6 +9,8 @@ where they fit:
 - *training*, with the torch backend and with Megatron's: tokens per second of forward, backward and optimizer, as a
   share of the device's peak, by its data sheet, and of a bare matrix product here. Arithmetic that is done again for
   the sake of memory is not counted;
+- *training, batches of a run*: the same of groups of ragged responses as runs have them, packed and trained on by the
+  policy's own step, beside one of full rows; and a profile of one step of each, as a text beside the results;
 - *generation*: tokens per second of the embedded engine, by requests at once; *transformers* and *sglang*, where it is
   installed: the same prompts by others;
 - *publication*: seconds of a weight update, and its bytes per second as a share of a bare copy on the device;
@@ -299,6 +301,226 @@ def _training(
         "share_of_bare": tflops / bare_tflops,
         "memory_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
     }
+
+
+# --- training on batches as runs have them --------------------------------------------------------
+
+OLDEST = 4
+"""Policy versions that the tokens of a batch are behind at most."""
+LISTED = 25
+"""Kernels in a profile."""
+
+
+def training_of_runs(place: Place, name: str) -> list[Row]:
+    """Steps of the policy, as a model worker takes them: on a batch of ragged responses, and on one of full rows."""
+    from streamrl.planner.capacity import TrainerLayout, trainer_memory
+
+    shape, folder = shape_of(place, name), place.model(name)
+    tokens = 256 if place.tiny else ROW_TOKENS * ROWS
+    needed, free = trainer_memory(shape, TrainerLayout(), tokens=tokens, shard=False).total, device_memory(place)
+    if needed > free:
+        raise Skipped(f"training {name} takes {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free")
+    bare, policy = matrix_product_tflops(place), make_policy(place, folder, max_tokens=tokens)
+    rows: list[Row] = []
+    for batch in ("run", "full rows"):
+        items = items_of(ragged_groups(place, shape) if batch == "run" else full_groups(place, shape), policy)
+        found = measure_steps(place, shape, policy, items, bare_tflops=bare)
+        file = latest(f"gpu-profile-{name}-{batch.replace(' ', '-')}.txt".lower())
+        text, figures = profile(place, lambda items=items: policy_step(policy, items))  # type: ignore[misc]
+        file.write_text(f"one step of {name}, batch: {batch}\n{text}")
+        rows.append({"model": name, "batch": batch, **found, **figures, "profile": file.name})
+    policy.model.close()
+    return rows
+
+
+def make_policy(place: Place, folder: Path, *, max_tokens: int) -> Any:
+    import torch
+
+    from streamrl.config import AlgorithmConfig, TrainerConfig
+    from streamrl.trainer.algorithms.losses import KLCoefficient
+    from streamrl.trainer.backends.base import ModelSpec, Ranks
+    from streamrl.trainer.layout import Layout
+    from streamrl.trainer.roles.actor import Actor
+
+    on_gpu = place.device == "cuda"
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    spec = ModelSpec(folder=folder, head="tokens", device=device, dtype=dtype, lr=1e-7, total_updates=1000)
+    return Actor(
+        make_backend("torch", spec),
+        ranks=Ranks(Layout(), 0, device=device),
+        trainer=TrainerConfig(max_tokens_per_microbatch=max_tokens),
+        algorithm=AlgorithmConfig(),
+        kl=KLCoefficient(0.0, target=None, horizon=1),
+        longest=ROW_TOKENS,
+        device=device,
+    )
+
+
+def ragged_groups(place: Place, shape: Shape) -> list[Any]:
+    """A batch of `asynchronous`, with longer prompts: each token of a response is the last by the same chance."""
+    count, siblings, prompt, mean, longest = (2, 2, 16, 8, 24) if place.tiny else (8, 8, PROMPT_TOKENS, 64, 320)
+    return random_groups(
+        shape, count, prompt, lambda generator: [min(int(n), longest) for n in generator.geometric(1 / mean, siblings)]
+    )
+
+
+def full_groups(place: Place, shape: Shape) -> list[Any]:
+    """As many tokens as `training` computes in a step, each row a response behind a prompt of one token."""
+    length = 64 if place.tiny else ROW_TOKENS
+    return random_groups(shape, MICRO_BATCHES * ROWS // 2, 1, lambda _: [length - 1] * 2)
+
+
+def random_groups(shape: Shape, count: int, prompt: int, lengths: Callable[[Any], list[int]]) -> list[Any]:
+    import numpy as np
+
+    from streamrl.types import TrajectoryGroup
+
+    generator = np.random.default_rng(0)
+    groups = []
+    for seq in range(count):
+        asked = generator.integers(0, shape.vocab_size - 2, prompt)
+        answers = [generator.integers(0, shape.vocab_size - 2, length) for length in lengths(generator)]
+        seqlens = [prompt + len(answer) for answer in answers]
+        mask = np.concatenate([np.arange(length) >= prompt for length in seqlens])
+        versions = np.repeat(generator.integers(0, OLDEST + 1, len(answers)), seqlens)
+        groups.append(
+            TrajectoryGroup(
+                seq=seq,
+                worker="rollout/0",
+                prompt_length=prompt,
+                seqlens=np.array(seqlens, np.int32),
+                rewards=generator.random(len(answers)).astype(np.float32),
+                packed_input_ids=np.concatenate([part for answer in answers for part in (asked, answer)]).astype(
+                    np.int32
+                ),
+                packed_loss_mask=mask,
+                packed_behavior_logprobs=np.zeros(len(mask), np.float32),
+                packed_policy_versions=np.where(mask, versions, -1).astype(np.int32),
+                finish_reasons=["stop"] * len(answers),
+            )
+        )
+    return groups
+
+
+def items_of(groups: Sequence[Any], policy: Any) -> list[Any]:
+    """The items of a training step; older policies gave tokens other log-probabilities than this one."""
+    import numpy as np
+
+    from streamrl.trainer.roles.items import TrainItem
+
+    generator = np.random.default_rng(1)
+    items = []
+    for group, logprobs in zip(groups, policy.inference(groups), strict=True):
+        mask = group.packed_loss_mask
+        age = np.where(mask, OLDEST - group.packed_policy_versions, 0)
+        noise = generator.normal(0.0, 0.02, len(mask)) * (1 + age)
+        group.packed_behavior_logprobs = np.where(mask, logprobs + noise, 0).astype(np.float32)
+        items.append(TrainItem(group=group, trainable=mask, age=age.astype(np.int32), comparable=mask & (age == 0)))
+    return items
+
+
+def policy_step(policy: Any, items: Sequence[Any]) -> Any:
+    """One step of a policy on a batch that is one minibatch; what it found."""
+    from streamrl.trainer.roles.items import Minibatch, StepStatistics
+
+    tokens = sum(int(item.trainable.sum()) for item in items)
+    minibatch = Minibatch(loss_tokens=tokens, episodes=sum(item.group.size for item in items))
+    credits = policy.begin_step(items, policy_version=OLDEST, given=False)
+    found = StepStatistics()
+    policy.train_step(items, credits, minibatch, found, before_update=lambda: None)
+    return found
+
+
+def measure_steps(place: Place, shape: Shape, policy: Any, items: Sequence[Any], *, bare_tflops: float) -> Row:
+    """Seconds of a step, and its useful arithmetic: of each packed token in the layers, of the tokens that it attends
+    to, and of each predicted token in the head."""
+    import torch
+
+    from streamrl.config import TrainerConfig
+    from streamrl.planner.gpus import peak_of
+    from streamrl.trainer.roles.items import pack_for
+
+    on_gpu = place.device == "cuda"
+
+    def step() -> None:
+        policy_step(policy, items)
+        wait_for_device(place)
+
+    step()
+    step()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    steps = rate(step, seconds=place.seconds)
+    trainer = TrainerConfig(max_tokens_per_microbatch=256 if place.tiny else ROW_TOKENS * ROWS)
+    micros = pack_for(policy.model, [item.group for item in items], trainer)
+    computed = sum(micro.tokens for micro in micros)
+    predicted = sum(int(item.trainable.sum()) for item in items)
+    attended = sum(int(micro.position_ids.sum()) + micro.tokens for micro in micros)
+    forward = 2 * computed * (shape.active_parameters - shape.embedding) + 2 * predicted * shape.embedding
+    forward += 4 * shape.layers * shape.heads * shape.head_dim * attended
+    tflops = 3 * forward * steps / 1e12
+    peak = peak_of(torch.cuda.get_device_name(0)) if on_gpu else None
+    return {
+        "policy_step_seconds": 1 / steps,
+        "micro_batches": len(micros),
+        "computed_tokens": computed,
+        "predicted_tokens": predicted,
+        "tokens_per_second": computed * steps,
+        "tflops": tflops,
+        "share_of_peak": tflops / peak.tflops if peak else None,
+        "bare_tflops": bare_tflops,
+        "share_of_bare": tflops / bare_tflops,
+        "memory_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
+    }
+
+
+def profile(place: Place, work: Callable[[], object]) -> tuple[str, Row]:
+    """A text about one call of `work`: where the device spends its time, and what the host calls; and figures of it. On
+    a CPU, operators in place of kernels, each with those that it calls."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if place.device == "cuda" else [])
+    wait_for_device(place)
+    with record(activities=kinds) as recorded:
+        began = time.perf_counter()
+        work()
+        wait_for_device(place)
+        seconds = time.perf_counter() - began
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        recorded.export_chrome_trace(str(file))
+        events = [event for event in json.loads(file.read_text())["traceEvents"] if event.get("ph") == "X"]
+    on_device = ("kernel", "gpu_memcpy", "gpu_memset") if place.device == "cuda" else ("cpu_op",)
+    kernels = [event for event in events if event.get("cat") in on_device]
+    calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    figures: Row = {"profiled_seconds": seconds, "busy_share": covered(kernels) / 1e6 / seconds}
+    figures["kernel_launches"] = sum("launch" in event["name"].lower() for event in calls)
+    figures["synchronizations"] = sum("synchronize" in event["name"].lower() for event in calls)
+    lines = [f"{key} {shown(value)}" for key, value in figures.items()]
+    for title, found in (("on the device", kernels), ("calls of the host", calls)):
+        lines += ["", f"{title}: milliseconds, calls, name", *most_time(found)]
+    return "\n".join(lines) + "\n", figures
+
+
+def covered(events: Sequence[Row]) -> float:
+    """Microseconds in which any of `events` of a trace takes place."""
+    total = end = 0.0
+    for event in sorted(events, key=lambda event: event["ts"]):
+        first, last = float(event["ts"]), float(event["ts"]) + float(event["dur"])
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
+def most_time(events: Sequence[Row]) -> list[str]:
+    """Lines about the names with most time in a trace."""
+    spent: dict[str, list[float]] = {}
+    for event in events:
+        spent.setdefault(event["name"], []).append(float(event["dur"]))
+    largest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:LISTED]
+    return [f"{sum(times) / 1e3:10.3f} {len(times):7d}  {name[:200]}" for name, times in largest]
 
 
 def make_backend(name: str, spec: Any) -> Any:
@@ -653,6 +875,7 @@ STEPS = (
     Step("tests: weights", 100, tests="tests/trainer/worker"),
     Step("tests: learning", 150, tests="tests/e2e/test_on_cuda.py"),
     Step("training 1B", 75, measure=of_shape(training, BILLION, "torch")),
+    Step("training 1B, batches of a run", 120, measure=of_shape(training_of_runs, BILLION)),
     Step("training 1B, Megatron", 75, measure=of_shape(training, BILLION, "megatron")),
     Step("generation 1B", 60, measure=of_shape(generation, BILLION)),
     Step("publication 1B, CUDA IPC", 60, measure=of_shape(publication, BILLION, IPC)),

@@ -45,6 +45,26 @@ def test_models_are_made_trained_and_served(gpu, tmp_path, monkeypatch):
         assert served["tokens_per_second"] > 0
 
 
+def test_batches_of_a_run_are_trained_on_and_profiled(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu, "latest", lambda file: tmp_path / file)
+    here = place(gpu, tmp_path)
+    gpu.models(here)
+    ragged, full = gpu.training_of_runs(here, gpu.BILLION)
+    assert (ragged["batch"], full["batch"]) == ("run", "full rows")
+    assert full["computed_tokens"] == gpu.MICRO_BATCHES * gpu.ROWS * 64
+    assert full["micro_batches"] == gpu.MICRO_BATCHES
+    assert ragged["micro_batches"] == 1
+    assert ragged["predicted_tokens"] < ragged["computed_tokens"] < 256
+    for row in (ragged, full):
+        assert 0 < row["busy_share"] <= 1
+        assert "aten::mm" in (tmp_path / row["profile"]).read_text()
+
+
+def test_time_in_which_kernels_overlap_counts_once(gpu):
+    events = [{"ts": 10, "dur": 5}, {"ts": 0, "dur": 4}, {"ts": 2, "dur": 1}, {"ts": 12, "dur": 6}]
+    assert gpu.covered(events) == 4 + 8
+
+
 def test_a_step_is_a_process_of_its_own_that_answers(gpu, tmp_path):
     step = next(step for step in gpu.STEPS if step.name == "models")
     found = gpu.run_step(step, place(gpu, tmp_path), seconds=200)

@@ -12,12 +12,15 @@ fraction of the work. `p p a a`, `p p b c c` and `p p b d d` make the row
 In this order, depth first, a token's descendants follow it without a gap. So one number says who sees it: the queries
 from itself up to where they end.
 
+Rows do not see each other, so a micro-batch is rows of any length one behind another: a forest, without padding, and as
+few of them as `max_tokens` allows. Each costs a fixed time, which on a GPU is that of thousands of kernel launches.
+
 Pure functions over numpy; the backend turns the arrays into tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -25,11 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.types import NO_EXPERT, TrajectoryGroup
-
-MAX_ROW_PADDING = 1 / 8
-"""A row shorter than its micro-batch by more than this share opens a new micro-batch, ..."""
-SMALL_MICROBATCH_TOKENS = 512
-"""... unless that one is still smaller than this."""
 
 
 class Row(msgspec.Struct):
@@ -55,12 +53,13 @@ class Row(msgspec.Struct):
 
 
 class MicroBatch(msgspec.Struct):
-    """Rows computed together; arrays of the shape `[rows, length]`, and of `[predicted]`."""
+    """Tokens computed together; arrays of the shape `[rows, length]`, and of `[predicted]`. `pack` makes one row, which
+    holds one tree after another."""
 
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     visible_until: NDArray[np.int64]
-    """The first column, behind the token, that no longer sees it; padding is seen by itself alone."""
+    """The first column, behind the token, that no longer sees it."""
     row_index: NDArray[np.int64]
     column_index: NDArray[np.int64]
     """Row and column of the hidden state that predicts each sampled token."""
@@ -76,13 +75,13 @@ class MicroBatch(msgspec.Struct):
     @property
     def branched(self) -> bool:
         """Whether plain causal attention would be wrong: a token of a row's first tree does not see all before it, or
-        there are other trees behind that one (padding predicts nothing, and may see what it likes)."""
+        other trees that predict something stand behind that one."""
         end = self.visible_until[:, :1]
         return bool((self.visible_until < end).any() or (self.column_index >= end[self.row_index, 0]).any())
 
     @property
     def tokens(self) -> int:
-        """Tokens computed, padding included."""
+        """Tokens computed."""
         return self.input_ids.size
 
 
@@ -112,7 +111,7 @@ def pack(
     hidden_size: int,
     positions: Positions = "sampled",
 ) -> list[MicroBatch]:
-    """Lay out all `groups` in micro-batches of at most `max_tokens` tokens.
+    """Lay out all `groups` in as few micro-batches of at most `max_tokens` tokens as first-fit-decreasing finds.
 
     A single sequence longer than `max_tokens` gets a micro-batch of its own. `hidden_size`
     weighs attention against the rest when trajectories are spread over rows.
@@ -125,14 +124,13 @@ def pack(
         else:
             together = [[path] for path in paths]
         rows += [_row(index, group, paths, positions) for paths in together]
-    rows.sort(key=lambda row: -len(row.input_ids))
-    return [_stack(batch) for batch in _similar_rows(rows, max_tokens)]
+    return [_concatenated(together) for together in _fitting(rows, max_tokens)]
 
 
 def attention_mask(visible_until: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return `[rows, 1, length, length]`: True where a query (third axis) sees a key (fourth).
 
-    `visible_until` is that of a `MicroBatch`. A token sees those on its own path; padding sees itself alone.
+    `visible_until` is that of a `MicroBatch`. A token sees those on its own path.
     """
     length = visible_until.shape[1]
     query = np.arange(length)[:, None]
@@ -236,45 +234,41 @@ def _row(index: int, group: TrajectoryGroup, paths: Sequence[_Path], positions: 
     )
 
 
-def _similar_rows(rows: Sequence[Row], max_tokens: int) -> Iterator[list[Row]]:
-    """Cut `rows`, longest first, into runs of at most `max_tokens` with little padding."""
-    batch: list[Row] = []
-    for row in rows:
-        if batch:
-            length = len(batch[0].input_ids)
-            too_large = (len(batch) + 1) * length > max_tokens
-            ragged = len(row.input_ids) < length * (1 - MAX_ROW_PADDING)
-            if too_large or (ragged and len(batch) * length >= SMALL_MICROBATCH_TOKENS):
-                yield batch
-                batch = []
-        batch.append(row)
-    if batch:
-        yield batch
-
-
-def _stack(rows: Sequence[Row]) -> MicroBatch:
-    shape = (len(rows), max(len(row.input_ids) for row in rows))
-    input_ids = np.zeros(shape, dtype=np.int64)
-    position_ids = np.zeros(shape, dtype=np.int64)
-    visible_until = np.tile(np.arange(1, shape[1] + 1), (shape[0], 1))
-    width = max(row.routed_experts.shape[1] for row in rows)
-    routed_experts = np.full((*shape, width), NO_EXPERT, dtype=np.uint8) if width else None
-    for i, row in enumerate(rows):
+def _fitting(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Put each row, the longest first, with the first others that leave it room (first-fit-decreasing)."""
+    filled: list[list[Row]] = []
+    room: list[int] = []
+    for row in sorted(rows, key=lambda row: -len(row.input_ids)):
         length = len(row.input_ids)
-        if routed_experts is not None and row.routed_experts.size:
-            routed_experts[i, :length] = row.routed_experts
-        input_ids[i, :length] = row.input_ids
-        position_ids[i, :length] = row.position_ids
-        visible_until[i, :length] = row.visible_until
+        place = next((i for i, left in enumerate(room) if length <= left), len(room))
+        if place == len(room):
+            filled.append([])
+            room.append(max_tokens)
+        filled[place].append(row)
+        room[place] -= length
+    return filled
+
+
+def _concatenated(rows: Sequence[Row]) -> MicroBatch:
+    lengths = [len(row.input_ids) for row in rows]
     counts = [len(row.predictors) for row in rows]
+    starts = np.cumsum([0, *lengths[:-1]])
+    columns = np.concatenate([row.predictors for row in rows])
+    width = max(row.routed_experts.shape[1] for row in rows)
+    routed_experts = [row.routed_experts if row.routed_experts.size else _unknown(row, width) for row in rows]
     return MicroBatch(
-        input_ids=input_ids,
-        position_ids=position_ids,
-        visible_until=visible_until,
-        row_index=np.repeat(np.arange(len(rows)), counts),
-        column_index=np.concatenate([row.predictors for row in rows]),
+        input_ids=np.concatenate([row.input_ids for row in rows])[None],
+        position_ids=np.concatenate([row.position_ids for row in rows])[None],
+        visible_until=(np.concatenate([row.visible_until for row in rows]) + np.repeat(starts, lengths))[None],
+        row_index=np.zeros_like(columns),
+        column_index=columns + np.repeat(starts, counts),
         group_index=np.repeat([row.group for row in rows], counts),
         target_index=np.concatenate([row.targets for row in rows]),
         target_ids=np.concatenate([row.target_ids for row in rows]),
-        routed_experts=routed_experts,
+        routed_experts=np.concatenate(routed_experts)[None] if width else None,
     )
+
+
+def _unknown(row: Row, width: int) -> NDArray[np.uint8]:
+    """Return `[row_tokens, width]` for `Row.routed_experts` of a row for which the engine named none."""
+    return np.full((len(row.input_ids), width), NO_EXPERT, dtype=np.uint8)

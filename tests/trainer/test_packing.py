@@ -42,15 +42,24 @@ def prefixes(paths):
 
 
 def rows_of(groups, **options):
-    """`(group, its trajectories in the row, micro-batch, row)` of all rows."""
+    """`(group, its trajectories in the tree, micro-batch, columns of the tree)` of all trees of all micro-batches."""
     for micro in pack(groups, positions="ends", **options):
-        for row in range(len(micro.input_ids)):
-            mine = micro.row_index == row
+        for columns in trees_of(micro):
+            mine = (columns.start <= micro.column_index) & (micro.column_index < columns.stop)
             (index,) = set(micro.group_index[mine].tolist())
             ends = np.cumsum(groups[index].seqlens) - 1
             numbers = np.searchsorted(ends, micro.target_index[mine])
             assert ends[numbers].tolist() == micro.target_index[mine].tolist()
-            yield index, numbers.tolist(), micro, row
+            yield index, numbers.tolist(), micro, columns
+
+
+def trees_of(micro):
+    """The columns of each tree: up to the first that does not see its root."""
+    (until,) = micro.visible_until
+    start = 0
+    while start < len(until):
+        yield slice(start, int(until[start]))
+        start = int(until[start])
 
 
 def cost(tokens, hidden):
@@ -80,20 +89,57 @@ def test_every_sampled_token_sees_exactly_its_own_past(groups, share, max_tokens
 
 
 @given(group_lists(), st.booleans(), st.sampled_from([16, 4096]), st.sampled_from([4, 64, 4096]))
-def test_a_row_has_each_token_of_its_trie_once_and_it_sees_its_own_path(groups, share, max_tokens, hidden):
+def test_a_tree_has_each_token_once_and_it_sees_its_own_path(groups, share, max_tokens, hidden):
     found = []
-    for index, numbers, micro, row in rows_of(groups, max_tokens=max_tokens, share_prefix=share, hidden_size=hidden):
+    for index, numbers, micro, columns in rows_of(
+        groups, max_tokens=max_tokens, share_prefix=share, hidden_size=hidden
+    ):
         nodes = prefixes([trajectories(groups[index])[number] for number in numbers])
-        mask = attention_mask(micro.visible_until)[row, 0]
-        paths = [tuple(micro.input_ids[row, visible].tolist()) for visible in mask]
-        assert sorted(paths[: len(nodes)]) == sorted(nodes)
-        assert micro.position_ids[row, : len(nodes)].tolist() == [len(path) - 1 for path in paths[: len(nodes)]]
-        assert mask[len(nodes) :].nonzero()[1].tolist() == list(range(len(nodes), len(mask)))  # padding sees itself
-        causal = np.tri(len(nodes), dtype=bool)
-        assert micro.branched or (mask[: len(nodes), : len(nodes)] == causal).all()
+        ids, positions = micro.input_ids[0, columns], micro.position_ids[0, columns]
+        mask = attention_mask(micro.visible_until)[0, 0, columns]
+        assert not mask[:, : columns.start].any()
+        assert not mask[:, columns.stop :].any()
+        paths = [tuple(ids[visible].tolist()) for visible in mask[:, columns]]
+        assert sorted(paths) == sorted(nodes)
+        assert positions.tolist() == [len(path) - 1 for path in paths]
+        alone = len(mask) == micro.tokens
+        assert micro.branched or (alone and (mask == np.tri(len(nodes), dtype=bool)).all())
         assert len(numbers) == 1 or share
         found += [(index, number) for number in numbers]
     assert sorted(found) == [(i, number) for i, group in enumerate(groups) for number in range(len(group.seqlens))]
+
+
+LENGTHS = {
+    "short answers": (8, 16, lambda rng, count: rng.integers(3, 17, count)),
+    "geometric": (128, 320, lambda rng, count: rng.geometric(1 / 64, count)),
+    "log-normal": (64, 4096, lambda rng, count: rng.lognormal(5.5, 1.2, count).astype(int) + 1),
+    "reasoning": (200, 7900, lambda rng, count: rng.gamma(1.5, 2000, count).astype(int) + 1),
+}
+"""Tokens of a prompt, most of a response, and lengths of responses as runs have them."""
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("share_prefix", [True, False])
+def test_a_batch_takes_as_few_micro_batches_as_its_tokens_allow(lengths: str, share_prefix: bool) -> None:
+    """No token is padding. A micro-batch more than the tokens fill is possible where trees are large."""
+    prompt, most, draw = LENGTHS[lengths]
+    rng = np.random.default_rng(0)
+    for seed in range(5):
+        groups = []
+        for seq in range(16):
+            shared = rng.integers(0, 1000, prompt)
+            ids = [np.concatenate([shared, rng.integers(0, 1000, min(n, most))]) for n in draw(rng, 8).tolist()]
+            groups.append(group_of(seq, rng, ids, [np.arange(len(path)) >= prompt for path in ids], prompt=prompt))
+        max_tokens = 8192 if seed else int(max(group.seqlens.max() for group in groups))
+        micros = pack(groups, max_tokens=max_tokens, share_prefix=share_prefix, hidden_size=2048)
+        trees = [columns.stop - columns.start for micro in micros for columns in trees_of(micro)]
+        largest = max(trees)
+        assert largest <= max_tokens
+        assert sum(micro.tokens for micro in micros) == sum(trees)
+        fewest = -(-sum(trees) // max_tokens)
+        assert len(micros) <= fewest + (0 if largest < max_tokens / 4 else 1 + fewest // 4)
+        if not share_prefix:
+            assert sum(trees) == sum(group.tokens for group in groups)
 
 
 @given(group_lists(most=1), st.sampled_from([16, 4096]), st.sampled_from([2, 64, 4096]))
@@ -104,8 +150,8 @@ def test_no_other_rows_of_neighbours_cost_less(groups, max_tokens, hidden):
         sizes = [(first, len(prefixes(paths[first:end]))) for first in range(end)]
         allowed = [(first, size) for first, size in sizes if size <= max_tokens or first == end - 1]
         least.append(min(least[first] + cost(size, hidden) for first, size in allowed))
-    rows = rows_of(groups, max_tokens=max_tokens, share_prefix=True, hidden_size=hidden)
-    sizes = [len(prefixes([trajectories(groups[0])[number] for number in numbers])) for _, numbers, _, _ in rows]
+    trees = rows_of(groups, max_tokens=max_tokens, share_prefix=True, hidden_size=hidden)
+    sizes = [len(prefixes([trajectories(groups[0])[number] for number in numbers])) for _, numbers, _, _ in trees]
     assert np.isclose(sum(cost(size, hidden) for size in sizes), least[-1])
 
 
@@ -134,11 +180,11 @@ def test_a_conversation_that_only_grows_needs_no_mask():
     assert not micro.branched
 
 
-def test_long_responses_to_short_prompts_are_not_packed_together():
+def test_long_responses_to_short_prompts_share_no_tree():
     rng = np.random.default_rng(0)
     group = random_group(0, rng, siblings=4, prompt=2, longest=200)
-    micros = pack([group], max_tokens=4096, share_prefix=True, hidden_size=8)
-    assert not any(micro.branched for micro in micros)
+    trees = rows_of([group], max_tokens=4096, share_prefix=True, hidden_size=8)
+    assert [len(numbers) for _, numbers, _, _ in trees] == [1] * 4
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
@@ -149,22 +195,20 @@ def test_each_token_is_given_its_experts(share_prefix: bool) -> None:
     micros = pack([group], max_tokens=60, share_prefix=share_prefix, hidden_size=32)
     for micro in micros:
         assert micro.routed_experts is not None
-        known = micro.routed_experts[..., 0] != NO_EXPERT
-        assert known[micro.row_index, micro.column_index].all()
-        np.testing.assert_array_equal(known, np.cumsum(known[:, ::-1], 1)[:, ::-1] > 0)  # padding comes behind
-        np.testing.assert_array_equal(micro.routed_experts[known], np.repeat(micro.input_ids[known][:, None], 4, 1))
+        np.testing.assert_array_equal(micro.routed_experts, np.repeat(micro.input_ids[..., None], 4, -1))
     if not share_prefix:
-        assert sum(int((micro.routed_experts[..., 0] != NO_EXPERT).sum()) for micro in micros) == group.tokens
+        assert sum(micro.tokens for micro in micros) == group.tokens
 
 
-def test_groups_without_experts_are_packed_beside_others() -> None:
+def test_groups_without_experts_are_packed_with_others() -> None:
     known, silent = (random_group(seq, np.random.default_rng(seq), siblings=1, prompt=9) for seq in (0, 1))
     known.packed_routed_experts = np.repeat(known.packed_input_ids, 4).astype(np.uint8)
     [micro] = pack([known, silent], max_tokens=60, share_prefix=True, hidden_size=32)
     assert micro.routed_experts is not None
-    rows = {int(group): int(row) for group, row in zip(micro.group_index, micro.row_index, strict=True)}
-    assert (micro.routed_experts[rows[1]] == NO_EXPERT).all()
-    assert (micro.routed_experts[rows[0], : known.tokens] != NO_EXPERT).all()
+    experts = dict(zip(micro.group_index.tolist(), micro.routed_experts[0, micro.column_index], strict=False))
+    assert (experts[1] == NO_EXPERT).all()
+    assert (experts[0] != NO_EXPERT).all()
+    assert int((micro.routed_experts[..., 0] != NO_EXPERT).sum()) == known.tokens
     [bare] = pack([silent], max_tokens=60, share_prefix=True, hidden_size=32)
     assert bare.routed_experts is None
 

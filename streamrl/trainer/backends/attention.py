@@ -1,9 +1,9 @@
 """Attention of packed rows, in memory that grows with their tokens.
 
 In a row each token sees its ancestors in a tree (`packing.py`). Rows without branches are causal, and short rows get a
-dense mask. For all others the mask is cut into blocks: on CPUs into those that the tree is made of, each a call of
-torch's flash kernel; on CUDA into the tiles of `flex_attention`. Keys and values are never repeated for the query heads
-that share them (GQA).
+dense mask; on CPUs short trees, too, once they are stacked. For all others the mask is cut into blocks: on CPUs into
+those that the tree is made of, each a call of torch's flash kernel; on CUDA into the tiles of `flex_attention`. Keys
+and values are never repeated for the query heads that share them (GQA).
 
 Ranks in a ring (`context.py`) have every n-th column each. So what a rank's queries see of another one's keys is a tree
 like that of the row, or one in which no token sees itself: the same blocks, one set for each rank.
@@ -27,7 +27,7 @@ from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
 
 DENSE_TOKENS = 256
-"""Rows up to this length have a dense mask; in longer ones, subtrees up to it."""
+"""Rows, and on CPUs trees, up to this length have a dense mask; in longer ones, subtrees up to it."""
 TILE = 128
 """Queries and keys of one tile of `flex_attention`'s block mask."""
 LEAST_HEAD_DIM = 16
@@ -146,6 +146,55 @@ def _part(visible_until: NDArray[np.int64], behind: int, device: torch.device) -
     return tree_tiles(torch.from_numpy(visible_until).to(device, non_blocking=True), behind=behind)
 
 
+class TreeStack(NamedTuple):
+    """The short trees of a row, one behind another in rows as long as the longest of them: one call of a kernel for
+    all, and hardly more work than the trees are."""
+
+    columns: Tensor
+    """`[stacked_rows · width]`: the column of the row that stands in each place, any one in places behind the trees."""
+    places: Tensor
+    """`[length]`: where each column of the row stands."""
+    mask: Tensor
+    """`[stacked_rows, 1, width, width]` bool, as of `attention_mask`."""
+
+    @classmethod
+    def of(cls, visible_until: NDArray[np.int64], *, most: int) -> TreeStack | None:
+        """From `visible_until` `[length]` of a row; None if a tree is longer than `most`."""
+        length = len(visible_until)
+        roots = [0]
+        while (end := int(visible_until[roots[-1]])) < length:
+            roots.append(end)
+        lengths = np.diff([*roots, length])
+        width = int(lengths.max())
+        if width > most:
+            return None
+        starts = [0]  # the first column of each row of the stack
+        for root, tree in zip(roots, lengths.tolist(), strict=True):
+            if root + tree - starts[-1] > width:
+                starts.append(root)
+        counts = np.diff([*starts, length])
+        row = np.repeat(np.arange(len(starts)), counts)
+        place = np.arange(length) - np.repeat(starts, counts)
+        columns = np.zeros((len(starts), width), np.int64)
+        columns[row, place] = np.arange(length)
+        seen_until = np.tile(np.arange(width) + 1, (len(starts), 1))
+        seen_until[row, place] = visible_until - np.repeat(starts, counts)
+        return cls(
+            torch.from_numpy(columns.ravel()),
+            torch.from_numpy(row * width + place),
+            torch.from_numpy(attention_mask(seen_until)),
+        )
+
+    def stacked(self, row: Tensor) -> Tensor:
+        """Return `[stacked_rows, heads, width, head_dim]` from `[1, heads, length, head_dim]`."""
+        columns = row[0].transpose(0, 1).index_select(0, self.columns)
+        return torch.unflatten(columns, 0, (len(self.mask), -1)).transpose(1, 2)
+
+    def unstacked(self, stacked: Tensor) -> Tensor:
+        """Undo `stacked`."""
+        return stacked.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None].transpose(1, 2)
+
+
 class TreeMask:
     """Who sees whom in a micro-batch, in the form that its device computes with."""
 
@@ -153,6 +202,7 @@ class TreeMask:
         attend_without_plans(device)
         self._context = context
         self._dense: Tensor | None = None
+        self._stack: TreeStack | None = None
         self._parts: list[Part] = []
         """For each step of `ContextGroup.around`."""
         if not micro.branched and not context.ring:
@@ -166,6 +216,11 @@ class TreeMask:
             return
         # row behind row they are one forest
         forest = (visible_until + length * np.arange(rows)[:, None]).reshape(-1)
+        if device.type == "cpu" and not context.ring:
+            self._stack = TreeStack.of(forest, most=DENSE_TOKENS)
+            if self._stack is not None:
+                self._dense = self._stack.mask
+                return
         self._parts = [_part(seen_until, behind, device) for seen_until, behind in context.seen(forest)]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
@@ -182,11 +237,14 @@ class TreeMask:
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         """As `attend`, of all heads and columns that are given."""
-        if not self._parts:
+        if not self._parts and self._stack is None:
             return self._attend_densely(query, key, value, scale)
         rows, heads, length, head_dim = query.shape
         query, key, value = (_in_one_row(x) for x in (query, key, value))
-        if isinstance(tiles := self._parts[0], BlockMask) and not self._context.ring:
+        if (stack := self._stack) is not None:
+            query, key, value = (stack.stacked(x) for x in (query, key, value))
+            mixed = stack.unstacked(self._attend_densely(query, key, value, scale))
+        elif isinstance(tiles := self._parts[0], BlockMask) and not self._context.ring:
             mixed, _ = _flex(query, key, value, tiles, scale)
         else:
             mixed = _Blockwise.apply(query, key, value, self._parts, scale, self._context)  # type: ignore[no-untyped-call]

@@ -35,7 +35,7 @@ class Share(NamedTuple):
     micro: MicroBatch
     """The rank's own columns, and what they predict. Columns are counted among these."""
     real: NDArray[np.bool_]
-    """`[rows, own_length]` False for padding."""
+    """`[rows, own_length]` False for columns that only fill up the rows."""
     most: int
     """Predicted positions of the rank that has most of them."""
     places: NDArray[np.int64]
@@ -63,7 +63,7 @@ class ContextGroup:
         places = np.empty_like(order)
         places[order] = np.arange(len(order)) + firsts[owner[order]]
         own = owner == self._rank
-        real = np.arange(micro.input_ids.shape[1]) < micro.visible_until[:, :1]
+        real = np.ones(micro.input_ids.shape, bool)
         experts = micro.routed_experts
         mine = MicroBatch(
             input_ids=self._own(micro.input_ids),

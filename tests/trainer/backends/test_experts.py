@@ -170,7 +170,7 @@ def _choosing(gate: Any, chosen: Tensor) -> Any:
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
 def test_the_balancing_loss_is_that_of_transformers_in_each_layer(tmp_path: Path, gradient_checkpointing: bool) -> None:
-    """Of rows of several lengths, in several micro-batches; padding does not count."""
+    """Of trajectories of several lengths, in several micro-batches."""
     model = make_model(SHAPE)
     rng = np.random.default_rng(0)
     groups = [random_group(i, rng, siblings=1, prompt=20 + i, longest=3) for i in range(4)]
@@ -183,7 +183,7 @@ def test_the_balancing_loss_is_that_of_transformers_in_each_layer(tmp_path: Path
     ours = TorchModel(spec)
     micros = micros_of(groups, share_prefix=False)
     assert len(micros) > 1
-    assert any(micro.tokens > sum(groups[g].tokens for g in set(micro.group_index.tolist())) for micro in micros)
+    assert any(len(set(micro.group_index.tolist())) > 1 for micro in micros)
     ours.accumulate(micros, lambda _, output: output.values.sum() * 0.0)
 
     loss = torch.zeros(())

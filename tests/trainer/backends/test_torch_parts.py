@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -17,8 +18,10 @@ from streamrl.safetensors_files import Part, bytes_of_parts, file_name, write_by
 from streamrl.trainer.backends.base import Offloaded
 from streamrl.trainer.backends.optimizer import OPTIMIZER, AdamW, learning_rate, updates_file
 from streamrl.trainer.backends.torch import TorchModel
+from streamrl.trainer.packing import pack
+from streamrl.trainer.roles.items import unpack
 from tests.trainer.backends.reference import loss_of, make_groups, make_spec, micro_batches
-from tests.trainer.models import save_model
+from tests.trainer.models import branching_group, random_group, save_model
 
 
 def train(model, steps):
@@ -46,6 +49,29 @@ def test_an_optimizer_kept_elsewhere_makes_the_same_steps(tmp_path):
     for part, other in zip(here.optimizer_parts(), elsewhere.optimizer_parts(), strict=True):
         assert part[:3] == other[:3]
         assert torch.equal(part.values, other.values)
+
+
+@pytest.mark.parametrize("longest", [30, 300])
+def test_concatenated_trees_give_the_numbers_of_one_sequence_at_a_time(tmp_path, longest):
+    """Of trees with dense masks alone, and of one that is too long for them."""
+    model = TorchModel(make_spec(save_model(tmp_path / "model", "qwen3")))
+    rng = np.random.default_rng(0)
+    groups = [random_group(i, rng, prompt=8 * i + 3, longest=longest if i == 2 else 30) for i in range(4)]
+    groups.append(branching_group(4, rng))
+    found = []
+    for max_tokens, share_prefix in ((4096, True), (1, False)):
+        micros = pack(groups, max_tokens=max_tokens, share_prefix=share_prefix, hidden_size=32)
+        assert len(micros) == (1 if share_prefix else sum(group.size for group in groups))
+        model.accumulate(micros, loss_of(groups, micros))
+        gradients = {name: parameter.grad.clone() for name, parameter in model._parameters.items()}
+        found.append((unpack(micros, model.infer(micros), groups), gradients, model.update(lambda: None).grad_norm))
+        model.load_weights(weights(TorchModel(make_spec(tmp_path / "model"))).items())
+    (together, gradients, norm), (alone, wanted, wanted_norm) = found
+    for mine, theirs in zip(together, alone, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
+    assert norm == pytest.approx(wanted_norm, rel=1e-5)
 
 
 def test_a_padding_token_in_a_prompt_has_a_gradient(tmp_path):

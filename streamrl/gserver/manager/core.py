@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 
+from streamrl.architecture import Architecture
 from streamrl.config import Config
 from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.admission import Admissions, GroupCalls, Rerouting
@@ -166,6 +167,7 @@ class Manager:
         )
         self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
         self._last_step: StepReport | None = None
+        self._architecture: Architecture | None = None
 
     @property
     def admitted(self) -> int:
@@ -176,6 +178,11 @@ class Manager:
     def failed_because(self) -> str:
         """Why the run has failed; empty: it has not."""
         return self._state.message if self._state.name == "failed" else ""
+
+    async def take_model(self, message: Architecture) -> Done:
+        """Keep the configuration of the policy's transformer for /status."""
+        self._architecture = message
+        return Done()
 
     async def report(self, message: StepReport) -> Done:
         """Keep the master's report of a step for /status, and admit by what it says."""
@@ -219,6 +226,7 @@ class Manager:
             waiting=len(self._signals.admissions) + len(self._signals.routes),
             given_up=self._admissions.given_up,
             evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
+            model=self._architecture,
             now=time.monotonic(),
         )
 

@@ -297,6 +297,9 @@ class Master:
         await self._workers.connected()
         self.membership.waiting_for = "model workers to load the models"
         await self._workers.initialize()
+        model = await self._workers.model_config()
+        log.info("model: %s", model)
+        await self._client.tell_model(model)
         self.membership.waiting_for = ""
         self._history.begin()
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
+from streamrl.architecture import architecture_of
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.gserver.manager.admission import LEAST_PAUSE_SECONDS, REPORTS_PER_SECOND
@@ -609,6 +610,25 @@ async def test_a_rejection_by_a_worker_that_lost_the_lease_is_ignored(tmp_path: 
         assert await run.admit_seqs(worker=0) == [0, 1]
         await run.client.reject(Reject(worker=1, seq=0, reason="late"))
         assert (await run.client.status()).ledger.rejected == 0
+
+
+async def test_the_status_has_the_model_that_the_trainer_has_reported(tmp_path: Path) -> None:
+    model = architecture_of(
+        {
+            "model_type": "llama",
+            "num_attention_heads": 4,
+            "vocab_size": 50,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 64,
+        }
+    )
+    async with managed(small_config(tmp_path)) as run:
+        assert (await run.client.status()).model is None
+        await run.client.tell_model(model)
+        assert (await run.client.status()).model == model
 
 
 async def test_reports_that_come_twice_count_once(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from streamrl.records import progress
 from streamrl.trainer.calls import ParamRealloc
 from streamrl.trainer.graph import downstream
 from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER
-from tests.trainer.pretended import Script, clock, make_group, pretended, virtually, whole_run
+from tests.trainer.pretended import TRANSFORMER, Script, clock, make_group, pretended, virtually, whole_run
 
 
 def configured(folder, **sections):
@@ -231,6 +231,21 @@ def test_gservers_that_are_there_first_get_weights_once_the_workers_have_some(tm
         (loading,), first = run.workers.named("Initialize"), run.workers.named("Publish")[0]
         assert first.call.resync
         assert first.begin >= loading.end >= 50.0
+
+    virtually(work())
+
+
+def test_the_manager_hears_the_configuration_of_the_model_and_workers_must_agree_on_it(tmp_path):
+    async def work():
+        async with pretended(configured(tmp_path, trainer={"data_parallel": 2}), Script()) as run:
+            await run.master.run()
+            assert run.manager.model == TRANSFORMER
+        async with pretended(configured(tmp_path, trainer={"data_parallel": 2}), Script()) as run:
+            other = msgspec.structs.replace(TRANSFORMER, layers=3)
+            run.workers.models[1] = other
+            with pytest.raises(BaseExceptionGroup) as failure:
+                await run.master.run()
+            assert "model_worker/1 has another model than model_worker/0 (3 layers" in str(first_error(failure.value))
 
     virtually(work())
 

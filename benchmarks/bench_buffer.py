@@ -1,8 +1,8 @@
-"""What an entry costs in the master's table of groups, by how many it holds.
+"""Cost of an entry in the master's buffer, by the number of groups that it holds.
 
     python benchmarks/bench_buffer.py [--quick]
 
-Entries pass through the table as they do in a run with a reference model: they arrive, `ref_inf`
+Entries pass through the buffer as they do in a run with a reference model: they arrive, `ref_inf`
 reads them and gives its key, batches are formed and trained on (`discard`). `late_put` is a single arrival until
 its reader has it; it wakes one task that waits for a batch and one that waits for arrivals. Each
 figure is microseconds of processor time per entry.
@@ -23,9 +23,9 @@ from rich.table import Table
 
 from streamrl.config import from_dict
 from streamrl.ledger import OverAge, ReadyGroups, Selection, next_in_order, select_batch
-from streamrl.trainer.graph import graph_of
+from streamrl.trainer.graph import MFC, graph_of
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.master.groups import GroupTable
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.types import SampleMeta
 
 BATCH = 512
@@ -69,16 +69,17 @@ def describe(selection: Selection) -> str:
     return f"waits for {selection.short} groups"
 
 
-async def read_on(table: GroupTable, arrived: asyncio.Queue[list[SampleMeta]]) -> None:
+async def read_on(buffer: AsyncIOSequenceBuffer, ref_inf: MFC, arrived: asyncio.Queue[list[SampleMeta]]) -> None:
     while True:
-        arrived.put_nowait(await table.get_batch_for_rpc("ref_inf", limit=BATCH))
+        arrived.put_nowait(await buffer.get_batch_for_rpc(ref_inf))
 
 
 async def pass_through(count: int, over_age: OverAge) -> dict[str, float]:
     """Microseconds per entry of each operation when `count` entries are held."""
     metas = make_metas(count + LATE)
     graph = graph_of(from_dict({"algorithm": {"kl_coef": 0.1}}))
-    table, layout = GroupTable(graph, wait_warning_seconds=600.0), Layout()
+    (ref_inf,) = graph.reading("arrivals")
+    buffer, layout = AsyncIOSequenceBuffer(graph, batch_groups=BATCH, wait_warning_seconds=600.0), Layout()
     taken = 0
 
     def select(ready: ReadyGroups) -> Selection:
@@ -95,30 +96,30 @@ async def pass_through(count: int, over_age: OverAge) -> dict[str, float]:
     clock = Clock()
     async with clock.time("put_batch"):
         for first in range(0, count, BATCH):
-            table.put_batch(metas[first : min(first + BATCH, count)])
+            buffer.put_batch(metas[first : min(first + BATCH, count)])
     read: list[list[int]] = []
     async with clock.time("get_batch_for_rpc"):
         while sum(map(len, read)) < count:
-            read.append([meta.seq for meta in await table.get_batch_for_rpc("ref_inf", limit=BATCH)])
-    waiting = asyncio.create_task(table.take_batch(select, describe))
+            read.append([meta.seq for meta in await buffer.get_batch_for_rpc(ref_inf)])
+    waiting = asyncio.create_task(buffer.take_batch(select, describe))
     arrived: asyncio.Queue[list[SampleMeta]] = asyncio.Queue()
-    reading = asyncio.create_task(read_on(table, arrived))
+    reading = asyncio.create_task(read_on(buffer, ref_inf, arrived))
     async with clock.time("late_put"):
         for meta in metas[count:]:
-            table.put_batch([meta])
+            buffer.put_batch([meta])
             await arrived.get()
     reading.cancel()
     async with clock.time("amend_batch"):
         for seqs in read:
-            table.amend_batch(["ref_logprobs"], [seqs], layout)
+            buffer.amend_batch(["ref_logprobs"], [seqs], layout)
     await waiting
     while taken + BATCH <= count:
         async with clock.time("take_batch"):
-            batch, _ = await table.take_batch(select, describe)
+            batch, _ = await buffer.take_batch(select, describe)
         seqs = [meta.seq for meta in batch]
         taken += len(seqs)
         async with clock.time("discard"):
-            table.trained_on(seqs)
+            buffer.trained_on(seqs)
     entries = dict.fromkeys(OPERATIONS, count) | {"late_put": LATE, "take_batch": taken, "discard": taken}
     return {operation: 1e6 * clock.seconds[operation] / entries[operation] for operation in OPERATIONS}
 
@@ -133,7 +134,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Cost of an entry in the master's table of groups.")
+    parser = argparse.ArgumentParser(description="Cost of an entry in the master's buffer.")
     parser.add_argument("--quick", action="store_true", help="up to 100,000 entries")
     quick = parser.parse_args().quick
     console = Console()

@@ -69,6 +69,14 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     moe: MixtureOfExperts | None = None
     """None: no layer has experts."""
 
+    def __str__(self) -> str:
+        """For people: `30 layers of width 576, 9 heads (3 for keys and values), vocabulary 49152`."""
+        text = (
+            f"{self.layers} layers of width {self.hidden_size}, {self.heads} heads ({self.kv_heads} for keys and "
+            f"values), vocabulary {self.vocab_size}"
+        )
+        return text if self.moe is None else f"{text}, {self.moe.experts} experts ({self.moe.top_k} for each token)"
+
 
 def read_architecture(folder: Path) -> Architecture:
     """Read `folder/config.json`; raises `ModelError` with what is missing, or not known here."""

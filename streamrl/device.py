@@ -54,6 +54,12 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 heaps there are for the threads."""
 
 
+def empty_cache(device: torch.device) -> None:
+    """Give memory of `device` that torch keeps for later allocations back to the system; a CPU has no such cache."""
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()
+
+
 def resolve_device(device: Device, *, index: int = 0, each: int = 1) -> torch.device:
     """Return the device of process `index` of its role; `auto` is CUDA where there is any.
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from streamrl.ledger import Fate, Ledger, OverAge, ReadyGroups, count_over_age, next_in_order, select_batch
 from streamrl.trainer.graph import Graph
-from streamrl.trainer.master.groups import GroupTable
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.types import SampleMeta
 
 LEASE = 10.0
@@ -70,15 +70,15 @@ class Run(RuleBasedStateMachine):
         # the trainer
         self.known: set[int] = set()  # to the heads: pushed again, they are duplicates
         self.arrivals: list[SampleMeta] = []  # stored, and not heard of by the master
-        self.table = GroupTable(Graph(()))
-        self.held: dict[int, SampleMeta] = {}  # what the table ought to hold
+        self.buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=batch)
+        self.held: dict[int, SampleMeta] = {}  # what the buffer ought to hold
         self.trained: list[int] = []
         self.heard = 0  # rejections
         self.messages: list[list[Fate]] = []  # on their way to the ledger, or to come again
 
     @property
     def given_up(self) -> set[int]:
-        return {seq for first, end in self.table.given_up.ranges() for seq in range(first, end)}
+        return {seq for first, end in self.buffer.given_up.ranges() for seq in range(first, end)}
 
     @property
     def bound(self) -> int:
@@ -218,23 +218,23 @@ class Run(RuleBasedStateMachine):
     @rule()
     def take_in(self) -> None:
         """The master hears which groups came, and lets go of those that were given up."""
-        wanted = [arrived for arrived in self.arrivals if arrived.seq not in self.table.given_up]
+        wanted = [arrived for arrived in self.arrivals if arrived.seq not in self.buffer.given_up]
         self.held.update((arrived.seq, arrived) for arrived in wanted)
-        refused = self.table.put_batch(self.arrivals)
+        refused = self.buffer.put_batch(self.arrivals)
         assert [*map(id, refused)] == [id(arrived) for arrived in self.arrivals if arrived not in wanted]
         self.arrivals.clear()
 
     @rule()
     def hear_what_was_given_up(self) -> None:
-        self.table.give_up(self.ledger.rejections[self.heard :])
+        self.buffer.give_up(self.ledger.rejections[self.heard :])
         self.heard = len(self.ledger.rejections)
 
     @rule()
     def send(self) -> None:
-        if news := self.table.news():
+        if news := self.buffer.news():
             self.messages.append(news)
-            self.table.told(news)
-            assert not self.table.untold
+            self.buffer.told(news)
+            assert not self.buffer.untold
 
     @precondition(lambda self: self.messages)
     @rule(data=st.data())
@@ -273,11 +273,11 @@ class Run(RuleBasedStateMachine):
     @rule(data=st.data())
     def train(self, data: st.DataObject | None = None) -> None:
         version = self.ledger.policy_version
-        order = self.table.next_in_order(self.batch)
+        order = self.buffer.next_in_order(self.batch)
         closed = {*self.trained, *self.given_up}
         assert order == [seq for seq in range(len(closed) + self.batch) if seq not in closed][: self.batch]
         selection = select_batch(
-            self.table.ready,
+            self.buffer.ready,
             policy_version=version,
             groups_per_batch=self.batch,
             max_staleness=self.staleness,
@@ -291,7 +291,7 @@ class Run(RuleBasedStateMachine):
         assert set(selection.drop) == ({s for s, n in over_age.items() if n} if self.over_age == "drop" else set())
         for seq in selection.drop:
             del self.held[seq]
-        with self.table.dropping(selection.drop) as with_workers:
+        with self.buffer.dropping(selection.drop) as with_workers:
             assert with_workers == ({0: selection.drop} if selection.drop else {})
             self.known.difference_update(selection.drop)
             if data is not None and data.draw(st.booleans()):  # others had them as well, and bring them now
@@ -313,8 +313,8 @@ class Run(RuleBasedStateMachine):
             if self.staleness == 0 and not self.faults:
                 assert set(tokens.version_counts) == {version}, "on-policy"
             self.trained.append(seq)
-        assert self.table.metas(selection.batch) == batch
-        assert self.table.trained_on(selection.batch) == {0: selection.batch}
+        assert self.buffer.metas(selection.batch) == batch
+        assert self.buffer.trained_on(selection.batch) == {0: selection.batch}
         if self.over_age == "wait":
             assert selection.batch == order
         self.ledger.advance(version + 1)
@@ -343,10 +343,10 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def each_seq_ends_once(self) -> None:
-        assert len(self.trained) == len(set(self.trained)) == len(self.table.trained)
-        assert self.table.consumed == len(self.trained) + len(self.given_up)
-        assert len(self.table) == len(self.table.ready) == len(self.held)
-        assert self.table.metas(self.held) == list(self.held.values())
+        assert len(self.trained) == len(set(self.trained)) == len(self.buffer.trained)
+        assert self.buffer.consumed == len(self.trained) + len(self.given_up)
+        assert len(self.buffer) == len(self.buffer.ready) == len(self.held)
+        assert self.buffer.metas(self.held) == list(self.held.values())
         assert not self.given_up & {*self.trained, *self.held}
         assert len(self.trained) == self.ledger.policy_version * self.batch
 
@@ -413,7 +413,7 @@ class Agreement(RuleBasedStateMachine):
         self.working: set[tuple[str, int]] = set()
         self.known: set[int] = set()  # to the heads: pushed again, they are duplicates
         self.arrivals: list[int] = []
-        self.table = GroupTable(Graph(()))
+        self.buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
         self.held: set[int] = set()
         self.heard = 0
         self.messages: list[list[Fate]] = []
@@ -446,8 +446,8 @@ class Agreement(RuleBasedStateMachine):
 
     @rule()
     def take_in(self) -> None:
-        self.held.update(seq for seq in self.arrivals if seq not in self.table.given_up)
-        self.table.put_batch(meta(seq, [0]) for seq in self.arrivals)
+        self.held.update(seq for seq in self.arrivals if seq not in self.buffer.given_up)
+        self.buffer.put_batch(meta(seq, [0]) for seq in self.arrivals)
         self.arrivals.clear()
 
     @precondition(lambda self: self.held)
@@ -456,10 +456,10 @@ class Agreement(RuleBasedStateMachine):
         """Perhaps another worker brings the group before all heads have let go of it."""
         seq = data.draw(st.sampled_from(sorted(self.held)))
         self.held.remove(seq)
-        with self.table.dropping([seq]):
+        with self.buffer.dropping([seq]):
             self.send()
             told = [fate.changes for message in self.messages for fate in message if fate.seq == seq]
-            assert max(told, default=0) < self.table.changes(seq), "its prompt would come again too early"
+            assert max(told, default=0) < self.buffer.changes(seq), "its prompt would come again too early"
             self.known.remove(seq)
             if anew and (late := sorted(key for key in self.working if key[1] == seq)):
                 self.working.remove(late[0])
@@ -470,11 +470,11 @@ class Agreement(RuleBasedStateMachine):
 
     @rule()
     def send(self) -> None:
-        if news := self.table.news():
+        if news := self.buffer.news():
             self.messages.append(news)
-            self.table.told(news)
-            self.table.told(news)
-            assert not self.table.untold
+            self.buffer.told(news)
+            self.buffer.told(news)
+            assert not self.buffer.untold
 
     @precondition(lambda self: self.messages)
     @rule(data=st.data(), again=st.booleans())
@@ -488,7 +488,7 @@ class Agreement(RuleBasedStateMachine):
 
     @rule()
     def hear_what_was_given_up(self) -> None:
-        self.table.give_up(self.ledger.rejections[self.heard :])
+        self.buffer.give_up(self.ledger.rejections[self.heard :])
         self.heard = len(self.ledger.rejections)
 
     def teardown(self) -> None:
@@ -502,8 +502,8 @@ class Agreement(RuleBasedStateMachine):
         ledger = self.ledger
         leased = {seq: holder for seq in range(ledger.next_seq) if (holder := ledger.holder(seq)) is not None}
         assert {seq for seq in range(ledger.next_seq) if ledger.changes(seq) % 2} == self.held
-        assert (ledger.accepted, len(ledger.rejected)) == (len(self.held), len(self.table.given_up))
-        assert all(seq in self.table.given_up for seq in ledger.rejected)
+        assert (ledger.accepted, len(ledger.rejected)) == (len(self.held), len(self.buffer.given_up))
+        assert all(seq in self.buffer.given_up for seq in ledger.rejected)
         assert ledger.accepted + ledger.running + ledger.returned + len(ledger.rejected) == ledger.next_seq
         for seq, worker in leased.items():
             assert (worker, seq) in self.working, f"nobody makes seq {seq}: its lease lives as long as its worker"

@@ -27,7 +27,7 @@ from streamrl.config.fields import (
     SinkName,
     TopP,
 )
-from streamrl.config.sharing import Settings, changed, differences, digest_of, shared_settings
+from streamrl.config.sharing import SAME_IN_THEM, Settings, changed, differences, digest_of, shared_settings
 from streamrl.config.trainer import AlgorithmConfig, CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.ledger import OverAge
@@ -688,8 +688,8 @@ class Config(Section, frozen=True):
         raise ConfigError(
             f"{who} has another configuration than the manager: {found or 'is it another version of streamrl?'} "
             f"(fingerprints {digest} and {self.digest()}); start all processes of a run with the same "
-            "file and the same overrides; hosts, ports, paths, counts and the sections [run] (but for run.seed), "
-            "[manager], [security], [metrics] and [launch] may differ"
+            "file and the same overrides; hosts, ports, paths, counts and the sections [run], [manager], [security], "
+            f"[metrics] and [launch] may differ, except {', '.join(SAME_IN_THEM)}"
         )
 
 

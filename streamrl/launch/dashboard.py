@@ -273,6 +273,8 @@ def _header(history: RunSoFar, status: Status, config: Config | None, now: float
     line = Table.grid(expand=True, padding=(0, 1))
     if config is None:
         line.add_row(f"step {step}", Text(status.message, style="dim", justify="right"))
+        if status.model is not None:
+            line.add_row(Text(str(status.model), style="dim"))
     else:
         pace = history.seconds_per_step()
         epochs = (history.values("epoch") or [0.0])[-1]

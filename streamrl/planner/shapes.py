@@ -13,6 +13,7 @@ import msgspec
 
 from streamrl.architecture import Architecture, architecture_of, read_architecture
 from streamrl.errors import ModelError
+from streamrl.records.metrics import FINAL_FILE, Final
 
 
 class Shape(Architecture, frozen=True, kw_only=True):
@@ -169,13 +170,15 @@ KNOWN = {name: Shape.of(name, architecture_of(settings)) for name, settings in _
 
 
 def shape_of(wanted: str) -> Shape:
-    """Return the known shape called `wanted`, or ending so after a dash (`70B`), or that of a model folder.
+    """Return the known shape called `wanted`, or ending so after a dash (`70B`), or that of a folder: a model's, or a
+    run's, whose model workers have reported it.
 
-    Raises `ModelError` with what there is to choose from.
+    Raises `ModelError` with the known names.
     """
     folder = Path(wanted).expanduser()
     if folder.is_dir():
-        return Shape.of(folder.name, read_architecture(folder))
+        reported = (folder / FINAL_FILE).is_file()
+        return Shape.of(folder.name, _reported(folder) if reported else read_architecture(folder))
     found = [
         shape
         for name, shape in KNOWN.items()
@@ -185,3 +188,14 @@ def shape_of(wanted: str) -> Shape:
         return found[0]
     what = f"is any of {', '.join(shape.name for shape in found)}" if found else "is no known shape and no folder"
     raise ModelError(f"--model-shape {wanted} {what}; give one of {', '.join(KNOWN)}, or the folder of a model")
+
+
+def _reported(run_dir: Path) -> Architecture:
+    """Return the configuration of the transformer that the run in `run_dir` has trained."""
+    try:
+        final = msgspec.json.decode((run_dir / FINAL_FILE).read_bytes(), type=Final)
+        return msgspec.convert((final.status or {})["model"], Architecture)
+    except (KeyError, msgspec.ValidationError) as error:
+        raise ModelError(
+            f"{run_dir / FINAL_FILE} has no configuration of the model; give the model's folder instead"
+        ) from error

@@ -1,8 +1,9 @@
 """A run in virtual time: what the settings of a configuration make of given costs.
 
 Admission, routing and the forming of batches are not modelled but done, by the code that does them in a run
-(`Ledger`, `Admissions`, `Fleet`, `GroupTable`, `BatchFormer`). Simulated are the things that take time: decode steps,
-rollout workers, rewards, training, publications. Pure and seeded: the same arguments give the same answer.
+(`Ledger`, `Admissions`, `Fleet`, `AsyncIOSequenceBuffer`, `BatchFormer`). Simulated are the things that take time:
+decode steps, rollout workers, rewards, training, publications. Pure and seeded: the same arguments give the same
+answer.
 
 Time goes from event to event. Where pools share the cores of one machine, work is counted in processor seconds and
 every thread that computes gets the same share of the cores (`_Processor`). A gserver computes whole decode steps of all
@@ -32,8 +33,8 @@ from streamrl.records.metrics import mean_age
 from streamrl.rollout.generation import REPORT_SECONDS
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.batches import BatchFormer
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.figures import sampled_ages
-from streamrl.trainer.master.groups import GroupTable
 from streamrl.transport.generation import ServerInfo
 from streamrl.types import SampleMeta
 
@@ -442,7 +443,8 @@ class _Run:
         self._fleet = Fleet()
         self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet, group_size=config.rollout.group_size)
         self._former = BatchFormer(config)
-        self._held = GroupTable(Graph(()))  # what reads arrivals is part of a step's time
+        # MFCs on arrivals are part of a step's time
+        self._held = AsyncIOSequenceBuffer(Graph(()), batch_groups=config.trainer.batch_groups)
         self._workers = [_RolloutWorker(self) for _ in range(config.rollout.workers)]
         self._turn = 0
         self._gservers: dict[str, _Gserver] = {}

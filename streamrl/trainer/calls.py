@@ -2,13 +2,16 @@
 
 | call | carried out | by |
 |---|---|---|
-| `Spec`, `HaveScored`, `ClearDataCache` | at once, whatever is being computed | any worker |
+| `Spec`, `ModelConfig`, `HaveScored`, `ClearDataCache` | at once, whatever is being computed | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
 | `FinishSave` | after what came before it | worker 0 |
 | `Publish` | beside the others | all, together |
 
-Groups reach the workers through the stream and are told by `Stored`, so nothing has to be fetched.
+Two requests of other designs have another form here. `fetch` does not exist: groups reach the workers through the
+stream, and the notice `Stored` brings their metadata. `Spec` returns roles and counters and no dataset specification:
+the size of the data set comes from the rollout workers through the manager (`GET /data`), and the master counts epochs
+by it (docs/trainer.md).
 
 Hooks are what is done before or after a model function call. Workers' hooks are carried out inside the call's request;
 since a request reaches all its workers in the order that they share, hooks may communicate. The master's follow the
@@ -82,6 +85,10 @@ PUBLICATION_STEPS = 7
 
 class Spec(msgspec.Struct, frozen=True, tag=True):
     """Say what you are and what you have counted."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True, tag=True):
+    """Return the configuration of the policy's transformer (`Architecture`), from its `config.json`."""
 
 
 class OpenStore(msgspec.Struct, frozen=True, tag=True):
@@ -158,11 +165,12 @@ class TrainStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class ClearDataCache(msgspec.Struct, frozen=True, tag=True):
-    """Let go of groups and of all that was computed about them."""
+    """Let go of groups and of all arrays that were computed for them. After a training step the worker also gives the
+    device's cached memory back, before its next call."""
 
     seqs: list[int]
     come_again: bool
-    """They were dropped: take them when they come anew."""
+    """They were dropped: take them when they come again. The device's cache is kept then."""
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
@@ -189,6 +197,7 @@ class FinishSave(msgspec.Struct, frozen=True, tag=True):
 
 Call = (
     Spec
+    | ModelConfig
     | OpenStore
     | Initialize
     | Inference

@@ -58,7 +58,8 @@ class MFC(msgspec.Struct, frozen=True):
     reads: Literal["arrivals", "batch"] = "batch"
     """`arrivals`: runs on groups as they come; `batch`: on the training batch, once it is formed."""
     groups: int | None = None
-    """Batch size: most groups in one call. None: all that are ready, or the whole batch. Not of a `train_step`."""
+    """Batch size: groups in one call; fewer at the end of a batch (docs/trainer.md). None: all that are ready, or the
+    whole batch. Not of a `train_step`."""
     function: str = ""
     """`module:function` of the interface `function` (docs/trainer.md)."""
     pre_hooks: tuple[Hook, ...] = ()

@@ -33,6 +33,7 @@ call, and joins with it; each role has a token for its own.
 | GET /publish/resync | master | waits for gservers that only the publisher can resync to the current weights |
 | POST /compare | model worker | the gservers that serve a version are to score a response |
 | GET /compared | master | what they have scored |
+| POST /model | master | the configuration of the policy's transformer, for /status |
 | POST /report | master | the figures of one training step |
 | POST /finish_run | master | the run is over; every process is told at its next heartbeat |
 | POST /fail_run | rollout | the run has to stop because of an error there |
@@ -48,6 +49,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from streamrl.architecture import Architecture
 from streamrl.ledger import Fate
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.metrics import StepReport
@@ -698,3 +700,5 @@ class Status(msgspec.Struct, frozen=True):
     """Rows of the training data; 0: not known yet."""
     evaluation: EvaluationStatus | None = None
     """None: the configuration asks for none."""
+    model: Architecture | None = None
+    """The policy's transformer; None: the model workers have not loaded it yet."""

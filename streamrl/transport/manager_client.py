@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import aiohttp
 import msgspec
 
+from streamrl.architecture import Architecture
 from streamrl.config import Config, SecurityConfig
 from streamrl.errors import DeadlineExceeded, NotOfRun, PeerError
 from streamrl.ledger import Fate
@@ -309,6 +310,10 @@ class ControlClient:
     async def compared(self, version: int) -> Compared:
         """Return what they have answered about `version`."""
         return await self._get(f"/compared?version={version}", Compared)
+
+    async def tell_model(self, message: Architecture) -> None:
+        """Report the configuration of the policy's transformer, for /status."""
+        await self._post_patiently("/model", message, Done)
 
     async def report(self, message: StepReport) -> None:
         """Report a training step."""

@@ -283,13 +283,16 @@ def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
 def test_processes_of_one_run_share_a_digest_whatever_may_differ_between_them() -> None:
     digest = Config().digest()
     for tree in (
-        {"run": {"name": "other", "dir": "elsewhere", "total_train_steps": 7}},
+        {"run": {"name": "other", "dir": "elsewhere", "stop_at_reward": 0.5}},
         {"manager": {"port": 8000}},
         {"metrics": {"plots": False}},
     ):
         assert from_dict(tree).digest() == digest
     for tree in (
         {"run": {"seed": 1}},
+        {"run": {"total_train_steps": 7}},
+        {"run": {"total_train_epochs": 7}},
+        {"run": {"record": True}},
         {"staleness": {"max_staleness": 5}},
         {"rollout": {"sampling": {"temperature": 0.9}}},
         {"data": {"args": {"min_terms": 2}}},

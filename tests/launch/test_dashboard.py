@@ -18,6 +18,7 @@ from streamrl.launch.dashboard import RunSoFar, dashboard, duration, plan_table,
 from streamrl.launch.display import Display, LiveDisplay, make_display
 from streamrl.launch.local import Launcher
 from streamrl.launch.processes import plan
+from streamrl.planner.shapes import KNOWN
 from streamrl.records import progress
 from streamrl.records.collapse import Health, HealthState
 from streamrl.records.health import findings
@@ -292,6 +293,14 @@ def test_the_most_frequent_failure_is_beside_the_last_warning() -> None:
     )
     text = " ".join(drawn(dashboard(made, now=13.0, config=CONFIG, warnings=[], findings=found)))
     assert "most often KeyError: 'x'" in text
+
+
+def test_the_status_of_a_run_has_its_model() -> None:
+    made = RunSoFar(started=0.0)
+    architecture = KNOWN["Qwen3-30B-A3B"]
+    made.add_status(msgspec.structs.replace(status(0), model=architecture), now=0.0)
+    text = "\n".join(drawn(dashboard(made, now=1.0, height=60), height=60))
+    assert "48 layers of width 2048, 32 heads (4 for keys and values), vocabulary 151936, 128 experts" in text
 
 
 def test_a_finding_is_told_once_where_there_is_no_picture(tmp_path: Path) -> None:

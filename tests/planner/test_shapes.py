@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from transformers import (
@@ -19,10 +20,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from streamrl.architecture import Architecture
 from streamrl.config import LoraConfig
 from streamrl.errors import ModelError
 from streamrl.lora import adapter_specs
 from streamrl.planner.shapes import KNOWN, shape_of
+from streamrl.records.metrics import Final, write_final
 from streamrl.trainer.backends.torch import on_meta
 
 PUBLISHED = {
@@ -85,6 +88,17 @@ def test_adapters_have_as_many_numbers_as_those_that_are_trained(tmp_path: Path,
     weights = [(name, tuple(weight.shape)) for name, weight in on_meta(tmp_path, head="tokens").named_parameters()]
     trained = sum(math.prod(size) for _, size in adapter_specs(weights, lora))
     assert shape_of(str(tmp_path)).adapter(5) == trained
+
+
+def test_a_run_has_the_shape_that_its_model_workers_have_reported(tmp_path: Path) -> None:
+    model = msgspec.convert(msgspec.structs.asdict(KNOWN["Qwen3-30B-A3B"]), Architecture)
+    write_final(tmp_path, Final(status={"model": msgspec.to_builtins(model)}))
+    assert msgspec.structs.replace(shape_of(str(tmp_path)), name="") == msgspec.structs.replace(
+        KNOWN["Qwen3-30B-A3B"], name=""
+    )
+    write_final(tmp_path, Final())
+    with pytest.raises(ModelError, match="has no configuration of the model; give the model's folder instead"):
+        shape_of(str(tmp_path))
 
 
 def test_names_may_be_short_but_not_ambiguous() -> None:

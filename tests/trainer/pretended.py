@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from streamrl.architecture import Architecture, Rope
 from streamrl.config import Config
 from streamrl.errors import PeerLost
 from streamrl.ledger import Fate, Ledger
@@ -35,6 +36,7 @@ from streamrl.trainer.calls import (
     HaveScored,
     Inference,
     Initialize,
+    ModelConfig,
     OpenStore,
     Publish,
     Published,
@@ -56,6 +58,22 @@ from streamrl.types import NO_VERSION, TrajectoryGroup
 from tests.evaluations import make_report
 from tests.launch.statuses import status
 
+TRANSFORMER = Architecture(
+    vocab_size=50,
+    hidden_size=16,
+    intermediate_size=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=4,
+    rms_norm_eps=1e-6,
+    rope=Rope(10_000.0),
+    max_position=64,
+    tied=True,
+    qkv_bias=False,
+    o_bias=False,
+    qk_norm=True,
+)
 LIMIT_SECONDS = 100_000.0
 """A run that takes longer, on the virtual clock, waits for something that never comes."""
 PROMPT = 3
@@ -121,6 +139,8 @@ class Workers:
         self.events: list[Event] = []
         self.compute: Callable[[Any], Any] | None = None
         """What computes for the only worker, if anybody does: carries out a call, and answers as a worker."""
+        self.models: dict[int, Architecture] = {}
+        """Workers whose transformer is another one than `TRANSFORMER`."""
         self.weights = 0
         """The version that the workers' weights are."""
         self.stored = stored
@@ -197,7 +217,9 @@ class Workers:
         await asyncio.sleep(0)  # the wire
         match next(iter(calls.values())):
             case Spec():
-                return {worker: WorkerSpec({"actor": "pretended"}, 0) for worker in calls}
+                return {worker: WorkerSpec({"actor": "pretended"}, 0, 0) for worker in calls}
+            case ModelConfig():
+                return {worker: self.models.get(worker, TRANSFORMER) for worker in calls}
             case OpenStore():
                 return dict.fromkeys(calls, StoreOpened("here", 1))
             case ClearDataCache():
@@ -514,6 +536,9 @@ class Manager(Signal):
     async def compared(self, version: int) -> Compared:
         assert self.version == version + 1, "answers are asked for that may still come"
         return Compared(self.scores.get(version, []))
+
+    async def tell_model(self, model: Architecture) -> None:
+        self.model = model
 
     async def report(self, report: Any) -> None:
         self.reports.append(report)

@@ -12,8 +12,9 @@ from streamrl.config import Config, from_dict
 from streamrl.trainer.calls import CallDone, Offload, ParamRealloc, Trained
 from streamrl.trainer.graph import MFC, downstream, graph_of
 from streamrl.trainer.master.batches import BatchFormer
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.executor import FunctionExecutor
-from streamrl.trainer.master.groups import GroupTable
+from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.types import SampleMeta
 from tests.trainer.models import random_group
 
@@ -56,12 +57,14 @@ async def follow(begin):
         }
     )
     graph, workers = graph_of(config), Workers()
-    table = GroupTable(graph)
+    buffer = AsyncIOSequenceBuffer(graph, batch_groups=2)
     former = BatchFormer(config)
     executor = FunctionExecutor(
         graph=graph,
-        groups=table,
+        buffer=buffer,
         channel=workers,
+        workers=ModelWorkers(config, channel=workers),
+        stored=asyncio.Queue(),
         former=former,
         config=config,
         policy_version=begin,
@@ -71,15 +74,15 @@ async def follow(begin):
     rng = np.random.default_rng(0)
     found = []
     for version in range(begin, begin + STEPS):
-        table.put_batch([SampleMeta.of(random_group(2 * version + i, rng), head=0) for i in range(2)])
-        batch, _ = await table.take_batch(
+        buffer.put_batch([SampleMeta.of(random_group(2 * version + i, rng), head=0) for i in range(2)])
+        batch, _ = await buffer.take_batch(
             lambda ready, version=version: former.select(
-                ready, policy_version=version, next_in_order=table.next_in_order
+                ready, policy_version=version, next_in_order=buffer.next_in_order
             ),
             lambda _: "a batch",
         )
         await executor.execute_step(batch, policy_version=version)
-        table.trained_on(meta.seq for meta in batch)
+        buffer.trained_on(meta.seq for meta in batch)
         found += [(version, call) for call in workers.calls]
         workers.calls.clear()
     arrivals.cancel()

@@ -67,6 +67,7 @@ ALLOWED: Mapping[str, Allowed] = {
     "GET /publish/resync": Allowed(frozenset({"master"})),
     "POST /compare": Allowed(frozenset({"model_worker"})),
     "GET /compared": Allowed(frozenset({"master"})),
+    "POST /model": Allowed(frozenset({"master"})),
     "POST /report": Allowed(frozenset({"master"})),
     "POST /finish_run": Allowed(frozenset({"master"})),
     "GET /status": Allowed(_EVERYONE),

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 
+from streamrl.architecture import Architecture
 from streamrl.config import Config
 from streamrl.errors import RunStopped, StreamRLError
 from streamrl.gserver.manager.access import Access
@@ -168,6 +169,7 @@ class Manager:
         )
         self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
         self._last_step: StepReport | None = None
+        self._architecture: Architecture | None = None
 
     @property
     def admitted(self) -> int:
@@ -180,6 +182,11 @@ class Manager:
             raise StreamRLError(f"the run has failed: {self._state.message}")
         if self._state.name == "stopped":
             raise RunStopped(f"the run was stopped: {self._state.message}")
+
+    async def take_model(self, message: Architecture) -> Done:
+        """Keep the configuration of the policy's transformer for /status."""
+        self._architecture = message
+        return Done()
 
     async def report(self, message: StepReport) -> Done:
         """Keep the master's report of a step for /status, and admit by what it says."""
@@ -223,6 +230,7 @@ class Manager:
             waiting=len(self._signals.admissions) + len(self._signals.routes),
             given_up=self._admissions.given_up,
             evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
+            model=self._architecture,
             now=time.monotonic(),
         )
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
+from streamrl.architecture import Architecture
 from streamrl.errors import UNDECODABLE, PeerError, StreamRLError, WireError
 from streamrl.gserver.manager.access import ALLOWED, LOOKS, Allowed, check_speaker
 from streamrl.gserver.manager.core import Manager
@@ -92,6 +93,7 @@ POSTS: Mapping[str, Post] = {
     "/evaluation/next": Post(NextEvaluation, lambda manager: manager.evaluations.next),
     "/evaluation/route": Post(EvaluationRoute, lambda manager: manager.evaluations.route),
     "/evaluation": Post(EvaluationResult, lambda manager: manager.evaluations.result),
+    "/model": Post(Architecture, lambda manager: manager.take_model),
     "/report": Post(StepReport, lambda manager: manager.report),
     "/finish_run": Post(FinishRun, lambda manager: manager.finish_run),
     "/fail_run": Post(FailRun, lambda manager: manager.fail_run),

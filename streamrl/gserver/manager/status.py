@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from streamrl.architecture import Architecture
 from streamrl.config import Config
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.registry import Member, Registry
@@ -56,6 +57,7 @@ def build_status(
     waiting: int,
     given_up: int,
     evaluation: EvaluationStatus | None,
+    model: Architecture | None,
     now: float,
 ) -> Status:
     """Return everything that /status tells.
@@ -86,6 +88,7 @@ def build_status(
         publication=publication,
         data_rows=data_rows,
         evaluation=evaluation,
+        model=model,
     )
 
 

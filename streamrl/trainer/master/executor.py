@@ -1,9 +1,9 @@
 """Runs the graph: each MFC as soon as its keys are there, on the model workers.
 
 A `ModelFunctionCall` is one MFC at work: it deals groups over data-parallel ranks, plans which
-arrays have to move there, and sends one request to all workers. `arrivals` MFCs run in loops of
-their own while groups come in; `execute_step` takes one training batch through the `batch` MFCs,
-each waiting for its own keys alone.
+arrays have to move there, and sends one request to all workers. `load_data` fills the buffer. `arrivals` MFCs run in
+loops of their own while groups come in; `execute_step` takes one training batch through the `batch` MFCs, each waiting
+for its own keys alone.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from streamrl.trainer.calls import (
     MinibatchShare,
     ParamRealloc,
     Sibling,
+    Stored,
     Trained,
     TrainStep,
 )
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.batches import BatchFormer
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer, Shares
 from streamrl.trainer.master.figures import Span
-from streamrl.trainer.master.groups import GroupTable, Shares
 from streamrl.trainer.master.synchronous import SynchronousGeneration
+from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.trainer.redistributor import Transfer, concerning
 from streamrl.transport.request_reply import Requests
 from streamrl.types import SampleMeta
@@ -57,7 +59,7 @@ class ModelFunctionCall:
         mfc: MFC,
         *,
         channel: Requests,
-        groups: GroupTable,
+        buffer: AsyncIOSequenceBuffer,
         former: BatchFormer,
         trainer: TrainerConfig,
         policy_version: int,
@@ -66,7 +68,7 @@ class ModelFunctionCall:
         """`policy_version`: from which the run begins. `kept_per_step`: see `metrics.rollouts_per_step`."""
         self.mfc = mfc
         self._channel = channel
-        self._groups = groups
+        self._buffer = buffer
         self._former = former
         self._layout = layout_of(trainer, mfc.role)
         self._timeout = trainer.step_timeout_seconds
@@ -79,9 +81,9 @@ class ModelFunctionCall:
         return any(isinstance(hook, ParamRealloc) for hook in hooks)
 
     async def infer(self, metas: Sequence[SampleMeta], *, policy_version: int) -> float:
-        """Compute the MFC's keys for `metas`, and note them in the table; return the seconds of computation."""
-        shares = self._groups.deal([meta.seq for meta in metas], self._layout)
-        plan = self._groups.bring(shares, self.mfc.inputs, self._layout)
+        """Compute the MFC's keys for `metas`, and note them in the buffer; return the seconds of computation."""
+        shares = self._buffer.deal([meta.seq for meta in metas], self._layout)
+        plan = self._buffer.bring(shares, self.mfc.inputs, self._layout)
         kind = Function if self.mfc.interface == "function" else Inference
         pre, post = self._pre_hooks.due(policy_version), self._post_hooks.due(policy_version)
         calls = {}
@@ -90,7 +92,7 @@ class ModelFunctionCall:
             calls[worker] = kind(self.mfc.name, mine, [*_transfer(plan, worker), *pre], post)
         replies = await self._channel.request(calls, CallDone, timeout=self._timeout)
         rewards = {seq: found for done in replies.values() for seq, found in done.rewards.items()}
-        self._groups.amend_batch(self.mfc.outputs, shares, self._layout, rewards=rewards)
+        self._buffer.amend_batch(self.mfc.outputs, shares, self._layout, rewards=rewards)
         return max(done.compute_seconds for done in replies.values())
 
     async def train(
@@ -100,12 +102,12 @@ class ModelFunctionCall:
         minibatches: list[tuple[Shares, int, int]] = []
         for part in self._former.minibatches(metas):
             tokens = sum(self._former.tokens_in_loss(meta, policy_version=policy_version) for meta in part)
-            shares = self._groups.deal([meta.seq for meta in part], self._layout)
+            shares = self._buffer.deal([meta.seq for meta in part], self._layout)
             minibatches.append((shares, tokens, sum(meta.episode_count for meta in part)))
         everything = [
             [seq for shares, _, _ in minibatches for seq in shares[data]] for data in range(self._layout.data)
         ]
-        plan = self._groups.bring(everything, self.mfc.inputs, self._layout)
+        plan = self._buffer.bring(everything, self.mfc.inputs, self._layout)
         pre, post = self._pre_hooks.due(policy_version), self._post_hooks.due(policy_version + 1)
         kept = self._sampled(metas, policy_version=policy_version) if self.mfc.role == "actor" else frozenset[int]()
         calls = {}
@@ -139,32 +141,37 @@ def _transfer(plan: Sequence[Transfer], worker: int) -> list[Hook]:
 
 
 class FunctionExecutor:
-    """Drives the MFCs of one graph over one table of groups."""
+    """Loads data into the buffer, and drives the MFCs of one graph over it."""
 
     def __init__(
         self,
         *,
         graph: Graph,
-        groups: GroupTable,
+        buffer: AsyncIOSequenceBuffer,
         channel: Requests,
+        workers: ModelWorkers,
+        stored: asyncio.Queue[Stored],
         former: BatchFormer,
         config: Config,
         policy_version: int,
         weights_at_rest: asyncio.Lock,
     ) -> None:
-        """`policy_version`: from which the run begins. `weights_at_rest`: held where nobody else may change weights, or
-        begin to publish them; during `execute_step` it is."""
+        """`stored`: notices of the workers' StreamDatasets. `policy_version`: from which the run begins.
+        `weights_at_rest`: held while no other task may change weights or begin to publish them, as in `execute_step`.
+        """
         self._weights_at_rest = weights_at_rest
         trainer = config.trainer
         self._policy_version = policy_version
         self._graph = graph
-        self._groups = groups
-        self._limit = trainer.batch_groups
+        self._buffer = buffer
+        self._workers = workers
+        self._stored = stored
+        self._batch_groups = trainer.batch_groups
         self._calls = {
             mfc.name: ModelFunctionCall(
                 mfc,
                 channel=channel,
-                groups=groups,
+                buffer=buffer,
                 former=former,
                 trainer=trainer,
                 policy_version=policy_version,
@@ -174,9 +181,40 @@ class FunctionExecutor:
             for mfc in graph.reading(source)
         }
         self._generation = (
-            SynchronousGeneration(graph, channel=channel, groups=groups, config=config) if graph.of_rollout else None
+            SynchronousGeneration(graph, channel=channel, buffer=buffer, config=config) if graph.of_rollout else None
         )
+        self._generating = False
         self._spans: list[Span] = []
+
+    async def load_data(self) -> None:
+        """Load data into the buffer for as long as the run lasts.
+
+        An asynchronous graph loads the groups that arrive at the workers' StreamDatasets. A synchronous graph also
+        loads prompts from the data source whenever a training batch is waited for: rollout workers make groups of
+        them, which arrive in the same way.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._load_groups(), name="groups")
+            if self._generation is not None:
+                tasks.create_task(self._load_prompts(self._generation), name="prompts")
+
+    async def until_generated(self) -> None:
+        """Wait until no rollout worker makes groups for the batch that was formed last (synchronous graph)."""
+        await self._buffer.until(lambda: not self._generating)
+
+    async def _load_groups(self) -> None:
+        while True:
+            unwanted = self._buffer.put_batch((await self._stored.get()).metas)
+            for meta in unwanted:  # given up by another worker before this one had stored it
+                await self._workers.clear({meta.head: [meta.seq]}, come_again=False)
+
+    async def _load_prompts(self, generation: SynchronousGeneration) -> None:
+        while True:
+            await self._buffer.until(lambda: self._buffer.batch_awaited)
+            self._generating = True
+            self._spans += await generation.make(self._batch_groups)
+            self._generating = False
+            self._buffer.wake()
 
     def take_spans(self) -> list[Span]:
         """Return what ran since the last time this was asked."""
@@ -188,11 +226,6 @@ class FunctionExecutor:
         async with asyncio.TaskGroup() as tasks:
             for mfc in self._graph.reading("arrivals"):
                 tasks.create_task(self._run_arrivals_of(self._calls[mfc.name]), name=mfc.name)
-
-    async def generate(self, groups: int, *, formed: asyncio.Event) -> None:
-        """In a synchronous graph: have a batch of `groups` made, until it is `formed`."""
-        if self._generation is not None:
-            self._spans += await self._generation.make(groups, formed=formed)
 
     async def execute_step(
         self,
@@ -206,48 +239,37 @@ class FunctionExecutor:
 
         `compared` and `lr_scale`: see `TrainStep`.
         """
-        mfcs = self._graph.reading("batch")
-        given = {key: asyncio.Event() for mfc in mfcs for key in mfc.outputs}
         trained: list[Trained] = []
 
         async def run(mfc: MFC) -> Span:
-            for key in sorted(mfc.inputs & given.keys()):
-                await given[key].wait()
-            begin = time.time()
-            call = self._calls[mfc.name]
-            updating = 0.0
-            if mfc.interface == "train_step":
-                results = await call.train(batch, policy_version=policy_version, compared=compared, lr_scale=lr_scale)
-                trained.extend(results)
-                compute = max(result.compute_seconds for result in results)
-                updating = max(result.update_seconds for result in results)
-            else:
-                compute = await self._infer_in_parts(call, batch, policy_version=policy_version)
-            for key in mfc.outputs:
-                given[key].set()
+            call, left = self._calls[mfc.name], list(batch)
+            begin = compute = updating = 0.0
+            while left:
+                part = await self._buffer.get_batch_for_rpc(mfc, batch=left)
+                left = left[len(part) :]
+                begin = begin or time.time()
+                if mfc.interface == "train_step":
+                    results = await call.train(
+                        part, policy_version=policy_version, compared=compared, lr_scale=lr_scale
+                    )
+                    trained.extend(results)
+                    compute += max(result.compute_seconds for result in results)
+                    updating += max(result.update_seconds for result in results)
+                else:
+                    compute += await call.infer(part, policy_version=policy_version)
             return Span(mfc.name, begin, time.time(), compute, updating)
 
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(run(mfc), name=mfc.name) for mfc in mfcs]
+            running = [tasks.create_task(run(mfc), name=mfc.name) for mfc in self._graph.reading("batch")]
         self._policy_version = policy_version + 1
         spans = [task.result() for task in running]
         self._spans += spans
         return StepResult(spans, trained)
 
-    async def _infer_in_parts(
-        self, call: ModelFunctionCall, batch: Sequence[SampleMeta], *, policy_version: int
-    ) -> float:
-        """Compute in calls of at most the MFC's own batch size; return the seconds of computation."""
-        size = call.mfc.groups or len(batch)
-        seconds = 0.0
-        for start in range(0, len(batch), size):
-            seconds += await call.infer(batch[start : start + size], policy_version=policy_version)
-        return seconds
-
     async def _run_arrivals_of(self, call: ModelFunctionCall) -> None:
         mfc = call.mfc
         while True:
-            metas = await self._groups.get_batch_for_rpc(mfc.name, limit=mfc.groups or self._limit)
+            metas = await self._buffer.get_batch_for_rpc(mfc)
             begin = time.time()
             undisturbed: AbstractAsyncContextManager[None] = nullcontext()
             if call.gives_weights(self._policy_version):  # ranks that gather them cannot do so for a publication, too

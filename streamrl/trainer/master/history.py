@@ -2,7 +2,7 @@
 passed in.
 
 `History` is what has to be known of the past for the end of the run, its figures, its checkpoints; which groups were
-trained on or given up is in the table of groups (`groups.py`). For `RunControl`, *consumed* groups are those that were
+trained on or given up is in the buffer (`buffer.py`). For `RunControl`, *consumed* groups are those that were
 trained on and those that were given up for good; an epoch is over when as many groups as the data set has rows were
 consumed since the last one.
 """
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from streamrl.config import Config
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch
-from streamrl.trainer.master.groups import GroupTable
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.transport.control import DataFacts
 
 # --- what is due ---
@@ -98,12 +98,12 @@ class History:
         self.policy_version += 1
         self.rewards.append(reward)
 
-    def reached(self, groups: GroupTable, *, data: DataFacts) -> progress.Progress:
+    def reached(self, buffer: AsyncIOSequenceBuffer, *, data: DataFacts) -> progress.Progress:
         """Return how far the run has come, for a checkpoint."""
         return progress.Progress(
             policy_version=self.policy_version,
-            trained=groups.trained.ranges(),
-            rejected=groups.given_up.ranges(),
+            trained=buffer.trained.ranges(),
+            rejected=buffer.given_up.ranges(),
             prompts=progress.prompts_digest(self._config),
             data_rows=data.rows,
             data_digest=data.digest,

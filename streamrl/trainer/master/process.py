@@ -28,6 +28,7 @@ from streamrl.records.sinks import MetricsWriter, start_sinks
 from streamrl.trainer.calls import EvaluateHook, SaveHook, Stored, Trained, WorkerSpec
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.batches import BatchFormer
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.comparison import Comparison, MismatchWatch, response_to_compare
 from streamrl.trainer.master.evaluations import EvaluationRequests
 from streamrl.trainer.master.executor import FunctionExecutor, StepResult
@@ -39,7 +40,6 @@ from streamrl.trainer.master.figures import (
     token_ages,
     train_metrics,
 )
-from streamrl.trainer.master.groups import GroupTable
 from streamrl.trainer.master.history import History, RunControl, RunOver
 from streamrl.trainer.master.workers import Checkpoints, ModelWorkers
 from streamrl.trainer.replay import recording
@@ -155,8 +155,9 @@ class Master:
         self._graph = graph_of(config)
         self._former = BatchFormer(config)
         begun = progress.of_run(config)
-        self._groups = GroupTable(
+        self._buffer = AsyncIOSequenceBuffer(
             self._graph,
+            batch_groups=config.trainer.batch_groups,
             wait_warning_seconds=config.trainer.wait_warning_seconds,
             trained=begun.trained_seqs() if begun is not None else (),
             given_up=begun.rejected_seqs() if begun is not None else (),
@@ -164,10 +165,13 @@ class Master:
         self._history = History(config, begun)
         self._weights_at_rest = asyncio.Lock()
         """Held while weights may change, and while their publication is being set up."""
+        self._workers = ModelWorkers(config, channel=channel)
         self._executor = FunctionExecutor(
             graph=self._graph,
-            groups=self._groups,
+            buffer=self._buffer,
             channel=channel,
+            workers=self._workers,
+            stored=stored,
             former=self._former,
             config=config,
             policy_version=self._history.policy_version,
@@ -176,9 +180,7 @@ class Master:
         self._begun = begun
         self._metrics = MetricsWriter(config.run_dir)
         self._evaluations = EvaluationRequests(config, client=client, write=self._take_evaluation)
-        self._workers = ModelWorkers(config, channel=channel)
         self._checkpoints = Checkpoints(config, channel=channel)
-        self._stored = stored
         self._publication: asyncio.Task[None] | None = None
         self._counted: list[WorkerSpec] = []
         self._dropped = (0, 0)
@@ -198,8 +200,8 @@ class Master:
         """Return what heartbeats tell of the master."""
         return {
             "policy_version": self.policy_version,
-            "groups_held": len(self._groups),
-            "groups_trained_total": len(self._groups.trained),
+            "groups_held": len(self._buffer),
+            "groups_trained_total": len(self._buffer.trained),
         }
 
     async def run(self) -> str:
@@ -208,7 +210,7 @@ class Master:
         async with asyncio.TaskGroup() as helpers:
             background = [
                 helpers.create_task(self._report_changes(), name="group changes"),
-                helpers.create_task(self._take_in(), name="arrivals"),
+                helpers.create_task(self._executor.load_data(), name="data"),
                 helpers.create_task(self._follow_given_up(), name="groups given up"),
             ]
             if self._config.evaluation.enabled:
@@ -221,7 +223,7 @@ class Master:
                 reason = await self._steps()
             else:
                 reason = self._stop()
-            await self._groups.until(lambda: not self._groups.untold)
+            await self._buffer.until(lambda: not self._buffer.untold)
             for task in background:
                 task.cancel()
         return reason
@@ -237,7 +239,7 @@ class Master:
         if at_end:
             await self._evaluations.ask(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:
-            await self._checkpoints.save_final(self._history.reached(self._groups, data=self._data))
+            await self._checkpoints.save_final(self._history.reached(self._buffer, data=self._data))
         unwritten = await self._checkpoints.finish()
         self.membership.waiting_for = ""
         self._counted = await self._workers.specs()
@@ -274,8 +276,8 @@ class Master:
             status=status,
             policy_version=self.policy_version,
             train_seconds=self._history.train_seconds,
-            groups_trained=len(self._groups.trained),
-            groups_held=len(self._groups),
+            groups_trained=len(self._buffer.trained),
+            groups_held=len(self._buffer),
             groups_duplicated=sum(c.duplicated for c in self._counted),
             max_staleness=self._config.staleness.max_staleness,
             over_age=self._config.staleness.over_age,
@@ -314,6 +316,9 @@ class Master:
         await self._workers.connected()
         self.membership.waiting_for = "model workers to load the models"
         await self._workers.initialize()
+        model = await self._workers.model_config()
+        log.info("model: %s", model)
+        await self._client.tell_model(model)
         self.membership.waiting_for = ""
         self._history.begin()
 
@@ -329,7 +334,7 @@ class Master:
             self._config,
             data_rows=data.rows,
             step=self.policy_version,
-            consumed=self._groups.consumed,
+            consumed=self._buffer.consumed,
             now=time.monotonic(),
         )
         await self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
@@ -347,7 +352,7 @@ class Master:
     def _end(self) -> str | None:
         """Return why the run is over, if it is."""
         reason = self._control.end(
-            step=self.policy_version, consumed=self._groups.consumed, rewards=self._history.rewards
+            step=self.policy_version, consumed=self._buffer.consumed, rewards=self._history.rewards
         )
         return self._stop() if reason is None and self.membership.leaving.is_set() else reason
 
@@ -367,16 +372,10 @@ class Master:
     async def _step(self) -> None:
         version = self.policy_version
         begin = time.time()
-        formed_batch = asyncio.Event()
-        async with asyncio.TaskGroup() as making:
-            wanted = self._config.trainer.batch_groups
-            generation = making.create_task(self._executor.generate(wanted, formed=formed_batch), name="generation")
-            batch = await self._form_batch(version)
-            formed_batch.set()
-            if not batch:
-                generation.cancel()
+        batch = await self._form_batch(version)
         if not batch:
             return
+        await self._executor.until_generated()
         before = self._history.watch.health
         async with self._weights_at_rest:
             save = await self._train(batch, version=version, begin=begin)
@@ -385,7 +384,7 @@ class Master:
             self.membership.waiting_for = f"checkpoint {self.policy_version}"
             if self._publication is not None:
                 await self._publication  # the step is written down then: who goes on from here has its figures
-            await self._checkpoints.save(self._history.reached(self._groups, data=self._data))
+            await self._checkpoints.save(self._history.reached(self._buffer, data=self._data))
             self.membership.waiting_for = ""
         if stop:
             await self._stop_collapsing()
@@ -432,7 +431,7 @@ class Master:
             compared=comparison.response if comparison is not None else None,
             lr_scale=self._history.watch.lr_scale,
         )
-        held = self._groups.trained_on(meta.seq for meta in batch)
+        held = self._buffer.trained_on(meta.seq for meta in batch)
         await self._workers.clear(held, come_again=False)
         end = time.time()
         if self._publication is not None:
@@ -451,7 +450,7 @@ class Master:
     async def _begin_publication(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Do `work` beside what comes next. When it has ended, who waits for groups looks again: it may have failed."""
         publication = self._publication = asyncio.create_task(work, name=name)
-        publication.add_done_callback(lambda _: self._groups.wake())
+        publication.add_done_callback(lambda _: self._buffer.wake())
         await asyncio.sleep(0)  # workers are asked for it before whoever waits for the weights can ask for anything
         return publication
 
@@ -492,7 +491,7 @@ class Master:
 
     def _is_due(self, version: int) -> tuple[bool, bool]:
         """Whether the policy is to be evaluated, and a checkpoint to be written: by run control, or by a hook."""
-        consumed, now = self._groups.consumed, time.monotonic()
+        consumed, now = self._buffer.consumed, time.monotonic()
         evaluate = self._control.evaluation_is_due(step=version, consumed=consumed, now=now)
         save = self._control.save_is_due(step=version, consumed=consumed, now=now)
         return (
@@ -508,13 +507,13 @@ class Master:
                 self._publication.result()  # a failed update ends the run here, not after a wait
             if self._end() is not None:
                 raise RunOver  # the last groups of the last epoch were given up
-            selection = self._former.select(ready, policy_version=version, next_in_order=self._groups.next_in_order)
+            selection = self._former.select(ready, policy_version=version, next_in_order=self._buffer.next_in_order)
             self.membership.waiting_for = self._former.describe(selection, policy_version=version)
             return selection
 
         while True:
             try:
-                batch, too_old = await self._groups.take_batch(
+                batch, too_old = await self._buffer.take_batch(
                     select, lambda selection: self._former.describe(selection, policy_version=version)
                 )
             except RunOver:
@@ -530,7 +529,7 @@ class Master:
         tokens = sum(meta.sampled_tokens for meta in metas)
         self._history.tokens_dropped += tokens
         self._dropped = self._dropped[0] + len(metas), self._dropped[1] + tokens
-        with self._groups.dropping(seqs) as held:
+        with self._buffer.dropping(seqs) as held:
             await self._workers.clear(held, come_again=True)
 
     def _report(
@@ -556,7 +555,7 @@ class Master:
             "save_seconds": self._checkpoints.take_seconds(),
             "groups_dropped": self._dropped[0],
             "tokens_dropped": self._dropped[1],
-            "epoch": self._control.epochs(self._groups.consumed),
+            "epoch": self._control.epochs(self._buffer.consumed),
         }
         self._dropped = (0, 0)
         spans = [Span("wait", begin, formed, 0.0), *self._executor.take_spans()]
@@ -595,19 +594,13 @@ class Master:
         if evaluate:
             await self._evaluations.ask(report.step)
 
-    async def _take_in(self) -> None:
-        while True:
-            given_up = self._groups.put_batch((await self._stored.get()).metas)
-            for meta in given_up:  # whoever had it next gave it up before this one was through
-                await self._workers.clear({meta.head: [meta.seq]}, come_again=False)
-
     async def _report_changes(self) -> None:
         """Tell the manager which groups the trainer has taken or let go of, many at a time."""
         while True:
-            await self._groups.until(lambda: self._groups.untold)
-            news = self._groups.news()
+            await self._buffer.until(lambda: self._buffer.untold)
+            news = self._buffer.news()
             await self._client.tell_groups(GroupChanges(news))
-            self._groups.told(news)
+            self._buffer.told(news)
 
     async def _follow_resyncs(self) -> None:
         """Between two steps, send the current weights to gservers that only the publisher can resync."""
@@ -632,8 +625,8 @@ class Master:
 
     async def _follow_given_up(self) -> None:
         """Take from the manager which groups will never come."""
-        heard = len(self._groups.given_up)
+        heard = len(self._buffer.given_up)
         while True:
             given_up = await self._client.given_up(heard)
             heard += len(given_up)
-            self._groups.give_up(given_up)
+            self._buffer.give_up(given_up)

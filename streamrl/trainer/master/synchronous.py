@@ -1,6 +1,6 @@
 """Generation and scoring in a synchronous graph: the MFCs that rollout workers carry out for the master.
 
-How much of a batch is lacking is known by the table of groups alone. What workers tell is not counted on: one may
+How much of a batch is lacking is known by the buffer alone. What workers tell is not counted on: one may
 have stored groups and died before it could say so, or may score a group that another one has stored meanwhile.
 """
 
@@ -15,8 +15,8 @@ from typing import TypeVar
 from streamrl.config import Config
 from streamrl.errors import PeerLost
 from streamrl.trainer.graph import Graph
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.figures import Span
-from streamrl.trainer.master.groups import GroupTable
 from streamrl.transport.request_reply import Requests
 from streamrl.transport.synchronous import (
     FIRST_ROLLOUT_WORKER,
@@ -39,25 +39,26 @@ NEWS_SECONDS = 1.0
 class SynchronousGeneration:
     """`actor_gen`, and `rew_inf` by verifiers: the MFCs that rollout workers carry out for the master."""
 
-    def __init__(self, graph: Graph, *, channel: Requests, groups: GroupTable, config: Config) -> None:
+    def __init__(self, graph: Graph, *, channel: Requests, buffer: AsyncIOSequenceBuffer, config: Config) -> None:
         self._channel = channel
-        self._groups = groups
+        self._buffer = buffer
         self._workers = [FIRST_ROLLOUT_WORKER + index for index in range(config.rollout.workers)]
         self._names = {mfc.interface: mfc.name for mfc in graph.of_rollout}
         self._timeout = config.trainer.step_timeout_seconds
 
-    async def make(self, groups: int, *, formed: asyncio.Event) -> list[Span]:
-        """Have groups generated, scored and stored until a batch of `groups` is `formed`; return what ran when."""
+    async def make(self, groups: int) -> list[Span]:
+        """Have groups generated, scored and stored for as long as a batch of `groups` is waited for; return the spans
+        of these calls."""
         await self._channel.wait_for(set(self._workers), patience=self._timeout)
         spans: list[Span] = []
-        while not formed.is_set():
-            if len(self._groups) >= groups:  # the master is about to form the batch, or to drop what is too old for it
-                await first_of(formed.wait(), self._groups.until(lambda: len(self._groups) < groups))
+        while self._buffer.batch_awaited:
+            if len(self._buffer) >= groups:  # the master is about to form the batch, or to drop groups of too great age
+                await self._buffer.until(lambda: len(self._buffer) < groups or not self._buffer.batch_awaited)
             else:
-                await self._round(groups, spans, formed)
+                await self._round(groups, spans)
         return spans
 
-    async def _round(self, groups: int, spans: list[Span], formed: asyncio.Event) -> None:
+    async def _round(self, groups: int, spans: list[Span]) -> None:
         """Have generated, then scored, what a batch of `groups` lacks; some of it may fail."""
         begin = time.time()
         waiting = await self._generate(groups)
@@ -67,22 +68,24 @@ class SynchronousGeneration:
             spans.append(Span(self._names["generate"], begin, middle))
             if "inference" in self._names:
                 spans.append(Span(self._names["inference"], middle, time.time()))
-            heard = self._groups.until(lambda: all(seq in self._groups for seq in stored))
-            await first_of(formed.wait(), heard, timeout=NEWS_SECONDS)
+            heard = self._buffer.until(
+                lambda: not self._buffer.batch_awaited or all(seq in self._buffer for seq in stored)
+            )
+            await first_of(heard, timeout=NEWS_SECONDS)
 
     async def _generate(self, groups: int) -> dict[int, list[int]]:
         """Wait until what is held and what waits to be scored make a batch; return which are to be scored where."""
         waiting: dict[int, list[int]] = {}
 
         def lacking() -> int:
-            return groups - len(self._groups) - sum(map(len, waiting.values()))
+            return groups - len(self._buffer) - sum(map(len, waiting.values()))
 
         while lacking() > 0:
             living = await self._channel.living(self._workers, patience=self._timeout)
             for gone in waiting.keys() - set(living):
                 del waiting[gone]
             await self._ask_for_more(lacking, living, waiting)
-        if len(self._groups) >= groups:  # what was taken for lost had been stored after all; the others wait on
+        if len(self._buffer) >= groups:  # what was taken for lost had been stored after all; the others wait on
             return {}
         return {worker: seqs for worker, seqs in waiting.items() if seqs}
 
@@ -94,19 +97,19 @@ class SynchronousGeneration:
         Ends as soon as groups arrive or nothing is lacking: those that have not told may by then wait for groups
         that nobody is to make any more.
         """
-        short, held = lacking(), len(self._groups)
+        short, held = lacking(), len(self._buffer)
 
         async def ask(worker: int, count: int) -> None:
             reply = await self._ask(worker, GenerateGroups(count), GroupsGenerated)
             waiting[worker] = reply.seqs if reply is not None else []
-            self._groups.wake()
+            self._buffer.wake()
 
         asking: list[Coroutine[None, None, None]] = []
         for i, worker in enumerate(living):
             share = short * (i + 1) // len(living) - short * i // len(living)
             if count := share + len(waiting.get(worker, ())):
                 asking.append(ask(worker, count))
-        await first_of(_all(asking), self._groups.until(lambda: lacking() <= 0 or len(self._groups) > held))
+        await first_of(_all(asking), self._buffer.until(lambda: lacking() <= 0 or len(self._buffer) > held))
 
     async def _score(self, waiting: Mapping[int, list[int]]) -> set[int]:
         """Have groups scored that wait at a worker; return which are stored, as far as workers lived to tell."""

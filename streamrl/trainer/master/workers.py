@@ -13,8 +13,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from streamrl.architecture import Architecture
 from streamrl.config import Config
 from streamrl.config.trainer import role_config
+from streamrl.errors import TrainingError
 from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.trainer.calls import (
@@ -26,6 +28,7 @@ from streamrl.trainer.calls import (
     FinishSave,
     HaveScored,
     Initialize,
+    ModelConfig,
     OpenStore,
     Publish,
     Published,
@@ -69,6 +72,18 @@ class ModelWorkers:
         await self._channel.request(self._all(call), CallDone, timeout=patience)
         for role, what in (await self.specs())[0].roles.items():
             log.info("%s: %s", role, what)
+
+    async def model_config(self) -> Architecture:
+        """Return the configuration of the policy's transformer; raises `TrainingError` if two workers differ in it."""
+        calls = (self._channel.call(w, ModelConfig(), Architecture, timeout=SPEC_SECONDS) for w in self._workers)
+        first, *others = await asyncio.gather(*calls)
+        for worker, other in enumerate(others, start=1):
+            if other != first:
+                raise TrainingError(
+                    f"model_worker/{worker} has another model than model_worker/0 ({other}, and {first}); "
+                    "give both the same config.json under model.path"
+                )
+        return first
 
     async def specs(self) -> list[WorkerSpec]:
         """Return what each worker is and has counted."""

@@ -20,8 +20,8 @@ from streamrl.trainer.calls import Hook, Inference, MinibatchShare, ParamRealloc
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.batches import BatchFormer
+from streamrl.trainer.master.buffer import Shares
 from streamrl.trainer.master.executor import hooks_of
-from streamrl.trainer.master.groups import Shares
 from streamrl.trainer.redistributor import deal
 from streamrl.trainer.replay.recording import BatchCall, PartOnDisk, RecordedStep, Recording
 from streamrl.types import SampleMeta, TrajectoryGroup

@@ -37,7 +37,7 @@ from streamrl.records.progress import UNFINISHED
 from streamrl.trainer.calls import DataTransfer, Function, Hook, Inference, Trained, TrainStep
 from streamrl.trainer.graph import ROLLOUT, Graph
 from streamrl.trainer.layout import layout_of
-from streamrl.trainer.master.groups import OF_TRAJECTORIES
+from streamrl.trainer.master.buffer import OF_TRAJECTORIES
 from streamrl.transport.codec import ARRAYS, group_bytes
 from streamrl.types import GroupFacts, TrajectoryGroup
 

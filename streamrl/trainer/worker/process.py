@@ -25,9 +25,10 @@ import torch
 import zmq
 
 from streamrl import essential
+from streamrl.architecture import read_architecture
 from streamrl.config import Config
 from streamrl.cuda_memory import gpu_identity
-from streamrl.device import compute_repeatably, compute_with, resolve_device, resolve_dtype
+from streamrl.device import compute_repeatably, compute_with, empty_cache, resolve_device, resolve_dtype
 from streamrl.errors import StreamRLError, TrainingError
 from streamrl.models import routing_of, special_token_ids, vocab_size, weights_fingerprint
 from streamrl.records import progress
@@ -43,6 +44,7 @@ from streamrl.trainer.calls import (
     HaveScored,
     Inference,
     Initialize,
+    ModelConfig,
     OpenStore,
     Publish,
     Published,
@@ -269,7 +271,7 @@ class ModelWorker:
             while True:
                 call_id, call = await channel.receive()
                 match call:
-                    case Spec() | HaveScored() | ClearDataCache():
+                    case Spec() | ModelConfig() | HaveScored() | ClearDataCache():
                         tasks.create_task(self._answer(channel, call_id, call))
                     case Publish():
                         self._weights_free.clear()
@@ -333,7 +335,11 @@ class ModelWorker:
                 return self._spec()
             case ClearDataCache():
                 self._data.discard(call.seqs, come_again=call.come_again)
+                if not call.come_again:
+                    self._compute.submit(empty_cache, self._device)
                 return CallDone(compute_seconds=0.0)
+            case ModelConfig():
+                return read_architecture(self._model_dir)
             case HaveScored():
                 return await self._have_scored(call)
             case OpenStore():

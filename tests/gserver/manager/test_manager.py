@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
+from streamrl.architecture import architecture_of
+from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.gserver.manager.admission import LEAST_PAUSE_SECONDS, REPORTS_PER_SECOND
 from streamrl.gserver.manager.core import Manager
@@ -157,6 +159,29 @@ async def test_who_is_refused_does_not_decide_on_the_weights(tmp_path: Path) -> 
         with pytest.raises(PeerError, match="goes on from a checkpoint, and the manager from no checkpoint"):
             await run.client.register(mistaken, patience=1.0)
         await run.client.register(msgspec.structs.replace(message, model="the model's"), patience=1.0)
+
+
+async def test_a_resumed_run_takes_a_larger_total_and_refuses_a_pool_with_the_old_one(tmp_path: Path) -> None:
+    """The manager's total ends admission: a trainer with a larger one would wait for groups for ever."""
+    checkpoint = tmp_path / "checkpoints" / "step-000003"
+    checkpoint.mkdir(parents=True)
+    prompts = progress.prompts_digest(small_config(tmp_path))
+    progress.write(checkpoint, Progress(policy_version=3, trained=[(0, 6)], rejected=[], prompts=prompts, data_rows=6))
+
+    def resumed(epochs: int) -> Config:
+        return small_config(tmp_path, run={"resume_from": str(checkpoint), "total_train_epochs": epochs})
+
+    async with managed(resumed(2)) as run:
+        old = resumed(1)
+        message = msgspec.structs.replace(run.registration("model_worker"), begins_from=progress.identity(old))
+        differing = msgspec.structs.replace(message, config_digest=old.digest(), settings=old.shared_changes())
+        async with run.member() as trainer:
+            with pytest.raises(PeerError, match=r"run\.total_train_epochs is 1 there and 2 at the manager"):
+                await trainer.register(differing, patience=1.0)
+            await trainer.register(message, patience=1.0)
+        await run.register("rollout")
+        await run.client.admit(Admit(worker=0, count=0, data_rows=6))
+        assert (await run.client.status()).ledger.room > 0
 
 
 async def test_of_a_run_that_goes_on_a_gserver_may_begin_without_the_checkpoint(tmp_path: Path) -> None:
@@ -599,6 +624,25 @@ async def test_a_rejection_by_a_worker_that_lost_the_lease_is_ignored(tmp_path: 
         assert await run.admit_seqs(worker=0) == [0, 1]
         await run.client.reject(Reject(worker=1, seq=0, reason="late"))
         assert (await run.client.status()).ledger.rejected == 0
+
+
+async def test_the_status_has_the_model_that_the_trainer_has_reported(tmp_path: Path) -> None:
+    model = architecture_of(
+        {
+            "model_type": "llama",
+            "num_attention_heads": 4,
+            "vocab_size": 50,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 64,
+        }
+    )
+    async with managed(small_config(tmp_path)) as run:
+        assert (await run.client.status()).model is None
+        await run.client.tell_model(model)
+        assert (await run.client.status()).model == model
 
 
 async def test_reports_that_come_twice_count_once(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ from streamrl.config import from_dict
 from streamrl.ledger import Fate
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.batches import BatchFormer
-from streamrl.trainer.master.groups import GroupTable
-from tests.trainer.master.test_groups import make_meta
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
+from tests.trainer.master.test_buffer import make_meta
 
 
 def make_former(over_age="mask", *, minibatches=1, batch=4):
@@ -23,20 +23,20 @@ def make_former(over_age="mask", *, minibatches=1, batch=4):
 
 
 def test_wait_takes_admission_order_and_skips_what_was_given_up():
-    former, table = make_former("wait", batch=2), GroupTable(Graph(()))
+    former, buffer = make_former("wait", batch=2), AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
 
     def select(version):
-        return former.select(table.ready, policy_version=version, next_in_order=table.next_in_order)
+        return former.select(buffer.ready, policy_version=version, next_in_order=buffer.next_in_order)
 
-    table.put_batch([make_meta(seq) for seq in (1, 2, 3)])
+    buffer.put_batch([make_meta(seq) for seq in (1, 2, 3)])
     selection = select(0)
     assert (selection.batch, selection.missing) == ([], [0])
     assert former.describe(selection, policy_version=0) == "actor_train v0 waits for 1 of 2 groups, oldest seq 0"
-    with table.dropping([2]):
+    with buffer.dropping([2]):
         pass
-    table.give_up([Fate(0, 0), Fate(2, 2), Fate(3, 0)])  # the last one came before the manager could know
+    buffer.give_up([Fate(0, 0), Fate(2, 2), Fate(3, 0)])  # the last one came before the manager could know
     assert select(0).batch == [1, 3]
-    table.trained_on([1, 3])
+    buffer.trained_on([1, 3])
     assert select(1).missing == [4, 5]
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from streamrl.errors import TransferError
 from streamrl.trainer.graph import SEQUENCE_KEYS, STREAM_KEYS, Graph
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.master.groups import GroupTable
-from tests.trainer.master.test_groups import make_meta
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
+from tests.trainer.master.test_buffer import make_meta
 
 LAYOUTS = [Layout(data=4), Layout(data=2, context=2), Layout(tensor=2, pipeline=2), Layout(data=2, pipeline=2)]
 
@@ -29,14 +29,14 @@ def sent(plan):
 
 @given(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS), st.lists(st.integers(0, 3), min_size=1, max_size=12))
 def test_each_worker_gets_what_it_lacks_once(layout, other, homes):
-    table = GroupTable(Graph(()))
+    buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
     heads = layout.heads
-    table.put_batch(make_meta(seq, head=heads[home % len(heads)]) for seq, home in enumerate(homes))
+    buffer.put_batch(make_meta(seq, head=heads[home % len(heads)]) for seq, home in enumerate(homes))
     has = {(seq, key): {heads[home % len(heads)]} for seq, home in enumerate(homes) for key in STREAM_KEYS}
     for target, keys in ((layout, SEQUENCE_KEYS), (other, SEQUENCE_KEYS), (layout, STREAM_KEYS)):
-        shares = table.deal(list(range(len(homes))), target)
+        shares = buffer.deal(list(range(len(homes))), target)
         assert sorted(seq for share in shares for seq in share) == list(range(len(homes)))
-        found = sent(table.bring(shares, keys, target))
+        found = sent(buffer.bring(shares, keys, target))
         lacking = {
             (seq, key, worker)
             for data, share in enumerate(shares)
@@ -51,19 +51,19 @@ def test_each_worker_gets_what_it_lacks_once(layout, other, homes):
 
 
 def test_what_a_call_gave_is_with_the_heads_and_goes_with_the_group():
-    table = GroupTable(Graph(()))
+    buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
     layout = Layout(data=2, tensor=2)
-    table.put_batch([make_meta(0, head=0), make_meta(1, head=2)])
-    table.amend_batch(["values"], [[0], [1]], layout)
-    plan = table.bring([[0], [1]], ["values"], layout)
+    buffer.put_batch([make_meta(0, head=0), make_meta(1, head=2)])
+    buffer.amend_batch(["values"], [[0], [1]], layout)
+    plan = buffer.bring([[0], [1]], ["values"], layout)
     assert sent(plan) == Counter({(0, "values", 1): 1, (1, "values", 3): 1})
-    with table.dropping([0]) as held:
+    with buffer.dropping([0]) as held:
         assert held == {0: [0], 1: [0]}
-    assert table.trained_on([1]) == {2: [1], 3: [1]}
+    assert buffer.trained_on([1]) == {2: [1], 3: [1]}
 
 
 def test_an_array_that_was_never_made_is_named():
-    table = GroupTable(Graph(()))
-    table.put_batch([make_meta(7)])
+    buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
+    buffer.put_batch([make_meta(7)])
     with pytest.raises(TransferError, match="seq 7 values"):
-        table.bring([[7]], ["values"], Layout())
+        buffer.bring([[7]], ["values"], Layout())

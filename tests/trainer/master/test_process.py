@@ -22,7 +22,7 @@ from streamrl.records import progress
 from streamrl.trainer.calls import ParamRealloc
 from streamrl.trainer.graph import downstream
 from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER
-from tests.trainer.pretended import Script, clock, make_group, pretended, virtually, whole_run
+from tests.trainer.pretended import TRANSFORMER, Script, clock, make_group, pretended, virtually, whole_run
 
 
 def configured(folder, **sections):
@@ -223,13 +223,29 @@ def test_gservers_that_are_there_first_get_weights_once_the_workers_have_some(tm
     """As on machines that have no copy of the checkpoint that the run goes on from."""
 
     async def work():
-        async with pretended(configured(tmp_path), Script(seconds=lasting(Initialize=50.0))) as run:
+        script = Script(seconds=lasting(Initialize=50.0), tokens=lambda seq: 60)  # no batch before that
+        async with pretended(configured(tmp_path), script) as run:
             run.manager.lacking.add("gserver/0")
             await run.master.run()
             assert not run.manager.lacking
         (loading,), first = run.workers.named("Initialize"), run.workers.named("Publish")[0]
         assert first.call.resync
         assert first.begin >= loading.end >= 50.0
+
+    virtually(work())
+
+
+def test_the_manager_hears_the_configuration_of_the_model_and_workers_must_agree_on_it(tmp_path):
+    async def work():
+        async with pretended(configured(tmp_path, trainer={"data_parallel": 2}), Script()) as run:
+            await run.master.run()
+            assert run.manager.model == TRANSFORMER
+        async with pretended(configured(tmp_path, trainer={"data_parallel": 2}), Script()) as run:
+            other = msgspec.structs.replace(TRANSFORMER, layers=3)
+            run.workers.models[1] = other
+            with pytest.raises(BaseExceptionGroup) as failure:
+                await run.master.run()
+            assert "model_worker/1 has another model than model_worker/0 (3 layers" in str(first_error(failure.value))
 
     virtually(work())
 
@@ -506,6 +522,33 @@ def test_mfcs_on_arrivals_read_each_group_once_and_batches_wait_for_them(tmp_pat
     for report in run.manager.reports:  # the rewards are the model's
         assert report.metrics["reward_mean"] == pytest.approx(sum(report.seqs) / 4 + 1)
     assert_exactly_once(run)
+
+
+def in_threes(config):
+    """`ref_inf` on arrivals and `actor_inf` on batches, three groups in a call."""
+    inferences = ("ref_inf", "actor_inf")
+    return [msgspec.structs.replace(mfc, groups=3) if mfc.name in inferences else mfc for mfc in downstream(config)]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_calls_have_as_many_groups_as_asked_for_and_the_rest_of_a_batch_is_not_waited_for(tmp_path, max_staleness):
+    """Batches of 4: at 0 nothing arrives before the fourth group has been read, alone, and trained on."""
+    config = configured(
+        tmp_path,
+        trainer={"graph": "tests.trainer.master.test_process:in_threes"},
+        staleness={"max_staleness": max_staleness},
+        algorithm={"kl_coef": 0.1, "minibatches": 2},
+    )
+    script = Script(tokens=lambda seq: 1 + seq % 7, seconds=lasting(ref_inf=0.5, actor_train=20.0))
+    _, run = whole_run(config, script)
+    assert_exactly_once(run)
+    on_arrivals, on_batch = ([len(e.call.seqs) for e in run.workers.named(n)] for n in ("ref_inf", "actor_inf"))
+    assert on_batch == [3, 1] * 6
+    if max_staleness == 0:
+        assert on_arrivals == [3, 1] * 6
+    else:
+        assert on_arrivals.count(3) > len(on_arrivals) / 2
+        assert max(on_arrivals) == 3
 
 
 def test_a_synchronous_graph_has_each_batch_made_under_the_weights_that_it_trains(tmp_path):

@@ -10,10 +10,10 @@ import pytest
 
 from streamrl.config import from_dict
 from streamrl.errors import DeadlineExceeded
-from streamrl.ledger import Fate, Ledger
+from streamrl.ledger import Fate, Ledger, Selection
 from streamrl.rollout.synchronous import SynchronousRollout
 from streamrl.trainer.graph import graph_of
-from streamrl.trainer.master.groups import GroupTable
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.synchronous import SynchronousGeneration
 from streamrl.transport import request_reply
 from streamrl.transport.control import Admission
@@ -40,10 +40,10 @@ class Rollout:
     score first are stored before it falls mute.
     """
 
-    def __init__(self, endpoint, index, ledger, table, *, mute=(), scores=lambda seq: True, stores_unheard=0):
+    def __init__(self, endpoint, index, ledger, buffer, *, mute=(), scores=lambda seq: True, stores_unheard=0):
         self.asked: list[RolloutCall] = []
         self.silent = asyncio.Event()
-        self._ledger, self._table, self._waiting = ledger, table, []
+        self._ledger, self._table, self._waiting = ledger, buffer, []
         self._mute, self._scores, self._unheard = mute, scores, stores_unheard
         self._channel = ReplyChannel(
             master=peer_at(endpoint),
@@ -84,24 +84,27 @@ def meta(seq):
 
 
 class Batches:
-    """The master: it trains on a batch as soon as the table holds one."""
+    """The master: it trains on a batch as soon as the buffer holds one."""
 
-    def __init__(self, generation, table):
-        self.generation, self.table = generation, table
+    def __init__(self, generation, buffer):
+        self.generation, self.buffer = generation, buffer
         self.trained: list[list[int]] = []
 
     async def make(self, groups):
-        formed = asyncio.Event()
-        making = asyncio.create_task(self.generation.make(groups, formed=formed))
-        forming = asyncio.create_task(self.table.until(lambda: len(self.table) >= groups))
+        def all_held(ready):
+            enough = len(ready) >= groups
+            return Selection(ready.oldest(len(ready)) if enough else [], drop=[], missing=[], short=groups - len(ready))
+
+        forming = asyncio.create_task(self.buffer.take_batch(all_held, str))
+        await asyncio.sleep(0)  # the buffer waits for a batch now
+        making = asyncio.create_task(self.generation.make(groups))
         await asyncio.wait({making, forming}, return_when=asyncio.FIRST_COMPLETED)
         if making.done():
             forming.cancel()
             making.result()
-        formed.set()
         spans = await making
-        self.trained.append(sorted(seq for seq in range(1_000) if seq in self.table))
-        self.table.trained_on(self.trained[-1])
+        self.trained.append(sorted(meta.seq for meta in (await forming)[0]))
+        self.buffer.trained_on(self.trained[-1])
         return spans
 
 
@@ -120,7 +123,7 @@ SIBLINGS = 2
 
 @contextlib.asynccontextmanager
 async def master_of(config):
-    table = GroupTable(graph_of(config))
+    buffer = AsyncIOSequenceBuffer(graph_of(config), batch_groups=config.trainer.batch_groups)
     channel = RequestChannel(
         host="127.0.0.1",
         notice_type=GroupsScored,
@@ -130,8 +133,8 @@ async def master_of(config):
     )
     channel.admit(verifier_of("master"))
     try:
-        generation = SynchronousGeneration(graph_of(config), channel=channel, groups=table, config=config)
-        yield Batches(generation, table), channel.endpoint
+        generation = SynchronousGeneration(graph_of(config), channel=channel, buffer=buffer, config=config)
+        yield Batches(generation, buffer), channel.endpoint
     finally:
         await channel.close()
 
@@ -143,7 +146,7 @@ async def rollout_pool(*kinds, timeout=60.0):
         ledger = iter(range(1_000))
 
         def start(index, **kind):
-            workers.append(Rollout(endpoint, index, ledger, batches.table, **kind))
+            workers.append(Rollout(endpoint, index, ledger, batches.buffer, **kind))
             return workers[-1]
 
         workers: list[Rollout] = []
@@ -226,7 +229,7 @@ async def test_workers_are_asked_for_less_when_groups_arrive_that_were_taken_for
         await dying.die()
         successor = start(1, mute=[GenerateGroups])  # would wait for groups that the ledger does not give out any more
         await successor.silent.wait()
-        batches.table.put_batch([meta(seq) for seq in scored(dying)])
+        batches.buffer.put_batch([meta(seq) for seq in scored(dying)])
         await asyncio.wait_for(making, 15)
         assert len(batches.trained[0]) == 6
 
@@ -255,9 +258,9 @@ async def test_that_nobody_is_left_is_told(monkeypatch):
 class Station:
     """A rollout worker that dies now and then, in the middle of whatever it does, and starts anew."""
 
-    def __init__(self, config, index, *, endpoint, ledger, table, chance):
+    def __init__(self, config, index, *, endpoint, ledger, buffer, chance):
         self._config, self._index, self._endpoint = config, index, endpoint
-        self._ledger, self._table, self._chance = ledger, table, chance
+        self._ledger, self._table, self._chance = ledger, buffer, chance
         self._name = f"rollout/{index}"
         self._groups: set[asyncio.Task[None]] = set()
 
@@ -326,7 +329,7 @@ async def test_batches_form_while_workers_die(monkeypatch, seed):
     async with master_of(config) as (batches, endpoint):
         chance = random.Random(seed)
         stations = [
-            Station(config, i, endpoint=endpoint, ledger=ledger, table=batches.table, chance=chance) for i in range(3)
+            Station(config, i, endpoint=endpoint, ledger=ledger, buffer=batches.buffer, chance=chance) for i in range(3)
         ]
         living = [asyncio.create_task(station.live()) for station in stations]
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import threading
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,16 @@ from streamrl.config import from_dict
 from streamrl.errors import ModelError, WireError
 from streamrl.models import ensure_checkpoint, vocab_size
 from streamrl.stream_dataset import StreamDataset
-from streamrl.trainer.calls import Initialize, MinibatchShare, Publish, TrainStep
+from streamrl.trainer.calls import (
+    CallDone,
+    ClearDataCache,
+    Initialize,
+    MinibatchShare,
+    ModelConfig,
+    Publish,
+    TrainStep,
+)
+from streamrl.trainer.worker import process
 from streamrl.trainer.worker.process import Door, ModelWorker, serve
 from streamrl.transport.collective import NCCL_MEMORY
 from streamrl.transport.control import FinishRun
@@ -61,6 +71,47 @@ async def test_weights_are_free_again_after_a_publication_that_was_withdrawn():
     assert channel.answered == []
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
+    await worker.close()
+
+
+async def answer(worker, call):
+    """What `worker` replies to `call`, its only one."""
+    channel = Withdrawing(call, goes_on=True)
+    channel.withdrawn.set()
+    working = asyncio.create_task(worker.work(channel))
+    async with asyncio.timeout(30):
+        while not channel.answered:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    working.cancel()
+    await asyncio.gather(working, return_exceptions=True)
+    return channel.answered[0]
+
+
+async def test_a_worker_reports_the_configuration_of_its_model(tmp_path):
+    scratch = {"hidden_size": 16, "layers": 3, "heads": 2, "head_dim": 8}
+    config = from_dict({"model": {"path": "scratch", "scratch": scratch}})
+    folder = ensure_checkpoint(config, cache=tmp_path)
+    dataset = StreamDataset(rank=0, capacity_groups=4)
+    worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=None, client=None)
+    model = await answer(worker, ModelConfig())
+    assert (model.layers, model.hidden_size, model.vocab_size) == (3, 16, vocab_size(folder))
+    await worker.close()
+
+
+@pytest.mark.parametrize(("come_again", "emptied"), [(False, ["compute"]), (True, [])])
+async def test_groups_that_were_trained_on_leave_nothing_in_the_devices_cache(monkeypatch, come_again, emptied):
+    """It is emptied in the thread that computes, so between two calls."""
+    threads = []
+    monkeypatch.setattr(
+        process, "empty_cache", lambda device: threads.append(threading.current_thread().name.partition("_")[0])
+    )
+    dataset = StreamDataset(rank=0, capacity_groups=4)
+    dataset.offer(make_group(1))
+    worker = ModelWorker(from_dict({}), index=0, model_dir=Path("."), dataset=dataset, door=None, client=None)
+    assert await answer(worker, ClearDataCache([1], come_again)) == CallDone(compute_seconds=0.0)
+    assert dataset.find(1) is None
+    worker._compute.shutdown(wait=True)
+    assert threads == emptied
     await worker.close()
 
 

@@ -1,11 +1,11 @@
-"""All that the master knows of groups: one table of those that the trainer has, and the fate of every other.
+"""The master's buffer: one record for each group that the trainer holds, and the fate of every other group.
 
-A group that is held has one record: its metadata, which keys are ready, who holds each of them. It enters with
-`put_batch`; model function calls on arrivals read it with `get_batch_for_rpc` and add keys with `amend_batch`; the
-training step takes it with `take_batch`; it leaves as trained on (`trained_on`) or as too old (`dropping`).
-Of every group the table knows whether it was trained on or given up, and how often it was let go of: that is what
-the manager is told (`news`, `told`), as counts (`ledger.Fate`) and never as differences, so a message that is lost
-is sent again and one that comes twice does no harm.
+The record of a group has its metadata, its ready keys, and the holders of each key. A group enters with `put_batch`;
+model function calls read it with `get_batch_for_rpc` and add keys with `amend_batch`; the training step takes it with
+`take_batch`; it leaves as trained on (`trained_on`) or as too old (`dropping`).
+For every group the buffer counts how often the trainer took it or let go of it, and notes whether it was given up. The
+manager receives these counts (`news`, `told`; `ledger.Fate`) and never differences: a lost message is sent again, and a
+repeated one changes nothing.
 
 Invariants: no group is both held and closed (trained on or given up); none is read twice by the same MFC unless it
 came again; that a group was let go of is told only after all workers have let go of it, since from then on its prompt
@@ -26,7 +26,7 @@ import msgspec
 
 from streamrl.ledger import Fate, ReadyGroups, Selection, next_in_order
 from streamrl.seqs import SeqQueue, SeqSet
-from streamrl.trainer.graph import Graph
+from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.redistributor import ArrayFacts, Transfer, deal, redistribute
 from streamrl.types import SampleMeta
@@ -77,18 +77,21 @@ class Growth(NamedTuple):
     """Whether only now it can be part of a batch."""
 
 
-class GroupTable:
-    """Which groups the trainer has, what is ready of each and with whom, and what became of the others."""
+class AsyncIOSequenceBuffer:
+    """Metadata of the groups that the trainer holds, and the fate of the others."""
 
     def __init__(
         self,
         graph: Graph,
         *,
+        batch_groups: int,
         wait_warning_seconds: float = 60.0,
         trained: Iterable[int] = (),
         given_up: Iterable[int] = (),
     ) -> None:
-        """`trained`, `given_up`: sequence numbers that were closed when the run began, as the manager knows."""
+        """`batch_groups`: groups of a training batch. `trained`, `given_up`: sequence numbers that were closed when the
+        run began, as the manager has them."""
+        self._batch_groups = batch_groups
         self._warning_seconds = wait_warning_seconds
         self._inputs = {mfc.name: mfc.inputs for mfc in graph.reading("arrivals")}
         self._needed = graph.arrival_keys
@@ -106,6 +109,8 @@ class GroupTable:
         self._untold: set[int] = set()
         self._first_open = 0  # all below are closed
         self._changed = asyncio.Event()
+        self.batch_awaited = False
+        """Whether `take_batch` waits for a training batch."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -121,7 +126,7 @@ class GroupTable:
     # --- groups come, grow and go ---
 
     def put_batch(self, metas: Iterable[SampleMeta]) -> list[SampleMeta]:
-        """Enter groups that arrived at the DP heads that their metadata name. A group that is in the table already is
+        """Enter groups that arrived at the DP heads that their metadata name. A group that is held already is
         replaced, and its MFCs run again.
 
         Return those that were given up before they came: they are not entered, and their heads should discard them.
@@ -264,12 +269,26 @@ class GroupTable:
         while not condition():
             await self._changed.wait()
 
-    async def get_batch_for_rpc(self, mfc: str, *, limit: int) -> list[SampleMeta]:
-        """Return up to `limit` groups that `mfc` has not read and whose inputs are there, oldest first; waits for
-        one."""
-        unread = self._unread[mfc]
-        await self.until(lambda: len(unread) > 0)
-        return self.metas(unread.pop(limit))
+    async def get_batch_for_rpc(self, mfc: MFC, *, batch: Sequence[SampleMeta] = ()) -> list[SampleMeta]:
+        """Return the groups of the next call of `mfc`, once `mfc.groups` of them have all its inputs.
+
+        An MFC on arrivals gets each group once, oldest first; without `mfc.groups`, all that are ready, from one to a
+        training batch. It gets fewer than `mfc.groups` when the buffer holds enough groups for a training batch that
+        is waited for: no other group may come before that batch has been trained on.
+        An MFC on batches gets the first `mfc.groups` of `batch`, the groups that it has left to read; all of them
+        without `mfc.groups` or when fewer are left.
+        """
+        if mfc.reads == "batch":
+            part = [meta.seq for meta in batch[: mfc.groups]]
+            await self.until(lambda: all(mfc.inputs <= self._groups[seq].keys for seq in part))
+            return self.metas(part)
+        unread = self._unread[mfc.name]
+        await self.until(lambda: len(unread) >= (mfc.groups or 1) or (len(unread) > 0 and self._holds_batch()))
+        return self.metas(unread.pop(mfc.groups or self._batch_groups))
+
+    def _holds_batch(self) -> bool:
+        """Whether a training batch is waited for, and enough groups for one are here, ready or not."""
+        return self.batch_awaited and len(self._groups) >= self._batch_groups
 
     async def take_batch(
         self, select: Callable[[ReadyGroups], Selection], describe: Callable[[Selection], str]
@@ -277,21 +296,27 @@ class GroupTable:
         """Return the next training batch, and groups to drop; waits until there is one of the two.
 
         `select` sees the groups that all MFCs that read arrivals are through with, and must not change
-        them. Taken groups stay in the table until `trained_on`. A wait past the warning time is logged as
-        `describe` words it, whatever arrives meanwhile, and again each time that it has become twice as long.
+        them. Taken groups stay in the buffer until `trained_on`. A wait past the warning time is logged in the words
+        of `describe`, and again each time that it has become twice as long.
         """
         began, warn_after = time.monotonic(), self._warning_seconds
-        while True:
-            selection = select(self._ready)
-            if selection.batch or selection.drop:
-                return self.metas(selection.batch), self.metas(selection.drop)
-            waited = time.monotonic() - began
-            if waited >= warn_after:
-                log.warning("%s, for %.0f s now", describe(selection), waited)
-                warn_after = 2 * waited
-            with suppress(TimeoutError):
-                async with asyncio.timeout(warn_after - waited):
-                    await self._changed.wait()
+        self.batch_awaited = True
+        self.wake()
+        try:
+            while True:
+                selection = select(self._ready)
+                if selection.batch or selection.drop:
+                    return self.metas(selection.batch), self.metas(selection.drop)
+                waited = time.monotonic() - began
+                if waited >= warn_after:
+                    log.warning("%s, for %.0f s now", describe(selection), waited)
+                    warn_after = 2 * waited
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(warn_after - waited):
+                        await self._changed.wait()
+        finally:
+            self.batch_awaited = False
+            self.wake()
 
     def metas(self, seqs: Iterable[int]) -> list[SampleMeta]:
         """Return the metadata of held groups."""

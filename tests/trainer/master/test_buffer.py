@@ -1,0 +1,209 @@
+"""The master's buffer: readiness, waking, groups read once, and their fate."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from streamrl.config import from_dict
+from streamrl.ledger import Fate, Selection
+from streamrl.trainer.graph import MFC, SEQUENCE_KEYS, graph_of
+from streamrl.trainer.layout import Layout
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
+from streamrl.types import SampleMeta
+
+
+def make_meta(seq, *, head=0, versions=None):
+    return SampleMeta(
+        seq=seq,
+        head=head,
+        worker="rollout/0",
+        size=2,
+        tokens=20,
+        rewards=[0.0, 1.0],
+        response_lengths=[3, 5],
+        version_counts=versions or {0: 8},
+        generation_seconds=1.0,
+    )
+
+
+def make_buffer(warning=30.0, batch_groups=2, **algorithm):
+    graph = graph_of(from_dict({"algorithm": algorithm}))
+    return AsyncIOSequenceBuffer(graph, batch_groups=batch_groups, wait_warning_seconds=warning)
+
+
+def ref_inf(groups=None):
+    return MFC("ref_inf", "ref", "inference", SEQUENCE_KEYS, frozenset({"ref_logprobs"}), "arrivals", groups)
+
+
+def on_batch(groups=None):
+    return MFC("trains", "actor", "inference", frozenset({"ref_logprobs"}), frozenset({"x"}), "batch", groups)
+
+
+async def read(buffer, mfc, **kwargs):
+    """Sequence numbers of the next call of `mfc`."""
+    return [meta.seq for meta in await asyncio.wait_for(buffer.get_batch_for_rpc(mfc, **kwargs), 30)]
+
+
+async def waits(task):
+    """Whether `task` is still waiting after everything else has had its turn."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+    return not task.done()
+
+
+def two_oldest(ready):
+    seqs = ready.oldest(2)
+    return Selection(batch=seqs if len(seqs) == 2 else [], drop=[], missing=[], short=2 - len(seqs))
+
+
+def describe(selection):
+    return f"the test waits for {selection.short} groups"
+
+
+async def test_a_batch_waits_until_groups_arrive_and_takes_the_oldest():
+    buffer = make_buffer()
+    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
+    buffer.put_batch([make_meta(5)])
+    await asyncio.sleep(0)
+    assert not taking.done()
+    buffer.put_batch([make_meta(3), make_meta(9)])
+    batch, dropped = await asyncio.wait_for(taking, 30)
+    assert [meta.seq for meta in batch] == [3, 5]
+    assert dropped == []
+
+
+async def test_a_group_is_no_part_of_a_batch_before_ref_inf_has_read_it():
+    buffer = make_buffer(kl_coef=0.1)
+    buffer.put_batch([make_meta(0), make_meta(1), make_meta(2)])
+    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
+    assert await read(buffer, ref_inf(1)) == [0]
+    assert await read(buffer, ref_inf()) == [1, 2]
+    buffer.amend_batch(["ref_logprobs"], [[1, 2]], Layout())
+    batch, _ = await asyncio.wait_for(taking, 30)
+    assert [m.seq for m in batch] == [1, 2]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.get_batch_for_rpc(ref_inf()), 0.05)
+
+
+async def test_an_mfc_on_arrivals_waits_for_as_many_groups_as_it_asks_for():
+    buffer = make_buffer(batch_groups=8, kl_coef=0.1)
+    reading = asyncio.create_task(read(buffer, ref_inf(3)))
+    buffer.put_batch([make_meta(0), make_meta(2)])
+    assert await waits(reading)
+    buffer.put_batch([make_meta(1), make_meta(3)])
+    assert await reading == [0, 1, 2]
+    assert await read(buffer, ref_inf()) == [3]  # one that asks for no number takes what is ready
+
+
+async def test_the_last_groups_of_a_batch_are_read_though_fewer_than_asked_for():
+    """With max_staleness = 0 no other group comes before the batch has been trained on."""
+    buffer = make_buffer(batch_groups=4, kl_coef=0.1)
+    buffer.put_batch([make_meta(0), make_meta(1), make_meta(2)])
+    assert await read(buffer, ref_inf(3)) == [0, 1, 2]
+    reading = asyncio.create_task(read(buffer, ref_inf(3)))
+    buffer.put_batch([make_meta(3)])
+    assert await waits(reading)  # others may come while no batch is waited for
+    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
+    assert await reading == [3]
+    taking.cancel()
+
+
+async def test_an_awaited_batch_that_lacks_groups_does_not_shorten_calls():
+    buffer = make_buffer(batch_groups=4, kl_coef=0.1)
+    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
+    reading = asyncio.create_task(read(buffer, ref_inf(3)))
+    buffer.put_batch([make_meta(0), make_meta(1)])
+    assert await waits(reading)
+    buffer.put_batch([make_meta(2)])
+    assert await reading == [0, 1, 2]
+    taking.cancel()
+
+
+async def test_an_mfc_on_batches_waits_for_the_keys_of_its_part_alone():
+    buffer = make_buffer(batch_groups=3, kl_coef=0.1)
+    batch = [make_meta(seq) for seq in (4, 0, 2)]
+    buffer.put_batch(batch)
+    reading = asyncio.create_task(read(buffer, on_batch(2), batch=batch))
+    buffer.amend_batch(["ref_logprobs"], [[4]], Layout())
+    assert await waits(reading)
+    buffer.amend_batch(["ref_logprobs"], [[0]], Layout())
+    assert await reading == [4, 0]  # in the batch's own order
+    last, whole = (asyncio.create_task(read(buffer, on_batch(n), batch=b)) for n, b in ((2, batch[2:]), (None, batch)))
+    assert await waits(last)
+    assert await waits(whole)
+    buffer.amend_batch(["ref_logprobs"], [[2]], Layout())
+    assert await last == [2]
+    assert await whole == [4, 0, 2]
+
+
+async def test_a_group_that_comes_again_after_a_drop_is_read_again():
+    buffer = make_buffer(kl_coef=0.1)
+    for _ in range(2):
+        buffer.put_batch([make_meta(0)])
+        assert await read(buffer, ref_inf()) == [0]
+        with buffer.dropping([0]):
+            pass
+    buffer.amend_batch(["ref_logprobs"], [[0]], Layout())  # the answer for a group that is gone
+    assert len(buffer) == 0
+
+
+async def test_a_long_wait_is_named(caplog):
+    buffer = make_buffer(warning=0.05)
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.take_batch(two_oldest, describe), 0.3)
+    assert "the test waits for 2 groups, for 0 s now" in caplog.text
+
+
+async def test_a_long_wait_is_named_though_something_happens_all_the_time(caplog):
+    buffer = make_buffer(warning=0.2)
+
+    async def wake():
+        while True:
+            await asyncio.sleep(0.01)
+            buffer.wake()
+
+    waking = asyncio.create_task(wake())
+    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
+        await asyncio.wait_for(buffer.take_batch(two_oldest, describe), 1.0)
+    waking.cancel()
+    assert 1 <= caplog.text.count("the test waits for 2 groups") <= 3, "after 0.2 s, and again when twice as long"
+
+
+async def test_what_an_mfc_gives_is_there_for_the_batch_and_rewards_are_part_of_the_metadata():
+    buffer = make_buffer(kl_coef=0.1)
+    buffer.put_batch([make_meta(0), make_meta(1)])
+    buffer.amend_batch(["ref_logprobs"], [[0], [1]], Layout(data=2), rewards={1: [0.5, 0.25]})
+    batch, _ = await asyncio.wait_for(buffer.take_batch(two_oldest, describe), 30)
+    assert [meta.rewards for meta in batch] == [[0.0, 1.0], [0.5, 0.25]]
+    assert buffer.trained_on([0, 1]) == {0: [0, 1], 1: [1]}
+
+
+def test_the_fate_of_a_group_is_told_until_it_was_heard_and_not_before_workers_let_go():
+    buffer = make_buffer()
+    buffer.put_batch([make_meta(0), make_meta(1)])
+    first = buffer.news()
+    assert first == buffer.news() == [Fate(0, 1), Fate(1, 1)]  # asked again, since it may have been lost
+    with buffer.dropping([0]) as held:
+        assert held == {0: [0]}
+        buffer.told(first)
+        assert not buffer.untold
+    assert buffer.news() == [Fate(0, 2)]
+    buffer.told(first)  # heard again
+    assert buffer.news() == [Fate(0, 2)]
+    buffer.put_batch([make_meta(0)])
+    assert buffer.news() == [Fate(0, 3)]
+    buffer.told(buffer.news())
+    buffer.trained_on([0, 1])
+    assert not buffer.untold
+    assert (buffer.changes(0), buffer.changes(1), buffer.changes(2)) == (3, 1, 0)
+
+
+def test_a_group_that_was_given_up_is_not_taken_when_it_comes():
+    buffer = make_buffer()
+    buffer.give_up([Fate(5, 0)])
+    assert [meta.seq for meta in buffer.put_batch([make_meta(4), make_meta(5)])] == [5]
+    assert (4 in buffer, 5 in buffer, buffer.consumed) == (True, False, 1)
+    assert buffer.news() == [Fate(4, 1)]

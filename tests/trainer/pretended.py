@@ -217,7 +217,7 @@ class Workers:
         await asyncio.sleep(0)  # the wire
         match next(iter(calls.values())):
             case Spec():
-                return {worker: WorkerSpec({"actor": "pretended"}, 0, 0) for worker in calls}
+                return {worker: WorkerSpec({"actor": "pretended"}, 0) for worker in calls}
             case ModelConfig():
                 return {worker: self.models.get(worker, TRANSFORMER) for worker in calls}
             case OpenStore():

@@ -260,7 +260,7 @@ class Master:
         if self.policy_version == (self._begun.policy_version if self._begun is not None else 0):
             return ""
         self.membership.waiting_for = "the checkpoint before the stop"
-        await self._checkpoints.save_once(self._history.reached(self._groups, data=self._data))
+        await self._checkpoints.save_once(self._history.reached(self._buffer, data=self._data))
         unwritten = await self._checkpoints.finish()
         self.membership.waiting_for = ""
         return unwritten
@@ -347,7 +347,7 @@ class Master:
     async def _wake_to_leave(self) -> None:
         """End the wait for a batch when the master is asked to leave."""
         await self.membership.leaving.wait()
-        self._groups.wake()
+        self._buffer.wake()
 
     def _end(self) -> str | None:
         """Return why the run is over, if it is."""

@@ -106,7 +106,7 @@ class ModelOutputs:
 
 
 class Commands:
-    """What a function can do with data; one for each function."""
+    """Operations on data, for one function."""
 
     def __init__(self, function: str) -> None:
         self.function = function
@@ -204,7 +204,7 @@ class MasterWorkerECS:
 
 def trace(function: Callable[..., None]) -> list[ModelCall]:
     """Call `function` with handles and return its calls on models; raises `ConfigError` if it makes none, or does not
-    use what one returns. A parameter that it gives to no model is waited for by all of its calls."""
+    use a result. A parameter that it gives to no model is waited for by all of its calls."""
     name = function.__name__
     commands = Commands(name)
     try:

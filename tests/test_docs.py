@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
+
+from streamrl.config import Config
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -143,3 +146,40 @@ def test_the_paths_through_the_code_stay_short() -> None:
     lines = {part.split("\n")[0]: sum(count or 0 for count in named_in(part).values()) for part in sections}
     assert lines.keys() == MOST_LINES.keys()
     assert {title: count for title, count in lines.items() if count > MOST_LINES[title]} == {}
+
+
+def names_in(text: str) -> dict[str, list[str]]:
+    """Names of the design documents in the tables of `text` → targets here."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| .+ \|$", text, re.MULTILINE)
+    return {name: re.findall(r"`([^`]+)`", targets) for name, targets in rows if name != "name there"}
+
+
+def exists(target: str) -> bool:
+    """Whether `target` can be imported, or is a setting."""
+    if target.startswith("streamrl."):
+        return can_be_imported(target)
+    try:
+        attrgetter(target)(Config())
+    except AttributeError:
+        return False
+    return True
+
+
+def test_each_name_of_the_design_documents_has_a_target() -> None:
+    table = names_in((ROOT / "docs" / "design-names.md").read_text())
+    names = set(re.findall(r"`([^`]+)`", " ".join(table)))
+    wanted = """
+        AsyncIOSequenceBuffer put_batch get_batch_for_rpc amend_batch load_data FunctionExecutor ModelFunctionCall
+        request_reply_stream fetch spec model_config clear_data_cache initialize generate inference train_step flush
+        ParamRealloc DataTransfer Redistributor DataManager StreamDataset PPOActorInterface MultiTaskRewardInterface
+        MasterWorkerECS Commands ModelQuery DataQuery RawDataQuery set_data build_model_inputs leveled_exec_funcs
+        worker_info data_streams model_streams ExperimentConfig total_train_epochs save_frequency_epochs
+        save_frequency_steps save_frequency_seconds eval_frequency_epochs eval_frequency_steps eval_frequency_seconds
+        MockedServer ServerWithTask enqueue_task create_and_launch_task_pool BufferDataset MultiRoundBufferDataset
+        notify_score actor_gen rew_inf ref_inf actor_inf critic_inf critic_train actor_train
+    """
+    assert set(wanted.split()) - names == set()
+    assert [name for name, targets in table.items() if not targets] == []
+    assert [target for targets in table.values() for target in targets if not exists(target)] == []
+    assert not exists("trainer.save_every_eon")
+    assert not exists("streamrl.ecs.NoSuchName")

@@ -101,7 +101,7 @@ def test_a_workflow_is_the_built_in_graph(workflow, settings, synchronous):
     ids=["reference", "critic"],
 )
 def test_a_workflow_computes_what_the_built_in_graph_does(tmp_path, functions, algorithm):
-    """Four training steps on groups of up to three versions before, of which the oldest leaves the loss."""
+    """Four training steps on groups of up to three versions before; the oldest leaves the loss."""
     found = []
     built_in, own = tmp_path / "built_in", tmp_path / "own"
     for folder, graph in ((built_in, "asynchronous"), (own, f"{__name__}:_workflow")):
@@ -163,7 +163,7 @@ def test_a_function_is_traced_once():
     assert len(traced) == 1
 
 
-# --- what is refused ---
+# --- refusals ---
 
 
 def after_values(

@@ -3,7 +3,7 @@
 An MFC names the keys that it needs and those that it gives; the order follows from the keys alone. `trainer.graph` is
 one of:
 
-- `asynchronous`: rollout workers generate and score by themselves, so the master sees only what follows;
+- `asynchronous`: rollout workers generate and score by themselves, so the master sees only the calls that follow;
 - `synchronous`: `actor_gen` and `rew_inf` are MFCs of the master too;
 - `module:function`: the user's function from `Config` to a list of `MFC`, or a workflow of ECS functions
   (`streamrl/ecs.py`); `synchronous:module:function` if it also has the MFCs of rollout workers.
@@ -124,7 +124,7 @@ def build_graph(mfcs: Sequence[MFC], *, stream_keys: frozenset[str] = STREAM_KEY
 
     `stream_keys` are given from the start; `largest`: most groups that a call can get. Raises a `ConfigError` that
     names the MFC, the key and the remedy: cycles, keys without a provider or with two, two MFCs of one name, an MFC on
-    arrivals that needs a key of formed batches, a graph that does not train the actor, and what `_faults` lists.
+    arrivals that needs a key of formed batches, a graph that does not train the actor, and the cases of `_faults`.
     """
     made_by_rollout = frozenset().union(*(mfc.outputs for mfc in mfcs if mfc.role == ROLLOUT))
     given = stream_keys - made_by_rollout
@@ -266,7 +266,7 @@ def recomputes_proximal(algorithm: AlgorithmConfig) -> bool:
 
 
 def _faults(mfc: MFC, largest: int | None) -> Iterator[str]:
-    """Yield why `mfc` cannot run, or would not do what it says, whatever the other calls and the settings are."""
+    """Yield why `mfc` cannot run as it is written, independently of other calls and settings."""
     if mfc.role not in (*ROLES, ROLLOUT):
         yield f"there is no role {mfc.role!r}; there are {', '.join(ROLES)}"
     if mfc.interface == "train_step":

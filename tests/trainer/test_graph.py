@@ -176,7 +176,7 @@ def test_advantages_stand_for_rewards():
 
 
 def only_training(config: Config) -> list[MFC]:
-    """A training step that gets what the stream brings, and nothing else."""
+    """A training step with the keys of the stream alone."""
     return [train()]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -40,6 +39,7 @@ from streamrl.config.sections import StalenessConfig as StalenessConfig
 from streamrl.config.sections import StreamConfig as StreamConfig
 from streamrl.config.sections import WeightsConfig as WeightsConfig
 from streamrl.config.sections import WorkflowConfig as WorkflowConfig
+from streamrl.config.suggestions import suggestions
 from streamrl.config.trainer import AlgorithmConfig as AlgorithmConfig
 from streamrl.config.trainer import CriticConfig as CriticConfig
 from streamrl.config.trainer import OptimizerConfig as OptimizerConfig
@@ -49,6 +49,8 @@ from streamrl.config.trainer import RoleConfig as RoleConfig
 from streamrl.config.trainer import TrainerConfig as TrainerConfig
 from streamrl.errors import ConfigError
 
+FEW = 8
+"""Most keys of a section that are listed where no key resembles an unknown one."""
 RENAMED = {"metrics.tensorboard": 'metrics.sinks; ["tensorboard"], the default, is what true was, [] what false was'}
 """Keys of earlier versions, and what took their place."""
 
@@ -138,15 +140,13 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str, where: str) -> None:
-    """Name an unknown key with its section and the nearest known one."""
+    """Raise `ConfigError` for an unknown key, with the known keys that it may stand for."""
     fields = {field.name: field for field in msgspec.structs.fields(section)}
     for key, value in tree.items():
         if key not in fields:
             if f"{prefix}{key}" in RENAMED:
                 raise ConfigError(f"{where}: {prefix}{key} is now {RENAMED[f'{prefix}{key}']}")
-            near = get_close_matches(key, fields, n=1)
-            hint = f"; did you mean {prefix}{near[0]}?" if near else f"; known: {', '.join(fields)}"
-            raise ConfigError(f"{where}: unknown key {prefix}{key}{hint}")
+            raise ConfigError(f"{where}: unknown key {_unknown(f'{prefix}{key}', value, siblings=list(fields))}")
         kinds = [fields[key].type, *getattr(fields[key].type, "__args__", ())]
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
         if nested and isinstance(value, dict):
@@ -155,6 +155,19 @@ def _refuse_unknown(tree: dict[str, Any], section: type[Section], *, prefix: str
                 tables = {f"{prefix}{key}.{name}.": table for name, table in value.items() if isinstance(table, dict)}
             for path, table in tables.items():
                 _refuse_unknown(table, nested, prefix=path, where=where)
+
+
+def _unknown(key: str, value: Any, *, siblings: Sequence[str]) -> str:
+    """Return `key` with suggestions; with those for its first key if it is a section that resembles none."""
+    near = suggestions(key, Config, siblings=siblings)
+    if not near and isinstance(value, dict) and value:
+        name, inner = next(iter(value.items()))
+        return _unknown(f"{key}.{name}", inner, siblings=())
+    if near:
+        return f"{key}; did you mean {' or '.join(near)}?"
+    if 0 < len(siblings) <= FEW:
+        return f"{key}; known: {', '.join(siblings)}"
+    return f"{key}; no key resembles it (without it, streamrl check CONFIG --all shows all keys)"
 
 
 def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:

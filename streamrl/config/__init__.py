@@ -10,7 +10,6 @@ import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -42,6 +41,7 @@ from streamrl.config.sections import StalenessConfig as StalenessConfig
 from streamrl.config.sections import StreamConfig as StreamConfig
 from streamrl.config.sections import WeightsConfig as WeightsConfig
 from streamrl.config.sections import WorkflowConfig as WorkflowConfig
+from streamrl.config.suggestions import suggestions
 from streamrl.config.trainer import AlgorithmConfig as AlgorithmConfig
 from streamrl.config.trainer import CriticConfig as CriticConfig
 from streamrl.config.trainer import OptimizerConfig as OptimizerConfig
@@ -51,6 +51,8 @@ from streamrl.config.trainer import RoleConfig as RoleConfig
 from streamrl.config.trainer import TrainerConfig as TrainerConfig
 from streamrl.errors import ConfigError
 
+FEW = 8
+"""Most keys of a section that are listed where no key resembles an unknown one."""
 RENAMED = {
     "metrics.tensorboard": 'metrics.sinks; ["tensorboard"], the default, is what true was, [] what false was',
     "rollout.reward.on_error": 'rollout.on_failed_sibling, whose "reject", "zero" and "stop" hold for agents, too',
@@ -146,8 +148,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str) -> None:
-    """Raise `ConfigError` for a scalar in the place of the section `path`, and for an unknown key, with the nearest
-    known one."""
+    """Raise `ConfigError` for a scalar in the place of the section `path`, and for an unknown key, with the known keys
+    that it may stand for."""
     if not isinstance(tree, dict):
         raise _no_section(tree, section, path=path, where=where)
     fields = {field.name: field for field in msgspec.structs.fields(section)}
@@ -156,9 +158,7 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
         if name not in fields:
             if key in RENAMED:
                 raise ConfigError(f"{where}: {key} is now {RENAMED[key]}")
-            near = get_close_matches(name, fields, n=1)
-            hint = f"; did you mean {key.removesuffix(name)}{near[0]}?" if near else f"; known: {', '.join(fields)}"
-            raise ConfigError(f"{where}: unknown key {key}{hint}")
+            raise ConfigError(f"{where}: unknown key {_unknown(key, value, siblings=list(fields))}")
         kinds = [fields[name].type, *getattr(fields[name].type, "__args__", ())]
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
         if value is None:
@@ -186,6 +186,19 @@ def _no_section(value: Any, section: type[Section] | None, *, path: str, where: 
             remedy = f"set its keys, for example {path}.{field.name}={value}"
             break
     return ConfigError(f"{where}: {path} = {value!r}: {path} is a section; {remedy}")
+
+
+def _unknown(key: str, value: Any, *, siblings: Sequence[str]) -> str:
+    """Return `key` with suggestions; with those for its first key if it is a section that resembles none."""
+    near = suggestions(key, Config, siblings=siblings)
+    if not near and isinstance(value, dict) and value:
+        name, inner = next(iter(value.items()))
+        return _unknown(f"{key}.{name}", inner, siblings=())
+    if near:
+        return f"{key}; did you mean {' or '.join(near)}?"
+    if 0 < len(siblings) <= FEW:
+        return f"{key}; known: {', '.join(siblings)}"
+    return f"{key}; no key resembles it (without it, streamrl check CONFIG --all shows all keys)"
 
 
 def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Health(msgspec.Struct, frozen=True, omit_defaults=True):
                 found = "the run may be about to fall apart"
             case "collapsing":
                 found = "the run is collapsing"
-        return f"{found}: {', '.join(self.signs)}; turn {'; '.join(self.turn)}"
+        return f"{found}: {', '.join(self.signs)}; try {'; '.join(self.turn)}"
 
 
 HEALTHY = Health()
@@ -258,8 +258,8 @@ def advice(config: Config) -> list[str]:
     eta, lr, pull = config.staleness.max_staleness, config.trainer.lr, config.algorithm.behavior_kl_coef
     found = []
     if eta > 0:
-        found.append(f"staleness.max_staleness={eta // 2} (it is {eta})")
-    found.append(f"trainer.lr={lr / 2:g} (it is {lr:g})")
+        found.append(f"staleness.max_staleness={eta // 2} (now {eta})")
+    found.append(f"trainer.lr={lr / 2:g} (now {lr:g})")
     if eta > 0:
-        found.append(f"algorithm.behavior_kl_coef={2 * pull or 0.1:g} (it is {pull:g})")
+        found.append(f"algorithm.behavior_kl_coef={2 * pull or 0.1:g} (now {pull:g})")
     return found

@@ -1,4 +1,4 @@
-"""Tell in sentences what is unhealthy about a run: the figure, what it means, and which key to turn. Pure.
+"""Tell in sentences what is unhealthy about a run: the figure, what it means, and which key to change. Pure.
 
 `findings` looks at the latest figures only, so it works on a run that goes on, on one that crashed, and on one of which
 some files are missing: what a figure is missing for is left out. The terminal display, `streamrl report` and the page
@@ -84,7 +84,7 @@ class Finding(msgspec.Struct, frozen=True):
     """What to change, the first to try first: `key=value`, with the present value, or words."""
 
     def __str__(self) -> str:
-        return self.text + (f"; turn {' or '.join(self.turn)}" if self.turn else "")
+        return self.text + (f"; try {' or '.join(self.turn)}" if self.turn else "")
 
 
 class RunFigures(msgspec.Struct, kw_only=True):
@@ -131,12 +131,12 @@ def findings(run: RunFigures) -> list[Finding]:
 
 def _end(run: RunFigures) -> Iterator[Finding]:
     if run.state == "failed":
-        yield Finding("bad", "end", f"the run failed: {run.message}", ["the logs of its processes say more"])
+        yield Finding("bad", "end", f"the run failed: {run.message}", ["the logs of its processes"])
 
 
 def _policy(run: RunFigures) -> Iterator[Finding]:
     config = run.config or Config()
-    lr = f"trainer.lr={config.trainer.lr / 2:g} (it is {config.trainer.lr:g})"
+    lr = f"trainer.lr={config.trainer.lr / 2:g} (now {config.trainer.lr:g})"
     if run.health.state != "healthy":
         what = "is collapsing" if run.health.state == "collapsing" else "may be about to fall apart"
         yield Finding(
@@ -168,7 +168,7 @@ def _policy(run: RunFigures) -> Iterator[Finding]:
             "gradient",
             f"the gradient norm was above {clip:g} in {cut:.0%} of the last {len(norms)} steps (mean "
             f"{_average(norms):.2g}): clipping, and not the learning rate, sets the size of the steps",
-            [lr, f"trainer.optimizer.grad_clip={2 * clip:g} (it is {clip:g})"],
+            [lr, f"trainer.optimizer.grad_clip={2 * clip:g} (now {clip:g})"],
         )
     yield from _kl(run, config)
     entropy, before = _mean(run, "entropy"), _mean_of(run.first, "entropy")
@@ -182,8 +182,8 @@ def _policy(run: RunFigures) -> Iterator[Finding]:
             f"the entropy of a token is {entropy:.2g} nats, {entropy / before:.0%} of what it was at first: the policy "
             "has stopped to explore",
             [
-                f"algorithm.entropy_coef={2 * coefficient or 0.003:g} (it is {coefficient:g})",
-                f"algorithm.clip_high={config.algorithm.clip_high + 0.1:.2g} (it is {config.algorithm.clip_high:g})",
+                f"algorithm.entropy_coef={2 * coefficient or 0.003:g} (now {coefficient:g})",
+                f"algorithm.clip_high={config.algorithm.clip_high + 0.1:.2g} (now {config.algorithm.clip_high:g})",
             ],
         )
 
@@ -192,7 +192,7 @@ def _kl(run: RunFigures, config: Config) -> Iterator[Finding]:
     kl, target, coefficient = _mean(run, "kl"), config.algorithm.kl_target, config.algorithm.kl_coef
     if kl is None:
         return
-    turn = [f"algorithm.kl_coef={2 * coefficient:g} (it is {coefficient:g})"]
+    turn = [f"algorithm.kl_coef={2 * coefficient:g} (now {coefficient:g})"]
     if target is not None and kl > KL_ABOVE_TARGET * target:
         yield Finding(
             "warning",
@@ -222,7 +222,7 @@ def _engines(run: RunFigures) -> Iterator[Finding]:
             "engine against trainer",
             f"{worst}{others} computes log-probabilities that are {far[worst]:.3g} nats a token away from the "
             f"trainer's, more than {limit:g}: it may serve other weights than it says, or compute differently",
-            ["gserver.dtype and trainer.dtype to the same", "restart the gserver"],
+            ["the same gserver.dtype and trainer.dtype", "a restart of the gserver"],
         )
     sampled = latest.get("sampling_diff_mean")
     if sampled is not None and sampled > limit and not far:
@@ -231,7 +231,7 @@ def _engines(run: RunFigures) -> Iterator[Finding]:
             "engine against trainer",
             f"fresh responses were sampled with log-probabilities {sampled:.3g} nats a token away from the trainer's, "
             f"more than {limit:g}",
-            ["rollout.sampling.* and model.chat_template to what the trainer computes with"],
+            ["rollout.sampling.* and model.chat_template as the trainer computes with them"],
         )
     missing = latest.get("gservers_not_compared", 0.0)
     if missing and not latest.get("gservers_compared"):
@@ -260,7 +260,7 @@ def _data(run: RunFigures) -> Iterator[Finding]:
             f"in {1 - contrast / groups:.0%} of the groups all siblings scored the same{at}: they teach nothing",
             [
                 "data that are neither solved nor hopeless",
-                f"rollout.group_size={2 * size} (it is {size})",
+                f"rollout.group_size={2 * size} (now {size})",
                 *([] if config.rollout.drop_uniform_groups else ["rollout.drop_uniform_groups=true"]),
             ],
         )
@@ -273,7 +273,7 @@ def _data(run: RunFigures) -> Iterator[Finding]:
             "length",
             f"{cut:.0%} of the responses are as long as they may be, {most} tokens: they were cut before their end",
             [
-                f"rollout.sampling.max_new_tokens={2 * most} (it is {most})",
+                f"rollout.sampling.max_new_tokens={2 * most} (now {most})",
                 *(["rollout.reward.overlong_tokens"] if config.reward_function_scores else []),
             ],
         )
@@ -385,7 +385,7 @@ def _staleness(run: RunFigures) -> Iterator[Finding]:
 def _staler(config: Config) -> str:
     """Return what to change so that the pools wait less for each other."""
     eta = config.staleness.max_staleness
-    staleness = f"staleness.max_staleness={max(1, 2 * eta)} (it is {eta})"
+    staleness = f"staleness.max_staleness={max(1, 2 * eta)} (now {eta})"
     if config.trainer.synchronous:  # which allows no other than 0
         return f'trainer.graph="{ASYNCHRONOUS}" with {staleness}'
     return staleness
@@ -403,7 +403,7 @@ def _pace(run: RunFigures) -> Iterator[Finding]:
             "note",
             "pace",
             f"the trainer waits for data in {waiting:.0%} of its time: generation is the slower pool",
-            [f"gserver.count={2 * count} (it is {count})", "gserver.max_running", _staler(config)],
+            [f"gserver.count={2 * count} (now {count})", "gserver.max_running", _staler(config)],
         )
     elif run.generation_busy is not None and run.generation_busy < 1 - WAITING:
         yield Finding(
@@ -441,7 +441,7 @@ def _machines(run: RunFigures) -> Iterator[Finding]:
                 "bad" if run.disk_free < LEAST_DISK / 8 else "warning",
                 "disk",
                 f"{run.disk_free / 2**30:.1f} GiB are free where the run writes: the next checkpoint may not fit",
-                ["make room", "trainer.keep_checkpoints", "metrics.rollouts_mb"],
+                ["more free disk", "trainer.keep_checkpoints", "metrics.rollouts_mb"],
             )
     lost = _sum(run, "model_worker/", "rollouts_lost_total")
     if lost:

@@ -290,11 +290,11 @@ def summary_table(summary: Summary) -> Table:
     if len(s.health) > MAX_CHANGES:
         row("", "", f"and {len(s.health) - MAX_CHANGES} changes more (health in summary.json)")
     if s.health and s.health[-1].turn:
-        row("turn", "", escape("; ".join(s.health[-1].turn)))
+        row("try", "", escape("; ".join(s.health[-1].turn)))
     for finding in s.findings:
         if finding.topic not in TOLD_ELSEWHERE:
-            turn = f"; turn {finding.turn[0]}" if finding.turn else ""
-            row(finding.topic, finding.severity, escape(finding.text + turn))
+            remedy = f"; try {finding.turn[0]}" if finding.turn else ""
+            row(finding.topic, finding.severity, escape(finding.text + remedy))
     took = f"{_text(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all"
     row("steps", f"{s.steps}", f"{took}; {s.processor_seconds:.0f} s of processor time", last=True)
     given_up = f" ({s.groups_given_up} after deaths of workers)" if s.groups_given_up else ""

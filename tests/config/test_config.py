@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from streamrl.config import Config, RolloutConfig, from_dict, load, to_toml
 from streamrl.config.fields import Section
 from streamrl.config.sections import as_evaluated
+from streamrl.config.suggestions import COMMON_NAMES
 from streamrl.config.trainer import role_config
 from streamrl.errors import ConfigError
 
@@ -40,7 +41,7 @@ def nested(dotted: str, value: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("prefix", "section"), sections(Config))
 def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Section]) -> None:
-    with pytest.raises(ConfigError, match=rf"^here: unknown key {prefix}no_such_thing; known: "):
+    with pytest.raises(ConfigError, match=rf"^here: unknown key {prefix}no_such_thing; (known: |no key resembles it)"):
         from_dict(nested(f"{prefix}no_such_thing", 1), where="here")
     known = msgspec.structs.fields(section)[0].name
     with pytest.raises(ConfigError, match=rf"unknown key {prefix}{known}x; did you mean {prefix}{known}\?"):
@@ -215,6 +216,43 @@ def test_overrides_win_over_the_file_and_have_toml_types(tmp_path: Path) -> None
     assert config.trainer.optimizer.betas == (0.8, 0.9)
     assert config.metrics.plots is False
     assert config.data.args == {"min_terms": 2}
+
+
+@pytest.mark.parametrize(
+    ("tree", "wanted"),
+    [
+        ({"trainer": {"learning_rate": 1}}, "trainer.learning_rate; did you mean trainer.lr?"),
+        ({"learning_rate": 1}, "learning_rate; did you mean trainer.lr?"),
+        (
+            {"critic": {"weight_decay": 1}},
+            "critic.weight_decay; did you mean critic.optimizer.weight_decay or trainer.optimizer.weight_decay?",
+        ),
+        ({"trainer": {"group_size": 8}}, "trainer.group_size; did you mean rollout.group_size?"),
+        ({"trainer": {"group_sise": 8}}, "trainer.group_sise; did you mean rollout.group_size?"),
+        ({"rollout": {"max_tokens": 8}}, "rollout.max_tokens; did you mean rollout.sampling.max_new_tokens?"),
+        ({"trainer": {"epochs": 3}}, "trainer.epochs; did you mean run.total_train_epochs or algorithm.epochs?"),
+        ({"ppo": {"kl_coef": 1}}, "ppo.kl_coef; did you mean algorithm.kl_coef?"),
+        ({"trainer": {"roles": {"ref": {"backnd": "x"}}}}, "trainer.roles.ref.backnd; did you mean trainer.roles.ref."),
+        ({"model": {"lora": {"ran": 1}}}, "model.lora.ran; did you mean model.lora.rank?"),
+        ({"reference": {"gpus": 1}}, "reference.gpus; known: path"),
+        (
+            {"trainer": {"xyzzy": 1}},
+            "trainer.xyzzy; no key resembles it (without it, streamrl check CONFIG --all shows",
+        ),
+    ],
+)
+def test_an_unknown_key_suggests_the_nearest_known_ones_of_all_sections(tree: dict[str, Any], wanted: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        from_dict(tree)
+    assert f"unknown key {wanted}" in str(refusal.value)
+
+
+def test_common_names_stand_for_keys_that_there_are() -> None:
+    known = {
+        f"{prefix}{field.name}" for prefix, section in sections(Config) for field in msgspec.structs.fields(section)
+    }
+    known |= {field.name for field in msgspec.structs.fields(Config)}
+    assert set(COMMON_NAMES.values()) <= known
 
 
 @pytest.mark.parametrize(

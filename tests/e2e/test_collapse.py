@@ -41,7 +41,7 @@ def test_a_run_that_falls_apart_is_stopped_and_says_where_to_go_on(tmp_path: Pat
     assert states[progress.read(healthy).policy_version - 1] == "healthy"
     assert progress.read(last).policy_version == len(made)
     assert progress.read(last).watch.health.state == "collapsing"
-    for part in ("the run is collapsing", "staleness.max_staleness=2 (it is 4)", "trainer.lr=0.015 (it is 0.03)"):
+    for part in ("the run is collapsing", "staleness.max_staleness=2 (now 4)", "trainer.lr=0.015 (now 0.03)"):
         assert part in process.said
     assert f"run.resume_from={healthy}" in process.said
     assert not processes_of(folder)

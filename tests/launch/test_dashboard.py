@@ -205,7 +205,7 @@ def test_duration(seconds: float, text: str) -> None:
 
 def in_trouble(step: StepReport, state: HealthState = "warning") -> StepReport:
     sign = "importance ratios 0.300 away from 1 (above 0.1)"
-    return msgspec.structs.replace(step, health=Health(state, 31, [sign], ["trainer.lr=1e-6 (it is 2e-6)"]))
+    return msgspec.structs.replace(step, health=Health(state, 31, [sign], ["trainer.lr=1e-6 (now 2e-6)"]))
 
 
 @pytest.mark.parametrize("state", ["warning", "collapsing"])
@@ -229,7 +229,7 @@ def test_a_change_of_health_is_told_once_where_there_is_no_picture() -> None:
     told = [line.split("  ")[-1] for line in out.getvalue().splitlines() if "the run" in line]
     assert told == [
         "step 37: the run may be about to fall apart: importance ratios 0.300 away from 1 (above 0.1); "
-        "turn trainer.lr=1e-6 (it is 2e-6)",
+        "try trainer.lr=1e-6 (now 2e-6)",
         "step 39: the run is healthy",
     ]
 

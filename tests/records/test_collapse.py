@@ -221,7 +221,7 @@ def test_a_run_that_is_resumed_without_being_slowed_goes_at_its_whole_pace():
 
 def test_advice_names_what_can_be_turned():
     told = advice(Config())
-    assert told[0] == "staleness.max_staleness=2 (it is 4)"
+    assert told[0] == "staleness.max_staleness=2 (now 4)"
     assert told[1].startswith("trainer.lr=5e-06")
     synchronous = advice(from_dict({"staleness": {"max_staleness": 0}}))
     assert synchronous[0].startswith("trainer.lr=")

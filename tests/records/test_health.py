@@ -121,17 +121,17 @@ def test_a_healthy_run_has_nothing_to_tell():
         ),
         (
             with_steps(effective_sample_size=0.4),
-            *("warning", "effective sample size", "is 0.40", "staleness.max_staleness=2 (it is 4)"),
+            *("warning", "effective sample size", "is 0.40", "staleness.max_staleness=2 (now 4)"),
         ),
-        (with_steps(grad_norm_ratio=7.0), "note", "gradient", "7.0 times the usual", "trainer.lr=5e-05 (it is 0.0001)"),
+        (with_steps(grad_norm_ratio=7.0), "note", "gradient", "7.0 times the usual", "trainer.lr=5e-05 (now 0.0001)"),
         (
             with_steps(grad_norm=2.0),
             "note",
             "gradient",
             "above 1 in 100% of the last 20 steps",
-            "grad_clip=2 (it is 1)",
+            "grad_clip=2 (now 1)",
         ),
-        (with_steps(kl=1.4), "warning", "KL", "1.40 nats a token away", "algorithm.kl_coef=0.2 (it is 0.1)"),
+        (with_steps(kl=1.4), "warning", "KL", "1.40 nats a token away", "algorithm.kl_coef=0.2 (now 0.1)"),
         (
             with_steps(entropy=0.01, reward_mean=0.5),
             "warning",
@@ -157,12 +157,12 @@ def test_a_healthy_run_has_nothing_to_tell():
         (
             with_steps(groups_with_contrast=4.0),
             *("warning", "contrast", "in 88% of the groups all siblings scored the same at a mean reward of 0.80"),
-            "rollout.group_size=16 (it is 8)",
+            "rollout.group_size=16 (now 8)",
         ),
         (
             healthy(response_lengths=[[100, 3, 7], [100, 4, 4]]),
             *("warning", "length", "33% of the responses are as long as they may be, 100 tokens"),
-            "rollout.sampling.max_new_tokens=200 (it is 100)",
+            "rollout.sampling.max_new_tokens=200 (now 100)",
         ),
         (
             with_steps(tokens_special=30.0),
@@ -198,7 +198,7 @@ def test_a_healthy_run_has_nothing_to_tell():
         (
             with_steps(tokens_masked=100.0, tokens_trained=900.0),
             *("note", "staleness", "10% of the sampled tokens were more than 4 versions old"),
-            "staleness.max_staleness=8 (it is 4)",
+            "staleness.max_staleness=8 (now 4)",
         ),
         (with_steps(tokens_masked=400.0), "warning", "staleness", "40% of the sampled tokens", "shorter responses"),
         (with_steps(tokens_dropped=250.0), "warning", "staleness", "20% of the generated tokens were dropped", "mask"),
@@ -207,7 +207,7 @@ def test_a_healthy_run_has_nothing_to_tell():
             "note",
             "pace",
             "waits for data in 75% of its time",
-            "gserver.count=2 (it is 1)",
+            "gserver.count=2 (now 1)",
         ),
         (healthy(generation_busy=0.3), "note", "pace", "compute in 30% of their time", "rollout.max_concurrent_groups"),
         (
@@ -233,8 +233,8 @@ def test_a_healthy_run_has_nothing_to_tell():
         ),
         (healthy(restarts={"gserver/1": 3}), "warning", "restarts", "started again 3 times", ""),
         (healthy(disk_free=2**29), "warning", "disk", "0.5 GiB are free", "trainer.keep_checkpoints"),
-        (healthy(disk_free=2**20), "bad", "disk", "0.0 GiB are free", "make room"),
-        (healthy(disk_free=2**35), "warning", "disk", "32.0 GiB are free", "make room"),
+        (healthy(disk_free=2**20), "bad", "disk", "0.0 GiB are free", "more free disk"),
+        (healthy(disk_free=2**35), "warning", "disk", "32.0 GiB are free", "more free disk"),
         (
             healthy(stats={"model_worker/0": {"rollouts_lost_total": 5.0}}),
             *("note", "rollouts", "5 groups that were to be kept", "metrics.rollouts_per_step"),
@@ -353,7 +353,7 @@ def test_the_worst_comes_first():
     found = findings(run)
     assert [f.severity for f in found] == ["bad", "warning", "warning", "note"]
     assert str(found[0]).startswith("0.0 GiB are free")
-    assert "; turn make room or " in str(found[0])
+    assert "; try more free disk or " in str(found[0])
     assert str(Finding("note", "x", "all is well")) == "all is well"
 
 
@@ -420,7 +420,7 @@ def test_a_synchronous_run_is_told_nothing_that_its_graph_forbids(idle):
     config = from_dict({"trainer": {"graph": "synchronous"}, "staleness": {"max_staleness": 0}})
     (found,) = findings(healthy(config=config, **idle))
     (staleness,) = [turned for turned in found.turn if "max_staleness" in turned]
-    assert staleness == 'trainer.graph="asynchronous" with staleness.max_staleness=1 (it is 0)'
+    assert staleness == 'trainer.graph="asynchronous" with staleness.max_staleness=1 (now 0)'
 
 
 def test_findings_can_be_written_and_read():

@@ -305,7 +305,7 @@ def test_what_to_turn_is_told_with_a_runs_own_settings_whatever_version_it_had(t
     summary = write_report(folder)
     assert summary.max_staleness == 2
     (found,) = [finding for finding in summary.findings if finding.topic == "staleness"]
-    assert found.turn[0] == "staleness.max_staleness=4 (it is 2)"
+    assert found.turn[0] == "staleness.max_staleness=4 (now 2)"
 
 
 def test_nothing_is_trained_on_while_the_run_is_down(tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) ->
     console.print(summary_table(summary))
     text = console.export_text()
     assert "50% of the sampled tokens were more than 4 versions old" in text
-    assert "turn staleness.max_staleness=8 (it is 4)" in " ".join(text.split())
+    assert "try staleness.max_staleness=8 (now 4)" in " ".join(text.split())
 
 
 def test_gservers_are_not_idle_while_the_run_is_down(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ async def test_a_resumed_run_takes_a_larger_total_and_refuses_a_pool_with_the_ol
                 await trainer.register(differing, patience=1.0)
             await trainer.register(message, patience=1.0)
         await run.register("rollout")
-        await run.client.admit(Admit(worker=0, count=0, data_rows=6))
+        await run.client.admit(Admit(worker=0, count=0, data=DataFacts(rows=6)))
         assert (await run.client.status()).ledger.room > 0
 
 

@@ -126,7 +126,7 @@ export function mount(root) {
         h("span", {},
           shown.length > 1 ? h("b", { text: `${finding.run.name}: ` }) : null,
           `${finding.text[0].toUpperCase()}${finding.text.slice(1)}. `,
-          finding.turn.length ? h("span", { class: "turn" }, "Turn ", finding.turn.flatMap((key, i) => [i ? " or " : "", h("code", { text: key })])) : null))));
+          finding.turn.length ? h("span", { class: "turn" }, "Try ", finding.turn.flatMap((key, i) => [i ? " or " : "", h("code", { text: key })])) : null))));
   }
 
   function drawFigures(shown) {

@@ -107,18 +107,22 @@ class GroupMaker:
                 ]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        episodes = [episode for task in siblings if (episode := task.result()) is not None]
         self._activity.groups_shrunk += bool(group.left_out)
+        episodes = [episode for task in siblings if (episode := task.result()) is not None]
+        return self._assembled(group, episodes, seconds=time.monotonic() - started)
+
+    def _assembled(self, group: _GroupTask, episodes: Sequence[Episode], *, seconds: float) -> TrajectoryGroup:
+        """Return the group of these `episodes`, which took `seconds`."""
         trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
         parts = [episode.reward_parts for episode in episodes]
         return TrajectoryGroup.from_trajectories(
-            seq=seq,
+            seq=group.prompt.seq,
             worker=self._worker,
             prompt_length=shared_prefix(trajectories),
             trajectories=trajectories,
-            generation_seconds=time.monotonic() - started,
+            generation_seconds=seconds,
             episodes=[number for number, episode in enumerate(episodes) for _ in episode.trajectories],
-            gserver=route.name,
+            gserver=group.route.name,
             reward_parts=parts if any(parts) else [],
             retries=group.retries,
         )

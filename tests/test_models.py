@@ -212,9 +212,7 @@ def test_a_missing_reader_of_the_packages_file_is_named_with_its_extra(
 ) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else find_spec(name))
-    with pytest.raises(
-        ModelError, match=r'is read with gguf, which is not installed; run: pip install "streamrl\[smoll'
-    ):
+    with pytest.raises(ModelError, match=r'is read with gguf, which is not installed; run: pip install "streamrl'):
         ensure_checkpoint(from_dict({"model": {"path": SMOLLM2}}), cache=tmp_path)
 
 

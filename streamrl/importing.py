@@ -31,13 +31,17 @@ def without_garbage_collection(*, stays: bool = True) -> Iterator[None]:
             gc.enable()
 
 
+EXTRAS = {"openai": "agents", "reasoning_gym": "rewards", "math_verify": "rewards", "datasets": "datasets"}
+"""Modules that examples and users' code import, and the extra of streamrl that installs each."""
+
+
 def load_object(spec: str, *, key: str) -> Any:
     """Import what `spec` (`module:name`) names; `key` is the configuration key for error messages.
 
     Modules in the working directory are found too, whichever way the process was started. Whatever names a function or
     class of the user's, or a component, is loaded here.
-    Raises `ConfigError` when the module or the name does not exist; an error raised by the
-    module itself passes through.
+    Raises `ConfigError` when the module or the name does not exist, or the module imports a package of an extra that is
+    not installed; any other error of the module itself passes through.
     """
     module_name, colon, name = spec.partition(":")
     if not (module_name and colon and name):
@@ -48,6 +52,9 @@ def load_object(spec: str, *, key: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        if error.name in EXTRAS:
+            extra = f'pip install "streamrl[{EXTRAS[error.name]}]"'
+            raise ConfigError(f"{key} = {spec!r}: it imports {error.name}, which is not installed: {extra}") from error
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module exists, and something that it imports does not
         raise ConfigError(

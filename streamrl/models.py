@@ -283,6 +283,11 @@ def made(folder: Path, make: Callable[[Path], None]) -> Path:
 def _convert_smollm2(folder: Path) -> None:
     """Write SmolLM2-135M-Instruct as a float32 checkpoint."""
     source = _find_smollm2()
+    if missing := [package for package in ("accelerate", "gguf") if importlib.util.find_spec(package) is None]:
+        raise ModelError(
+            f'model.path = "{SMOLLM2}" is read with {" and ".join(missing)}, which is not installed; '
+            'run: pip install "streamrl[smollm2]"'
+        )
     log.info("converting %s to a checkpoint (once, about 15 s)", source.name)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM

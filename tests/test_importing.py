@@ -54,6 +54,23 @@ def test_users_code_is_found_in_the_working_directory(tmp_path: Path, kind: str)
     assert done.returncode == 0 or "RuntimeError: the user's" in done.stderr, done.stderr
 
 
+def test_a_package_of_an_extra_that_is_missing_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setitem(sys.modules, "openai", None)  # it cannot be imported
+    monkeypatch.delitem(sys.modules, "guess_number", raising=False)
+    with pytest.raises(ConfigError, match=r"it imports openai, which is not installed: pip install \"streamrl\[agents"):
+        load_object("guess_number:solve", key="rollout.agent.function")
+
+
+def test_a_missing_module_of_the_users_own_is_reported_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imports_another.py").write_text("import not_there_at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_there_at_all"):
+        load_object("imports_another:score", key="rollout.reward.function")
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [

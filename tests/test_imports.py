@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
+import tomllib
 from collections.abc import Iterable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -207,3 +209,12 @@ def test_every_module_was_looked_at() -> None:
     found = {module.as_posix() for module in modules()}
     assert {"errors.py", "transport/http.py", "gserver/manager/core.py"} <= found
     assert importlib.util.find_spec("streamrl") is not None
+
+
+def test_every_package_that_is_always_installed_is_imported_here() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    modules = {"prometheus-client": "prometheus_client", "pyyaml": "yaml", "pyzmq": "zmq"}
+    needed = {re.match(r"[\w-]+", requirement)[0] for requirement in project["dependencies"]} - {"tomli-w"}  # type: ignore[index]
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    unused = [name for name in needed if not re.search(rf"\b(import|from) {modules.get(name, name)}\b", source)]
+    assert unused == []

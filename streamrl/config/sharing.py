@@ -61,9 +61,9 @@ MAY_DIFFER = (
 """Names of settings, and of sections, that each machine may have as it needs them: where things are and how many, and
 what whoever sends something says with it."""
 SAME_IN_THEM = ("run.seed", "run.total_train_epochs", "run.total_train_steps", "run.record")
-"""Settings in those sections that must be the same nonetheless. The manager ends admission by the total, the master
-ends the run by it, and each model worker computes its learning rate from it. With `run.record` model workers compute
-together what a single one would wait for."""
+"""Exceptions: settings of these sections that must be the same. The manager ends admission by the totals, the master
+ends the run by them, and each model worker computes its learning rate from them. With `run.record` the model workers
+exchange fingerprints of the weights, in which all must take part."""
 FILES = ("reference.path", "critic.path", "reward_model.path")
 """Settings of which it must be the same whether they are set, and not to which path."""
 MODELS_BY_NAME = ("scratch", "smollm2-135m-instruct")

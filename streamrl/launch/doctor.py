@@ -359,6 +359,7 @@ def packages() -> Iterator[DoctorLine]:
         ("transformer-engine", "transformer_engine", "Megatron is faster with it on GPUs"),
         ("triton", "triton", "comes with torch for CUDA; compiled kernels on GPUs need it"),
         ("ray", "ray", 'pip install "streamrl[ray]"; only for streamrl launch ray'),
+        ("renderers", "renderers", 'pip install "streamrl[agents]"; only for agents'),
         ("reasoning-gym", "reasoning_gym", 'pip install "streamrl[rewards]"; only for its tasks'),
     ):
         if find_spec(module) is None:

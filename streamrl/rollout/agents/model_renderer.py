@@ -143,7 +143,13 @@ def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
     """
     if name == TEMPLATE:
         return _template(chat)
-    from renderers.base import MODEL_RENDERER_MAP
+    try:
+        from renderers.base import MODEL_RENDERER_MAP
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f'rollout.agent.renderer = "{name}" needs the package renderers: pip install "streamrl[agents]"; '
+            f'or take "{TEMPLATE}"'
+        ) from error
 
     known = list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
     if name != AUTO:

@@ -249,12 +249,10 @@ class FunctionExecutor:
                 left = left[len(part) :]
                 begin = begin or time.time()
                 if mfc.interface == "train_step":
-                    results = await call.train(
-                        part, policy_version=policy_version, compared=compared, lr_scale=lr_scale
-                    )
-                    trained.extend(results)
-                    compute += max(result.compute_seconds for result in results)
-                    updating += max(result.update_seconds for result in results)
+                    done = await call.train(part, policy_version=policy_version, compared=compared, lr_scale=lr_scale)
+                    trained.extend(done)
+                    compute += max(result.compute_seconds for result in done)
+                    updating += max(result.update_seconds for result in done)
                 else:
                     compute += await call.infer(part, policy_version=policy_version)
             return Span(mfc.name, begin, time.time(), compute, updating)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -159,6 +160,15 @@ def test_another_template_is_no_known_model(caplog: pytest.LogCaptureFixture) ->
 def test_a_renderer_that_cannot_be_had_is_named(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         renderer_of(make_chat(), name=name)
+
+
+def test_without_the_package_of_renderers_its_extra_is_named(
+    qwen: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "renderers.base", None)  # it cannot be imported
+    with pytest.raises(ConfigError, match=r'pip install "streamrl\[agents\]"; or take "template"'):
+        renderer_of(qwen)
+    assert isinstance(renderer_of(qwen, name="template"), TemplateRenderer)
 
 
 def test_drift_is_what_would_be_other_tokens_if_it_were_tokenized_anew(qwen: ChatTokenizer) -> None:

@@ -24,8 +24,9 @@ COUNTS = [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\x
 
 
 def with_unknown_field(body: bytes) -> bytes:
-    """The msgpack map `body` (of up to 14 fields) with one more field, nested so deeply that decoders give up."""
-    return bytes([body[0] + 1]) + body[1:] + b"\xa1x" + NESTED
+    """The msgpack map `body` (of up to 15 fields) with one more field, nested so deeply that decoders give up."""
+    fields = body[0] - 0x80  # a map of at most 15 fields begins with 0x80 and their number
+    return b"\xde" + (fields + 1).to_bytes(2, "big") + body[1:] + b"\xa1x" + NESTED
 
 
 # --- mutations ---

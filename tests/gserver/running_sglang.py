@@ -28,10 +28,17 @@ KEY_VARIABLE = "STREAMRL_TEST_GSERVER_KEY"
 KEY = "what the callers of these show".replace(" ", "-")
 SCRATCH: dict[str, Any] = {
     "path": "scratch",
-    "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}
+    "scratch": {
+        "alphabet": "0123456789+=> x",
+        "hidden_size": 64,
+        "layers": 2,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_dim": 32,
+    }
     | {"max_position_embeddings": MAX_CONTEXT},
 }
-"""`model` of a configuration."""
+"""`model` of a configuration; its vocabulary is of 16 tokens, the last of which ends a response."""
 
 
 class RunningSglang:

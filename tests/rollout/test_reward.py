@@ -258,8 +258,10 @@ async def quick_ones(rewards: RewardPool) -> None:
 
 async def test_quick_calls_are_sent_together_and_slow_ones_are_not() -> None:
     async with pool(processes=2) as rewards:
-        await quick_ones(rewards)
-        assert len(set(await asyncio.gather(*(rewards.score(response("pid"), prompt()) for _ in range(30))))) == 1
+        async with asyncio.timeout(20):
+            await quick_ones(rewards)
+            while len(set(await asyncio.gather(*(rewards.score(response("pid"), prompt()) for _ in range(30))))) > 1:
+                await quick_ones(rewards)  # one was slow: its process had to wait for a core
         await asyncio.gather(*(rewards.score(response("sleep 0.1"), prompt()) for _ in range(2)))
         running = asyncio.create_task(rewards.score(response("sleep 5"), prompt()))
         others = [rewards.score(response("pid"), prompt()) for _ in range(4)]

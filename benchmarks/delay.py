@@ -401,7 +401,9 @@ class Loop:
             sequences=len(batch.tokens),
             of_episode=responses.bincount()[responses],
             age=torch.full_like(responses, age),
+            ages=(age,),
             comparable=torch.zeros_like(responses, dtype=torch.bool),
+            comparable_tokens=0,
         )
 
 

@@ -871,6 +871,7 @@ STEPS = (
     Step("models", 90, measure=models),
     Step("tests: engine", 100, tests="tests/gserver/embedded/test_on_cuda.py"),
     Step("tests: backend", 120, tests="tests/trainer/backends/test_on_cuda.py"),
+    Step("tests: roles", 90, tests="tests/trainer/roles"),
     Step("tests: Megatron", 120, tests="tests/trainer/backends/test_megatron_on_cuda.py"),
     Step("tests: weights", 100, tests="tests/trainer/worker"),
     Step("tests: learning", 150, tests="tests/e2e/test_on_cuda.py"),

@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from streamrl.config.fields import Device, DType
 from streamrl.errors import ConfigError
@@ -129,6 +132,15 @@ def inference_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """
     emulated = device.type == "cpu" and dtype == torch.bfloat16 and not processor_has_bfloat16()
     return torch.float32 if emulated else dtype
+
+
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """Return `array` on `device`. The host does not wait for a GPU: the copy starts from pinned memory and takes its
+    turn in the current stream."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda" and tensor.numel():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class SideStream:

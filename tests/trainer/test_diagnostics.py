@@ -48,7 +48,9 @@ def computed(tokens: list[Token], algorithm: AlgorithmConfig, *, total: int) -> 
             sequences=8,
             of_episode=responses.bincount()[responses],
             age=column("age", torch.int64),
+            ages=sorted({token.age for token in tokens}),
             comparable=torch.zeros(len(tokens), dtype=torch.bool),
+            comparable_tokens=0,
         ),
         algorithm,
         kl_coef=0.0,
@@ -66,9 +68,9 @@ def metrics_of(ranks: list[list[list[Token]]], algorithm: AlgorithmConfig) -> di
         for micro in rank:
             found = computed(micro, algorithm, total=total)
             for name, value in found.sums.items():
-                sums[name] += value
+                sums[name] += float(value)
             for name, value in found.maxima.items():
-                maxima[name] = max(maxima.get(name, value), value)
+                maxima[name] = max(maxima.get(name, float(value)), float(value))
         trained.append(Trained(0.0, 0.0, dict(sums), maxima, {}))
     return train_metrics(trained)
 

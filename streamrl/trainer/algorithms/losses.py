@@ -180,7 +180,8 @@ def sum_of_sequence(values: Tensor, sequence: Tensor, sequences: int, *, mean: b
 
 def tokens_of_sequence(sequence: Tensor, sequences: int) -> Tensor:
     """Return `[sequences]`: how many tokens each response has, at least 1."""
-    return torch.bincount(sequence, minlength=sequences).clamp(min=1)
+    counts = torch.zeros(sequences, dtype=torch.int64, device=sequence.device)
+    return counts.index_add_(0, sequence, torch.ones_like(sequence)).clamp(min=1)  # bincount makes the host wait
 
 
 def _clipped(

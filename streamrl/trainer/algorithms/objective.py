@@ -2,12 +2,15 @@
 
 Shared by all backends, which bring their tokens as flat vectors. Losses are normalised by counts
 over the whole minibatch, so parts of it may be computed one after another, on any rank, and added up.
+
+Nothing here makes the host wait for a GPU: figures stay where the loss is, and facts that decide about shapes come from
+the host.
 """
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,8 +58,12 @@ class Tokens(NamedTuple):
     """int64: how many tokens of the same episode enter the loss."""
     age: Tensor
     """int64: in policy versions."""
+    ages: Sequence[int]
+    """The different values of `age`, in ascending order."""
     comparable: Tensor
     """bool: sampled by the policy at the start of the step, so that engine and trainer have to agree."""
+    comparable_tokens: int
+    """How many tokens are `comparable`."""
 
 
 class Totals(NamedTuple):
@@ -72,9 +79,9 @@ class Totals(NamedTuple):
 class Objective(NamedTuple):
     loss: Tensor
     """Scalar, to be minimised: this part's share of the minibatch's loss."""
-    sums: dict[str, float]
-    """Figures that add up over parts and ranks."""
-    maxima: dict[str, float]
+    sums: dict[str, Tensor]
+    """Figures that add up over parts and ranks: float64 scalars, on the device of the loss."""
+    maxima: dict[str, Tensor]
 
 
 def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, totals: Totals) -> Objective:
@@ -94,19 +101,19 @@ def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, tot
     if algorithm.behavior_kl_coef > 0:
         pull = behavior_kl(tokens.logprobs, tokens.behavior_logprobs)
         per_token = per_token + algorithm.behavior_kl_coef * pull * (tokens.age > 0)
-    sums: defaultdict[str, float] = defaultdict(float)
+    sums: dict[str, Tensor] = {}
     if tokens.ref_logprobs is not None:
         kl = kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind=algorithm.kl_estimator)
-        sums["kl"] = float(kl.detach().sum())
+        sums["kl"] = kl.detach().sum().double()
         if algorithm.kl_in == "loss":
             per_token = per_token + kl_coef * kl
     if algorithm.entropy_coef > 0:
         per_token = per_token - algorithm.entropy_coef * tokens.entropy
     loss = (per_token * _shares(tokens, algorithm, totals)).sum()
-    sums["loss"] = float(loss.detach())
+    sums["loss"] = loss.detach().double()
     at_start = tokens.logprobs if algorithm.proximal == "behavior" else tokens.proximal_logprobs
     maxima = _add_figures(sums, tokens, policy, corrected, at_start.detach())
-    return Objective(loss, dict(sums), maxima)
+    return Objective(loss, sums, maxima)
 
 
 def _policy_loss(tokens: Tokens, algorithm: AlgorithmConfig) -> ClippedLoss:
@@ -146,12 +153,12 @@ def _shares(tokens: Tokens, algorithm: AlgorithmConfig, totals: Totals) -> Tenso
 
 
 def _add_figures(
-    sums: defaultdict[str, float],
+    sums: dict[str, Tensor],
     tokens: Tokens,
     policy: ClippedLoss,
     corrected: BehaviorWeight,
     at_start: Tensor,
-) -> dict[str, float]:
+) -> dict[str, Tensor]:
     """Fill `sums`; the maxima are returned. `at_start`: log-probabilities before the step's first update.
 
     With ρ = π / π_b of a token, before any limit, in float64. A token is *outward* where the gradient moves π further
@@ -181,22 +188,21 @@ def _add_figures(
             of_tokens[f"tokens/{sign}_{direction}"] = there
             of_tokens[f"clipped/{sign}_{direction}"] = there & policy.clipped
     values = torch.stack([value.double() for value in of_tokens.values()])
-    by_age = values.new_zeros(len(values), int(tokens.age.max()) + 1).index_add_(1, tokens.age, values)
-    ages = tokens.age.bincount().nonzero().flatten().tolist()
-    for name, found in zip(of_tokens, by_age.tolist(), strict=True):
-        sums[name] = sum(found)
+    by_age = values.new_zeros(len(values), tokens.ages[-1] + 1).index_add_(1, tokens.age, values)
+    for name, found in zip(of_tokens, by_age, strict=True):
+        sums[name] = found.sum()
         if name in OF_EACH_AGE:
-            sums |= {f"{name}/age_{age}": found[age] for age in ages}
-    counts = tokens.sequence.bincount(minlength=tokens.sequences)
-    log_weights = sum_of_sequence(log_ratio, tokens.sequence, tokens.sequences, mean=False)[counts > 0]
-    weights = log_weights.clamp(max=LARGEST_LOG_WEIGHT).exp()
-    sums["sequences"] = len(weights)
-    sums["sequence_weight"] = float(weights.sum())
-    sums["sequence_weight_squares"] = float((weights**2).sum())
-    maxima = {"ratio": float(ratio.max())}
-    difference = (at_start - tokens.behavior_logprobs).abs()[tokens.comparable]
-    if len(difference):
-        sums["comparable_tokens"] = len(difference)
-        sums["sampling_diff"] = float(difference.sum())
-        maxima["sampling_diff"] = float(difference.max())
+            sums |= {f"{name}/age_{age}": found[age] for age in tokens.ages}
+    log_weights = sum_of_sequence(log_ratio, tokens.sequence, tokens.sequences, mean=False)
+    present = sum_of_sequence(torch.ones_like(ratio), tokens.sequence, tokens.sequences, mean=False) > 0
+    weights = log_weights.clamp(max=LARGEST_LOG_WEIGHT).exp() * present
+    sums["sequences"] = present.sum().double()
+    sums["sequence_weight"] = weights.sum()
+    sums["sequence_weight_squares"] = (weights**2).sum()
+    maxima = {"ratio": ratio.max()}
+    if tokens.comparable_tokens:
+        difference = torch.where(tokens.comparable, (at_start - tokens.behavior_logprobs).abs(), 0.0)
+        sums["comparable_tokens"] = tokens.comparable.sum().double()
+        sums["sampling_diff"] = difference.sum().double()
+        maxima["sampling_diff"] = difference.max().double()
     return maxima

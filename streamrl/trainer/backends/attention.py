@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from streamrl.device import attend_without_plans
+from streamrl.device import attend_without_plans, to_device
 from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
 
@@ -143,7 +143,7 @@ Part = TreeBlocks | BlockMask
 def _part(visible_until: NDArray[np.int64], behind: int, device: torch.device) -> Part:
     if device.type == "cpu":
         return TreeBlocks.of(visible_until, dense_tokens=DENSE_TOKENS, behind=behind)
-    return tree_tiles(torch.from_numpy(visible_until).to(device, non_blocking=True), behind=behind)
+    return tree_tiles(to_device(visible_until, device), behind=behind)
 
 
 class TreeStack(NamedTuple):
@@ -212,7 +212,7 @@ class TreeMask:
         if not micro.branched:
             visible_until[:] = length  # padding may see what it likes
         if length <= DENSE_TOKENS and not context.ring:
-            self._dense = torch.from_numpy(attention_mask(visible_until)).to(device, non_blocking=True)
+            self._dense = to_device(attention_mask(visible_until), device)
             return
         # row behind row they are one forest
         forest = (visible_until + length * np.arange(rows)[:, None]).reshape(-1)

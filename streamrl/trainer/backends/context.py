@@ -23,6 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from streamrl.device import to_device
 from streamrl.trainer.packing import MicroBatch
 from streamrl.types import NO_EXPERT
 
@@ -143,7 +144,7 @@ class ContextGroup:
             return own
         filled = torch.nn.functional.pad(own, (0, share.most - len(own)))
         whole: Tensor = _Gather.apply(filled, self._group)  # type: ignore[no-untyped-call]
-        return whole[torch.from_numpy(share.places).to(own.device)]
+        return whole.index_select(0, to_device(share.places, own.device))
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor]:
         """Return all columns of this rank's heads, `[rows, own_heads, length, head_dim]`, from its columns of all

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -26,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from streamrl.device import SideStream
+from streamrl.device import SideStream, to_device
 from streamrl.errors import ModelError, TrainingError
 from streamrl.lora import pair_of
 from streamrl.safetensors_files import Part
@@ -417,7 +416,7 @@ class TorchModel:
             raise TrainingError("this model is offloaded: call onload before computing with it")
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._spec.device, non_blocking=True)
+        return to_device(array, self._spec.device)
 
 
 class _Merged:
@@ -490,6 +489,7 @@ class _Net(nn.Module):
                 ids[a : a + HEAD_CHUNK_TOKENS],
                 temperature,
                 use_reentrant=False,
+                preserve_rng_state=False,
             )
             for a in starts
         ]

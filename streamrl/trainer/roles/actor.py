@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamrl.config import AlgorithmConfig, TrainerConfig
+from streamrl.device import to_device
 from streamrl.errors import ModelError
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
@@ -23,6 +24,7 @@ from streamrl.trainer.calls import MOST_COMPARED, Sibling
 from streamrl.trainer.packing import MicroBatch
 from streamrl.trainer.roles.advantages import Credit, assign_credit
 from streamrl.trainer.roles.items import (
+    DeviceFigures,
     Minibatch,
     Outputs,
     RoleState,
@@ -105,16 +107,24 @@ class Actor:
         groups = [item.group for item in teaching]
         trained = [item.trainable for item in teaching]
         micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
+        inputs = [self._inputs(micro, teaching, credits) for micro in micros] if self.model.gives_output else []
+        figures = DeviceFigures()
+        outputs: list[tuple[MicroBatch, ModelOutput]] = []
 
         def loss(number: int, output: ModelOutput) -> Tensor:
-            if wanted is not None:
-                statistics.compared += _logprobs_of(wanted, micros[number], output, groups)
-            if minibatch.kept:
-                _keep_outputs(minibatch.kept, micros[number], output, groups, statistics.outputs)
-            return self._loss(micros[number], output, teaching, credits, totals, statistics)
+            if wanted is not None or minibatch.kept:
+                outputs.append((micros[number], ModelOutput(output.values.detach(), output.entropy.detach())))
+            found = objective(inputs[number](output), self._algorithm, kl_coef=self._kl.value, totals=totals)
+            figures.add(found.sums, found.maxima)
+            return found.loss
 
         self.model.accumulate(micros, loss)
         update = optimizer_step(self.model, statistics, before_update=before_update, lr_scale=minibatch.lr_scale)
+        figures.read_into(statistics)
+        for micro, output in outputs:
+            if wanted is not None:
+                statistics.compared += _logprobs_of(wanted, micro, output, groups)
+            _keep_outputs(minibatch.kept, micro, output, groups, statistics.outputs)
         statistics.sums["computed_tokens"] += sum(micro.tokens for micro in micros)
         statistics.note_largest(grad_norm=update.grad_norm, lr=update.lr)
         if update.expert_load:
@@ -171,56 +181,54 @@ class Actor:
         ] or list(range(len(items)))[:1]
         return [items[i] for i in keep], [credits[i] for i in keep]
 
-    def _loss(
-        self,
-        micro: MicroBatch,
-        output: ModelOutput,
-        items: Sequence[TrainItem],
-        credits: Sequence[Credit],
-        totals: Totals,
-        statistics: StepStatistics,
-    ) -> Tensor:
-        """Return the micro-batch's share of the loss; its figures go to `statistics`."""
+    def _inputs(
+        self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]
+    ) -> Callable[[ModelOutput], Tokens]:
+        """Return a function from the output of `micro` to the tokens of the objective. Their facts are copied to the
+        device here, before it computes."""
         groups = [item.group for item in items]
-        keep = at_targets(micro, [item.trainable for item in items])
+        keep = np.flatnonzero(at_targets(micro, [item.trainable for item in items]))
 
-        def kept(arrays: Sequence[NDArray[Any]]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(at_targets(micro, arrays)[keep])).to(self._device)
+        def kept(arrays: Sequence[NDArray[Any]]) -> NDArray[Any]:
+            return at_targets(micro, arrays)[keep]
 
-        mask = torch.from_numpy(keep).to(self._device)
-        logprobs = output.values[mask]
-        behavior = kept([g.packed_behavior_logprobs for g in groups])
-        if self._algorithm.proximal == "behavior":
-            proximal = behavior
-        elif items[0].proximal_logprobs is not None:
-            proximal = kept([needed(i.proximal_logprobs, "proximal_logprobs") for i in items])
-        else:
-            proximal = logprobs.detach()
+        def on_device(arrays: Sequence[NDArray[Any]]) -> Tensor:
+            return to_device(kept(arrays), self._device)
+
+        chosen = to_device(keep, self._device)
         firsts = np.cumsum([0] + [group.size for group in groups])
         sequences = [np.repeat(np.arange(g.size), g.seqlens) + first for g, first in zip(groups, firsts, strict=False)]
-        of_episode = [_tokens_of_episode(item) for item in items]
-        found = objective(
-            Tokens(
+        behavior = on_device([g.packed_behavior_logprobs for g in groups])
+        centre = None
+        if self._algorithm.proximal == "behavior":
+            centre = behavior
+        elif items[0].proximal_logprobs is not None:
+            centre = on_device([needed(i.proximal_logprobs, "proximal_logprobs") for i in items])
+        reference = on_device([needed(i.ref_logprobs, "ref_logprobs") for i in items]) if self._compares else None
+        advantages = on_device([credit.advantages.numpy() for credit in credits])
+        sequence, of_episode = on_device(sequences), on_device([_tokens_of_episode(item) for item in items])
+        age, comparable = kept([item.age for item in items]).astype(np.int64), kept([i.comparable for i in items])
+        age_there, comparable_there = to_device(age, self._device), to_device(comparable, self._device)
+
+        def tokens(output: ModelOutput) -> Tokens:
+            logprobs = output.values.index_select(0, chosen)
+            return Tokens(
                 logprobs=logprobs,
-                entropy=output.entropy[mask],
+                entropy=output.entropy.index_select(0, chosen),
                 behavior_logprobs=behavior,
-                proximal_logprobs=proximal,
-                ref_logprobs=kept([needed(i.ref_logprobs, "ref_logprobs") for i in items]) if self._compares else None,
-                advantages=kept([credit.advantages.numpy() for credit in credits]),
-                sequence=kept(sequences),
+                proximal_logprobs=logprobs.detach() if centre is None else centre,
+                ref_logprobs=reference,
+                advantages=advantages,
+                sequence=sequence,
                 sequences=int(firsts[-1]),
-                of_episode=kept(of_episode),
-                age=kept([item.age for item in items]).long(),
-                comparable=kept([item.comparable for item in items]),
-            ),
-            self._algorithm,
-            kl_coef=self._kl.value,
-            totals=totals,
-        )
-        for name, value in found.sums.items():
-            statistics.sums[name] += value
-        statistics.note_largest(**found.maxima)
-        return found.loss
+                of_episode=of_episode,
+                age=age_there,
+                ages=np.unique(age).tolist(),
+                comparable=comparable_there,
+                comparable_tokens=int(comparable.sum()),
+            )
+
+        return tokens
 
 
 def _tokens_of_episode(item: TrainItem) -> NDArray[np.int64]:
@@ -241,7 +249,7 @@ def _keep_outputs(
     numbers = [number for number in np.unique(micro.group_index).tolist() if groups[number].seq in wanted]
     if not numbers:
         return
-    logprobs, entropy = (values.detach().float().cpu().numpy() for values in (output.values, output.entropy))
+    logprobs, entropy = (values.float().cpu().numpy() for values in (output.values, output.entropy))
     for number in numbers:
         group = groups[number]
         if group.seq not in kept:
@@ -259,9 +267,13 @@ def _logprobs_of(
     if not numbers:
         return []
     first, end = groups[numbers[0]].bounds(wanted.index)
-    mine = (micro.group_index == numbers[0]) & (first <= micro.target_index) & (micro.target_index < end)
-    found: list[float] = output.values.detach()[torch.from_numpy(mine).to(output.values.device)].tolist()
-    return found[:MOST_COMPARED]
+    mine = np.flatnonzero(
+        (micro.group_index == numbers[0]) & (first <= micro.target_index) & (micro.target_index < end)
+    )
+    if not len(mine):
+        return []
+    found: list[float] = output.values.cpu()[torch.from_numpy(mine[:MOST_COMPARED])].tolist()
+    return found
 
 
 def _count_routes(groups: Sequence[TrajectoryGroup], sums: dict[str, float]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from streamrl.config import AlgorithmConfig, CriticConfig, TrainerConfig
+from streamrl.device import to_device
 from streamrl.errors import TrainingError
 from streamrl.trainer.algorithms.losses import KLCoefficient, clipped_value_loss
 from streamrl.trainer.backends.base import ModelOutput, ParallelModel, Ranks
@@ -22,6 +24,7 @@ from streamrl.trainer.backends.optimizer import updates_file
 from streamrl.trainer.packing import MicroBatch
 from streamrl.trainer.roles.advantages import Credit, assign_credit
 from streamrl.trainer.roles.items import (
+    DeviceFigures,
     Minibatch,
     RoleState,
     StepStatistics,
@@ -84,11 +87,15 @@ class Critic:
         groups = [item.group for item in items]
         micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
 
+        inputs = [self._inputs(micro, items, credits) for micro in micros] if self.model.gives_output else []
+        figures = DeviceFigures()
+
         def loss(number: int, output: ModelOutput) -> Tensor:
-            return self._loss(micros[number], output, items, credits, minibatch.loss_tokens, statistics)
+            return self._loss(output, inputs[number], minibatch.loss_tokens, figures)
 
         self.model.accumulate(micros, loss)
         update = optimizer_step(self.model, statistics, before_update=before_update)
+        figures.read_into(statistics)
         statistics.note_largest(**{"critic/grad_norm": update.grad_norm, "critic/lr": update.lr})
 
     def state(self) -> RoleState:
@@ -99,35 +106,45 @@ class Critic:
         """Take over a `state` that was written. Collective."""
         self.model.load_state(folder)
 
-    def _loss(
-        self,
-        micro: MicroBatch,
-        output: ModelOutput,
-        items: Sequence[TrainItem],
-        credits: Sequence[Credit],
-        tokens: int,
-        statistics: StepStatistics,
-    ) -> Tensor:
-        keep = at_targets(micro, [item.trainable for item in items])
+    def _inputs(self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]) -> _Inputs:
+        keep = np.flatnonzero(at_targets(micro, [item.trainable for item in items]))
 
         def kept(arrays: Sequence[NDArray[np.float32]]) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(at_targets(micro, arrays)[keep])).to(self._device)
+            return to_device(at_targets(micro, arrays)[keep], self._device)
 
-        values = output.values[torch.from_numpy(keep).to(self._device)]
-        returns = kept([_returns(credit).numpy() for credit in credits])
-        before = kept([needed(item.values, "values") for item in items])
-        found = clipped_value_loss(values, before, returns, clip=self._critic.value_clip)
+        return _Inputs(
+            chosen=to_device(keep, self._device),
+            returns=kept([_returns(credit).numpy() for credit in credits]),
+            before=kept([needed(item.values, "values") for item in items]),
+        )
+
+    def _loss(self, output: ModelOutput, inputs: _Inputs, tokens: int, figures: DeviceFigures) -> Tensor:
+        values = output.values.index_select(0, inputs.chosen)
+        returns, residual = inputs.returns, inputs.returns - inputs.before
+        found = clipped_value_loss(values, inputs.before, returns, clip=self._critic.value_clip)
         loss = found.loss.sum() / max(tokens, 1)
-        sums = statistics.sums
-        sums["critic/loss"] += float(loss.detach())
-        sums["critic/tokens"] += len(values)
-        sums["critic/clipped"] += float(found.clipped.sum())
-        sums["critic/value"] += float(before.sum())
-        sums["critic/return"] += float(returns.sum())
-        sums["critic/return_squares"] += float((returns**2).sum())
-        sums["critic/residual"] += float((returns - before).sum())
-        sums["critic/residual_squares"] += float(((returns - before) ** 2).sum())
+        sums = {
+            "loss": loss.detach(),
+            "tokens": torch.ones_like(returns).sum(),
+            "clipped": found.clipped.sum(),
+            "value": inputs.before.sum(),
+            "return": returns.sum(),
+            "return_squares": (returns**2).sum(),
+            "residual": residual.sum(),
+            "residual_squares": (residual**2).sum(),
+        }
+        figures.add({f"critic/{name}": value for name, value in sums.items()})
         return loss
+
+
+class _Inputs(NamedTuple):
+    """Of the tokens of a micro-batch that enter the loss, on the device."""
+
+    chosen: Tensor
+    """int64: their indices in the output."""
+    returns: Tensor
+    before: Tensor
+    """Values before the step."""
 
 
 def _returns(credit: Credit) -> Tensor:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from streamrl.config import TrainerConfig
 from streamrl.errors import TrainingError
@@ -69,6 +71,32 @@ class StepStatistics(msgspec.Struct):
         """Keep the largest of each name."""
         for name, value in values.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
+
+
+class DeviceFigures:
+    """Figures of micro-batches, which stay on the device until all have computed: to read one, the host waits for the
+    computation before it, and the device then for the host."""
+
+    def __init__(self) -> None:
+        self._names: list[tuple[str, bool]] = []
+        """Of each figure; whether it is a sum, or else a maximum."""
+        self._values: list[Tensor] = []
+        """`[figures]` float64 of each micro-batch."""
+
+    def add(self, sums: Mapping[str, Tensor], maxima: Mapping[str, Tensor] | None = None) -> None:
+        """Add the scalars of one micro-batch."""
+        maxima = maxima or {}
+        self._names += [*((name, True) for name in sums), *((name, False) for name in maxima)]
+        self._values.append(torch.stack([value.double() for value in (*sums.values(), *maxima.values())]))
+
+    def read_into(self, statistics: StepStatistics) -> None:
+        """Copy all figures to the host, at once, and add them to `statistics`."""
+        values = torch.cat(self._values).tolist() if self._values else []
+        for (name, is_sum), value in zip(self._names, values, strict=True):
+            if is_sum:
+                statistics.sums[name] += value
+            else:
+                statistics.note_largest(**{name: value})
 
 
 class Minibatch(msgspec.Struct, frozen=True):

@@ -320,13 +320,15 @@ def expected_loss(config: Config) -> float:
                     sequences=1,
                     of_episode=torch.full((count,), count),
                     age=torch.zeros(count, dtype=torch.int64),
+                    ages=(0,),
                     comparable=torch.zeros(count, dtype=torch.bool),
+                    comparable_tokens=0,
                 ),
                 config.algorithm,
                 kl_coef=0.0,
                 totals=totals,
             )
-            total += found.sums["loss"]
+            total += float(found.sums["loss"])
     return total
 
 

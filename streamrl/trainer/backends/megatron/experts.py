@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -27,6 +28,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
+from streamrl.device import to_device
 from streamrl.trainer.backends.context import Share
 from streamrl.trainer.backends.experts import AddLoss, balancing_loss
 from streamrl.types import NO_EXPERT
@@ -36,10 +38,9 @@ def facts_of(share: Share, *, counted: bool, replayed: bool, device: torch.devic
     """`[rows, length, 1 + layers · top_k]` uint8: what layers with experts are told of each token. First whether it is
     1, a token that counts for its experts' load, then the experts that compute it, `NO_EXPERT` where the router
     chooses. Without `replayed` it always does, and there is nothing behind the first."""
-    real = torch.from_numpy(share.real & counted).to(torch.uint8)[..., None]
+    real = (share.real & counted).astype(np.uint8)[..., None]
     experts = share.micro.routed_experts if replayed else None
-    known = [] if experts is None else [torch.from_numpy(experts)]
-    return torch.cat([real, *known], -1).to(device, non_blocking=True)
+    return to_device(real if experts is None else np.concatenate([real, experts], -1), device)
 
 
 class ReplayingRouter(Router):  # type: ignore[misc]

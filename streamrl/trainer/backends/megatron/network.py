@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
@@ -32,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
+from streamrl.device import to_device
 from streamrl.trainer.backends.attention import TreeMask
 from streamrl.trainer.backends.base import ModelOutput, ModelSpec
 from streamrl.trainer.backends.context import ContextGroup, Share
@@ -208,7 +208,7 @@ def to_batch(
     """This rank's share of `micro` on `device`. `replays`: tokens are computed by the experts that it names."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+        return to_device(array, device)
 
     share = context.share(micro)
     own = share.micro

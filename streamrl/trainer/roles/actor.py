@@ -39,6 +39,8 @@ from streamrl.trainer.roles.items import (
 from streamrl.types import NO_EXPERT, TrajectoryGroup
 
 KL_FILE = "kl.json"
+TokensOf = Callable[[ModelOutput], Tokens]
+"""From the output of a micro-batch to the tokens of the objective."""
 
 
 class Actor:
@@ -181,11 +183,8 @@ class Actor:
         ] or list(range(len(items)))[:1]
         return [items[i] for i in keep], [credits[i] for i in keep]
 
-    def _inputs(
-        self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]
-    ) -> Callable[[ModelOutput], Tokens]:
-        """Return a function from the output of `micro` to the tokens of the objective. Their facts are copied to the
-        device here, before it computes."""
+    def _inputs(self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]) -> TokensOf:
+        """Return the function for `micro`. Facts of its tokens are copied to the device here, before it computes."""
         groups = [item.group for item in items]
         keep = np.flatnonzero(at_targets(micro, [item.trainable for item in items]))
 

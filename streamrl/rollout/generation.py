@@ -131,9 +131,9 @@ class Generator:
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`; `rid` names the request in logs.
 
-        `stop` and `stop_token_ids` end it besides those of the run. The request travels together with those that
-        siblings on the same `route` make at the same moment; with `on_tokens` it travels alone, and its tokens are told
-        as they come. They stay in the response whatever happens then, unless a stop string is found among them.
+        `stop` and `stop_token_ids` are added to the run's. Requests of siblings on the same `route` at the same moment
+        are sent together. With `on_tokens` a request is sent alone, and its tokens are passed on as they arrive; they
+        stay in the response, unless they contain a stop string.
 
         Raises `PeerError` when the gserver refuses the request, `WireError` when its reply makes no sense, and
         `DeadlineExceeded` when no token has come for `patience` seconds.
@@ -400,11 +400,10 @@ LOGPROB_TOLERANCE = 1e-3
 
 
 def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason:
-    """Return why `reply` finished, after checking that it can be trained on.
+    """Check that `reply` can be trained on, and return why it finished.
 
-    `budget`: the most tokens that were asked for. `peer` names the gserver in errors. Raises `WireError` for a reply
-    that makes no sense, and `PeerError` for an abort by which the gserver refuses the request as such; either way the
-    group is given up.
+    `budget`: the number of tokens requested. `peer` names the gserver in errors. Raises `WireError` for an inconsistent
+    reply, and `PeerError` if the gserver refused the request.
     """
     finish = reply.meta_info.finish_reason
     tokens = len(reply.output_ids)

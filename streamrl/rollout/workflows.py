@@ -113,11 +113,10 @@ class Session:
         stop_token_ids: Sequence[int] = (),
         on_tokens: OnTokens | None = None,
     ) -> Generation:
-        """Let the policy continue `input_ids`, for up to `max_new_tokens` tokens (None: `sampling.max_new_tokens`).
+        """Let the policy continue `input_ids` by up to `max_new_tokens` tokens (None: `sampling.max_new_tokens`).
 
-        Fewer where `max_context` leaves no room for so many. `stop` and `stop_token_ids` end it besides those of the
-        run; `on_tokens` is told tokens as they come. Raises `DataError` when there is no room at all, and what
-        `Generator.generate` raises.
+        `max_context` may leave room for fewer. `stop` and `stop_token_ids` are added to the run's; `on_tokens` receives
+        tokens as they arrive. Raises `DataError` if there is no room at all, and what `Generator.generate` raises.
         """
         room = self.max_context - len(input_ids)
         if room < 1:

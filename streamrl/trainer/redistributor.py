@@ -90,12 +90,11 @@ def redistribute(
     holders: Mapping[Name, Collection[int]],
     wanted: Mapping[Name, Collection[int]],
 ) -> list[Transfer]:
-    """Return what has to be sent so that every rank in `wanted` has its arrays.
+    """Return the transfers after which every rank in `wanted` has its arrays.
 
-    Where several ranks hold an array, the one that sends the fewest bytes so far sends it (list
-    scheduling, Graham 1966, so loads differ by at most one array where all hold all). Arrays with
-    the same source and destinations travel together. Raises `TransferError` for a wanted array that
-    is not among `pieces`, is there twice, or has no holder.
+    An array that several ranks hold is sent by the one with the fewest bytes to send so far (list scheduling, Graham
+    1966: loads differ by at most one array where all hold all). Arrays with the same source and destinations form one
+    transfer. Raises `TransferError` for a wanted array that is not among `pieces`, is there twice, or has no holder.
     """
     described: dict[Name, ArrayFacts] = {}
     for piece in pieces:
@@ -105,28 +104,17 @@ def redistribute(
         raise TransferError(f"seq {seq} {key} is wanted but its dtype and shape are not known")
     loads: dict[int, int] = defaultdict(int)
     routes: dict[tuple[int, tuple[int, ...]], list[ArrayFacts]] = defaultdict(list)
-    in_order: dict[frozenset[int], tuple[int, ...]] = {}
-    open_choice: list[tuple[ArrayFacts, tuple[int, ...], tuple[int, ...]]] = []
-    for name, piece in described.items():
-        having = frozenset(holders.get(name, ()))
-        lacking = frozenset(wanted.get(name, ())) - having
-        if not lacking:
+    # An array with a single holder leaves no choice; the others even out what those cost.
+    for name, piece in sorted(described.items(), key=lambda item: len(holders.get(item[0], ())) > 1):
+        sources = holders.get(name, ())
+        destinations = tuple(sorted({*wanted.get(name, ())} - {*sources}))
+        if not destinations:
             continue
-        if not having:
+        if not sources:
             raise TransferError(
-                f"seq {piece.seq} {piece.key} is wanted by rank {', '.join(map(str, sorted(lacking)))} "
+                f"seq {piece.seq} {piece.key} is wanted by rank {', '.join(map(str, destinations))} "
                 "but no rank holds it; it was discarded, or never computed"
             )
-        for ranks in (having, lacking):
-            if ranks not in in_order:
-                in_order[ranks] = tuple(sorted(ranks))
-        sources, destinations = in_order[having], in_order[lacking]
-        if len(sources) > 1:
-            open_choice.append((piece, sources, destinations))
-            continue
-        loads[sources[0]] += piece.nbytes * len(destinations)
-        routes[sources[0], destinations].append(piece)
-    for piece, sources, destinations in open_choice:
         source = min(sources, key=lambda rank: (loads[rank], rank))
         loads[source] += piece.nbytes * len(destinations)
         routes[source, destinations].append(piece)

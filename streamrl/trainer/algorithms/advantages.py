@@ -18,20 +18,20 @@ PER_TOKEN = ("reinforce++", "reinforce++-baseline", "gae", "none")
 def group_advantages(rewards: Tensor, *, kind: AdvantageKind, episodes: Tensor | None = None) -> Tensor:
     """Compare each response with its siblings.
 
-    `rewards` `[n]` are those of one group; so are the advantages, float32. `episodes` `[n]` (int64, counted from 0)
-    says which attempt at the prompt each trajectory is of, where attempts have several. Each of the `E` attempts then
-    counts once: with the mean of its rewards in `mean(r)`, with their mean squared distance from that in `std(r)`.
+    `rewards` `[n]` belong to one group; so do the returned advantages, float32. `episodes` `[n]` (int64, counted from
+    0) assigns each trajectory to an attempt at the prompt. Each of the `E` attempts counts once: its mean reward in
+    `mean(r)`, the mean squared distance of its rewards from that in `std(r)`.
 
-    - `grpo`: `(r - mean(r)) / (std(r) + 1e-4)` with the unbiased standard deviation, of which squares are divided by
-      `E - 1` (DeepSeekMath, https://arxiv.org/abs/2402.03300, eq. 3);
+    - `grpo`: `(r - mean(r)) / (std(r) + 1e-4)`, with squares divided by `E - 1` (DeepSeekMath,
+      https://arxiv.org/abs/2402.03300, eq. 3);
     - `mean`: `r - mean(r)` (Dr. GRPO, https://arxiv.org/abs/2503.20783);
     - `rloo`: `r` minus the mean of the *other* attempts (RLOO, https://arxiv.org/abs/2402.14740, eq. 6);
-    - `reinforce++`: `r` itself, and `reinforce++-baseline`: as `mean` (REINFORCE++,
-      https://arxiv.org/abs/2501.03262): what the last token earns, see `PER_TOKEN`;
-    - `gae`: `r` itself, too: a critic takes the place of the siblings;
-    - `none`: 0, so that all that a token is credited with is what is taken from its reward: its KL from a reference.
+    - `reinforce++`: `r` itself; `reinforce++-baseline`: as `mean` (REINFORCE++, https://arxiv.org/abs/2501.03262). Both
+      are credited to the last token, see `PER_TOKEN`;
+    - `gae`: `r` itself, since a critic takes the place of the siblings;
+    - `none`: 0. Only the KL penalty that is subtracted from rewards teaches.
 
-    Siblings that all scored the same get exactly 0 where they are compared: they teach nothing.
+    Advantages of compared siblings are exactly 0 where all scored the same.
     """
     rewards = rewards.float()
     if kind in ("reinforce++", "gae"):

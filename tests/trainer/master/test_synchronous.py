@@ -48,7 +48,7 @@ class Rollout:
         self._channel = ReplyChannel(
             master=peer_at(endpoint),
             worker=FIRST_ROLLOUT_WORKER + index,
-            shown=shown_by("rollout", index, to="master"),
+            shown=shown_by("rollout", index, to="controller"),
             call_type=GenerateGroups | ScoreGroups,
         )
         self._following = asyncio.create_task(self._follow())
@@ -271,7 +271,7 @@ class Station:
                 self._config,
                 index=self._index,
                 master=peer_at(self._endpoint),
-                shown=shown_by("rollout", self._index, to="master"),
+                shown=shown_by("rollout", self._index, to="controller"),
                 admit=self.admit,
                 start=self.start,
             )

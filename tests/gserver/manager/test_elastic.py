@@ -40,7 +40,7 @@ async def test_newcomers_get_numbers_beyond_the_configured_ones(tmp_path: Path) 
         assert await run.client.place(ask, patience=1.0) == 4
         with pytest.raises(PeerError, match="has another configuration"):
             await run.client.place(AskPlace(role="rollout", config_digest="other"), patience=1.0)
-        with pytest.raises(PeerError, match="a master cannot join a running run"):
+        with pytest.raises(PeerError, match="a model_worker cannot join a running run"):
             await run.client.place(AskPlace(role="model_worker", config_digest=config.digest()), patience=1.0)
 
 

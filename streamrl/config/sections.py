@@ -466,7 +466,8 @@ class StreamConfig(Section, frozen=True):
     """The stream of groups from rollout workers to DP heads."""
 
     host: str = ""
-    """Where master and model workers listen; empty: at the address by which others reach them."""
+    """Where the controller listens for model workers, and model workers for groups; empty: at the address by which
+    others reach them."""
     capacity_groups: Positive = 4096
     """Groups that a DP head holds; beyond that senders get no credit."""
     max_group_mb: PositiveFloat = 256.0
@@ -555,7 +556,7 @@ class SlurmConfig(Section, frozen=True):
     options: list[str] = []
     """Options of sbatch for all nodes, each as `--name=value`: partition, time, account."""
     trainer: SlurmNodesConfig = SlurmNodesConfig()
-    """Nodes of the model workers; manager, master and evaluator are on the first one."""
+    """Nodes of the model workers; the controller and the evaluator are on the first one."""
     gserver: SlurmNodesConfig = SlurmNodesConfig()
     rollout: SlurmNodesConfig = SlurmNodesConfig(nodes=0)
 
@@ -582,7 +583,7 @@ class LaunchConfig(Section, frozen=True):
     """Runs that a cluster starts (`streamrl launch`, docs/clusters.md)."""
 
     restarts: NonNegative = 3
-    """How often such a run is begun again from its latest checkpoint after its trainer or its manager was lost."""
+    """How often such a run is begun again from its latest checkpoint after its trainer or its controller was lost."""
     slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 

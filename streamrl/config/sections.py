@@ -401,7 +401,7 @@ class SecurityConfig(Section, frozen=True):
     """Who may take part in the run, and how its processes know each other (docs/security.md)."""
 
     secret_file: str = ""
-    """File with the run's secret, which only its owner may be able to read; the manager makes it if it is not there.
+    """File with the run's secret, which only its owner may be able to read; the controller makes it if it is not there.
     Empty: the secret is made for the run, or is in the environment variable STREAMRL_SECRET."""
     encryption: Literal["auto", "on", "off"] = "auto"
     """`auto`: whatever leaves the loopback address is encrypted; `off`: nothing is, and whoever reads the network reads
@@ -687,7 +687,7 @@ class Config(Section, frozen=True):
             return
         found = differences(settings, self.shared_changes(), defaults=Config().shared())
         raise ConfigError(
-            f"{who} has another configuration than the manager: {found or 'is it another version of streamrl?'} "
+            f"{who} has another configuration than the controller: {found or 'is it another version of streamrl?'} "
             f"(fingerprints {digest} and {self.digest()}); start all processes of a run with the same "
             "file and the same overrides; hosts, ports, paths, counts and the sections [run], [manager], [security], "
             f"[metrics] and [launch] may differ, except {', '.join(SAME_IN_THEM)}"

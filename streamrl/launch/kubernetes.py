@@ -1,8 +1,8 @@
 """`streamrl launch kubernetes`: a run as Kubernetes manifests, handed to kubectl or shown.
 
-Jobs for the controller and the trainer, which end; Deployments for gservers, rollout workers and the evaluator, which are
-taken away and given back while the run goes on. The controller is found by its Service. All mount one claim with
-the run's folder. A pod that starts anew goes on from the run's latest checkpoint.
+Jobs for the controller and the trainer, which end; Deployments for gservers, rollout workers and the evaluator, whose
+pods may leave and return during the run. Processes find the controller by its Service. All mount one claim with the
+run's folder. A pod that is started again continues from the run's latest checkpoint.
 """
 
 from __future__ import annotations

@@ -123,8 +123,9 @@ class Launcher:
         one_disk: bool = True,
         page: bool = False,
     ) -> None:
-        """`processes`: in the order in which they start, the controller first. `children` makes what keeps them, from the
-        folder for their logs and the run's secret. `one_disk`: they find the model where this process has made it."""
+        """`processes`: in the order in which they start, the controller first. `children` returns the object that keeps
+        them, from the folder for their logs and the run's secret. `one_disk`: they share the disk on which this process
+        makes the model."""
         self._config = config
         self._plan = processes
         self._config_file = config.run_dir / "config.toml"

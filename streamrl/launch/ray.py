@@ -302,8 +302,9 @@ def run_on_ray(
 ) -> int:
     """Carry the run out in `config.run_dir` (claimed before) on the Ray cluster at `address`; return the exit code.
 
-    As `run_locally`; after the death of a model worker or the controller it is begun again from its latest checkpoint, at
-    most `launch.restarts` times. Raises `ConfigError` when there is no such cluster, `DeadlineExceeded` when it has no room.
+    As `run_locally`; after the death of a model worker or the controller it is begun again from its latest checkpoint,
+    at most `launch.restarts` times. Raises `ConfigError` if there is no such cluster, `DeadlineExceeded` if it has no
+    room.
     """
     where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     host, _, port = where.rpartition(":")

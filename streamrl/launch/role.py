@@ -93,8 +93,8 @@ def from_controllers(config_file: Path, overrides: Sequence[str], *, manager_url
     """Return `overrides` with a `run.resume_from` that names the checkpoint from which the controller continues.
 
     So all processes agree, whenever each is started, even if another checkpoint is written in between. That checkpoint
-    is one of the run's own, or the one in `run.resume_from` until the run has written one. `needed`: raise `ConfigError`
-    where this machine has no copy of it; otherwise the process begins with the model. Also raises `StreamRLError`.
+    is one of the run's own, or the one in `run.resume_from` until the run has written one. A process without a copy of
+    it begins with the model. `needed`: then raise `ConfigError`. Also raises `StreamRLError`.
     """
     await_secret(manager_url, configuration.load(config_file, overrides))
     return asyncio.run(ask_from_where(config_file, overrides, manager_url=manager_url, needed=needed))

@@ -3,8 +3,8 @@ blame when the run fails, stops them.
 
 Owns every child and their lifeline (see `children.py`). Invariants: the death of any process of the run ends the wait
 for its end, either by a restart (of roles whose work the controller gives out again) or by an error that names the
-process and shows the last lines of its log; a process of those roles without heartbeats at the controller counts as dead,
-and is ended; after `stop` no child is left, nor anything that a child had started in its own process group.
+process and shows the last lines of its log; a process of those roles whose heartbeats stay away counts as dead, and is
+ended; after `stop` no child is left, nor anything that a child had started in its own process group.
 
 Restarts are pure, with times in seconds passed in. At most `most` restarts of one process come within `window`; each
 waits twice as long as the one before it, until none is left in the window. One that has died too often may rest until

@@ -1,5 +1,5 @@
-"""What the controller writes of a run: a line of `metrics.jsonl` for each training step, and `final.json` at the end, to
-which the launcher adds how the run ended."""
+"""The controller's records of a run: a line of `metrics.jsonl` for each training step, and `final.json` at the end. The
+launcher adds to the latter how the run ended."""
 
 from __future__ import annotations
 

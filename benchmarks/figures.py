@@ -477,10 +477,8 @@ def scale(results: Results) -> str:
         cells += [f"{row['calls_per_second']:,.0f}", f"{used / 1e6:.1%}", one_more]
         cells += [f"{row['p50_ms']:.1f} ms, {row['p99_ms']:.1f} ms", f"{row[f'{process}_mib']:.0f} MiB"]
         lines.append([*cells, f"{row['timeline_kib_per_second']:.0f} KiB", f"{row['calls_per_update']:.1f}"])
-    header = (
-        f"workers | gservers | groups/s | calls/s | of a core, for the {process} | for one more worker, each second"
-    )
-    header += " | a call, p50 and p99 | its memory | timeline each second | calls to a gserver for an update"
+    header = f"workers | gservers | groups/s | calls/s | of a core, for the {process} | for one more worker, each"
+    header += " second | a call, p50 and p99 | its memory | timeline each second | calls to a gserver for an update"
     return markdown(header.split(" | "), lines)
 
 

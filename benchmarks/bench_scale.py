@@ -1,20 +1,20 @@
-"""What a large run costs its manager, its master and its stream.
+"""The cost of a large run for its controller and its stream.
 
     python benchmarks/bench_scale.py [--quick] [--workers 100 1000] [--gservers 16 256]
     python benchmarks/bench_scale.py --updates [--quick] [--gservers 16 256]
 
-Manager, master, model worker, ledger and streams are the real ones, each a process of its own, as a user would start
-them; the model worker really trains (0.1 million parameters, so that it is not what one waits for). gservers are
+Controller, model worker, ledger and streams are the real ones, each a process of its own, as a user would start them;
+the model worker really trains (0.1 million parameters, so that it is not what one waits for). gservers are
 SIMULATED, and rollout workers are real but for what generates (`scale_load.py`); all of them share one process, which
 is the limit where its share of a core is near 1.
 
 All rows have the same groups in flight and the same time of a group, so the same work is spread over more or fewer
-workers: `cpu per worker` is what one more of them costs the manager. Latency is that of a call which the manager
-answers at once, made by this process, which has nothing else to do. Calls are those of rollout workers and gservers to
-the manager; `calls/update` are those of the manager to one gserver for one weight update (through files).
+workers: `cpu per worker` is the cost of one more worker for the controller. Latency is measured with a call that the
+controller answers at once, from this process, which is otherwise idle. Calls are those of rollout workers and gservers
+to the controller; `calls/update` are those of the controller to one gserver for one weight update (through files).
 
-`--updates` measures weight updates by broadcast alone, by the numbers of gservers and of buckets: a real manager, a
-publisher that says when it is through, and SIMULATED gservers in which a bucket takes 20 ms to come. No weights move.
+`--updates` measures weight updates by broadcast alone, by the numbers of gservers and of buckets: a real controller, a
+publisher that only reports its end, and SIMULATED gservers in which a bucket takes 20 ms to come. No weights move.
 """
 
 from __future__ import annotations
@@ -62,10 +62,9 @@ COLUMNS = (
     "calls_per_second",
     "p50_ms",
     "p99_ms",
-    "manager_cpu_share",
-    "manager_cpu_us_per_call",
-    "manager_mib",
-    "master_cpu_share",
+    "controller_cpu_share",
+    "controller_cpu_us_per_call",
+    "controller_mib",
     "model_worker_cpu_share",
     "timeline_kib_per_second",
     "calls_per_update",
@@ -100,7 +99,7 @@ def settings_of(folder: str, *, workers: int, gservers: int, port: int) -> dict[
 
 
 class Processes:
-    """Manager, trainer and load; ended, and waited for, at the end."""
+    """Controller, trainer and load; ended, and waited for, at the end."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -135,8 +134,8 @@ def measure(*, workers: int, gservers: int, seconds: float) -> dict[str, Any]:
         config_file.write_text(to_toml(config))
         url = f"http://127.0.0.1:{port}"
         streamrl = ["-m", "streamrl"]
-        manager = processes.start("manager", [*streamrl, "manager", str(config_file)])
-        await_listening(port, manager)
+        controller = processes.start("controller", [*streamrl, "controller", str(config_file)])
+        await_listening(port, controller)
         trainer = processes.start("trainer", [*streamrl, "trainer", str(config_file), "--manager", url])
         asked = Settings(workers, gservers, GROUP_SECONDS, TOKENS, slots=64)
         load = processes.start(
@@ -147,11 +146,11 @@ def measure(*, workers: int, gservers: int, seconds: float) -> dict[str, Any]:
         )
         run_dir = Path(folder) / "scale"
         try:
-            await_steps(run_dir, 2, processes=(manager, trainer, load))
+            await_steps(run_dir, 2, processes=(controller, trainer, load))
             time.sleep(WARM_UP_SECONDS)
-            before = snapshot(run_dir, manager, trainer, load)
+            before = snapshot(run_dir, controller, trainer, load)
             latencies = asyncio.run(probe(config, url, seconds=seconds))
-            after = snapshot(run_dir, manager, trainer, load)
+            after = snapshot(run_dir, controller, trainer, load)
         except RuntimeError as error:
             logs = [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in Path(folder).glob("*.log")]
             raise SystemExit("\n".join([str(error), *logs])) from error
@@ -160,7 +159,7 @@ def measure(*, workers: int, gservers: int, seconds: float) -> dict[str, Any]:
 
 
 async def probe(config: Config, url: str, *, seconds: float) -> list[float]:
-    """Return the seconds that the manager took for each heartbeat of somebody whom it does not know."""
+    """Return the seconds that the controller took for each heartbeat of a process that is no member."""
     client = ControlClient.of(config, url)
     message = Heartbeat(role="evaluator", index=0, stats={})
     latencies = []
@@ -183,7 +182,8 @@ async def measure_updates(*, gservers: int, buckets: int, updates: int = 3) -> d
         config_file = Path(folder) / "config.toml"
         config_file.write_text(to_toml(config))
         url = f"http://127.0.0.1:{port}"
-        manager = psutil.Process(processes.start("manager", ["-m", "streamrl", "manager", str(config_file)]).pid)
+        command = ["-m", "streamrl", "controller", str(config_file)]
+        controller = psutil.Process(processes.start("controller", command).pid)
         simulated = SimulatedGservers(Settings(1, gservers, GROUP_SECONDS, TOKENS, slots=64), first_label="default")
         address = await simulated.start()
         async with asyncio.timeout(DEADLINE_SECONDS):
@@ -197,13 +197,14 @@ async def measure_updates(*, gservers: int, buckets: int, updates: int = 3) -> d
             group = ""
             for version in range(updates + 1):
                 if version == 1:  # the first one forms the group
-                    calls, cpu, began = sum(simulated.calls.values()), sum(manager.cpu_times()[:2]), time.monotonic()
+                    calls, began = sum(simulated.calls.values()), time.monotonic()
+                    cpu = sum(controller.cpu_times()[:2])
                 group = await update(client, version + 1, buckets=buckets, group=group)
         made = {
             "gservers": gservers,
             "buckets": buckets,
             "calls_per_update_and_gserver": (sum(simulated.calls.values()) - calls) / updates / gservers,
-            "manager_cpu_ms_per_update": 1e3 * (sum(manager.cpu_times()[:2]) - cpu) / updates,
+            "controller_cpu_ms_per_update": 1e3 * (sum(controller.cpu_times()[:2]) - cpu) / updates,
             "seconds_per_update": (time.monotonic() - began) / updates,
         }
         for member in members:
@@ -232,10 +233,10 @@ def free_port() -> int:
         return port
 
 
-def await_listening(port: int, manager: subprocess.Popen[str]) -> None:
-    """Wait until the manager takes connections."""
+def await_listening(port: int, controller: subprocess.Popen[str]) -> None:
+    """Wait until the controller takes connections."""
     end = time.monotonic() + DEADLINE_SECONDS
-    while manager.poll() is None and time.monotonic() < end:
+    while controller.poll() is None and time.monotonic() < end:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)
@@ -255,20 +256,19 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def snapshot(run_dir: Path, manager: Any, trainer: Any, load: Any) -> dict[str, Any]:
+def snapshot(run_dir: Path, controller: Any, trainer: Any, load: Any) -> dict[str, Any]:
     """Counters up to now."""
     load.stdin.write("\n")
     load.stdin.flush()
     found: dict[str, Any] = json.loads(load.stdout.readline())
-    cpu = {"manager": manager.pid, "load": load.pid}
+    cpu = {"controller": controller.pid, "load": load.pid}
     for child in psutil.Process(trainer.pid).children():
-        words = child.cmdline()
-        cpu |= {role.replace("-", "_"): child.pid for role in ("master", "model-worker") if role in words}
+        cpu |= {"model_worker": child.pid} if "model-worker" in child.cmdline() else {}
     made = steps(run_dir)
     return found | {
         "time": time.monotonic(),
         "cpu": {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in cpu.items()},
-        "manager_mib": psutil.Process(manager.pid).memory_info().rss / 2**20,
+        "controller_mib": psutil.Process(controller.pid).memory_info().rss / 2**20,
         "timeline": (run_dir / "timeline.jsonl").stat().st_size,
         "groups": sum(step["metrics"]["groups"] for step in made),
         "versions": len(made),
@@ -288,8 +288,8 @@ def between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         "groups_per_second": (after["groups"] - before["groups"]) / seconds,
         "calls_per_second": sum(calls.values()) / seconds,
         **shares,
-        "manager_cpu_us_per_call": 1e6 * shares["manager_cpu_share"] * seconds / max(1, sum(calls.values())),
-        "manager_mib": after["manager_mib"],
+        "controller_cpu_us_per_call": 1e6 * shares["controller_cpu_share"] * seconds / max(1, sum(calls.values())),
+        "controller_mib": after["controller_mib"],
         "timeline_kib_per_second": (after["timeline"] - before["timeline"]) / 1024 / seconds,
     }
     return {

@@ -463,21 +463,22 @@ def fuzz_of_sglang(results: Results) -> str:
 
 
 def scale(results: Results) -> str:
-    """What more rollout workers and gservers cost the manager, with the same groups in flight."""
+    """What more rollout workers and gservers cost the controller, with the same groups in flight."""
+    process = "controller" if "controller_mib" in results["rows"][0] else "manager"  # the name in earlier results
     lines = []
     by_pool = sorted(results["rows"], key=lambda row: (row["gservers"], row["workers"]))
     for before, row in zip([None, *by_pool], by_pool, strict=False):
-        used = row["manager_cpu_us_per_call"] * row["calls_per_second"]
+        used = row[f"{process}_cpu_us_per_call"] * row["calls_per_second"]
         one_more = MISSING
         if before is not None and before["gservers"] == row["gservers"]:
-            more = used - before["manager_cpu_us_per_call"] * before["calls_per_second"]
+            more = used - before[f"{process}_cpu_us_per_call"] * before["calls_per_second"]
             one_more = f"{more / (row['workers'] - before['workers']):,.0f} µs"
         cells = [f"{row['workers']:,}", f"{row['gservers']}", f"{row['groups_per_second']:.0f}"]
         cells += [f"{row['calls_per_second']:,.0f}", f"{used / 1e6:.1%}", one_more]
-        cells += [f"{row['p50_ms']:.1f} ms, {row['p99_ms']:.1f} ms", f"{row['manager_mib']:.0f} MiB"]
+        cells += [f"{row['p50_ms']:.1f} ms, {row['p99_ms']:.1f} ms", f"{row[f'{process}_mib']:.0f} MiB"]
         lines.append([*cells, f"{row['timeline_kib_per_second']:.0f} KiB", f"{row['calls_per_update']:.1f}"])
-    header = "workers | gservers | groups/s | calls/s | of a core, for the manager | for one more worker, each second"
-    header += " | a call, p50 and p99 | its memory | timeline each second | calls to a gserver for an update"
+    header = f"workers | gservers | groups/s | calls/s | of a core, for the {process} | for one more worker, each"
+    header += " second | a call, p50 and p99 | its memory | timeline each second | calls to a gserver for an update"
     return markdown(header.split(" | "), lines)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/fuzz.py [--messages 100000] [--engine sglang]
 
-Manager, gserver, master, two model workers and a rollout worker with agents are started as a user would start them,
-with taps between them (`fuzz_taps.py`) that record what they say to each other. Then each port is sent so many messages
-in each of three ways: without any key; with the token and the credentials of a rollout worker that has joined; and with
+Controller, gserver, two model workers and a rollout worker with agents are started as a user would start them, with
+taps between them (`fuzz_taps.py`) that record their messages. Then each port is sent so many messages in each of three
+ways: without any key; with the token and the credentials of a rollout worker that has joined; and with
 a stolen identity: the name of rollout/0 without what proves it, a credential for another receiver, and at the gateway
 the key of an episode that has ended. What is sent are the recorded messages, mutated; messages that hypothesis makes
 from the wire's types; and those, mutated (`tests/hostile.py`).
@@ -157,9 +157,9 @@ class Port(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Whose port it is; `store`, `gloo`, or `torch` (closed): torch's."""
-        name, _, of_torch = self.process.partition(" ")
-        return of_torch or name.partition("/")[0]
+        """Whose port it is; `zmq`: the controller's for calls; `store`, `gloo`, or `torch` (closed): torch's."""
+        name, _, kind = self.process.partition(" ")
+        return kind or name.partition("/")[0]
 
 
 class Run:
@@ -180,14 +180,14 @@ class Run:
 
     async def begin(self) -> None:
         self.secret.write(self._folder / "secret")
-        await self._start("manager")
-        log = self._folder / "manager.log"
+        await self._start("controller")
+        log = self._folder / "controller.log"
         async with asyncio.timeout(120):
             while "listens at " not in log.read_text():  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
         self.url = log.read_text().partition("listens at ")[2].split(";")[0].split()[0]
         self.client = ControlClient(self.url, secret=self.secret)
-        tap = await self._taps.before_manager(self.url)
+        tap = await self._taps.before_controller(self.url)
         proxy = await self._taps.before_gateways()
         for role in ("gserver", "trainer"):
             await self._start(role, "--manager", tap)
@@ -216,7 +216,7 @@ class Run:
         ended = [role for role, process in self._begun.items() if process.returncode is not None]
         ended += [port.process for port in ports if not lives(port.pid)]
         for name in ended:
-            role = {"master": "trainer", "model_worker": "trainer"}.get(name.partition("/")[0], name.partition("/")[0])
+            role = name.partition("/")[0].replace("model_worker", "trainer")
             log = (self._folder / f"{role}.log").read_text()
             raise SystemExit(f"{name} has ended:\n{log[-12000:]}")
 
@@ -229,17 +229,18 @@ class Run:
         pids = {f"{p.role}/{p.index}": p.pid for p in status.processes if (p.role, p.index) != ("rollout", WORKER)}
         listening = [
             (name, each.pid, one.laddr.port)
-            for name, pid in {"manager/0": self._begun["manager"].pid, **pids}.items()
+            for name, pid in {"controller/0": self._begun["controller"].pid, **pids}.items()
             for each in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
             for one in each.net_connections("tcp")
             if one.status == psutil.CONN_LISTEN
         ]
-        own = ("manager", "rollout")
+        own = ("controller", "rollout")
         of_torch = torchs([n for name, _, n in listening if not name.startswith(own) and n not in self._taps.tapped])
         found: dict[str, Port] = {}
         for name, pid, number in listening:
-            what = of_torch.get(number, "")
-            scheme = "tcp" if what or name.startswith(("model_worker", "master")) else "http"
+            calls = name == "controller/0" and number != urlsplit(self.url).port
+            what = "zmq" if calls else of_torch.get(number, "")
+            scheme = "tcp" if what or name.startswith("model_worker") else "http"
             port = Port(f"{name} {what}".strip(), pid, f"{scheme}://127.0.0.1:{number}")
             first = found.setdefault(port.process, port)
             if first != port:
@@ -263,7 +264,6 @@ class Run:
         codes = {}
         for role, process in self._begun.items():
             codes[role] = await asyncio.wait_for(process.wait(), 120)
-        codes.pop("trainer")  # its master says that the manager has ended the run
         steps = self.steps()
         trained = [seq for step in steps for seq in step["seqs"]]
         return {
@@ -417,11 +417,11 @@ def groups_of(count: int, begin: int) -> list[list[bytes]]:
     return found
 
 
-def masters_messages(count: int, begin: int) -> list[list[bytes]]:
-    """What workers say to the master, of groups that they hold, too.
+def controllers_messages(count: int, begin: int) -> list[list[bytes]]:
+    """Return messages of workers to the controller, also about groups that they hold.
 
-    A master takes a message once it is the next one of its sender. Here two starts of a worker say everything as one of
-    their first, and each heartbeat of the other start lets both begin anew: so a good part is taken.
+    The controller takes a message once it is the next one of its sender. Here two starts of a worker send everything as
+    one of their first, and each heartbeat of the other start lets both begin again: so a good part is taken.
     """
     found = []
     dice = random.Random(begin)
@@ -469,7 +469,9 @@ def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:
     bodies = {path: post.body for path, post in POSTS.items()}
     asks = hostile.examples(hostile.values_of(Ask), count=count // 2, begin=1)
     return {
-        "manager": Requests(requests_of(bodies, [*gets, "/health"], count=count, begin=2), taps.requests("manager")),
+        "controller": Requests(
+            requests_of(bodies, [*gets, "/health"], count=count, begin=2), taps.requests("controller")
+        ),
         "gserver": Requests(
             requests_of(GSERVER_BODIES, ["/health", "/model_info", "/server_info"], count=count, begin=3),
             taps.requests("gserver"),
@@ -480,7 +482,7 @@ def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:
             taps.messages("model_worker"),
             taps.streams("model_worker"),
         ),
-        "master": Messages(masters_messages(count, 6), taps.messages("master"), taps.streams("master")),
+        "zmq": Messages(controllers_messages(count, 6), taps.messages("zmq"), taps.streams("zmq")),
     }
 
 
@@ -666,7 +668,7 @@ def _take(endpoint: zmq.Socket[bytes], found: Counter[str], port: Port) -> Itera
             taken.append(msgspec.msgpack.decode(frames[0], type=Reply))
             found["accepted"] += len(taken[-1].stored) + len(taken[-1].send)
             found["refused"] += len(taken[-1].refused)
-        elif frames[0] != b"B":  # the master's probes
+        elif frames[0] != b"B":  # the controller's probes
             found[f"reply {frames[0]!r}"] += 1
     return iter(taken)
 
@@ -696,7 +698,7 @@ class Sending:
         elif isinstance(corpus, Requests):
             found = await self._http(port, corpus, way, seed)
         else:
-            identities = self._identities(port.role)[way]
+            identities = self._identities(port)[way]
             found = await asyncio.to_thread(
                 fuzz_zmq, port, corpus, identities=identities, count=self._messages, seed=seed
             )
@@ -713,8 +715,8 @@ class Sending:
     async def _http(self, port: Port, requests: Requests, way: str, seed: int) -> Counter[str]:
         stolen = self._ended_episode if port.role == "rollout" else "rollout/0." + "0" * 64
         own = self._granted.gserver_key if port.role == "gserver" else self._granted.token
-        allowed = HARMLESS if port.role == "manager" else {"GET /health"} if port.role == "gserver" else set()
-        if way == WAYS[1] and port.role == "manager":
+        allowed = HARMLESS if port.role == "controller" else {"GET /health"} if port.role == "gserver" else set()
+        if way == WAYS[1] and port.role == "controller":
             allowed, requests = allowed | WORKERS_CALLS | {"GET /model"}, requests.without(LEFT_OUT)
         if way == WAYS[1] and port.role == "gserver":
             allowed = allowed | {f"{method} {path}" for method in ("GET", "POST") for path in GENERATION_CALLS}
@@ -726,10 +728,11 @@ class Sending:
         await fuzz.run()
         return fuzz.found
 
-    def _identities(self, role: Any) -> dict[str, list[bytes]]:
+    def _identities(self, port: Port) -> dict[str, list[bytes]]:
         """Way → routing ids."""
         mine = self._granted.credentials
-        others = mine["master" if role == "model_worker" else "model_worker"]
+        role, other = ("controller", "model_worker") if port.role == "zmq" else ("model_worker", "controller")
+        others = mine[other]
         forged = mine[role].replace(f"rollout/{WORKER}", "rollout/0", 1)
         return {
             WAYS[0]: [b""],

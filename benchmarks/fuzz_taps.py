@@ -1,7 +1,7 @@
-"""Taps between the processes of a run: what they say to each other is passed on as it is, and recorded, for `fuzz.py`.
+"""Taps between the processes of a run, which pass messages on as they are, and record them for `fuzz.py`.
 
-The one before the manager changes one thing: a process that registers an address is entered with that of a tap before
-it. So all others go through taps without knowing, and the tap of the manager is all that they are told of.
+The tap before the controller changes one thing. The addresses of processes in registrations, and the controller's own
+in replies, are replaced by those of taps before them. So the tap of the controller is all that the others need.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -45,9 +46,9 @@ class Taps:
         self._closing: list[Any] = []
         self._copying: set[asyncio.Task[Any]] = set()
 
-    async def before_manager(self, url: str) -> str:
-        """Open the tap of the manager at `url`; return its URL."""
-        return await self._serve("manager", url)
+    async def before_controller(self, url: str) -> str:
+        """Open the tap of the controller at `url`; return its URL."""
+        return await self._serve("controller", url)
 
     async def before_gateways(self) -> str:
         """Open a proxy of HTTP, by which agents ask the gateways; return its URL."""
@@ -98,8 +99,10 @@ class Taps:
             to = URL((url or str(request.url.origin())) + target, encoded=True)
             try:
                 async with session.request(request.method, to, data=body or None, headers=headers | shown) as reply:
-                    kind = reply.content_type
-                    return web.Response(status=reply.status, body=await reply.read(), content_type=kind)
+                    kind, answer = reply.content_type, await reply.read()
+                    if target.startswith("/topology?role=controller&") and reply.status == HTTPStatus.OK:
+                        answer = await self._with_taps(answer)
+                    return web.Response(status=reply.status, body=answer, content_type=kind)
             except aiohttp.ClientError as error:  # as if the server itself were gone
                 return web.Response(status=502, text=str(error))
 
@@ -112,10 +115,20 @@ class Taps:
     async def _with_tap(self, registration: bytes) -> bytes:
         """Return the registration of a process with the address of a tap."""
         message = msgspec.json.decode(registration)
-        address = message["address"]
+        address = await self._tap_of(message["role"], message["address"])
+        return msgspec.json.encode(message | {"address": address})
+
+    async def _with_taps(self, topology: bytes) -> bytes:
+        """Return the addresses of the controller with that of a tap."""
+        message = msgspec.json.decode(topology)
+        peers = [peer | {"address": await self._tap_of("zmq", peer["address"])} for peer in message["peers"]]
+        return msgspec.json.encode(message | {"peers": peers})
+
+    async def _tap_of(self, role: str, address: str) -> str:
+        """Return the address of the tap before `address`; empty for an empty one."""
         if address and address not in self._addresses:
-            self._addresses[address] = await self._open(message["role"], address)
-        return msgspec.json.encode(message | {"address": self._addresses.get(address, "")})
+            self._addresses[address] = await self._open(role, address)
+        return self._addresses.get(address, "")
 
     async def _open(self, role: str, address: str) -> str:
         parts = urlsplit(address)

@@ -1,7 +1,7 @@
 """The `streamrl` command: parses first, and loads what a command needs only when it runs.
 
 One command starts a whole run (`run`); the others start its pools one by one, on one machine or
-several, with the manager's URL as the only thing that they have to share. The hidden commands
+several, with the controller's URL as the only thing that they have to share. The hidden commands
 are what the launchers start. Exit codes: 0, 1 (error), 2 (configuration), 3 (its number is another's), 130 (Ctrl-C).
 """
 
@@ -44,9 +44,9 @@ Overrides = Annotated[
 
 
 def _url(told: str) -> str:
-    """Return the manager's address, as it was given; one that nobody would ever answer at is refused here."""
+    """Return the controller's URL, as it was given; refuse one at which no process can answer."""
     if told and not told.startswith(("http://", "https://")):
-        raise typer.BadParameter(f"{told!r} does not begin with http:// or https://, as what the manager told does")
+        raise typer.BadParameter(f"{told!r} does not begin with http:// or https://, as the controller's URL does")
     try:
         host, _ = (parts := urlsplit(told)).hostname, parts.port
     except ValueError:  # the port is none: as that of an IPv6 address without brackets
@@ -57,19 +57,21 @@ def _url(told: str) -> str:
 
 
 ManagerUrl = Annotated[
-    str, typer.Option("--manager", metavar="URL", callback=_url, help="Address that the manager told.")
+    str, typer.Option("--manager", metavar="URL", callback=_url, help="URL of the controller, which it prints.")
 ]
 Index = Annotated[int, typer.Option("--index", min=0, help="Number of this process within its role.")]
 FreeIndex = Annotated[
     int | None,
-    typer.Option("--index", min=0, help="Number of this process within its role; else the manager gives it a new one."),
+    typer.Option(
+        "--index", min=0, help="Number of this process within its role; else the controller gives it a new one."
+    ),
 ]
 Advertise = Annotated[
     str,
     typer.Option(
         "--advertise",
         metavar="ADDRESS",
-        help="Address by which others reach this host; else the one from which it reaches the manager.",
+        help="Address by which others reach this host; else the one from which it reaches the controller.",
     ),
 ]
 Count = Annotated[
@@ -81,7 +83,7 @@ Count = Annotated[
 Resume = Annotated[
     bool, typer.Option("--resume", help="Go on from the run's latest checkpoint, or begin where there is none.")
 ]
-ManagerAddress = Annotated[str, typer.Argument(metavar="URL", callback=_url, help="Address of the manager.")]
+ManagerAddress = Annotated[str, typer.Argument(metavar="URL", callback=_url, help="URL of the controller.")]
 SecretFile = Annotated[
     Path | None,
     typer.Option("--secret-file", metavar="FILE", help="File with the run's secret; without it: STREAMRL_SECRET."),
@@ -125,7 +127,7 @@ def run(
     ] = False,
     page: Annotated[bool, typer.Option("--page", help="Show the run in a browser, too; its address is told.")] = False,
 ) -> None:
-    """Run everything on this machine: manager, gservers, trainer, rollout workers."""
+    """Run everything on this machine: controller, gservers, trainer, rollout workers."""
     from streamrl import config as configuration
     from streamrl.launch.display import make_display
     from streamrl.launch.local import run_locally
@@ -169,7 +171,7 @@ def examples(
 
 
 @app.command(rich_help_panel=POOLS)
-def manager(
+def controller(
     config: ConfigFile,
     overrides: Overrides = None,
     host: Annotated[str | None, typer.Option(help="Address to listen at, instead of manager.host.")] = None,
@@ -181,10 +183,10 @@ def manager(
     component: Component = None,
     answer_fd: AnswerFd = None,
 ) -> None:
-    """Start the gserver manager, which all others join. Tells its URL."""
+    """Start the controller, which all others join. Prints its URL, and at the end a report of the run."""
 
     from streamrl import config as configuration
-    from streamrl.launch.role import from_latest, run_manager
+    from streamrl.launch.role import from_latest, run_controller
 
     settings = [*(overrides or ()), *(["--resume"] if resume else [])]
     if resume:
@@ -192,7 +194,7 @@ def manager(
 
     def tell(url: str) -> None:
         console = _console()
-        console.print(f"the manager listens at {url}; join it with", markup=False, soft_wrap=True)
+        console.print(f"the controller listens at {url}; join it with", markup=False, soft_wrap=True)
         roles = ["gserver", "trainer", "rollout"]
         if configuration.load(config, overrides or ()).evaluation.enabled:
             roles.append("evaluator")
@@ -200,7 +202,11 @@ def manager(
             words = shlex.join(["streamrl", role, str(config), *settings, "--manager", url])
             console.print(f"  {words}", markup=False, soft_wrap=True)
 
-    code = run_manager(
+    def report(run_dir: Path) -> None:
+        again = "the command that started the run, or those of all its pools, with --resume"
+        _console().print(_show_report(run_dir, again=again), markup=False, soft_wrap=True)
+
+    code = run_controller(
         config,
         overrides or (),
         host=host,
@@ -208,9 +214,29 @@ def manager(
         advertise=advertise,
         resume=resume,
         on_ready=_teller(answer_fd, tell),
+        on_end=report if answer_fd is None else None,
         component=component,
     )
     raise typer.Exit(code)
+
+
+def _refuse(name: str) -> None:
+    """Add the hidden command `name` of earlier versions, which names the command that replaces it."""
+
+    def refuse() -> None:
+        from streamrl.errors import ConfigError
+
+        raise ConfigError(
+            f"there is no `streamrl {name}` any more: manager and master are one process, which "
+            "`streamrl controller CONFIG` starts"
+        )
+
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, hidden=True, context_settings=anything)(refuse)
+
+
+_refuse("manager")
+_refuse("master")
 
 
 @app.command(rich_help_panel=POOLS)
@@ -282,68 +308,34 @@ def trainer(
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Hosts over which the model workers are spread; or torchrun's WORLD_SIZE.")
     ] = None,
-    with_master: Annotated[
-        bool | None, typer.Option("--master/--no-master", help="Whether the master is here; else on node 0.")
-    ] = None,
     resume: Resume = False,
     advertise: Advertise = "",
 ) -> None:
-    """Start the trainer, or this host's part of it: its model workers, and on node 0 the master."""
+    """Start the trainer, or this host's part of it: its model workers."""
     import os
 
     from streamrl import config as configuration
     from streamrl.launch.pool import run_trainer
     from streamrl.launch.process import run_until_stopped, set_up_logging
     from streamrl.launch.processes import share_of
-    from streamrl.launch.role import refuse_another_run
     from streamrl.launch.supervise import save_and_end
 
     overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
     resolved = configuration.load(config, overrides or ())
     share = share_of(resolved, node=node, nodes=nodes, environment=os.environ)
     set_up_logging("trainer" if share.nodes == 1 else f"trainer {share.node}")
-    here = share.node == 0 if with_master is None else with_master
-    if here and not resume:
-        refuse_another_run(resolved)
-    try:
-        code = run_until_stopped(
-            lambda: run_trainer(
-                resolved,
-                config_file=config,
-                overrides=overrides or (),
-                manager_url=manager,
-                share=share,
-                master=here,
-                advertise=advertise,
-            ),
-            on_first_signal=save_and_end(resolved, lambda: manager),
-        )
-    finally:
-        if here:
-            again = "the command that started the run, or those of all its pools, with --resume"
-            _console().print(_show_report(resolved.run_dir, again=again), markup=False, soft_wrap=True)
+    code = run_until_stopped(
+        lambda: run_trainer(
+            resolved,
+            config_file=config,
+            overrides=overrides or (),
+            manager_url=manager,
+            share=share,
+            advertise=advertise,
+        ),
+        on_first_signal=save_and_end(resolved, lambda: manager),
+    )
     raise typer.Exit(code)
-
-
-@app.command(rich_help_panel=POOLS)
-def master(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    *,
-    manager: ManagerUrl,
-    resume: Resume = False,
-    advertise: Advertise = "",
-    model_dir: ModelDir = None,
-    component: Component = None,
-) -> None:
-    """Start the master alone, for a trainer that was started with --no-master."""
-    overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
-    if not resume and model_dir is None:  # else it was started by one who has seen to that
-        from streamrl import config as configuration
-        from streamrl.launch.role import refuse_another_run
-
-        refuse_another_run(configuration.load(config, overrides))
-    _member("master", 0, config, overrides, manager, model_dir, component, advertise)
 
 
 @app.command(hidden=True)
@@ -755,7 +747,7 @@ def slurm(
     resume: GoOn = False,
     wait: Annotated[bool, typer.Option("--wait", help="Stay until the job has ended; Ctrl-C cancels it.")] = False,
 ) -> None:
-    """Submit the run as one Slurm job: manager and trainer, gservers and rollout workers on nodes of their own."""
+    """Submit the run as one Slurm job: controller and trainer, gservers and rollout workers on nodes of their own."""
     import msgspec
 
     from streamrl import config as configuration
@@ -873,12 +865,12 @@ def main() -> None:
 def _from_where(
     config: Path, overrides: list[str] | None, resume: bool, *, manager: str, trains: bool = False
 ) -> list[str]:
-    """Return the overrides, with the one that has this process go on where the manager does if it is to."""
+    """Return the overrides, with `resume` also the checkpoint from which the controller continues."""
     if not resume:
         return list(overrides or ())
-    from streamrl.launch.role import from_managers
+    from streamrl.launch.role import from_controllers
 
-    return from_managers(config, overrides or (), manager_url=manager, needed=trains)
+    return from_controllers(config, overrides or (), manager_url=manager, needed=trains)
 
 
 def _member(
@@ -923,7 +915,7 @@ def _pool(
     from streamrl.launch.process import Departure, run_until_stopped, set_up_logging
 
     if index is not None:
-        raise ConfigError(f"--index {index} is of one process; with --count {count} the manager gives them numbers")
+        raise ConfigError(f"--index {index} is of one process; with --count {count} the controller gives them numbers")
     set_up_logging(f"{role}s")
     pool = Pool(
         configuration.load(config, overrides or ()),
@@ -947,7 +939,8 @@ def _console(*, stderr: bool = False) -> Console:
 def _security_of(
     manager_url: str, secret_file: Path | None, config_file: Path | None
 ) -> tuple[Secret | None, SecurityConfig]:
-    """Return the secret of the run whose manager is there, as far as it is known, and how its processes are asked."""
+    """Return the secret of the run with the controller at `manager_url`, as far as it is known here, and the settings
+    of its connections."""
     from streamrl import config as configuration
     from streamrl.transport.secret import of_run_at, read_file
 

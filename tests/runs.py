@@ -50,7 +50,7 @@ def heartbeats(seconds: float, *, gservers: int) -> list[dict[str, Any]]:
             lines.append(_beat(second, "gserver", index, stats=stats))
         share = chance.choice([1.0, 1.0, 0.9, 0.6])
         busy, paused, tokens = busy + share * 0.97, paused + 0.03, tokens + 420 * share
-        lines.append(_beat(second, "master", 0, stats={}, waiting_for="3 groups"))
+        lines.append(_beat(second, "controller", 0, stats={}, waiting_for="3 groups"))
         if second % 2:
             time = float(EPOCH + second)
             entry = PublicationEntry(

@@ -65,7 +65,19 @@ def test_help_loads_nothing_heavy() -> None:
     said = several(["--help"], then=f"[name for name in {HEAVY!r} if name in sys.modules]")
     *text, loaded = said.splitlines()
     assert loaded == "[]"
-    shown = ("run", "manager", "gserver", "rollout", "trainer", "check", "plan", "status", "page", "report", "replay")
+    shown = (
+        "run",
+        "controller",
+        "gserver",
+        "rollout",
+        "trainer",
+        "check",
+        "plan",
+        "status",
+        "page",
+        "report",
+        "replay",
+    )
     for command in shown:
         assert any(command in line for line in text)
     assert not any("model-worker" in line or "replay-rank" in line for line in text)
@@ -114,7 +126,7 @@ def test_check_shows_what_differs_and_what_would_be_started(config: Path) -> Non
     rows = {cells[0]: cells[1:] for line in rest.splitlines() if (cells := [c.strip() for c in line.split("│")[1:-1]])}
     assert rows["gserver"] == ["2", "3", "cpu", "http://127.0.0.1:free port"]
     assert rows["rollout"][:2] == ["4", "1"]
-    assert set(rows) == {"manager", "gserver", "model_worker", "master", "rollout"}
+    assert set(rows) == {"controller", "gserver", "model_worker", "rollout"}
     assert "is valid" in rest
     everything = tomllib.loads(streamrl(*words, "--all").stdout.partition("┏")[0])
     assert everything["trainer"]["lr"] == 0.5
@@ -188,35 +200,49 @@ def test_a_run_that_cannot_begin_leaves_no_folder_and_reports_nothing(config: Pa
     assert not (tmp_path / "runs" / "trial").exists()
 
 
-def test_manager_refuses_the_folder_of_another_run(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["manager", "CONFIG", "--port", "7000"], ["master", "--manager", "http://h:1"]])
+def test_a_command_of_before_names_the_one_that_replaces_it(words: list[str]) -> None:
+    done = streamrl(*words)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: there is no `streamrl {words[0]}` any more: manager and master are one process, which "
+        "`streamrl controller CONFIG` starts\n"
+    )
+
+
+def test_the_controller_needs_the_packages_of_the_sinks(config: Path, tmp_path: Path) -> None:
+    words = ["controller", str(config), 'metrics.sinks=["wandb"]', "--component", "tests.launch.standins:controller"]
+    script = (
+        "import sys\nfrom importlib import util\nfrom streamrl.cli import main\n"
+        "util.find_spec = lambda name: None\n"
+        f"sys.argv = {['streamrl', *words]!r}\nmain()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert "metrics.sinks: the package wandb is not installed" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_controller_refuses_the_folder_of_another_run(config: Path, tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "trial", steps=1)
-    done = streamrl("manager", str(config), "--component", "tests.launch.standins:manager")
+    done = streamrl("controller", str(config), "--component", "tests.launch.standins:controller")
     assert done.returncode == 2
     assert "holds another run" in done.stderr
 
 
-@pytest.mark.parametrize("role", ["trainer", "master"])
-def test_the_figures_of_another_run_are_not_mixed_with_those_of_a_new_one(
-    role: str, config: Path, tmp_path: Path
-) -> None:
-    """The manager sees the disk of its own machine alone."""
-    write_run(tmp_path / "runs" / "trial", steps=1)
-    done = streamrl(role, str(config), "--manager", "http://127.0.0.1:1")
-    assert done.returncode == 2
-    assert "holds another run" in done.stderr
-
-
-def test_an_ipv6_address_of_the_manager_is_told_whole(
+def test_an_ipv6_address_of_the_controller_is_told_whole(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def run_manager(*words: object, on_ready: Callable[[str], None], **options: object) -> int:
+    def run_controller(*words: object, on_ready: Callable[[str], None], **options: object) -> int:
         on_ready("http://[fd00::1]:7000")
         return 0
 
-    monkeypatch.setattr(role, "run_manager", run_manager)
+    monkeypatch.setattr(role, "run_controller", run_controller)
     with pytest.raises(typer.Exit):
-        cli.manager(config)
-    assert "the manager listens at http://[fd00::1]:7000; join it with" in capsys.readouterr().out
+        cli.controller(config)
+    assert "the controller listens at http://[fd00::1]:7000; join it with" in capsys.readouterr().out
 
 
 def test_bad_log_level(config: Path) -> None:

@@ -401,7 +401,7 @@ class SecurityConfig(Section, frozen=True):
     """Who may take part in the run, and how its processes know each other (docs/security.md)."""
 
     secret_file: str = ""
-    """File with the run's secret, which only its owner may be able to read; the manager makes it if it is not there.
+    """File with the run's secret, which only its owner may be able to read; the controller makes it if it is not there.
     Empty: the secret is made for the run, or is in the environment variable STREAMRL_SECRET."""
     encryption: Literal["auto", "on", "off"] = "auto"
     """`auto`: whatever leaves the loopback address is encrypted; `off`: nothing is, and whoever reads the network reads
@@ -466,7 +466,8 @@ class StreamConfig(Section, frozen=True):
     """The stream of groups from rollout workers to DP heads."""
 
     host: str = ""
-    """Where master and model workers listen; empty: at the address by which others reach them."""
+    """Where the controller listens for model workers, and model workers for groups; empty: at the address by which
+    others reach them."""
     capacity_groups: Positive = 4096
     """Groups that a DP head holds; beyond that senders get no credit."""
     max_group_mb: PositiveFloat = 256.0
@@ -555,7 +556,7 @@ class SlurmConfig(Section, frozen=True):
     options: list[str] = []
     """Options of sbatch for all nodes, each as `--name=value`: partition, time, account."""
     trainer: SlurmNodesConfig = SlurmNodesConfig()
-    """Nodes of the model workers; manager, master and evaluator are on the first one."""
+    """Nodes of the model workers; the controller and the evaluator are on the first one."""
     gserver: SlurmNodesConfig = SlurmNodesConfig()
     rollout: SlurmNodesConfig = SlurmNodesConfig(nodes=0)
 
@@ -582,7 +583,7 @@ class LaunchConfig(Section, frozen=True):
     """Runs that a cluster starts (`streamrl launch`, docs/clusters.md)."""
 
     restarts: NonNegative = 3
-    """How often such a run is begun again from its latest checkpoint after its trainer or its manager was lost."""
+    """How often such a run is begun again from its latest checkpoint after its trainer or its controller was lost."""
     slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
@@ -686,7 +687,7 @@ class Config(Section, frozen=True):
             return
         found = differences(settings, self.shared_changes(), defaults=Config().shared())
         raise ConfigError(
-            f"{who} has another configuration than the manager: {found or 'is it another version of streamrl?'} "
+            f"{who} has another configuration than the controller: {found or 'is it another version of streamrl?'} "
             f"(fingerprints {digest} and {self.digest()}); start all processes of a run with the same "
             "file and the same overrides; hosts, ports, paths, counts and the sections [run], [manager], [security], "
             f"[metrics] and [launch] may differ, except {', '.join(SAME_IN_THEM)}"

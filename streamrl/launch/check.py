@@ -188,7 +188,7 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
     with found.part("keys"):
         read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
         file = Path(config.security.secret_file).expanduser()
-        if not config.security.secret_file or file.exists():  # a manager makes one that is missing
+        if not config.security.secret_file or file.exists():  # a controller makes one that is missing
             secret.given(config)
     for setting, host, port in (
         ("manager", config.manager.host, config.manager.port),

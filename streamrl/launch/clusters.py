@@ -19,12 +19,12 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, StreamRLError
 from streamrl.launch.processes import PlanRole, ProcessPlan, plan, threads_of
 
-PoolName = Literal["manager", "trainer", "gserver", "rollout", "evaluator"]
+PoolName = Literal["controller", "trainer", "gserver", "rollout", "evaluator"]
 """Processes that one command, `streamrl NAME`, starts on each of their machines."""
 
 MEMBERS: Mapping[PoolName, Sequence[PlanRole]] = {
-    "manager": ("manager",),
-    "trainer": ("model_worker", "master"),
+    "controller": ("controller",),
+    "trainer": ("model_worker",),
     "gserver": ("gserver",),
     "rollout": ("rollout",),
     "evaluator": ("evaluator",),
@@ -64,17 +64,16 @@ def needs(processes: Iterable[ProcessPlan], config: Config) -> Needs:
 def on_one_machine(
     name: PoolName, processes: Sequence[ProcessPlan], machines: int, *, setting: str
 ) -> list[ProcessPlan]:
-    """Return the part of a pool that is on the first of its `machines`: as many as each other has, and the master.
+    """Return the part of a pool that is on the first of its `machines`, as many as each other has.
 
     Raises `ConfigError` if they cannot be spread evenly; `setting` names what says how many machines there are.
     """
-    spread = [process for process in processes if process.role != "master"]
-    if len(spread) % machines:
+    if len(processes) % machines:
         raise ConfigError(
-            f"{setting} = {machines}: the {len(spread)} processes of {name} cannot be spread evenly over so many; "
+            f"{setting} = {machines}: the {len(processes)} processes of {name} cannot be spread evenly over so many; "
             f"change it, or {COUNTED_BY.get(name, 'leave it out')}"
         )
-    return [*spread[: len(spread) // machines], *(process for process in processes if process.role == "master")]
+    return list(processes[: len(processes) // machines])
 
 
 def _cores(role: PlanRole, config: Config) -> int:

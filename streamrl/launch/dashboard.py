@@ -197,11 +197,13 @@ def dashboard(
     findings: Sequence[Finding] = (),
     height: int = 30,
 ) -> RenderableType:
-    """Return the whole picture; `config` adds what the manager does not tell (steps to go, limits). `findings`: what is
+    """Return the whole picture; `config` adds figures that the status lacks (steps to go, limits). `findings`: what is
     unhealthy, the worst first."""
     status = history.status
     if status is None:
-        return Panel(Text("waiting for the manager's first word", style="dim"), title="streamrl", border_style="blue")
+        return Panel(
+            Text("waiting for the controller's first answer", style="dim"), title="streamrl", border_style="blue"
+        )
     more = (status.evaluation is not None) + (_agents(status) is not None)
     rows = max(3, height - LINES_BESIDE_PROCESSES - more - max(0, min(len(warnings), 2) - 1))
     return Group(

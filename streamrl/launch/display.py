@@ -1,6 +1,6 @@
 """Shows a run while it goes on: a live picture on a terminal, one line for each step elsewhere.
 
-Owns the client that asks the manager for its state once a second, and nothing of the run:
+Owns the client that asks the controller for its state once a second, and nothing of the run:
 whatever goes wrong here is told and does not touch the run.
 """
 
@@ -74,7 +74,7 @@ class Display:
                 try:
                     self._take(await client.status())
                 except StreamRLError as error:  # the supervisor finds out why; here it is only not news
-                    log.debug("no state from the manager: %s", error)
+                    log.debug("no state from the controller: %s", error)
                 await asyncio.sleep(INTERVAL_SECONDS)
         finally:
             self._show_steps(self._new_steps())
@@ -82,7 +82,7 @@ class Display:
             await client.close()
 
     def _take(self, status: Status) -> None:
-        # The file has every step; the status only the last, for a manager whose files are elsewhere.
+        # The file has every step; the status only the last, for a controller whose files are elsewhere.
         new = self._new_steps()
         before = len(self._history.steps)
         self._history.add_status(status, now=time.monotonic())

@@ -116,7 +116,7 @@ def _note(mfc: MFC) -> str:
 
 
 def _given(graph: Graph) -> frozenset[str]:
-    """Keys that come with the stream without the master's asking."""
+    """Keys that come with the stream without a call of the controller."""
     return (STREAM_KEYS & graph.stream_keys).difference(*(mfc.outputs for mfc in graph.of_rollout))
 
 

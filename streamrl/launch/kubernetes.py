@@ -1,8 +1,8 @@
 """`streamrl launch kubernetes`: a run as Kubernetes manifests, handed to kubectl or shown.
 
-Jobs for the manager and the trainer, which end; Deployments for gservers, rollout workers and the evaluator, which are
-taken away and given back while the run goes on. The manager is found by its Service. All mount one claim with
-the run's folder. A pod that starts anew goes on from the run's latest checkpoint.
+Jobs for the controller and the trainer, which end; Deployments for gservers, rollout workers and the evaluator, whose
+pods may leave and return during the run. Processes find the controller by its Service. All mount one claim with the
+run's folder. A pod that is started again continues from the run's latest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streamrl.transport.secret import VARIABLE, Secret
 Manifest = dict[str, Any]
 
 PORT = 7000
-"""Port of the manager, unless `manager.port` says another."""
+"""Port of the controller, unless `manager.port` sets another."""
 CONFIG_FOLDER = "/etc/streamrl"
 RUN_FOLDER = "/streamrl"
 """Where the claim is mounted; relative paths of the configuration begin there."""
@@ -51,10 +51,10 @@ def manifests(config: Config) -> list[Manifest]:
         made.object(
             "v1",
             "Service",
-            "manager",
-            spec={"selector": made.labels("manager"), "ports": [{"name": "http", "port": made.port}]},
+            "controller",
+            spec={"selector": made.labels("controller"), "ports": [{"name": "http", "port": made.port}]},
         ),
-        made.job("manager", found["manager"], ["--host", "0.0.0.0", "--port", str(made.port), "--resume"]),
+        made.job("controller", found["controller"], ["--host", "0.0.0.0", "--port", str(made.port), "--resume"]),
         made.trainer(found["trainer"]),
         made.deployment("gserver", found["gserver"]),
         made.deployment("rollout", found["rollout"]),
@@ -81,13 +81,13 @@ class _Made:
 
     @property
     def url(self) -> str:
-        """The manager's."""
-        return f"http://{self._run}-manager:{self.port}"
+        """The controller's."""
+        return f"http://{self._run}-controller:{self.port}"
 
     def settings(self) -> str:
-        """Return the configuration for all pods, with the name by which they ask the manager."""
+        """Return the configuration for all pods, with the name by which they ask the controller."""
         security = self._config.security
-        known = msgspec.structs.replace(security, host_names=[*security.host_names, f"{self._run}-manager"])
+        known = msgspec.structs.replace(security, host_names=[*security.host_names, f"{self._run}-controller"])
         return configuration.to_toml(msgspec.structs.replace(self._config, security=known), only_changed=True)
 
     def labels(self, part: str) -> dict[str, str]:
@@ -155,7 +155,7 @@ class _Made:
                 {"name": "memory", "mountPath": "/dev/shm"},
             ],
         }
-        if name == "manager":
+        if name == "controller":
             container["ports"] = [{"name": "http", "containerPort": self.port}]
             container["readinessProbe"] = {"tcpSocket": {"port": "http"}, "periodSeconds": 2}
         spec = {

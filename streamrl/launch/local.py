@@ -4,10 +4,10 @@ Owns the run folder and every process of the run:
 
     run_dir/config.toml         the resolved configuration, which every process reads
     run_dir/logs/ROLE-INDEX.log what each process said
-    run_dir/...                 what the manager and the master write (metrics.jsonl, timeline.jsonl, final.json)
+    run_dir/...                 the controller's records (metrics.jsonl, timeline.jsonl, final.json)
 
 The launcher itself stays light: it loads no model library, and learns of everything by events
-(a pipe for the manager's address, the end of a process), never by looking again and again.
+(a pipe for the controller's URL, the end of a process), never by looking again and again.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ CHECKPOINT_SECONDS = 600.0
 PAGE_SECONDS = 60.0
 """How long the page may take to tell its address."""
 STATUS_SECONDS = 5.0
-"""How long the manager may take to tell its state."""
+"""How long the controller may take to return its state."""
 WORK_GOES_ON: Mapping[PlanRole, str] = {
     "gserver": "its requests go on at others",
     "rollout": "its prompts go to others",
@@ -123,8 +123,9 @@ class Launcher:
         one_disk: bool = True,
         page: bool = False,
     ) -> None:
-        """`processes`: in the order in which they start, the manager first. `children` makes what keeps them, from the
-        folder for their logs and the run's secret. `one_disk`: they find the model where this process has made it."""
+        """`processes`: in the order in which they start, the controller first. `children` returns the object that keeps
+        them, from the folder for their logs and the run's secret. `one_disk`: they share the disk on which this process
+        makes the model."""
         self._config = config
         self._plan = processes
         self._config_file = config.run_dir / "config.toml"
@@ -190,12 +191,12 @@ class Launcher:
             helper = Helper("checkpoint", self._config.trainer.threads)
             words = checkpoint_command(self._config_file, components=self._components)
             self._model_dir = Path(await children.ask(helper, words, timeout=CHECKPOINT_SECONDS))
-        manager, *others = self._plan
-        self._display.note("starting the manager")
-        words = command(manager, config_file=self._config_file, components=self._components)
+        controller, *others = self._plan
+        self._display.note("starting the controller")
+        words = command(controller, config_file=self._config_file, components=self._components)
         timeout = self._config.manager.join_timeout_seconds
-        self.manager_url = await children.ask(manager, words, timeout=timeout)
-        self._display.note(f"manager at {self.manager_url}; starting {len(others)} processes")
+        self.manager_url = await children.ask(controller, words, timeout=timeout)
+        self._display.note(f"controller at {self.manager_url}; starting {len(others)} processes")
         starting = [asyncio.create_task(self._start(children, process)) for process in others]
         try:
             await asyncio.gather(*starting)
@@ -268,7 +269,7 @@ class Launcher:
         assert child.process is not None
         role = child.process.role
         if role == "rollout" and self._config.trainer.synchronous:
-            return set()  # the master deals groups to all of them
+            return set()  # the controller deals groups to all of them
         told = {f"{p.role}/{p.index}": p.state for p in status.processes if p.role == role} if status else {}
         assert self._children is not None
         ours = {c.name for c in self._children.known if c.process is not None and c.process.role == role}

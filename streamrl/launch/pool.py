@@ -1,4 +1,4 @@
-"""A pool, or the part of one that is on this machine, for a run whose manager is somewhere already: `streamrl trainer`,
+"""A pool, or the part of one that is on this machine, for a run whose controller runs already: `streamrl trainer`,
 `streamrl gserver --count N`, `streamrl rollout --count N`.
 
 Owns the processes; their output goes where the launcher's goes. Each keeps its number within the run. A gserver or
@@ -13,7 +13,6 @@ import logging
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
@@ -44,11 +43,9 @@ from streamrl.launch.supervise import (
     Children,
     Restarts,
     end_who_is_silent,
-    ending_written,
     restarts_of,
     until_finished,
 )
-from streamrl.records.sinks import check_installed
 from streamrl.transport.control import AskPlace, Drain
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import await_secret, of_run_at
@@ -85,18 +82,14 @@ async def run_trainer(
     overrides: Sequence[str],
     manager_url: str,
     share: TrainerShare,
-    master: bool,
     advertise: str = "",
     model_dir: Path | None = None,
     components: Mapping[str, str] = COMPONENTS,
 ) -> None:
-    """Start the model workers of `share`, and the `master`, and watch them until the run is over.
+    """Start the model workers of `share`, and watch them until the run is over.
 
-    Raises `ConfigError` where the package of a sink is missing, and `ProcessDied` when one of the processes died; then
-    none is left.
+    Raises `ProcessDied` if one of them died; then none is left.
     """
-    if master:
-        check_installed(config.metrics.sinks)
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
     await asyncio.to_thread(await_secret, manager_url, config)
@@ -114,23 +107,20 @@ async def run_trainer(
             )
         client = ControlClient.of(config, manager_url, timeout=STATUS_SECONDS)
         try:
-            with ending_written(config.run_dir) if master else nullcontext():
-                try:
-                    for process in plan_trainer(config, share=share, master=master, gpus=visible_gpus()):
-                        words = command(
-                            process,
-                            config_file=config_file,
-                            overrides=overrides,
-                            manager_url=manager_url,
-                            model_dir=model_dir,
-                            advertise=advertise,
-                            components=components,
-                        )
-                        await children.start(process, words)
-                    await until_finished(children, client=client)
-                finally:
-                    await children.stop()
+            for process in plan_trainer(config, share=share, gpus=visible_gpus()):
+                words = command(
+                    process,
+                    config_file=config_file,
+                    overrides=overrides,
+                    manager_url=manager_url,
+                    model_dir=model_dir,
+                    advertise=advertise,
+                    components=components,
+                )
+                await children.start(process, words)
+            await until_finished(children, client=client)
         finally:
+            await children.stop()
             await client.close()
     finally:
         children.close()
@@ -155,7 +145,7 @@ class Pool:
         advertise: str = "",
         components: Mapping[str, str] = COMPONENTS,
     ) -> None:
-        """`resume`: processes go on from where the manager does, if there is such a checkpoint here."""
+        """`resume`: processes continue from the controller's checkpoint, if this machine has a copy of it."""
         self._config = config
         self._role: PoolRole = role
         self._count = count
@@ -288,7 +278,7 @@ class Pool:
     def _replace(self, child: Child, state: str, client: ControlClient) -> bool:
         """Have a process that failed started again; return whether it will be. `state`: of the run.
 
-        It is not once the run has failed. One that has died too often is tried again later, but for a manager that does
+        It is not once the run has failed. One that has died too often is tried again later, unless the controller does
         not answer: then the run is gone.
         """
         assert child.process is not None
@@ -315,7 +305,7 @@ class Pool:
 
     async def _start_later(self, process: ProcessPlan, delay: float, asked: ControlClient | None) -> None:
         """Start `process` after `delay` seconds, under a new number if one can be `asked` for: another process has its
-        own. A manager that was started again may have given that out before this process was heard of."""
+        own. A controller that was started again may have assigned it before this process was heard of."""
         await asyncio.sleep(delay)
         try:
             await self._find_beginning()
@@ -330,7 +320,7 @@ class Pool:
 
 
 async def _state(client: ControlClient) -> str:
-    """Return the state of the run; empty: the manager does not answer, and may only be out of reach."""
+    """Return the state of the run; empty: the controller does not answer, and may only be out of reach."""
     try:
         return (await client.status()).state
     except StreamRLError:

@@ -27,14 +27,13 @@ SGLANG_MEMORY = "--mem-fraction-static"
 """SGLang's flag: which part of the free memory its weights and its key-value cache may take."""
 DEALT_SHARE = 0.8
 """Part of a GPU's memory that its users get in equal parts; the rest is for what none of them counts."""
-PlanRole = Literal["manager", "gserver", "model_worker", "master", "rollout", "evaluator"]
+PlanRole = Literal["controller", "gserver", "model_worker", "rollout", "evaluator"]
 
 COMPONENTS: Mapping[str, str] = {
     "checkpoint": "streamrl.models:ensure_checkpoint",
-    "manager": "streamrl.gserver.manager.process:serve",
+    "controller": "streamrl.controller:serve",
     "gserver": "streamrl.gserver.server.process:serve",
     "model_worker": "streamrl.trainer.worker.process:serve",
-    "master": "streamrl.trainer.master.process:serve",
     "rollout": "streamrl.rollout.worker:serve",
     "evaluator": "streamrl.rollout.evaluator:serve",
 }
@@ -42,11 +41,11 @@ COMPONENTS: Mapping[str, str] = {
 
 STOP_ORDER: Sequence[frozenset[PlanRole]] = (
     frozenset({"rollout", "evaluator"}),
-    frozenset({"master", "model_worker"}),
+    frozenset({"controller", "model_worker"}),
     frozenset({"gserver"}),
-    frozenset({"manager"}),
 )
-"""Roles that are stopped together, first to last, so that no process loses a peer that it still needs."""
+"""Roles that are stopped together, first to last, so that no process loses a peer that it still needs. The controller
+and the model workers are stopped at the same time: neither takes the end of the other for a failure."""
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
@@ -124,10 +123,9 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     planner = _Planner(config, gpus)
     port = str(config.manager.port) if config.manager.port else "free port"
     return [
-        planner.one("manager", 0, address=url_of(config.manager.host, port)),
+        planner.one("controller", 0, address=url_of(config.manager.host, port)),
         *planner.gservers(range(config.gserver.count)),
         *planner.model_workers(range(config.trainer.workers)),
-        planner.master(),
         *(planner.one("rollout", index) for index in range(config.rollout.workers)),
         *(planner.one("evaluator", index) for index in range(config.evaluation.enabled)),
     ]
@@ -189,16 +187,15 @@ def share_of(config: Config, *, node: int | None, nodes: int | None, environment
     return share
 
 
-def plan_trainer(config: Config, *, share: TrainerShare, master: bool, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
-    """Return the model workers of `share`, and the `master` if it is here, in the order in which they start.
+def plan_trainer(config: Config, *, share: TrainerShare, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
+    """Return the model workers of `share`, in the order in which they start.
 
     A trainer that is whole on this machine leaves the first `gpus` to the gservers, as in `plan`.
     """
     if share.nodes == 1:
-        return [p for p in plan(config, gpus=gpus) if p.role == "model_worker" or (p.role == "master" and master)]
+        return [process for process in plan(config, gpus=gpus) if process.role == "model_worker"]
     planner = _Planner(config, share.of(gpus), of_machine=gpus)
-    workers = list(planner.model_workers(share.ranks(config.trainer.workers)))
-    return [*workers, planner.master()] if master else workers
+    return list(planner.model_workers(share.ranks(config.trainer.workers)))
 
 
 def plan_pool(config: Config, role: PlanRole, *, indices: Sequence[int], gpus: Sequence[str] = ()) -> list[ProcessPlan]:
@@ -229,9 +226,6 @@ class _Planner:
         for index in indices:
             yield self.one("model_worker", index, address=self._shown("tcp", self._config.stream.host), ranks=1)
 
-    def master(self) -> ProcessPlan:
-        return self.one("master", 0, address=self._shown("tcp", self._config.stream.host))
-
     def one(self, role: PlanRole, index: int, *, address: str = "-", ranks: int = 0) -> ProcessPlan:
         """`ranks`: how many GPUs it can use."""
         gpus, own = self._gpus, list[str]()
@@ -248,8 +242,8 @@ class _Planner:
         )
 
     def _shown(self, scheme: str, host: str) -> str:
-        manager = self._config.manager.host
-        return url_of(host or ("own address" if is_wildcard(manager) else manager), "free port", scheme=scheme)
+        controller = self._config.manager.host
+        return url_of(host or ("own address" if is_wildcard(controller) else controller), "free port", scheme=scheme)
 
 
 def fitted(config: Config, *, gpus: Sequence[str]) -> Config:

@@ -2,7 +2,7 @@
 
 Every process has an actor, which starts the very process that `streamrl run` would start, and watches it where it is.
 The launcher goes on as on one machine: a gserver or rollout worker whose process, actor or node is lost gets a new
-actor in its old bundle; the trainer's processes and the manager are one placement group that lives and dies together,
+actor in its old bundle; the controller and the model workers are one placement group that lives and dies together,
 and after its death the whole run is begun again from its latest checkpoint. A process never outlives its actor, nor an
 actor this launcher.
 """
@@ -45,7 +45,7 @@ from streamrl.transport.secret import Secret
 log = logging.getLogger(__name__)
 
 GROUPS: Sequence[tuple[str, Sequence[PlanRole], str]] = (
-    ("trainer", ("manager", "master", "model_worker"), "PACK"),
+    ("trainer", ("controller", "model_worker"), "PACK"),
     ("gserver", ("gserver",), "SPREAD"),
     ("rollout", ("rollout", "evaluator"), "SPREAD"),
 )
@@ -86,7 +86,7 @@ class Keeper:
         return self._child.pid
 
     async def ask(self, process: bytes, words: Sequence[str], timeout: float) -> tuple[int, str]:
-        """Start the manager, and return its id and its URL, on the address by which Ray reaches this node."""
+        """Start the controller, and return its id and its URL, on the address by which Ray reaches this node."""
         planned = msgspec.json.decode(process, type=ProcessPlan)
         words = [sys.executable, *words, "--host", ray.util.get_node_ip_address()]
         url = await self._children.ask(planned, words, timeout=timeout)
@@ -302,8 +302,9 @@ def run_on_ray(
 ) -> int:
     """Carry the run out in `config.run_dir` (claimed before) on the Ray cluster at `address`; return the exit code.
 
-    As `run_locally`; after the death of its trainer or manager it is begun again from its latest checkpoint, at most
-    `launch.restarts` times. Raises `ConfigError` when there is no such cluster, `DeadlineExceeded` when it has no room.
+    As `run_locally`; after the death of a model worker or the controller it is begun again from its latest checkpoint,
+    at most `launch.restarts` times. Raises `ConfigError` if there is no such cluster, `DeadlineExceeded` if it has no
+    room.
     """
     where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     host, _, port = where.rpartition(":")

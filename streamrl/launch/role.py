@@ -1,8 +1,8 @@
 """One component in this process: configuration, threads, model folder, and then its `serve`.
 
 What a launcher needs to know goes back through a pipe (`answer`); everything else is the same whether a person or a
-launcher started the process. One that joins a running run asks the manager for a number first, and for leave before it
-ends.
+launcher started the process. A process that joins a running run asks the controller for a number first, and for leave
+before it ends.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -21,10 +22,11 @@ from streamrl.errors import ConfigError
 from streamrl.importing import load_object, without_garbage_collection
 from streamrl.launch.process import Component, Departure, run_component, set_up_logging
 from streamrl.launch.processes import COMPONENTS, PlanRole, thread_environment, threads_of
-from streamrl.launch.supervise import ANSWER_SECONDS, save_and_end
+from streamrl.launch.supervise import ANSWER_SECONDS, ending_written, save_and_end
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.records.metrics import METRICS_FILE
+from streamrl.records.sinks import check_installed
 from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Drain, Role
@@ -39,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def free_place(config: Config, *, manager_url: str, role: Role) -> int:
-    """Return a number for a new process of `role`. Raises `StreamRLError` when the manager does not give one."""
+    """Return a number for a new process of `role`. Raises `StreamRLError` if the controller does not assign one."""
 
     async def ask() -> int:
         client = ControlClient.of(config, manager_url)
@@ -53,7 +55,7 @@ def free_place(config: Config, *, manager_url: str, role: Role) -> int:
 
 
 async def ask_to_leave(config: Config, *, manager_url: str, role: Role, index: int) -> None:
-    """Have this process drained. Raises `StreamRLError` when the manager does not know of it, or is not there."""
+    """Have this process drained. Raises `StreamRLError` if the controller has no such member, or cannot be reached."""
     client = ControlClient.of(config, manager_url, timeout=ANSWER_SECONDS)
     await _drain(client, role, index)
 
@@ -87,20 +89,19 @@ def from_latest(config_file: Path, overrides: Sequence[str]) -> list[str]:
     return [*overrides, f"run.resume_from={found[-1].absolute()}"] if found else list(overrides)
 
 
-def from_managers(config_file: Path, overrides: Sequence[str], *, manager_url: str, needed: bool) -> list[str]:
-    """Return `overrides` with the one that has this process go on from the checkpoint that the manager goes on from: so
-    all agree, whenever each is started, even if one more checkpoint is written in between.
+def from_controllers(config_file: Path, overrides: Sequence[str], *, manager_url: str, needed: bool) -> list[str]:
+    """Return `overrides` with a `run.resume_from` that names the checkpoint from which the controller continues.
 
-    That is one of the run's own, or until it has written one that which `run.resume_from` names. `needed`: it counts
-    from there, so it cannot begin without. Else it begins with the model where it has no such checkpoint. Raises
-    `ConfigError` and `StreamRLError`.
+    So all processes agree, whenever each is started, even if another checkpoint is written in between. That checkpoint
+    is one of the run's own, or the one in `run.resume_from` until the run has written one. A process without a copy of
+    it begins with the model. `needed`: then raise `ConfigError`. Also raises `StreamRLError`.
     """
     await_secret(manager_url, configuration.load(config_file, overrides))
     return asyncio.run(ask_from_where(config_file, overrides, manager_url=manager_url, needed=needed))
 
 
 async def ask_from_where(config_file: Path, overrides: Sequence[str], *, manager_url: str, needed: bool) -> list[str]:
-    """As `from_managers`, for a process that knows the run's secret."""
+    """Return the same as `from_controllers`, for a process that has the run's secret."""
     config = configuration.load(config_file, overrides)
     client = ControlClient.of(config, manager_url)
     try:
@@ -119,7 +120,7 @@ async def ask_from_where(config_file: Path, overrides: Sequence[str], *, manager
             return chosen
     if needed:
         raise ConfigError(
-            f"the manager goes on from {point.checkpoint} ({point.identity}), which is not among the "
+            f"the controller goes on from {point.checkpoint} ({point.identity}), which is not among the "
             f"checkpoints of {config.run_dir.absolute()} on this machine: bring a copy of it from the machine of model "
             "worker 0, or give all machines one disk for run.dir"
         )
@@ -148,7 +149,7 @@ REPLAY = "streamrl.trainer.replay.process:serve"
 """What a model worker of a replay runs."""
 
 
-def run_manager(
+def run_controller(
     config_file: Path,
     overrides: Sequence[str],
     *,
@@ -157,27 +158,36 @@ def run_manager(
     advertise: str = "",
     resume: bool = False,
     on_ready: Callable[[str], None],
+    on_end: Callable[[Path], None] | None = None,
     component: str | None,
 ) -> int:
-    """Run the manager; return its exit code. `host` and `port` replace those of the configuration; `advertise`: the
-    address that others are told. `resume`: a run that has no checkpoint begins again, in the same folder.
+    """Run the controller; return its exit code. `host` and `port` replace those of the configuration; `advertise`: the
+    address that it announces. `resume`: a run that has no checkpoint begins again, in the same folder. `on_end` is
+    called with the run's folder after the end of a run that has begun.
 
-    The first signal has the master write a checkpoint and end the run.
+    Without a launcher, the first signal has the run write a checkpoint and end.
     """
     urls: list[str] = []
+    begun = ExitStack()
+    """Left at the end of a run that has begun."""
 
     def leave(config: Config) -> list[Departure]:
         return save_and_end(config, lambda: next(iter(urls), ""))
 
     def arguments(config: Config) -> dict[str, Any]:
+        check_installed(config.metrics.sinks)
         if not resume:
             refuse_another_run(config)
 
         def listening(url: str) -> None:
-            # not before: where another manager listens the run goes on, and its records are not touched
+            # not before: where another controller listens the run goes on, and its records are not touched
+            if on_end is not None:
+                begun.callback(on_end, config.run_dir)
+            begun.enter_context(ending_written(config.run_dir, keep_failure=True))
             progress.take_up(config)
             if resume:
                 _begin_anew(config)
+            _keep_settings(config, config_file)
             urls.append(url)
             on_ready(url)
 
@@ -188,7 +198,15 @@ def run_manager(
             "on_ready": listening,
         }
 
-    return _run_role("manager", 0, config_file, overrides, component, arguments, leave=leave)
+    return _run_role("controller", 0, config_file, overrides, component, arguments, leave=leave, within=begun)
+
+
+def _keep_settings(config: Config, config_file: Path) -> None:
+    """Write the configuration into the run's folder, for those who read its records; a launcher has done so before."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    kept = config.run_dir / "config.toml"
+    if kept.absolute() != config_file.absolute():
+        kept.write_text(configuration.to_toml(config))
 
 
 def run_member(
@@ -202,13 +220,12 @@ def run_member(
     component: str | None,
     advertise: str = "",
 ) -> int:
-    """Run a process that joins the manager at `manager_url`; return its exit code.
+    """Run a process that joins the controller at `manager_url`; return its exit code.
 
-    `advertise`: the address by which others reach it; empty: that from which it reaches the manager.
+    `advertise`: the address by which others reach it; empty: the one from which it reaches the controller.
 
-    `index`: None, for a gserver or a rollout worker, if the manager shall give it a number. If no launcher started the
-    process, the first signal has a gserver or rollout worker leave the run without loss, and a master write a
-    checkpoint and end the run.
+    `index`: None, for a gserver or a rollout worker, if the controller shall assign a number. If no launcher started
+    the process, the first signal has a gserver or rollout worker leave the run without loss.
     """
     set_up_logging(role)
     await_secret(manager_url, configuration.load(config_file, overrides))
@@ -222,22 +239,19 @@ def run_member(
         return {"manager_url": manager_url, "index": number, "model_dir": folder, "advertise": advertise}
 
     def leave(config: Config) -> list[Departure]:
-        if role == "master":
-            return save_and_end(config, lambda: manager_url)
-
         async def ask() -> None:
             await ask_to_leave(config, manager_url=manager_url, role=role, index=number)  # type: ignore[arg-type]
 
         return [Departure(ask, "leaving the run")]
 
-    departs = role in ("gserver", "rollout", "master")
+    departs = role in ("gserver", "rollout")
     return _run_role(role, number, config_file, overrides, component, arguments, leave=leave if departs else None)
 
 
 def _ask_place(role: PlanRole, config_file: Path, overrides: Sequence[str], *, manager_url: str) -> int:
     config = configuration.load(config_file, overrides)
     number = free_place(config, manager_url=manager_url, role=role)  # type: ignore[arg-type]
-    log.info("the manager calls this process %s/%d", role, number)
+    log.info("the controller calls this process %s/%d", role, number)
     return number
 
 
@@ -290,8 +304,9 @@ def _run_role(
     component: str | None,
     arguments: Arguments,
     leave: Callable[[Config], list[Departure]] | None = None,
+    within: AbstractContextManager[object] | None = None,
 ) -> int:
-    """`leave` makes the departure, if any, of a process that no launcher started."""
+    """`leave` makes the departure, if any, of a process that no launcher started. The component runs `within`."""
     set_up_logging(f"{role}/{index}")
     lifeline = Lifeline.from_environment()
     on_first_signal: list[Departure] = []
@@ -305,7 +320,12 @@ def _run_role(
         avoid_broken_instructions()
         serve = _load(component or COMPONENTS[role])
         keywords = arguments(config)
-        return lambda: serve(config, **keywords)
+
+        async def run() -> None:
+            with within or nullcontext():
+                await serve(config, **keywords)
+
+        return run
 
     return run_component(prepare, lifeline=lifeline, on_first_signal=on_first_signal)
 

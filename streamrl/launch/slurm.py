@@ -1,7 +1,7 @@
 """`streamrl launch slurm`: a run as one Slurm job. Its script is written here, to be read, edited and submitted again.
 
 The job has a step for each pool, and is a heterogeneous one where the pools ask for unlike nodes. When it is begun
-again (its trainer died, its node went away, its time was up), it goes on from the run's latest checkpoint.
+again (its run failed, its node went away, its time was up), it goes on from the run's latest checkpoint.
 """
 
 from __future__ import annotations
@@ -88,21 +88,17 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
         return f'step {where} --nodes={nodes} --ntasks={nodes} --output="$logs/{name}-%N.log" \\\n    {command}'
 
     def pool(name: PoolName) -> str:
-        if name in ("manager", "evaluator"):
-            nodes, options = 1, ' --host "$address" --port "$port"' if name == "manager" else ""
-        else:
-            nodes = next(nodes.count for nodes in layout if name in nodes.pools)
-            options = f" --count {len(found[name]) // nodes}"
-        manager = "" if name == "manager" else ' --manager "$manager"'
-        command = f'"${{streamrl[@]}}" {name} "$config"{manager}{options} --resume'
+        nodes = 1 if name == "evaluator" else next(nodes.count for nodes in layout if name in nodes.pools)
+        count = f" --count {len(found[name]) // nodes}" if name in ("gserver", "rollout") else ""
+        command = f'"${{streamrl[@]}}" {name} "$config" --manager "$manager"{count} --resume'
+        if name == "trainer" and nodes > 1:
+            command = f"bash -c '\"$@\" --nodes {nodes} --node $SLURM_PROCID' _ {command}"
         begun = step(name, command, nodes=nodes)
         if name == "evaluator":
             return f"until {begun}\ndo sleep 10; done &"
         return f"{{ {begun} \\\n    || lost {name}; }} &"
 
-    trainer = '"${streamrl[@]}" trainer "$config" --manager "$manager" --resume'
-    if layout[0].count > 1:
-        trainer = f"bash -c '\"$@\" --nodes {layout[0].count} --node $SLURM_PROCID' _ {trainer}"
+    controller = '"${streamrl[@]}" controller "$config" --host "$address" --port "$port" --resume'
     lines = [
         "#!/bin/bash",
         f"# The run {config.run.name!r}, written by `streamrl launch slurm`. It may be edited, and submitted again",
@@ -121,11 +117,11 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
         'step() { srun --overlap --no-kill --kill-on-bad-exit=0 --open-mode=append "$@"; }',
         "",
         "# A pool starts its processes again that die. Without one of the pools the run cannot go on; but a pool that",
-        "# has lost a node on the way says so at the end of the run, too, when the trainer is about to end.",
+        "# has lost a node on the way ends with an error at the end of the run, too, shortly before the controller.",
         "lost() {",
-        '    for _ in {1..20}; do kill -0 "$trainer" 2> /dev/null || return; sleep 1; done',
+        '    for _ in {1..20}; do kill -0 "$controller" 2> /dev/null || return; sleep 1; done',
         '    echo "streamrl: nothing is left of the pool $1" >&2',
-        '    kill "$trainer"',
+        '    kill "$controller"',
         "}",
         "",
         "begin_again() {",
@@ -134,20 +130,20 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
         "}",
         "trap 'begin_again \"its time is nearly up\"' USR1",
         "",
-        step("trainer", trainer, nodes=layout[0].count) + " &",
-        "trainer=$!",
-        *(pool(name) for name in found if name != "trainer"),
+        step("controller", controller, nodes=1) + " &",
+        "controller=$!",
+        *(pool(name) for name in found if name != "controller"),
         "",
-        "# The trainer's end is the run's; the others leave by themselves then.",
-        'wait "$trainer"',
+        "# The controller's end is the run's; the others leave by themselves then.",
+        'wait "$controller"',
         "code=$?",
         'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)',
         "# Slurm's own count of restarts has those after the end of the job's time in it, which are no failures.",
         'failures="$logs/failures-$SLURM_JOB_ID"',
         'if [ "$code" != 0 ] && [ "$state" = RUNNING ] && '
         f'[ "$(cat "$failures" 2> /dev/null | wc -l)" -lt {config.launch.restarts} ]; then',
-        '    echo "the trainer ended with code $code" >> "$failures"',
-        '    begin_again "the trainer ended with code $code"',
+        '    echo "the controller ended with code $code" >> "$failures"',
+        '    begin_again "the controller ended with code $code"',
         "fi",
         "for _ in {1..30}; do",
         '    [ -n "$(jobs -r)" ] || break',
@@ -171,7 +167,7 @@ def _layout(config: Config, found: dict[PoolName, list[ProcessPlan]]) -> list[No
     def nodes_of(names: Sequence[PoolName], asked: SlurmNodesConfig, *, key: str) -> Nodes:
         processes: list[ProcessPlan] = []
         for name in names:
-            if name in ("manager", "evaluator"):
+            if name in ("controller", "evaluator"):
                 processes += found.get(name, [])
             else:
                 setting = f"launch.slurm.{key}.nodes"
@@ -180,7 +176,7 @@ def _layout(config: Config, found: dict[PoolName, list[ProcessPlan]]) -> list[No
         here = [name for name in names if name in found]
         return Nodes(here, asked.nodes, asked.options, needed.cores, needed.gpus)
 
-    layout = [nodes_of(["manager", "trainer", "evaluator"], trainer, key="trainer")]
+    layout = [nodes_of(["controller", "trainer", "evaluator"], trainer, key="trainer")]
     if not rollout.nodes:
         return [*layout, nodes_of(["gserver", "rollout"], gserver, key="gserver")]
     return [*layout, nodes_of(["gserver"], gserver, key="gserver"), nodes_of(["rollout"], rollout, key="rollout")]

@@ -2,9 +2,9 @@
 blame when the run fails, stops them.
 
 Owns every child and their lifeline (see `children.py`). Invariants: the death of any process of the run ends the wait
-for its end, either by a restart (of roles whose work the manager gives out again) or by an error that names the process
-and shows the last it said; one of those roles that the manager hears nothing of is as good as dead, and is ended; after
-`stop` no child is left, nor anything that a child had started in its own process group.
+for its end, either by a restart (of roles whose work the controller gives out again) or by an error that names the
+process and shows the last lines of its log; a process of those roles whose heartbeats stay away counts as dead, and is
+ended; after `stop` no child is left, nor anything that a child had started in its own process group.
 
 Restarts are pure, with times in seconds passed in. At most `most` restarts of one process come within `window`; each
 waits twice as long as the one before it, until none is left in the window. One that has died too often may rest until
@@ -28,7 +28,7 @@ from streamrl.children import GRACE_SECONDS, LIFELINE, HeldLifeline, describe_ex
 from streamrl.config import Config, GserverConfig
 from streamrl.errors import DeadlineExceeded, ProcessDied, RunStopped, StreamRLError
 from streamrl.launch.files import last_lines
-from streamrl.launch.process import STACKS_SIGNAL, Departure
+from streamrl.launch.process import EXIT_FAILED, STACKS_SIGNAL, Departure
 from streamrl.launch.processes import STOP_ORDER, Helper, PlanRole, ProcessPlan
 from streamrl.records.metrics import write_ending
 from streamrl.retry import Retry
@@ -47,14 +47,15 @@ LEAVE_SECONDS = 10.0
 REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator")
 """Roles whose work others do when a process is lost, until another takes its place."""
 UNHEARD_SECONDS = 30.0
-"""A warning is logged when the manager has not said for this long who is silent."""
+"""A warning is logged when the controller has not reported for this long which processes are silent."""
 TELL_SECONDS = 3.0
-"""How long the manager may take to hear that the run has failed."""
+"""How long the controller may take to receive that the run has failed."""
 ANSWER_SECONDS = 5.0
-"""How long the manager may take to accept a request to end the run."""
+"""How long the controller may take to accept a request to end the run."""
 STOPPED = "it was asked to end, by Ctrl-C or another signal"
-CULPRIT_SECONDS = 3.0
-"""How long a process that gave up may take to end, so that its log is complete."""
+CULPRIT_SECONDS = 12.0
+"""How long a process that gave up may take to end, so that its log is complete. The controller first waits until all
+others have the reason."""
 
 
 # --- children ---
@@ -309,7 +310,7 @@ def restarts_of(config: Config, role: PlanRole) -> Restarts:
 # --- the run ---
 
 GoOn = Callable[[Child, Status | None], Awaitable[bool]]
-"""From a child that died, and the run's state if the manager told it, to whether the run goes on."""
+"""From a child that died, and the run's state if the controller has returned it, to whether the run continues."""
 
 
 async def never(child: Child, status: Status | None) -> bool:
@@ -318,11 +319,10 @@ async def never(child: Child, status: Status | None) -> bool:
 
 
 async def until_finished(children: Children, *, client: ControlClient, goes_on: GoOn = never) -> None:
-    """Wait until the master has ended well and all others had time to leave; where it is on another machine, until
-    all have left.
+    """Wait until the run is over, and all children have left it or had time to do so.
 
-    `goes_on` is asked about each child that died before the end of the run. Raises `ProcessDied` when the run cannot
-    continue, `RunStopped` when it was asked to stop.
+    `goes_on` is called for each child that died before the end of the run. Raises `ProcessDied` if the run cannot
+    continue, `RunStopped` if it was asked to stop.
     """
     told: list[Status] = []
 
@@ -333,7 +333,7 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
 
     watching = essential.begin(watch(), name="the watch over silence")
     try:
-        last = await _until_the_master_has_ended(children, client, goes_on, told)
+        last = await _until_over(children, client, goes_on, told)
     except ProcessDied as died:
         await _tell(client, died.reason)
         raise
@@ -346,10 +346,11 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
 
 
 def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departure]:
-    """Return the departure that has the master write a checkpoint and end the run; none if the configuration has none.
+    """Return the departure that has the controller write a checkpoint and end the run; none if the configuration has
+    none.
 
-    `manager_url` returns an empty string while there is no manager. The work raises `StreamRLError` if the master
-    cannot be asked, and `DeadlineExceeded` if the run has not ended within `trainer.save_on_stop_seconds`.
+    `manager_url` returns an empty string while there is no controller. The work raises `StreamRLError` if the request
+    fails, and `DeadlineExceeded` if the run has not ended within `trainer.save_on_stop_seconds`.
     """
     seconds = config.trainer.save_on_stop_seconds
 
@@ -358,7 +359,7 @@ def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departu
             raise StreamRLError("the run has not begun")
         client = ControlClient.of(config, url, timeout=ANSWER_SECONDS)
         try:
-            await client.drain(Drain(role="master", index=0))
+            await client.drain(Drain(role="controller", index=0))
         finally:
             await client.close()
         await asyncio.sleep(seconds)
@@ -368,8 +369,8 @@ def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departu
 
 
 @contextlib.contextmanager
-def ending_written(run_dir: Path) -> Iterator[None]:
-    """Write into the run's records why it ended, if what is inside, up to the end of the last process, raises."""
+def ending_written(run_dir: Path, *, keep_failure: bool = False) -> Iterator[None]:
+    """Write the reason of the run's end into its records if the work inside raises; see `write_ending`."""
     try:
         yield
     except asyncio.CancelledError:
@@ -383,21 +384,21 @@ def ending_written(run_dir: Path) -> Iterator[None]:
         write_ending(run_dir, "failed", died.reason)
         raise
     except Exception as error:
-        write_ending(run_dir, "failed", f"{type(error).__name__}: {error}")
+        write_ending(run_dir, "failed", f"{type(error).__name__}: {error}", keep_failure=keep_failure)
         raise
 
 
 async def end_who_is_silent(children: Children, client: ControlClient) -> None:
-    """End by force the children that the manager has not heard of, since they hang or were stopped: others do their
-    work already, and they are started again."""
+    """End by force the children whose heartbeats the controller misses, since they hang or were stopped: others do
+    their work already, and they are started again."""
     changes = 0
-    retry = Retry("to ask the manager who is silent", patience=math.inf, warn_after=UNHEARD_SECONDS)
+    retry = Retry("to ask the controller which processes are silent", patience=math.inf, warn_after=UNHEARD_SECONDS)
     ending: dict[Child, asyncio.Task[None]] = {}
     try:
         while True:
             try:
                 silence = await client.silence(changes)
-            except StreamRLError as error:  # the manager's own end is told by its exit
+            except StreamRLError as error:  # the controller's own end is seen by its exit
                 await retry.pause(error)
                 continue
             retry.succeeded()
@@ -412,17 +413,18 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
                     if child in ending:
                         ending.pop(child).cancel()  # it is heard of again
                 elif child not in ending:
-                    why = "the manager heard nothing of it"
+                    why = "the controller heard nothing of it"
                     ending[child] = asyncio.create_task(child.end_by_force(why), name=f"end of {child.name}")
     finally:
         for task in ending.values():
             task.cancel()
 
 
-async def _until_the_master_has_ended(
+async def _until_over(
     children: Children, client: ControlClient, goes_on: GoOn, told: Sequence[Status]
 ) -> Status | None:
-    """Return the last status. `told`: the manager's status at the end of the run, if it was seen before it left."""
+    """Wait for the end of the controller, or of all children where it is not one of them. Return the last status.
+    `told`: the status at the end of the run, if it was seen before the controller ended."""
     while True:
         child = await children.next_exit()
         assert child.process is not None
@@ -430,21 +432,23 @@ async def _until_the_master_has_ended(
         state = "unknown" if status is None else status.state
         if status is not None and state == "failed":
             raise await _failure(children, child, status.message)
-        # A manager that does not answer may have left already; if it broke, its own exit code tells.
+        # A controller that does not answer may have left already; if it broke, its own exit code shows it.
         over = state in ("finished", "stopped")
+        controls = child.process.role == "controller"
         left = child.exit_code == 0 and (over or state == "unknown")
-        if left or (over and child.process.role != "master"):
+        left = left or (controls and state == "stopped" and child.exit_code == EXIT_FAILED)  # as a cluster needs it
+        if left or (over and not controls):
             if left:
                 log.debug("%s left", child.name)
             else:
                 log.warning("%s %s when the run was over; nothing of it is lost", child.name, child.how_it_ended)
-            if child.process.role == "master" or not _members(children):
+            if controls or not _members(children):
                 return status
         elif child.exit_code == 0 and state == "running" and _is_no_member(child, status) and _may_leave(child):
             log.info("%s has left the run, as it was asked to", child.name)
         elif not (child.exit_code != 0 and await goes_on(child, status)):
             early = "the run was not over, but " if child.exit_code == 0 else ""
-            unheard = "" if status is not None or child.process.role == "manager" else "; the manager does not answer"
+            unheard = "" if status is not None or controls else "; the controller does not answer"
             raise ProcessDied(early + child.obituary(), reason=early + child.reason() + unheard)
 
 
@@ -474,8 +478,8 @@ def _may_leave(child: Child) -> bool:
 async def _status(client: ControlClient) -> Status | None:
     try:
         return await client.status()
-    except StreamRLError as error:  # the manager may be the one that died
-        log.debug("the manager does not tell its state: %s", error)
+    except StreamRLError as error:  # the controller may be the one that died
+        log.debug("the controller does not return its state: %s", error)
         return None
 
 
@@ -485,12 +489,12 @@ def _is_no_member(child: Child, status: Status | None) -> bool:
 
 
 async def _tell(client: ControlClient, reason: str) -> None:
-    """Tell the manager that the run has failed, before survivors say what that did to them."""
+    """Report to the controller that the run has failed, before survivors report the consequences."""
     try:
         async with asyncio.timeout(TELL_SECONDS):
             await client.finish_run(FinishRun(reason="", error=reason), patience=0.0)
     except (StreamRLError, TimeoutError) as error:  # it may be the one that died
-        log.debug("the manager cannot be told why the run failed: %s", error)
+        log.debug("the reason why the run failed does not reach the controller: %s", error)
 
 
 async def _failure(children: Children, first: Child, message: str) -> ProcessDied:

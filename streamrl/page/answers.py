@@ -161,7 +161,7 @@ class ProcessFacts(msgspec.Struct, frozen=True):
     name: str
     role: str
     standing: str
-    """`live`, `silent` (not heard of for a while), or what the manager said of it at the end."""
+    """`live`, `silent` (no heartbeat for a while), or its last state in the controller's records."""
     heard: float
     """Seconds before the run's last word."""
     restarts: int

@@ -41,7 +41,7 @@ LIVE_SECONDS = 30.0
 """A run that has written nothing for this long, and no ending either, is not live."""
 
 LEDGER = ("ledger_room", "groups_running", "groups_returned", "groups_untrained", "admissions_waiting")
-"""Figures of the manager's heartbeats that are told of each step."""
+"""Figures of the controller's heartbeats that are shown for each step."""
 
 RunState = Literal["running", "finished", "failed", "stopped", "silent", "empty", "gone"]
 
@@ -307,7 +307,7 @@ class Run:
         Times are in seconds since `begin`. Added are, of each step: `generated_per_second`, tokens of all gservers;
         `generation_busy`, `generation_paused` and `generation_idle`, shares of their time; `trainer_wait`, share of the
         step; `token_age_mean` and `token_age_max`, in versions; `masked_share` of the sampled tokens; and what the
-        manager said of its ledger at the end of the step (`LEDGER`).
+        controller counted in its ledger at the end of the step (`LEDGER`).
         """
         order, begin = self.order, self.begin
         found = {name: self.steps.column(name)[order] for name in self.steps.names}
@@ -333,12 +333,12 @@ class Run:
         return found
 
     def _ledger(self, times: Column) -> dict[str, Column]:
-        """Return what the manager's last heartbeat before each of `times` said."""
-        manager = self.processes.get("manager/0")
-        if manager is None or not len(manager.times):
+        """Return the figures of the controller's last heartbeat before each of `times`."""
+        controller = self.processes.get("controller/0")
+        if controller is None or not len(controller.times):
             return {}
-        rows = np.searchsorted(manager.times, times, side="right") - 1
-        values = {name: manager.stats.column(name) for name in LEDGER if name in manager.stats.names}
+        rows = np.searchsorted(controller.times, times, side="right") - 1
+        values = {name: controller.stats.column(name) for name in LEDGER if name in controller.stats.names}
         return {name: np.where(rows >= 0, column[np.maximum(rows, 0)], np.nan) for name, column in values.items()}
 
     def _generation(self, starts: Column, ends: Column) -> dict[str, Column]:

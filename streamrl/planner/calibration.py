@@ -53,7 +53,7 @@ SAME_COSTS = (
     "rollout.reward.function",
 )
 """Keys of what costs depend on, and no simulation changes."""
-ROLES = ("manager", "master", "model_worker", "gserver", "rollout", "evaluator")
+ROLES = ("controller", "model_worker", "gserver", "rollout", "evaluator")
 LEAST_CORES = 0.5
 """Cores that a run is assumed to get at least, whatever else its machine does."""
 NOTABLE_WAIT_SECONDS = 0.005
@@ -83,7 +83,7 @@ def check_plannable(config: Config, *, calibrated: bool) -> None:
     if config.trainer.graph != ASYNCHRONOUS:
         raise ConfigError(
             f'trainer.graph = "{config.trainer.graph}": only the asynchronous graph can be planned; in another one the '
-            "master decides when to generate, and pools do not overlap as they do there"
+            "controller decides when to generate, and pools do not overlap as they do there"
         )
     if config.gserver.sglang.addresses and not calibrated:
         raise ConfigError(
@@ -248,7 +248,7 @@ class _Reader:
         worker = self._counted("rollout", PROCESSOR_SECONDS)
         reward = (worker / 2 + self._counted("rollout", CHILDREN_SECONDS)) / max(1.0, responses)
         waits = self._counted("rollout", "reward_busy_seconds_total") / max(1.0, responses) - reward
-        control = self._counted("manager", PROCESSOR_SECONDS) + self._counted("master", PROCESSOR_SECONDS)
+        control = self._counted("controller", PROCESSOR_SECONDS)
         if simulated:
             control += self._used("gserver")
         others = self._others()
@@ -304,9 +304,9 @@ class _Reader:
 
     def _others(self) -> float:
         """Cores that other work on the machine kept busy; 0 where nobody knows, or where the run had several hosts."""
-        machine = self._counted("manager", MACHINE_SECONDS)
+        machine = self._counted("controller", MACHINE_SECONDS)
         ours = sum(self._used(role) for role in ROLES)
-        watched = self._added("manager", lambda a, b: 0.0 if _began_anew(a, b) else b.time - a.time)
+        watched = self._added("controller", lambda a, b: 0.0 if _began_anew(a, b) else b.time - a.time)
         return min(max(0.0, machine - ours) / watched, self._cores) if watched else 0.0
 
     def _decode(self) -> tuple[float, float, float]:

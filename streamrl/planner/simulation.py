@@ -89,7 +89,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a reward process has a place for each of `rollout.reward.concurrent_calls` calls, which wait at the same
     time and compute one after another; else it has one."""
     overhead_seconds: float = 0.0
-    """Processor time of manager and master for one group."""
+    """Processor time of the controller for one group."""
     train_seconds: float
     """Cost of a training step, however many tokens are in it, on each rank."""
     train_token_seconds: float

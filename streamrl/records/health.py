@@ -113,7 +113,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     """Weight updates that were rolled back."""
     config: Config | None = None
     state: str = ""
-    """As the manager has it: `running`, `finished`, `failed`, ..."""
+    """As the controller has it: `running`, `finished`, `failed`, ..."""
     message: str = ""
     """Why it ended."""
     disk_free: int | None = None
@@ -425,7 +425,7 @@ def _pace(run: RunFigures) -> Iterator[Finding]:
 
 
 def _machines(run: RunFigures) -> Iterator[Finding]:
-    anew = run.restarts.get("manager/0", 0)  # a run that was resumed: all of its processes began again then
+    anew = run.restarts.get("controller/0", 0)  # a run that was resumed: all of its processes began again then
     for name, count in sorted(run.restarts.items(), key=lambda item: -item[1]):
         if (count := count - anew) <= 0:
             continue

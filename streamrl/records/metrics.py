@@ -1,5 +1,5 @@
-"""What the master writes of a run: a line of `metrics.jsonl` for each training step, `final.json` at the end, to which
-the launcher adds how the run ended."""
+"""The controller's records of a run: a line of `metrics.jsonl` for each training step, and `final.json` at the end. The
+launcher adds to the latter how the run ended."""
 
 from __future__ import annotations
 
@@ -54,20 +54,19 @@ class StepReport(msgspec.Struct, frozen=True):
 
 
 class Final(msgspec.Struct, frozen=True, kw_only=True):
-    """`final.json`: the manager's last status and the master's own counts, in groups unless said otherwise."""
+    """`final.json`: the controller's last status and its counts, in groups unless another unit is given."""
 
     state: str = ""
     """How the run ended, as its launcher saw it: `failed` or `stopped`; empty: as in `status`."""
     message: str = ""
     """Why, in a line, where there is a `state`."""
     status: dict[str, Any] | None = None
-    """The manager's last `Status` (`transport/control.py`) after the master reported everything; None if it did not
-    reply."""
+    """The last `Status` (`transport/control.py`), after all steps were reported; None: there is none."""
     policy_version: int = 0
     train_seconds: float = 0.0
     """Since the first step, without times in which the run was down."""
     groups_trained: int | None = None
-    """Groups that entered a training step; None: the master ended before it could tell, as of all that follows."""
+    """Groups that entered a training step; None: the run ended before this and the following counts were known."""
     groups_held: int = 0
     """Groups stored with the trainer that no step used."""
     groups_duplicated: int = 0
@@ -97,18 +96,20 @@ def write_final(run_dir: Path, final: Final) -> None:
         log.error("%s cannot be written: %s", FINAL_FILE, error)
 
 
-def write_ending(run_dir: Path, state: Ending, message: str) -> None:
-    """Add to `final.json` how the run ended, as who started its processes saw it.
+def write_ending(run_dir: Path, state: Ending, message: str, *, keep_failure: bool = False) -> None:
+    """Add to `final.json` how the run ended, as the launcher of its processes saw it.
 
-    The master writes that file, but one that is killed writes none, without the manager it has no reason, and the
-    reason that survivors tell may be what the first death did to them.
+    The controller writes that file. A killed controller writes none, and the errors that survivors report may be
+    consequences of the first death. `keep_failure`: a recorded failure is the cause, and stays.
     """
     try:
         final = msgspec.json.decode((run_dir / FINAL_FILE).read_bytes(), type=Final)
     except (OSError, *UNDECODABLE):
         final = Final()
     if state == "stopped" and final.ending[0] in ("finished", "stopped"):
-        return  # the master has recorded the reason
+        return  # the controller has recorded the reason
+    if keep_failure and state == final.ending[0] == "failed":
+        return
     write_final(run_dir, msgspec.structs.replace(final, state=state, message=message))
 
 

@@ -3,7 +3,7 @@
 It covers the whole run and stays below `MAX_BYTES`: when the file is full, every second heartbeat of each process is
 removed from it, and only every second one is written from then on. Of many processes each has fewer of its heartbeats
 written, so that a large run costs no more than one of `HEARTBEATS_PER_SECOND` processes. A full disk does not stop the
-manager, which is its only writer.
+controller, which is its only writer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class HeartbeatEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     time: float
     """Seconds since the epoch."""
     role: str
-    """`manager`, or the role with which the process registered."""
+    """`controller`, or the role with which the process registered."""
     index: int
     """Number of the process within its role."""
     stats: dict[str, float]

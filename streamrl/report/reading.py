@@ -51,7 +51,7 @@ class Records(msgspec.Struct, frozen=True, kw_only=True):
     final: Final | None
     """None: the run did not come to its end."""
     status: Status | None
-    """The manager's last status, out of `final`."""
+    """The controller's last status, out of `final`."""
 
 
 def read_run(run_dir: Path) -> Records:
@@ -87,7 +87,7 @@ def _final(file: Path) -> tuple[Final | None, Status | None]:
     except FileNotFoundError:
         return None, None
     except UNDECODABLE as error:
-        what = "the manager's figures in it" if final is not None else "it"  # another version's had others
+        what = "the controller's figures in it" if final is not None else "it"  # another version's had others
         log.warning("%s: %s cannot be read: %s", file, what, error)
         return final, None
 

@@ -208,7 +208,7 @@ def wait_for_words(log: Path, pattern: str, *, seconds: float = 120.0) -> None:
 
 
 def manager_of(run_dir: Path, *, seconds: float = 90.0) -> str:
-    """The manager's URL, from the command line of a process that joined it."""
+    """The controller's URL, from the command line of a process that joined it."""
     found: list[str] = []
 
     def look() -> list[str]:
@@ -223,7 +223,7 @@ def manager_of(run_dir: Path, *, seconds: float = 90.0) -> str:
 
 
 def wait_for_status(url: str, ready: Callable[[Status], bool], *, seconds: float = 90.0) -> Status:
-    """Until the status that the manager at `url` tells is as it should be; the run must not be over before."""
+    """Until the status of the controller at `url` is as it should be; the run must not be over before."""
 
     async def ask() -> Status:
         client = ControlClient(url)

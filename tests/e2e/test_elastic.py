@@ -138,28 +138,28 @@ def test_half_of_the_pools_is_taken_away_twice_and_given_back(tmp_path: Path, by
     assert_in_order(run_dir)
 
 
-@pytest.mark.parametrize("signalled", ["trainer", "manager"])
+@pytest.mark.parametrize("signalled", ["trainer", "controller"])
 def test_a_pool_that_is_asked_to_end_has_the_run_saved_before(tmp_path: Path, by_hand: ByHand, signalled: str) -> None:
-    """As a cluster does it, which starts all again where the trainer or the manager ends with an error."""
+    """As a cluster does it, which starts all again where the trainer or the controller ends with an error."""
     run_dir = tmp_path / "by-hand"
     settings = overrides(tmp_path, "by-hand", **QUICK, run__total_train_steps=4000)
-    manager = by_hand("manager", str(COPY_SCRATCH), *settings, "--port", "0")
+    controller = by_hand("controller", str(COPY_SCRATCH), *settings, "--port", "0")
     listens = re.compile(r"listens at (http://\S+:\d+);")
-    until(lambda: listens.search(manager.said), "the manager's address", seconds=60)
-    url = listens.search(manager.said)[1]  # type: ignore[index]
+    until(lambda: listens.search(controller.said), "the controller's address", seconds=60)
+    url = listens.search(controller.said)[1]  # type: ignore[index]
     pools = {
         role: by_hand(role, str(COPY_SCRATCH), *settings, "--manager", url)
         for role in ("gserver", "trainer", "rollout")
-    } | {"manager": manager}
+    } | {"controller": controller}
     wait_for_steps(run_dir, 3)
     pools[signalled].signal(signal.SIGTERM)
     codes = {role: process.exit_code(seconds=60) for role, process in pools.items()}
-    assert codes == {"gserver": 0, "rollout": 0, "trainer": 1, "manager": 1} | {signalled: 128 + signal.SIGTERM}, {
+    assert codes == {"gserver": 0, "rollout": 0, "trainer": 1, "controller": 1} | {signalled: 128 + signal.SIGTERM}, {
         role: process.output[-2000:] for role, process in pools.items()
     }
     (checkpoint,) = progress.checkpoints(run_dir)
     made = progress.read(checkpoint).policy_version
     assert made == len(steps(run_dir)) >= 3
     assert summary(run_dir)["message"] == f"stopped on request after step {made}"
-    assert "the command that started the run, or those of all its pools, with --resume" in pools["trainer"].said
+    assert "the command that started the run, or those of all its pools, with --resume" in controller.said
     wait_until_gone(run_dir, seconds=10)

@@ -174,7 +174,7 @@ def test_a_killed_gserver_comes_back_with_the_current_weights(tmp_path: Path) ->
     assert_exactly_once(run_dir)
     assert summary(run_dir)["steps"] == 24
     assert "it is started again (1 of 3, in 0.1 s)" in said
-    assert "took the place of" in (run_dir / "logs" / "manager-0.log").read_text()
+    assert "took the place of" in (run_dir / "logs" / "controller-0.log").read_text()
     assert compared(run_dir) < 1e-4  # what it sampled after its return is what the policy of that version samples
     wait_until_gone(run_dir, seconds=10)
 
@@ -186,7 +186,7 @@ def test_a_killed_gserver_is_sent_the_weights_by_the_other_and_ctrl_c_ends_the_r
     wait_for_steps(run_dir, 5)
     process_of(run_dir, "gserver").kill()
     resynced = r"gserver/\d at \S+ was resynced to weights v\d+ from gserver/\d"
-    wait_for_words(run_dir / "logs" / "manager-0.log", resynced)
+    wait_for_words(run_dir / "logs" / "controller-0.log", resynced)
     wait_for_steps(run_dir, len(steps(run_dir)) + 5)
     process.signal(signal.SIGINT)
     assert process.exit_code(seconds=60) == 130, process.output[-4000:]
@@ -247,7 +247,7 @@ def test_a_second_ctrl_c_stops_a_slow_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_stopped_gserver_is_ended_and_replaced_and_what_it_ran_goes_on(tmp_path: Path) -> None:
-    """The only one. Its connections stay open: nobody but the manager can notice that it does nothing."""
+    """The only one. Its connections stay open: nobody but the controller can notice that it does nothing."""
     run_dir = tmp_path / "stopped"
     settings = QUICK | SOON_BACK | {"run__total_train_steps": 20, "staleness__over_age": "wait"}
     settings |= {"weights__mode": "disk", "manager__lease_seconds": 5}
@@ -260,7 +260,7 @@ def test_a_stopped_gserver_is_ended_and_replaced_and_what_it_ran_goes_on(tmp_pat
     assert summary(run_dir)["steps"] == 20
     assert compared(run_dir) < 1e-4  # the new one took the current weights, from the files that the trainer wrote
     assert not (run_dir / "weights").exists()
-    assert "gserver/0 was ended, since the manager heard nothing of it" in said
+    assert "gserver/0 was ended, since the controller heard nothing of it" in said
     wait_until_gone(run_dir, seconds=10)
 
 

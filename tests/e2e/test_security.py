@@ -42,7 +42,7 @@ def test_the_secret_is_nowhere_and_the_sockets_are_the_documented_ones(
     monkeypatch.setenv("STREAMRL_LOG", "DEBUG")
     secret, config = Secret(SECRET, origin="here"), from_dict({})
     keys = GserverKeys.of(config, secret, 0)
-    derived = [secret.key(f"credentials for {receiver}").hex() for receiver in ("master", "model_worker")]
+    derived = [secret.key(f"credentials for {receiver}").hex() for receiver in ("controller", "model_worker")]
     known = {SECRET, secret.shown, *keys, *derived}
     settings = overrides(
         tmp_path, "run", **SMALL, run__total_train_steps=3, weights__mode="collective", security__encryption="on"
@@ -70,7 +70,7 @@ def test_the_secret_is_nowhere_and_the_sockets_are_the_documented_ones(
         over.set()
         watcher.join()
     assert_exactly_once(run_dir)
-    tokens = re.compile(r"(rollout|gserver|master|model_worker)/\d+\.[0-9a-f]{64}")
+    tokens = re.compile(r"(rollout|gserver|controller|model_worker)/\d+\.[0-9a-f]{64}")
     for where, text in [("output", said), ("command lines", "\n".join(seen))] + [
         (str(file), file.read_bytes().decode("latin-1")) for file in run_dir.rglob("*") if file.is_file()
     ]:

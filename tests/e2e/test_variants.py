@@ -53,7 +53,7 @@ def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
     run_dir = tmp_path / "two"
     with watching_sockets(run_dir) as listened:
         run(COPY_SCRATCH, settings, fresh=True)
-    assert {role for role, _ in listened} >= {"manager", "gserver", "model-worker", "master"}
+    assert {role for role, _ in listened} >= {"controller", "gserver", "model-worker"}
     assert all(ipaddress.ip_address(address).is_loopback for _, address in listened), listened
     assert_exactly_once(run_dir)
     assert_rollouts(run_dir, groups=4)
@@ -144,14 +144,14 @@ def test_pools_started_by_hand_form_a_run_that_refuses_another_configuration(tmp
         return started[-1]
 
     try:
-        manager = by_hand("manager")
-        until(lambda: re.search(r"http://127\.0\.0\.1:\d+", manager.said), "the manager's URL", seconds=180)
-        (url,) = set(re.findall(r"http://127\.0\.0\.1:\d+", manager.said))
+        controller = by_hand("controller")
+        until(lambda: re.search(r"http://127\.0\.0\.1:\d+", controller.said), "the controller's URL", seconds=180)
+        (url,) = set(re.findall(r"http://127\.0\.0\.1:\d+", controller.said))
         stranger = by_hand("rollout", "--manager", url, "trainer.lr=1e-5")
         assert stranger.exit_code() == 1
         assert "another configuration" in stranger.said
         members = [by_hand(role, "--manager", url) for role in ("rollout", "evaluator", "trainer", "gserver")]
-        for member in [*members, manager]:
+        for member in [*members, controller]:
             member.ends_well()
     finally:
         for process in started:

@@ -80,7 +80,9 @@ class Cluster:
 
     def start(self, host: int, role: str, *options: str, variables: Mapping[str, str] | None = None) -> Command:
         """Start `streamrl ROLE` on `host`."""
-        joins = ["--manager", f"http://{self.hosts.address(0)}:{PORT}"] if role != "manager" else ["--port", str(PORT)]
+        joins = (
+            ["--manager", f"http://{self.hosts.address(0)}:{PORT}"] if role != "controller" else ["--port", str(PORT)]
+        )
         words = [role, str(COPY_SCRATCH), *overrides(self.folder, "run", **self.settings), *joins, *options]
         command = start_command(
             words,
@@ -109,9 +111,9 @@ def until_said(command: Command, pattern: str, *, after: int = 0, seconds: float
 
 
 def name_of(command: Command) -> str:
-    """What the manager calls it, such as gserver/1."""
-    until_said(command, r"the manager calls this process \w+/\d+\n")
-    return command.output.partition("the manager calls this process ")[2].partition("\n")[0]
+    """Its name in the run, such as gserver/1."""
+    until_said(command, r"the controller calls this process \w+/\d+\n")
+    return command.output.partition("the controller calls this process ")[2].partition("\n")[0]
 
 
 def finish(holder: int, url: str) -> None:
@@ -140,14 +142,13 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
     near_gserver = cluster.start(2, "gserver")
     far_worker = cluster.start(3, "rollout")
     second = cluster.start(2, "trainer", "--node", "1", "--nodes", "2")
-    first = cluster.start(1, "trainer", "--node", "0", "--nodes", "2", "--no-master")
-    manager = cluster.start(0, "manager", "--host", "0.0.0.0")
-    master = cluster.start(0, "master")
+    first = cluster.start(1, "trainer", "--node", "0", "--nodes", "2")
+    controller = cluster.start(0, "controller", "--host", "0.0.0.0")
     far_gserver = cluster.start(3, "gserver")
     near_worker = cluster.start(1, "rollout")
-    until_said(manager, r"the manager of run 'run' listens at https://10\.77\.0\.1:7000")
+    until_said(controller, r"the manager of run 'run' listens at https://10\.77\.0\.1:7000")
     for address in (hosts.address(2), hosts.address(3)):
-        until_said(manager, rf"gserver/\d+ joined at https://{re.escape(address)}:")
+        until_said(controller, rf"gserver/\d+ joined at https://{re.escape(address)}:")
     far = [name_of(far_gserver), name_of(far_worker)]
     wait_for_steps(run_dir, 5)
     until_said(first, r"weights\.mode: collective \(gservers are on other hosts\)")
@@ -160,31 +161,28 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
     hosts.mend(3)
     goes_on(10)
 
-    heard = len(manager.output)
+    heard = len(controller.output)
     hosts.cut(3)
     for name in far:
-        until_said(manager, f"{name} has been silent for", after=heard)
-    heard = len(manager.output)
+        until_said(controller, f"{name} has been silent for", after=heard)
+    heard = len(controller.output)
     hosts.mend(3)  # at once: its processes give up some 40 s after the cut
     for name in far:
-        until_said(manager, f"{name} is heard of again", after=heard)
+        until_said(controller, f"{name} is heard of again", after=heard)
     goes_on(10)
     until(lambda: steps(run_dir)[-1]["metrics"]["gservers_compared"] == 2, "the work of both gservers", seconds=120)
-    heard = len(manager.output)
+    heard = len(controller.output)
 
     hosts.cut(3)
     for name in far:
-        until_said(manager, f"{name} has been silent for", after=heard)
+        until_said(controller, f"{name} has been silent for", after=heard)
     goes_on(40)
     until(lambda: sum(cluster.rewards()[-5:]) / 5 > LEARNED, f"a reward of {LEARNED}", seconds=120)
 
     ending = forking().Process(target=finish, args=(hosts.holder(0), f"http://{hosts.address(0)}:{PORT}"))
     ending.start()
-    for command in (manager, near_gserver, near_worker):
+    for command in (controller, near_gserver, near_worker, first, second):
         command.ends_well(seconds=60)
-    for trainer in (first, second):
-        trainer.ends_well(seconds=60)
-    master.exit_code(seconds=60)
     ending.join()
     assert_none_missing(run_dir)  # nor twice; the step that was under way at the end is not recorded
     assert all(int(age) <= MAX_STALENESS for step in steps(run_dir) for age in step["token_ages"])
@@ -198,15 +196,15 @@ def test_weights_through_a_disk_that_all_have(cluster: Cluster) -> None:
         "run__total_train_steps": 400,
         "run__stop_at_reward": LEARNED,
     }
-    manager = cluster.start(0, "manager", "--host", "0.0.0.0", "--advertise", "10.77.0.1")
+    controller = cluster.start(0, "controller", "--host", "0.0.0.0", "--advertise", "10.77.0.1")
     said = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host1", "MASTER_PORT": "1"}
     parts = [cluster.start(1 + rank, "trainer", variables={"RANK": str(rank), **said}) for rank in range(2)]
     pools = [cluster.start(3, "gserver", "--count", "2"), cluster.start(2, "rollout", "--count", "2")]
-    for command in (*parts, *pools, manager):
+    for command in (*parts, *pools, controller):
         command.ends_well()
     assert cluster.rewards()[0] < 0.2
-    assert "gserver/1 joined at https://10.77.0.4:" in manager.output
-    assert "gserver/2 joined at https://10.77.0.4:" in manager.output
+    assert "gserver/1 joined at https://10.77.0.4:" in controller.output
+    assert "gserver/2 joined at https://10.77.0.4:" in controller.output
     assert_exactly_once(cluster.run_dir)
     assert_none_missing(cluster.run_dir)
     assert largest_difference(cluster.run_dir) < 1e-3
@@ -224,11 +222,11 @@ def test_real_sglang_servers_on_two_other_hosts(cluster: Cluster) -> None:
         "manager__lease_seconds": 30,
         "run__total_train_steps": 8,
     }
-    manager = cluster.start(0, "manager", "--host", "10.77.0.1")
+    controller = cluster.start(0, "controller", "--host", "10.77.0.1")
     servers = [cluster.start(host, "gserver") for host in (1, 2)]
     trainer = cluster.start(0, "trainer")
     rollout = cluster.start(3, "rollout")
-    ending = (*servers, trainer, rollout, manager)  # whoever fails to start is named before those who wait for him
+    ending = (*servers, trainer, rollout, controller)  # whoever fails to start is named before those who wait for him
     until(lambda: not all(command.running for command in ending), "the end of the run", seconds=400)
     for command in ending:
         command.ends_well(seconds=60)

@@ -19,7 +19,7 @@ import msgspec
 from aiohttp import web
 
 from streamrl.config import Config
-from streamrl.errors import ModelError
+from streamrl.errors import ModelError, StreamRLError
 from streamrl.records.metrics import StepReport
 from streamrl.transport.control import Done, FinishRun, LedgerStatus, ProcessStatus, Status
 
@@ -27,7 +27,7 @@ log = logging.getLogger("streamrl.standin")
 
 COMPONENTS = {
     role: f"tests.launch.standins:{role}"
-    for role in ("checkpoint", "manager", "gserver", "model_worker", "master", "rollout", "evaluator")
+    for role in ("checkpoint", "controller", "gserver", "model_worker", "rollout", "evaluator")
 }
 
 
@@ -37,10 +37,11 @@ def checkpoint(config: Config) -> Path:
     return config.run_dir
 
 
-async def manager(config: Config, *, host: str, port: int, advertise: str, on_ready: Callable[[str], None]) -> None:
-    """Answers /status; the run is finished once the master said so."""
+async def controller(config: Config, *, host: str, port: int, advertise: str, on_ready: Callable[[str], None]) -> None:
+    """Answers /status; finishes the run once all are there, unless it is to do something else."""
     over = asyncio.Event()
     state = {"state": "running", "message": ""}
+    action = config.data.args.get("controller", "finish")
     began = time.time()
 
     async def status(request: web.Request) -> web.Response:
@@ -56,11 +57,6 @@ async def manager(config: Config, *, host: str, port: int, advertise: str, on_re
             publication={},
         )
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-    async def end(request: web.Request) -> web.Response:
-        state.update(await request.json())
-        over.set()
-        return web.Response()
 
     async def wait(request: web.Request) -> web.Response:
         await over.wait()
@@ -82,7 +78,7 @@ async def manager(config: Config, *, host: str, port: int, advertise: str, on_re
 
     app.add_routes(
         [
-            *(web.get("/status", status), web.post("/place", place), web.post("/end", end), web.get("/wait", wait)),
+            *(web.get("/status", status), web.post("/place", place), web.get("/wait", wait)),
             web.post("/finish_run", fail),
         ]
     )
@@ -91,15 +87,27 @@ async def manager(config: Config, *, host: str, port: int, advertise: str, on_re
     site = web.TCPSite(runner, host, port)
     await site.start()
     on_ready(f"http://{host}:{site._server.sockets[0].getsockname()[1]}")  # type: ignore[union-attr]
-    _note(config, "manager")
+    _note(config, "controller")
     try:
-        if config.data.args.get("manager"):
-            await _act(config, "manager", 0)
-        await over.wait()
+        if action == "finish":
+            members = 4 + config.evaluation.enabled
+            starts = 1 + (config.data.args.get("rollout") == "die-once")  # nobody is replaced once the run is over
+            while (  # noqa: ASYNC110
+                len(list(config.run_dir.glob("*.pid"))) < members or _starts(config, "rollout") < starts
+            ):
+                await asyncio.sleep(0.05)
+            state.update(state="finished", message="3 steps are done")
+        elif action == "fail":
+            state.update(state="failed", message="gserver/0: ModelError: out of memory")
+        else:
+            await _act(config, "controller", 0)
+        over.set()
         # as long as the real one's launcher may need to ask why the run failed
-        await asyncio.sleep(2.0 if config.data.args.get("master") == "fail" else 0.3)
+        await asyncio.sleep(2.0 if action == "fail" else 0.3)
     finally:
         await runner.cleanup()
+    if action == "fail":
+        raise StreamRLError(f"the run has failed: {state['message']}")
 
 
 async def gserver(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str) -> None:
@@ -118,28 +126,6 @@ async def evaluator(config: Config, *, manager_url: str, index: int = 0, model_d
     await _member(config, "evaluator", manager_url, index)
 
 
-async def master(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str) -> None:
-    """Writes what a master writes, waits until all are there, and ends the run if it is to."""
-    import aiohttp
-
-    _note(config, "master")
-    action = config.data.args.get("master", "finish")
-    async with aiohttp.ClientSession() as session:
-        if action == "finish":
-            members = 5 + config.evaluation.enabled
-            starts = 1 + (config.data.args.get("rollout") == "die-once")  # nobody is replaced once the run is over
-            while (  # noqa: ASYNC110
-                len(list(config.run_dir.glob("*.pid"))) < members or _starts(config, "rollout") < starts
-            ):
-                await asyncio.sleep(0.05)
-            await session.post(f"{manager_url}/end", json={"state": "finished", "message": "3 steps are done"})
-        elif action == "fail":
-            message = "gserver/0: ModelError: out of memory"
-            await session.post(f"{manager_url}/end", json={"state": "failed", "message": message})
-        else:
-            await _act(config, "master", index)
-
-
 async def _member(config: Config, role: str, manager_url: str, index: int) -> None:
     import aiohttp
 
@@ -147,12 +133,12 @@ async def _member(config: Config, role: str, manager_url: str, index: int) -> No
     await _act(config, role, index)
     async with aiohttp.ClientSession() as session, session.get(f"{manager_url}/wait"):
         pass
-    if config.data.args.get("master") == "fail" and role == "gserver":
+    if config.data.args.get("controller") == "fail" and role == "gserver":
         raise ModelError("out of memory")
 
 
 def joined(config: Config) -> list[tuple[Any, int, int]]:
-    """Role, number and id of the processes that have joined, as the manager knows them."""
+    """Role, number and id of the processes that have joined, as the controller has them."""
     found = [
         (role, int(file.stem.removeprefix(role)), int(file.read_text() or 0))
         for role in ("gserver", "rollout", "evaluator")

@@ -74,7 +74,7 @@ def status(
         for i in range(gservers)
     ]
     processes += [
-        ProcessStatus("master", 0, "tcp://127.0.0.1:6000", 201, "here", 0.1, {}, "3 of 8 groups", "live"),
+        ProcessStatus("controller", 0, "tcp://127.0.0.1:6000", 201, "here", 0.1, {}, "3 of 8 groups", "live"),
         ProcessStatus("model_worker", 0, "tcp://127.0.0.1:6001", 202, "here", 0.3, {}, "", "live"),
         ProcessStatus("rollout", 0, "", 203, "here", 12.0, agents or {}, "", "silent"),
     ]

@@ -43,7 +43,8 @@ def test_pools_hold_every_process_once(gservers: int, model_workers: int, worker
     names = [process.name for members in found.values() for process in members]
     assert sorted(names) == sorted(process.name for process in plan(made))
     assert needs(found["gserver"], made).cores == 3 * gservers
-    assert needs(found["trainer"], made).cores == 2 * model_workers + 1
+    assert needs(found["trainer"], made).cores == 2 * model_workers
+    assert needs(found["controller"], made).cores == 1
     assert needs(found["rollout"], made).cores == (1 + 2) * workers
     assert all(needs(members, made).gpus == 0 for members in found.values())
 
@@ -67,7 +68,7 @@ def test_gpus_are_asked_for_where_models_are_computed() -> None:
         trainer={"data_parallel": 2},
     )
     assert {name: needs(members, made).gpus for name, members in pools(made).items()} == {
-        "manager": 0,
+        "controller": 0,
         "trainer": 2,
         "gserver": 8,
         "rollout": 0,
@@ -92,8 +93,8 @@ def test_manifests_are_what_kubernetes_publishes(version: str, tmp_path: Path) -
     assert kinds == {
         "Secret/my-run-7-secret",
         "ConfigMap/my-run-7-config",
-        "Service/my-run-7-manager",
-        *(f"Job/my-run-7-{name}" for name in ("manager", "trainer")),
+        "Service/my-run-7-controller",
+        *(f"Job/my-run-7-{name}" for name in ("controller", "trainer")),
         # ends well when the run has failed, too: a Job would not begin it again with the run
         *(f"Deployment/my-run-7-{name}" for name in ("gserver", "rollout", "evaluator")),
     }
@@ -103,12 +104,12 @@ def test_manifests_are_what_kubernetes_publishes(version: str, tmp_path: Path) -
     assert trainer["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "2"}
     assert by_name["Deployment gserver"]["spec"]["replicas"] == 3
     asked = urlsplit(argument(by_name["Deployment rollout"], "--manager"))
-    assert (asked.hostname, asked.port) == (by_name["Service manager"]["metadata"]["name"], 7000)
+    assert (asked.hostname, asked.port) == (by_name["Service controller"]["metadata"]["name"], 7000)
     (tmp_path / "config.toml").write_text(by_name["ConfigMap config"]["data"]["config.toml"])
     names = load(tmp_path / "config.toml").security.host_names
-    assert not Hosts(names).forged(asked.netloc, None), "the manager would refuse all who ask for it by its Service"
-    service = by_name["Service manager"]["spec"]["selector"]
-    assert service.items() <= by_name["Job manager"]["spec"]["template"]["metadata"]["labels"].items()
+    assert not Hosts(names).forged(asked.netloc, None), "the controller would refuse all who ask for it by its Service"
+    service = by_name["Service controller"]["spec"]["selector"]
+    assert service.items() <= by_name["Job controller"]["spec"]["template"]["metadata"]["labels"].items()
 
 
 def argument(manifest: dict[str, Any], option: str) -> str:
@@ -137,7 +138,7 @@ def test_the_commands_of_pods_are_commands_of_streamrl(tmp_path: Path) -> None:
         if each["kind"] in ("Job", "Deployment")
     ]
     assert [command[:2] for command in commands] == [
-        ["streamrl", name] for name in ("manager", "trainer", "gserver", "rollout", "evaluator")
+        ["streamrl", name] for name in ("controller", "trainer", "gserver", "rollout", "evaluator")
     ]
     script = (
         "import sys\nfrom streamrl import cli\nfrom streamrl.errors import ConfigError\n"

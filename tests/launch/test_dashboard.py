@@ -141,7 +141,7 @@ def test_troubled_processes_come_first() -> None:
 
 
 def test_without_anything_yet() -> None:
-    assert "waiting for the manager" in drawn(dashboard(RunSoFar(started=0.0), now=0.0, config=CONFIG))[1]
+    assert "waiting for the controller" in drawn(dashboard(RunSoFar(started=0.0), now=0.0, config=CONFIG))[1]
     early = RunSoFar(started=0.0)
     early.add_status(status(0, step=0, state="joining", message="1 gserver is missing"), now=0.0)
     text = "\n".join(drawn(dashboard(early, now=0.0, config=CONFIG)))

@@ -1,4 +1,4 @@
-"""Where a pool begins that is started again: where the manager does, whatever else is on the disk by then."""
+"""Where a pool begins that is started again: where the controller does, whatever else is on the disk by then."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from streamrl.config import Config, to_toml
 from streamrl.errors import ConfigError, PeerError
 from streamrl.launch.pool import Pool
 from streamrl.launch.processes import ProcessPlan
-from streamrl.launch.role import from_latest, from_managers
+from streamrl.launch.role import from_controllers, from_latest
 from streamrl.launch.supervise import Children
 from streamrl.records import progress
 from streamrl.records.progress import Progress
@@ -43,16 +43,16 @@ def file_of(config: Config, folder: Path) -> Path:
 
 
 async def taken(run: Run, file: Path, *, needed: bool) -> list[str]:
-    return await asyncio.to_thread(from_managers, file, (), manager_url=run.url, needed=needed)
+    return await asyncio.to_thread(from_controllers, file, (), manager_url=run.url, needed=needed)
 
 
-async def test_all_go_on_from_the_managers_checkpoint_though_there_is_a_newer_one(tmp_path: Path) -> None:
+async def test_all_go_on_from_the_controllers_checkpoint_though_there_is_a_newer_one(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     file = file_of(config, tmp_path)
     older = written(config, 4)
     assert from_latest(file, []) == [f"run.resume_from={older}"]
     async with managed(going_on(config, older)) as run:
-        written(config, 8)  # by a trainer that has not noticed yet that its manager was gone
+        written(config, 8)  # by a trainer that has not noticed yet that its controller was gone
         for needed in (True, False):
             assert await taken(run, file, needed=needed) == [f"run.resume_from={older}"]
 
@@ -83,20 +83,22 @@ async def test_a_rollout_worker_with_its_prompts_in_another_place_goes_on_too(tm
         assert await taken(run, file_of(there, tmp_path), needed=False) == [f"run.resume_from={checkpoint}"]
 
 
-async def test_whoever_lacks_the_managers_checkpoint_is_told_and_one_who_can_do_without_begins(tmp_path: Path) -> None:
+async def test_whoever_lacks_the_controllers_checkpoint_is_told_and_one_who_can_do_without_begins(
+    tmp_path: Path,
+) -> None:
     config = small_config(tmp_path)
     file = file_of(config, tmp_path)
     async with managed(going_on(config, written(config, 4))) as run:
         written(config, 4, trained=5)  # of the same name, and another one
         with pytest.raises(
             ConfigError,
-            match=r"the manager goes on from step-000004 \(version 4, .*bring a copy of it",
+            match=r"the controller goes on from step-000004 \(version 4, .*bring a copy of it",
         ):
             await taken(run, file, needed=True)
         assert await taken(run, file, needed=False) == []
 
 
-async def test_a_manager_that_begins_anew_takes_all_others_with_it(tmp_path: Path) -> None:
+async def test_a_controller_that_begins_anew_takes_all_others_with_it(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     async with managed(config) as run:
         written(config, 4)
@@ -107,7 +109,7 @@ async def test_nobody_goes_on_from_where_a_run_that_is_over_began(tmp_path: Path
     """The next one may go on from another checkpoint: it is waited for."""
     config = small_config(tmp_path, manager={"join_timeout_seconds": 0.3, "lease_seconds": 30.0})
     async with managed(config) as run:
-        await run.register("rollout")  # who is not told yet keeps the manager there
+        await run.register("rollout")  # a member without the news keeps the controller there
         await run.client.finish_run(FinishRun(reason="enough"))
         with pytest.raises(PeerError, match="this run is over"):
             await taken(run, file_of(config, tmp_path), needed=True)

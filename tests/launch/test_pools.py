@@ -1,4 +1,4 @@
-"""Pools started by hand, each by its own command, meet at the manager's URL."""
+"""Pools started by hand, each by its own command, meet at the controller's URL."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
 from streamrl.transport.control import AskPlace, Drain, Status
 from streamrl.transport.manager_client import ControlClient
-from tests.e2e.harness import Command, calling, start_command, until
+from tests.e2e.harness import Command, calling, start_command, summary, until
 from tests.launch.run_standins import use_standins
 from tests.launch.statuses import status
 from tests.processes import lives
@@ -51,22 +51,22 @@ def start(tmp_path: Path) -> Iterator[Start]:
         command.end()
 
 
-def configuration(folder: Path, master: str) -> str:
+def configuration(folder: Path, controller: str) -> str:
     file = folder / "config.toml"
-    file.write_text(f'[run]\nname = "trial"\ndir = "{folder}/runs"\n[data.args]\nmaster = "{master}"\n')
+    file.write_text(f'[run]\nname = "trial"\ndir = "{folder}/runs"\n[data.args]\ncontroller = "{controller}"\n')
     (folder / "runs" / "trial").mkdir(parents=True)
     return str(file)
 
 
-def start_manager(start: Start, config: str, *settings: str) -> tuple[Command, str]:
-    manager = start("manager", config, *settings, "--component", "tests.launch.standins:manager")
-    until(lambda: told(manager) or not manager.running, "the manager's URL", seconds=PATIENCE)
-    (url,) = told(manager)
-    return manager, url
+def start_controller(start: Start, config: str, *settings: str) -> tuple[Command, str]:
+    controller = start("controller", config, *settings, "--component", "tests.launch.standins:controller")
+    until(lambda: told(controller) or not controller.running, "the controller's URL", seconds=PATIENCE)
+    (url,) = told(controller)
+    return controller, url
 
 
-def told(manager: Command) -> set[str]:
-    return set(re.findall(r"--manager (http://127\.0\.0\.1:\d+)\b", manager.output))
+def told(controller: Command) -> set[str]:
+    return set(re.findall(r"--manager (http://127\.0\.0\.1:\d+)\b", controller.output))
 
 
 def member(start: Start, role: str, config: str, url: str, folder: Path) -> Command:
@@ -76,18 +76,18 @@ def member(start: Start, role: str, config: str, url: str, folder: Path) -> Comm
 
 def test_a_run_of_pools(start: Start, tmp_path: Path) -> None:
     config = configuration(tmp_path, "finish")
-    manager, url = start_manager(start, config, "run.seed=5")
-    assert f"  streamrl trainer {config} run.seed=5 --manager {url}" in manager.output
+    controller, url = start_controller(start, config, "run.seed=5")
+    assert f"  streamrl trainer {config} run.seed=5 --manager {url}" in controller.output
     others = [member(start, role, config, url, tmp_path) for role in ("gserver", "rollout")]
     trainer = start("trainer", config, "--manager", url)
-    assert "run trial" in trainer.ends_well(seconds=PATIENCE)
-    for process in (manager, *others):
+    for process in (trainer, *others):
         process.ends_well(seconds=PATIENCE)
+    assert "run trial" in controller.ends_well(seconds=PATIENCE)
 
 
 def test_a_trainer_pool_that_is_stopped_or_breaks(start: Start, tmp_path: Path) -> None:
     config = configuration(tmp_path, "wait")
-    manager, url = start_manager(start, config)
+    controller, url = start_controller(start, config)
 
     status = start("status", "--manager", url)
     status.ends_well(seconds=PATIENCE)
@@ -108,13 +108,16 @@ def test_a_trainer_pool_that_is_stopped_or_breaks(start: Start, tmp_path: Path) 
     assert children
     assert not any(lives(child.pid) for child in children)
 
-    manager.signal(signal.SIGTERM)
-    assert manager.exit_code(seconds=PATIENCE) == 128 + signal.SIGTERM
+    controller.signal(signal.SIGTERM)
+    assert controller.exit_code(seconds=PATIENCE) == 128 + signal.SIGTERM
+    assert "run trial: no training step was finished" in controller.output
+    found = summary(tmp_path / "runs" / "trial")
+    assert (found["state"], found["message"]) == ("stopped", "it was asked to end, by Ctrl-C or another signal")
 
 
 def test_a_pool_starts_several_and_again_those_that_die(start: Start, tmp_path: Path) -> None:
     config = configuration(tmp_path, "finish")
-    manager, url = start_manager(start, config)
+    controller, url = start_controller(start, config)
     words = ("data.args.gserver=die-once", "gserver.restart_delay_seconds=0.1", "--manager", url, "--count", "2")
     pool = start("gserver", config, *words)
     starts = tmp_path / "runs" / "trial" / "gserver-starts.txt"
@@ -122,7 +125,7 @@ def test_a_pool_starts_several_and_again_those_that_die(start: Start, tmp_path: 
     assert "; it is started again in 0.1 s" in pool.output
     worker = member(start, "rollout", config, url, tmp_path)
     trainer = start("trainer", config, "--manager", url)
-    for process in (trainer, manager, worker, pool):
+    for process in (trainer, controller, worker, pool):
         process.ends_well(seconds=PATIENCE)
     assert "gserver/0 has left the run" in pool.output
     assert "gserver/1 has left the run" in pool.output
@@ -144,7 +147,7 @@ async def test_a_pool_that_has_started_none_yet_cannot_be_left_in_order(tmp_path
 
 
 class _RunWithoutNumberOne:
-    """What a pool asks of a manager with which gserver/1 has not registered yet."""
+    """What a pool asks of a controller with which gserver/1 has not registered yet."""
 
     def __init__(self) -> None:
         self.drained: list[int] = []
@@ -178,7 +181,7 @@ async def test_one_that_has_not_joined_yet_does_not_keep_the_others_from_leaving
 
 
 class _FinishedRun:
-    """What a pool asks of the manager of a run that is over, and is well."""
+    """What a pool asks of the controller of a run that is over, and is well."""
 
     async def status(self) -> Status:
         return status(1, state="finished")
@@ -197,7 +200,7 @@ async def test_a_process_that_breaks_when_the_run_is_over_is_not_the_pools_failu
 
 
 class _OtherRun:
-    """What a pool asks of a manager that was started again, and has given number 4 to somebody else."""
+    """What a pool asks of a controller that was started again, and has given number 4 to somebody else."""
 
     async def status(self) -> Status:
         return status(1, state="running")
@@ -229,27 +232,27 @@ def test_a_number_is_of_one_process(start: Start, tmp_path: Path) -> None:
     words = ("--manager", "http://127.0.0.1:1", "--count", "2", "--index", "3")
     command = start("gserver", configuration(tmp_path, "wait"), *words)
     command.exit_code(seconds=PATIENCE)
-    assert "--index 3 is of one process; with --count 2 the manager gives them numbers" in command.said
+    assert "--index 3 is of one process; with --count 2 the controller gives them numbers" in command.said
 
 
-def test_a_manager_that_cannot_listen_leaves_the_records_of_the_run_alone(start: Start, tmp_path: Path) -> None:
+def test_a_controller_that_cannot_listen_leaves_the_records_of_the_run_alone(start: Start, tmp_path: Path) -> None:
     """With --resume it takes them back where there is no checkpoint; but the run may be going on under another one."""
     config = configuration(tmp_path, "finish")
     metrics = tmp_path / "runs" / "trial" / "metrics.jsonl"
     step = msgspec.json.encode(StepReport(1, 0.0, {}, {})) + b"\n"
     metrics.write_bytes(step)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        refused = start("manager", config, "--resume", "--port", str(other.getsockname()[1]))
+        refused = start("controller", config, "--resume", "--port", str(other.getsockname()[1]))
         assert refused.exit_code(seconds=PATIENCE) == 1
     assert "cannot listen" in refused.output
     assert metrics.read_bytes() == step
-    manager = start("manager", config, "--resume", "--port", "0")
-    until(lambda: told(manager) or not manager.running, "the manager's URL", seconds=PATIENCE)
-    assert told(manager)
+    controller = start("controller", config, "--resume", "--port", "0")
+    until(lambda: told(controller) or not controller.running, "the controller's URL", seconds=PATIENCE)
+    assert told(controller)
     assert metrics.read_bytes() == b""
 
 
-def test_a_manager_that_goes_back_to_a_checkpoint_has_it_gone_on_from_the_next_time(
+def test_a_controller_that_goes_back_to_a_checkpoint_has_it_gone_on_from_the_next_time(
     start: Start, tmp_path: Path
 ) -> None:
     """By `--resume`, though there are checkpoints that were written after it."""
@@ -260,6 +263,6 @@ def test_a_manager_that_goes_back_to_a_checkpoint_has_it_gone_on_from_the_next_t
         made[-1].mkdir(parents=True)
         progress.write(made[-1], Progress(version, trained=[], rejected=[], prompts=progress.prompts_digest(run)))
     assert from_latest(Path(config), []) == [f"run.resume_from={made[1].absolute()}"]
-    manager = start("manager", config, "--port", "0", f"run.resume_from={made[0]}")
-    until(lambda: told(manager) or not manager.running, "the manager's URL", seconds=PATIENCE)
+    controller = start("controller", config, "--port", "0", f"run.resume_from={made[0]}")
+    until(lambda: told(controller) or not controller.running, "the controller's URL", seconds=PATIENCE)
     assert from_latest(Path(config), []) == [f"run.resume_from={made[0].absolute()}"]

@@ -60,7 +60,7 @@ def test_every_process_once_and_gpus_in_turn(gservers: int, model_workers: int, 
     names = [str(i) for i in range(gpus)]
     processes = plan(config(gservers, model_workers, workers), gpus=names)
     assert [p.role for p in processes] == (
-        ["manager"] + ["gserver"] * gservers + ["model_worker"] * model_workers + ["master"] + ["rollout"] * workers
+        ["controller"] + ["gserver"] * gservers + ["model_worker"] * model_workers + ["rollout"] * workers
     )
     assert len({p.name for p in processes}) == len(processes)
     assert {p.role for p in processes} == frozenset().union(*STOP_ORDER) - {"evaluator"}
@@ -88,7 +88,7 @@ def test_an_evaluator_is_started_if_there_is_something_to_evaluate() -> None:
 
 def test_threads_reach_the_environment() -> None:
     threads = {p.role: p.environment["OMP_NUM_THREADS"] for p in plan(config())}
-    assert threads == {"manager": "1", "gserver": "3", "model_worker": "2", "master": "1", "rollout": "1"}
+    assert threads == {"controller": "1", "gserver": "3", "model_worker": "2", "rollout": "1"}
 
 
 def test_cpu_runs_get_no_gpu() -> None:
@@ -300,23 +300,21 @@ def test_no_two_model_workers_of_a_machine_have_the_same_gpu(local: int, more: i
     chosen = from_dict({"trainer": {"data_parallel": local * machines, "batch_groups": 64}})
     for machine in range(machines):
         shares = [TrainerShare(machine * local + i, local * machines, i, local) for i in range(local)]
-        processes = [
-            process for share in shares for process in plan_trainer(chosen, share=share, master=False, gpus=names)
-        ]
+        processes = [process for share in shares for process in plan_trainer(chosen, share=share, gpus=names)]
         seen = [list(process.gpus) or names for process in processes]  # without GPUs of its own it sees all
         used = [gpus[process.index % len(gpus)] for process, gpus in zip(processes, seen, strict=True)]
         if local * machines > 1:
             assert len(set(used)) == local
 
 
-def test_each_node_starts_its_ranks_and_the_first_one_the_master() -> None:
+def test_each_node_starts_its_ranks() -> None:
     chosen = config(model_workers=4)
     gpus = ["0", "1"]
-    first = plan_trainer(chosen, share=TrainerShare(0, 2), master=True, gpus=gpus)
-    second = plan_trainer(chosen, share=TrainerShare(1, 2), master=False, gpus=gpus)
-    assert [p.name for p in first] == ["model_worker/0", "model_worker/1", "master/0"]
+    first = plan_trainer(chosen, share=TrainerShare(0, 2), gpus=gpus)
+    second = plan_trainer(chosen, share=TrainerShare(1, 2), gpus=gpus)
+    assert [p.name for p in first] == ["model_worker/0", "model_worker/1"]
     assert [(p.name, list(p.gpus)) for p in second] == [("model_worker/2", ["0"]), ("model_worker/3", ["1"])]
-    alone = plan_trainer(chosen, share=TrainerShare(0, 1), master=False)
+    alone = plan_trainer(chosen, share=TrainerShare(0, 1))
     assert [p.name for p in alone] == [f"model_worker/{i}" for i in range(4)]
 
 
@@ -324,7 +322,7 @@ def test_torchrun_says_which_part_of_the_trainer_it_is() -> None:
     chosen = config(model_workers=4)
     said = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0"}
     assert share_of(chosen, node=None, nodes=None, environment=said) == TrainerShare(3, 4, 1, 2)
-    (only,) = plan_trainer(chosen, share=TrainerShare(3, 4, 1, 2), master=False, gpus=["0", "1"])
+    (only,) = plan_trainer(chosen, share=TrainerShare(3, 4, 1, 2), gpus=["0", "1"])
     assert only.name == "model_worker/3"
     assert share_of(chosen, node=1, nodes=2, environment=said) == TrainerShare(1, 2), "options come first"
     assert share_of(chosen, node=None, nodes=None, environment={}) == TrainerShare(0, 1)

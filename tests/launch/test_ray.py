@@ -130,10 +130,10 @@ def test_a_run_goes_on_whatever_ray_takes_away(cluster: Cluster, tmp_path: Path)
         wait_for_steps(run_dir, len(steps(run_dir)) + 1)
 
         # A whole node. What was on it is given back elsewhere.
-        trainer, manager = member(run_dir, "model-worker"), member(run_dir, "manager")
+        trainer, controller = member(run_dir, "model-worker"), member(run_dir, "controller")
         assert trainer is not None
-        assert manager is not None
-        needed = {cluster.head_node, node_of(cluster, trainer), node_of(cluster, manager)}
+        assert controller is not None
+        needed = {cluster.head_node, node_of(cluster, trainer), node_of(cluster, controller)}
         on_nodes = {name: node_of(cluster, process) for name, process in elastic(run_dir).items()}
         away = next(node for node in on_nodes.values() if node not in needed)
         taken = {name: process for name, process in elastic(run_dir).items() if on_nodes[name] == away}
@@ -146,7 +146,7 @@ def test_a_run_goes_on_whatever_ray_takes_away(cluster: Cluster, tmp_path: Path)
         # The trainer's processes live and die together, and the run goes on from its latest checkpoint.
         trainer.kill()
         until(lambda: "the run is begun again from" in command.said, "the run's second beginning", seconds=120)
-        assert not lives(manager.pid)
+        assert not lives(controller.pid)
         until(lambda: len(steps(run_dir)) and member(run_dir, "model-worker"), "the new trainer", seconds=120)
         wait_for_steps(run_dir, len(steps(run_dir)) + 3)
 
@@ -201,16 +201,16 @@ class _Actor:
         return self
 
 
-async def test_a_manager_without_a_node_is_told_of(
+async def test_a_controller_without_a_node_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("streamrl.launch.ray.PLACE_WARNING_SECONDS", 0.01)
     actor = _Actor()
     children = KeptChildren(Config(), cast(Any, actor), tmp_path, Secret.make())
-    manager = ProcessPlan("manager", 0, 1, "-", (), "")
-    waiting = asyncio.create_task(children.ask(manager, ["python"], timeout=5.0))
+    controller = ProcessPlan("controller", 0, 1, "-", (), "")
+    waiting = asyncio.create_task(children.ask(controller, ["python"], timeout=5.0))
     await asyncio.sleep(0.2)
-    assert "manager/0 waits for Ray to find a node for its actor" in caplog.text
+    assert "controller/0 waits for Ray to find a node for its actor" in caplog.text
     actor.placed.set_result((7, "http://127.0.0.1:7000"))
     assert await waiting == "http://127.0.0.1:7000"
     children.close()

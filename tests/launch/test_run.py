@@ -19,7 +19,7 @@ from tests.launch.run_standins import use_standins
 from tests.processes import lives
 
 PATIENCE = 90.0
-MEMBERS = ("manager", "gserver0", "model_worker0", "rollout0", "master")
+MEMBERS = ("controller", "gserver0", "model_worker0", "rollout0")
 
 
 class Launched:
@@ -84,17 +84,16 @@ def test_normal_end(launch: Callable[..., Launched]) -> None:
     logs = {file.stem for file in (run.run_dir / "logs").iterdir()}
     assert logs == {
         "checkpoint",
-        "manager-0",
+        "controller-0",
         "gserver-0",
         "model_worker-0",
-        "master-0",
         "rollout-0",
         "evaluator-0",
     }
 
 
 def test_ctrl_c_stops_everything(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={master="wait"}')
+    run = launch('data.args={controller="wait"}')
     pids = run.until_all_run()
     begin = time.monotonic()
     run.command.signal(signal.SIGINT)
@@ -107,7 +106,7 @@ def test_ctrl_c_stops_everything(launch: Callable[..., Launched]) -> None:
 
 
 def test_the_page_is_there_while_the_run_goes_on(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={master="wait"}', "--page")
+    run = launch('data.args={controller="wait"}', "--page")
     pids = run.until_all_run()
     told = re.compile(r"in a browser: (http://127\.0\.0\.1:\d+/\S+/)")
     until(lambda: bool(told.search(run.said())), run)
@@ -130,7 +129,7 @@ def test_the_page_ends_with_the_run(launch: Callable[..., Launched]) -> None:
 
 
 def test_ctrl_c_ends_a_process_that_does_not_listen(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={master="wait", rollout="stubborn"}')
+    run = launch('data.args={controller="wait", rollout="stubborn"}')
     pids = run.until_all_run()
     run.command.signal(signal.SIGINT)
     assert run.ends() == 130, run.said()
@@ -144,7 +143,7 @@ def starts(run: Launched, name: str = "starts.txt") -> int:
 
 
 def test_a_gserver_that_dies_is_started_again_until_it_was_too_often(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={master="wait"}', "gserver.max_restarts=2", "gserver.restart_delay_seconds=0.1")
+    run = launch('data.args={controller="wait"}', "gserver.max_restarts=2", "gserver.restart_delay_seconds=0.1")
     for count in (1, 2, 3):
         until(lambda count=count: starts(run, "gserver-starts.txt") == count, run)  # type: ignore[misc]
         pids = run.until_all_run()
@@ -159,7 +158,7 @@ def test_a_gserver_that_dies_is_started_again_until_it_was_too_often(launch: Cal
 
 def test_a_pool_that_still_has_members_goes_on_smaller(launch: Callable[..., Launched]) -> None:
     settings = ("gserver.max_restarts=1", "rollout.restarts=1", "gserver.restart_delay_seconds=0.1")
-    run = launch('data.args={master="wait"}', "gserver.count=2", "rollout.workers=2", *settings)
+    run = launch('data.args={controller="wait"}', "gserver.count=2", "rollout.workers=2", *settings)
     everyone = {*MEMBERS, "gserver1", "rollout1"}
     until(lambda: set(run.pids()) == everyone and all(run.pids().values()), run)
     for name in ("gserver1", "rollout1"):
@@ -183,7 +182,7 @@ def test_a_pool_that_still_has_members_goes_on_smaller(launch: Callable[..., Lau
 
 
 def test_a_gserver_that_never_comes_up_stops_the_run_at_once(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={master="wait", gserver="die-first"}')
+    run = launch('data.args={controller="wait", gserver="die-first"}')
     assert run.ends() == 1
     assert starts(run, "gserver-starts.txt") == 1
     assert "gserver 0: something broke" in run.said()
@@ -191,7 +190,7 @@ def test_a_gserver_that_never_comes_up_stops_the_run_at_once(launch: Callable[..
 
 
 def test_error_shows_the_last_lines_of_the_log(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={master="wait", model_worker="raise"}')
+    run = launch('data.args={controller="wait", model_worker="raise"}')
     assert run.ends() == 1
     assert "model_worker/0" in run.said()
     assert "ended with exit code 1" in run.said()
@@ -201,7 +200,7 @@ def test_error_shows_the_last_lines_of_the_log(launch: Callable[..., Launched]) 
 
 
 def test_run_that_gives_up_names_the_culprit(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={master="fail"}')
+    run = launch('data.args={controller="fail"}')
     assert run.ends() == 1
     assert "the run failed: gserver/0: ModelError: out of memory" in run.said()
     assert "gserver-0.log" in run.said()
@@ -222,15 +221,15 @@ def test_failed_checkpoint_in_a_folder_of_its_own(launch: Callable[..., Launched
 @pytest.mark.parametrize("victim", MEMBERS)
 def test_records_name_who_was_killed_whoever_it_was(launch: Callable[..., Launched], victim: str) -> None:
     never = ("gserver.max_restarts=0", "rollout.restarts=0")
-    run = launch('data.args={master="wait"}', *never)
+    run = launch('data.args={controller="wait"}', *never)
     pids = run.until_all_run()
     os.kill(pids[victim], signal.SIGKILL)
     assert run.ends() == 1
     name = victim.rstrip("0")
     why = f"{name}/0 (pid {pids[victim]}) was ended by SIGKILL (out of memory?)"
     assert run.ended() == ("failed", why)
-    if victim != "manager":  # the others are to hear it before they are stopped
-        assert f"told that the run failed: {why}" in (run.run_dir / "logs" / "manager-0.log").read_text()
+    if victim != "controller":  # the others are to hear it before they are stopped
+        assert f"told that the run failed: {why}" in (run.run_dir / "logs" / "controller-0.log").read_text()
 
 
 def test_rollout_worker_is_replaced(launch: Callable[..., Launched]) -> None:
@@ -241,7 +240,7 @@ def test_rollout_worker_is_replaced(launch: Callable[..., Launched]) -> None:
 
 
 def test_rollout_worker_that_dies_again_and_again_stops_the_run(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={master="wait", rollout="die"}', "rollout.restarts=2")
+    run = launch('data.args={controller="wait", rollout="die"}', "rollout.restarts=2")
     assert run.ends() == 1
     assert len((run.run_dir / "starts.txt").read_text().split()) == 3
     assert "rollout 0: something broke" in run.said()
@@ -250,7 +249,7 @@ def test_rollout_worker_that_dies_again_and_again_stops_the_run(launch: Callable
 
 def test_an_evaluator_that_dies_is_replaced_but_not_for_ever(launch: Callable[..., Launched]) -> None:
     settings = ("evaluation.at_end=true", "rollout.restarts=1", "rollout.restart_delay_seconds=0.01")
-    run = launch('data.args={master="wait", evaluator="die"}', *settings)
+    run = launch('data.args={controller="wait", evaluator="die"}', *settings)
     assert run.ends() == 1
     assert "its evaluation is made anew, and it is started again (1 of 1" in " ".join(run.said().split())
     assert "evaluator 0: something broke" in run.said()
@@ -259,7 +258,7 @@ def test_an_evaluator_that_dies_is_replaced_but_not_for_ever(launch: Callable[..
 
 @pytest.mark.parametrize("rollout", ["work", "stubborn"])
 def test_killed_launcher_leaves_nothing(launch: Callable[..., Launched], rollout: str) -> None:
-    run = launch(f'data.args={{master="wait", rollout="{rollout}"}}')
+    run = launch(f'data.args={{controller="wait", rollout="{rollout}"}}')
     pids = run.until_all_run()
     run.command.end()
     until(lambda: alive(pids) == [], run, seconds=15)

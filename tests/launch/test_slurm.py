@@ -150,15 +150,15 @@ def test_a_job_of_unlike_nodes_is_cancelled_by_ctrl_c(launched: Launched, with_s
     command = launched.begin(launch__slurm__trainer__options='["--comment=trainer"]', launch__slurm__rollout__nodes=1)
     job = launched.job()
     wait_for_words(launched.run_dir / "slurm.sh", "#SBATCH hetjob")
-    with_slurm.until(lambda: _managed(launched.run_dir), "the manager")
+    with_slurm.until(lambda: _controlled(launched.run_dir), "the controller")
     command.signal(signal.SIGINT)
     assert command.exit_code() == 130, command.output
     with_slurm.until(lambda: with_slurm.state(job) == "CANCELLED", "the cancelled job")
     with_slurm.until(lambda: not processes_of(launched.run_dir), "the end of its processes")
 
 
-def _managed(run_dir: Path) -> bool:
-    return any(" listens at " in log.read_text() for log in (run_dir / "logs").glob("manager-*.log"))
+def _controlled(run_dir: Path) -> bool:
+    return any(" listens at " in log.read_text() for log in (run_dir / "logs").glob("controller-*.log"))
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_each_pool_has_a_step_on_its_own_nodes(trainer: int, gserver: int, rollo
     of_gservers, of_rollout = (1, 2 if rollout else 1) if unlike else (trainer, trainer + gserver * (rollout > 0))
     assert places == {
         "trainer": (0, trainer),
-        "manager": (0, 1),
+        "controller": (0, 1),
         "gserver": (of_gservers, gserver),
         "rollout": (of_rollout, rollout or gserver),
     }

@@ -21,7 +21,7 @@ ROUNDING = 1e-6
 
 
 class _FailedRun:
-    """What a launcher asks of the manager of a run that a model worker has said to have failed."""
+    """A client of the controller of a run that a model worker has reported as failed."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -36,7 +36,7 @@ class _FailedRun:
         self.told.append(message.error)
 
 
-class _GoneManager(_FailedRun):
+class _GoneController(_FailedRun):
     """It said that the run is over, and why, and left before any of the run's processes did."""
 
     def __init__(self) -> None:
@@ -48,17 +48,17 @@ class _GoneManager(_FailedRun):
 
     async def status(self) -> Status:
         if self.asked.is_set():
-            raise PeerLost("the manager cannot be reached")
+            raise PeerLost("the controller cannot be reached")
         self.asked.set()
         return await super().status()
 
 
-async def test_why_a_run_failed_is_known_when_its_manager_has_left_before_the_others() -> None:
-    children, client = Children(logs=None), _GoneManager()
-    master = ProcessPlan("master", 0, 1, "-", (), "")
+async def test_why_a_run_failed_is_known_when_its_controller_has_left_before_the_others() -> None:
+    children, client = Children(logs=None), _GoneController()
+    worker = ProcessPlan("model_worker", 0, 1, "-", (), "")
     waiting = asyncio.create_task(until_finished(children, client=cast(ControlClient, cast(Any, client))))
     await client.asked.wait()
-    await children.start(master, ["sh", "-c", "exit 1"])
+    await children.start(worker, ["sh", "-c", "exit 1"])
     with pytest.raises(ProcessDied) as died:
         await waiting
     assert died.value.reason == "model_worker/1: RuntimeError: Connection closed by peer"
@@ -84,7 +84,7 @@ async def test_who_said_nothing_is_not_given_the_words_of_an_earlier_start(tmp_p
 
 
 class _FinishedRun(_FailedRun):
-    """What a launcher asks of the manager of a run that is over, and is well."""
+    """A client of the controller of a run that is over, and is well."""
 
     async def status(self) -> Status:
         return status(1, state="finished", message="all steps are done")
@@ -101,16 +101,16 @@ async def test_whoever_breaks_when_the_run_is_over_does_not_make_it_fail(
     client = cast(ControlClient, cast(Any, _FinishedRun()))
     broken = await children.start(ProcessPlan(role, 0, 1, "cpu", (), ""), ["sh", "-c", "kill -SEGV $$"])
     await broken.ended.wait()
-    await children.start(ProcessPlan("master", 0, 1, "-", (), ""), ["sh", "-c", "exit 0"])
+    await children.start(ProcessPlan("controller", 0, 1, "-", (), ""), ["sh", "-c", "exit 0"])
     await until_finished(children, client=client)
     assert f"{role}/0 was ended by SIGSEGV when the run was over" in caplog.text
     children.close()
 
 
-async def test_a_master_that_breaks_when_the_run_is_over_makes_it_fail() -> None:
+async def test_a_controller_that_breaks_when_the_run_is_over_makes_it_fail() -> None:
     children = Children(logs=None)
     client = cast(ControlClient, cast(Any, _FinishedRun()))
-    await children.start(ProcessPlan("master", 0, 1, "-", (), ""), ["sh", "-c", "exit 1"])
+    await children.start(ProcessPlan("controller", 0, 1, "-", (), ""), ["sh", "-c", "exit 1"])
     with pytest.raises(ProcessDied):
         await until_finished(children, client=client)
     children.close()

@@ -84,7 +84,7 @@ def made_up_run(folder: Path, *, steps: int = 40, hostile: bool = False) -> Path
     (folder / "logs" / "gserver-0.log").write_text(
         f"12:00:01 INFO    gserver/0 {said}\n12:00:02 WARNING gserver/0 late\n"
     )
-    (folder / "logs" / "manager-0.log").write_text("12:00:00 INFO    manager/0 listens\n")
+    (folder / "logs" / "controller-0.log").write_text("12:00:00 INFO    controller/0 listens\n")
     writer = RolloutWriter(folder / FOLDER / "rank-0", most_bytes=2**30, policy_version=0)
     for step in range(1, steps + 1):
         answers = [HOSTILE if hostile else f"The answer is {3 + 4 + n}, I think." for n in range(4)]
@@ -112,13 +112,13 @@ def long_run(folder: Path, *, steps: int = 10_000, responses: int = 1_000_000) -
             file.write(encoder.encode(msgspec.structs.replace(report, metrics=metrics)) + b"\n")
     beats = []
     for second in range(0, 2 * steps, max(1, 2 * steps // 7_000)):  # as much as a run keeps (`timeline.MAX_BYTES`)
-        for role, count in (("gserver", 4), ("rollout", 2), ("master", 1), ("manager", 1)):
+        for role, count in (("gserver", 4), ("rollout", 2), ("controller", 1)):
             for index in range(count):
                 stats = {
                     "tokens_generated_total": 420.0 * second, "busy_seconds_total": 0.8 * second, "running": 12.0,
                     "pause_seconds_total": 0.03 * second, "processor_seconds_total": 0.5 * second, "queued": 1.0,
                 }  # fmt: skip
-                waits = "3 groups" if role == "master" and second % 7 else ""
+                waits = "3 groups" if role == "controller" and second % 7 else ""
                 beat = {"kind": "heartbeat", "time": EPOCH + second, "role": role, "index": index, "stats": stats}
                 beats.append({**beat, "waiting_for": waits})
     write_lines(folder / "timeline.jsonl", beats)

@@ -117,7 +117,7 @@ def test_lanes_tell_the_same_from_near_and_from_far(tmp_path: Path) -> None:
         ("trainer", "actor_train"),
         ("trainer", "wait"),
         ("gserver/0", "generate"),
-        ("master/0", "wait"),
+        ("controller/0", "wait"),
     ):
         pieces = {
             piece
@@ -150,8 +150,8 @@ def test_lanes_tell_restarts_and_times_away(tmp_path: Path) -> None:
 
 
 def test_logs_are_merged_by_time(tmp_path: Path) -> None:
-    (tmp_path / "manager-0.log").write_text(
-        "23:59:58 INFO    manager/0 before midnight\n00:00:02 WARNING manager/0 late\n  with a second line\n"
+    (tmp_path / "controller-0.log").write_text(
+        "23:59:58 INFO    controller/0 before midnight\n00:00:02 WARNING controller/0 late\n  with a second line\n"
     )
     (tmp_path / "gserver-1.log").write_text("printed at once\n00:00:01 ERROR   gserver/1 <b>broken</b>\n")
     lines = tail(tmp_path)
@@ -161,9 +161,9 @@ def test_logs_are_merged_by_time(tmp_path: Path) -> None:
         "<b>broken</b>",
         "late\n  with a second line",
     ]
-    assert [line.process for line in tail(tmp_path, level="WARNING")] == ["gserver-1", "manager-0"]
+    assert [line.process for line in tail(tmp_path, level="WARNING")] == ["gserver-1", "controller-0"]
     assert [line.process for line in tail(tmp_path, text="BROKEN")] == ["gserver-1"]
-    assert tail(tmp_path, processes=["manager-0"], most=1)[0].level == "WARNING"
+    assert tail(tmp_path, processes=["controller-0"], most=1)[0].level == "WARNING"
     assert lines[-1].time - lines[1].time == pytest.approx(4.0)
     assert msgspec.json.encode(lines)
 

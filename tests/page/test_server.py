@@ -111,9 +111,9 @@ async def test_what_it_tells_of_a_run(run: Path) -> None:
         assert some["names"] == ["step", "loss", "time", "tokens_until"]
         assert few["step"].tolist() == list(range(11, 31))
         fleet = await page.json("api/runs/0/fleet")
-        assert [p["name"] for p in fleet["processes"]] == ["gserver/0", "gserver/1", "master/0"]
+        assert [p["name"] for p in fleet["processes"]] == ["gserver/0", "gserver/1", "controller/0"]
         assert fleet["served_version"] == 59
-        assert fleet["waits"][0][:2] == ["master/0", "# groups"]
+        assert fleet["waits"][0][:2] == ["controller/0", "# groups"]
         graph = await page.json("api/runs/0/graph")
         assert "actor_train" in [box["name"] for box in graph["boxes"]]
         config = await page.json("api/runs/0/config")
@@ -159,7 +159,7 @@ async def test_the_page_itself(run: Path) -> None:
 async def test_hostile_paths(run: Path, path: str, status: int) -> None:
     (run / "secret").write_text("a secret")
     (run / "logs").mkdir()
-    (run / "logs" / "manager-0.log").symlink_to(run / "secret")
+    (run / "logs" / "controller-0.log").symlink_to(run / "secret")
     async with serving(run) as page:
         found, body, _ = await page.get(path)
         assert found == status, body
@@ -402,7 +402,7 @@ async def test_health_is_told_as_the_report_tells_it(tmp_path: Path) -> None:
 async def test_what_the_ledger_said_at_each_step(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=10)
     beats = [
-        {"kind": "heartbeat", "time": EPOCH + i, "role": "manager", "index": 0, "stats": {"ledger_room": float(i)}}
+        {"kind": "heartbeat", "time": EPOCH + i, "role": "controller", "index": 0, "stats": {"ledger_room": float(i)}}
         for i in range(21)
     ]
     write_lines(run / "timeline.jsonl", beats)

@@ -18,7 +18,7 @@ SECONDS = 2.0
 """Of a training step."""
 LENGTHS = [[10, 20], [30, 20], [5, 15], [20, 40]]
 GROUP, REWARD, CONTROL, USED = 0.01, 0.003, 0.004, 1.2
-"""Processor seconds of a rollout worker for a group, of a reward process for a response, of manager and master for a
+"""Processor seconds of a rollout worker for a group, of a reward process for a response, of the controller for a
 group, and of the trainer for a step."""
 
 OTHERS = 0.2
@@ -101,9 +101,8 @@ def _beats(second: int) -> list[dict[str, Any]]:
             "children_processor_seconds_total": REWARD * 2 * groups,
         },
         ("model_worker", 0): {"processor_seconds_total": USED * second / SECONDS},
-        ("master", 0): {"processor_seconds_total": CONTROL * groups / 2},
-        ("manager", 0): {
-            "processor_seconds_total": CONTROL * groups / 2,
+        ("controller", 0): {
+            "processor_seconds_total": CONTROL * groups,
             "machine_processor_seconds_total": 1000.0
             + used
             + (GROUP + 2 * REWARD + CONTROL) * groups

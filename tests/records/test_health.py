@@ -93,8 +93,8 @@ def test_responses_that_could_not_be_scored_and_are_not_trained_on_are_not_told_
 
 
 def test_a_resumed_run_has_restarted_nobody():
-    assert findings(healthy(restarts={"manager/0": 2, "master/0": 2, "gserver/0": 2})) == []
-    (found,) = findings(healthy(restarts={"manager/0": 2, "gserver/0": 3}))
+    assert findings(healthy(restarts={"controller/0": 2, "model_worker/0": 2, "gserver/0": 2})) == []
+    (found,) = findings(healthy(restarts={"controller/0": 2, "gserver/0": 3}))
     assert "gserver/0 was started again once" in found.text
 
 

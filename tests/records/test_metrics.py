@@ -90,8 +90,8 @@ def test_evaluations_have_a_file_of_their_own_once_there_is_one(tmp_path: Path) 
     writer.close()
 
 
-def test_how_a_run_ended_is_added_to_what_the_master_wrote(tmp_path: Path) -> None:
-    status = {"state": "failed", "message": "master/0: StreamRLError: it was stopped"}
+def test_how_a_run_ended_is_added_to_what_the_controller_wrote(tmp_path: Path) -> None:
+    status = {"state": "failed", "message": "controller/0: StreamRLError: it was stopped"}
     write_final(tmp_path, Final(status=status, groups_trained=5))
     write_ending(tmp_path, "failed", "model_worker/0 was killed")
     final = msgspec.json.decode((tmp_path / "final.json").read_bytes(), type=Final)
@@ -99,10 +99,21 @@ def test_how_a_run_ended_is_added_to_what_the_master_wrote(tmp_path: Path) -> No
     assert (final.status, final.groups_trained) == (status, 5)
 
 
-def test_how_a_run_ended_is_known_also_where_the_master_wrote_nothing(tmp_path: Path) -> None:
-    write_ending(tmp_path, "failed", "master/0 was killed")
+def test_how_a_run_ended_is_known_also_where_the_controller_wrote_nothing(tmp_path: Path) -> None:
+    write_ending(tmp_path, "failed", "controller/0 was killed")
     final = msgspec.json.decode((tmp_path / "final.json").read_bytes(), type=Final)
-    assert (final.ending, final.groups_trained) == (("failed", "master/0 was killed"), None)
+    assert (final.ending, final.groups_trained) == (("failed", "controller/0 was killed"), None)
+
+
+def test_a_controller_keeps_the_failure_that_is_recorded(tmp_path: Path) -> None:
+    write_final(tmp_path, Final(status={"state": "failed", "message": "gserver/0: out of memory"}))
+    write_ending(tmp_path, "failed", "StreamRLError: the run has failed: gserver/0: out of memory", keep_failure=True)
+    final = msgspec.json.decode((tmp_path / "final.json").read_bytes(), type=Final)
+    assert final.ending == ("failed", "gserver/0: out of memory")
+    write_final(tmp_path, Final(status={"state": "running", "message": ""}))
+    write_ending(tmp_path, "failed", "KeyError: 7", keep_failure=True)
+    final = msgspec.json.decode((tmp_path / "final.json").read_bytes(), type=Final)
+    assert final.ending == ("failed", "KeyError: 7")
 
 
 def test_a_run_that_was_done_when_it_was_stopped_is_finished(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
         assert [name for name, _, _ in slices(events, "trainer", "steps")] == [f"step {n}" for n in range(1, 21)]
         assert len(slices(events, "weight updates", "published")) == 20
         assert slices(events, "weight updates", "evaluations") == [("evaluation of v3", 7.5, 1.5)]
-        assert slices(events, "master/0") == [("waits for # groups", 0.0, 40.0)]
+        assert slices(events, "controller/0") == [("waits for # groups", 0.0, 40.0)]
         busy = sum(length for name, _, length in slices(events, "gserver/1") if name == "generates")
         assert busy == 40.0
         curves = {e["name"] for e in events if e["ph"] == "C"}
@@ -181,7 +181,7 @@ numbers = st.floats(0, 1e9)
 @given(
     beats=st.lists(
         st.tuples(
-            st.sampled_from(["gserver/0", "rollout/1", "manager/0", "odd"]),
+            st.sampled_from(["gserver/0", "rollout/1", "controller/0", "odd"]),
             numbers,
             st.dictionaries(
                 st.sampled_from(["busy_seconds_total", "pause_seconds_total", "running", "processor_seconds_total"]),

@@ -228,7 +228,7 @@ export function mount(root) {
 
   function drawFleet(standing) {
     if (!standing.processes.length) {
-      fill(fleet, empty("No process was heard of", "The manager writes what each process tells of itself to timeline.jsonl, from the run's begin on."));
+      fill(fleet, empty("No process was heard of", "The controller writes the heartbeats of each process to timeline.jsonl, from the run's begin on."));
       return;
     }
     const versions = standing.served_version === null ? "no weight update yet" : `weights of version ${standing.served_version} are served`;
@@ -277,7 +277,7 @@ function load({ role, gauges: g }) {
     gserver: [["running", "running"], ["queued", "queued"]],
     rollout: [["groups_running", "groups"], ["requests_in_flight", "requests in flight"], ["groups_pushing", "on their way"]],
     model_worker: [["groups_held", "groups held"]],
-    master: [["groups_held", "groups held"]],
+    controller: [["groups_held", "groups held"]],
   }[role] ?? [];
   const said = parts.filter(([name]) => g[name] !== undefined).map(([name, word]) => `${number(g[name])} ${word}`);
   if (g.bytes_held) said.push(`${number(g.bytes_held / 2 ** 20)} MiB`);

@@ -26,7 +26,7 @@ call, and joins with it; each role has a token for its own.
 | POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
 | GET /publish/places | model worker | on which machines and GPUs the gservers are |
 | POST /compare | model worker | the gservers that serve a version are to score a response |
-| POST /finish_run | owner | the run has failed; every process learns it with its next heartbeat |
+| POST /finish_run | owner | the run is over; every process learns it with its next heartbeat |
 | POST /fail_run | rollout | the run has to stop because of an error there |
 | GET /status, /metrics | all | the run's state as JSON; figures for Prometheus |
 | GET /health | anyone | 200 while the manager lives |
@@ -223,9 +223,11 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 class FinishRun(msgspec.Struct, frozen=True):
-    """The run has failed: a launcher has seen one of its processes die."""
+    """The owner ends the run: every process learns it with its next heartbeat."""
 
-    error: str
+    reason: str = ""
+    error: str = ""
+    """Not empty: the run failed, for example because a launcher has seen one of its processes die."""
 
 
 class FailRun(msgspec.Struct, frozen=True):

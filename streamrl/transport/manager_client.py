@@ -275,7 +275,7 @@ class ControlClient:
         await self._post("/compare", message, Done)
 
     async def finish_run(self, message: FinishRun, *, patience: float = PATIENCE_SECONDS) -> None:
-        """End the run as failed."""
+        """End the run."""
         what = "POST /finish_run"
         await patiently(lambda: self._post("/finish_run", message, Done), what=what, patience=patience)
 

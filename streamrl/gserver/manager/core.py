@@ -257,8 +257,11 @@ class Manager:
     # Calls
 
     async def finish_run(self, message: FinishRun) -> Done:
-        """End the run as failed: a launcher has seen one of its processes die."""
-        self.fail(message.error)
+        """End the run for its owner."""
+        if message.error:
+            self.fail(message.error)
+        else:
+            self.finish(message.reason, stopped=False)
         return Done()
 
     async def fail_run(self, message: FailRun) -> Done:

@@ -5,11 +5,11 @@ Array dtypes are part of the contract; the stream refuses anything else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -72,8 +72,36 @@ class Trajectory(msgspec.Struct, frozen=True):
     after layer; `NO_EXPERT` where that is not known, and in layers without experts. None: nothing is known."""
 
 
+class ArrayField(NamedTuple):
+    """One array of a group."""
+
+    name: str
+    dtype: str
+    """As it travels and is recorded."""
+    per: Literal["trajectory", "token", "expert"]
+    """What it has an item for: each trajectory, each token, or each expert known of a token."""
+
+    def length(self, *, size: int, tokens: int, routes: int) -> int:
+        """Return the number of items in a group of `size` trajectories, with `routes` experts known of each token."""
+        return {"trajectory": size, "token": tokens, "expert": tokens * routes}[self.per]
+
+
+ARRAY_FIELDS = (
+    ArrayField("seqlens", "<i4", "trajectory"),
+    ArrayField("rewards", "<f4", "trajectory"),
+    ArrayField("episodes", "<i4", "trajectory"),
+    ArrayField("packed_input_ids", "<i4", "token"),
+    ArrayField("packed_behavior_logprobs", "<f4", "token"),
+    ArrayField("packed_policy_versions", "<i4", "token"),
+    ArrayField("packed_loss_mask", "|b1", "token"),
+    ArrayField("packed_routed_experts", "|u1", "expert"),
+)
+"""The arrays of a `TrajectoryGroup`, for the stream, the buffer, transfers and recordings. Arrays of single bytes are
+last, so that all stay aligned when they follow each other."""
+
+
 class GroupFacts(msgspec.Struct, frozen=True):
-    """What a group has besides its number and its arrays, as `TrajectoryGroup` has it."""
+    """The part of a group that is neither its number nor an array, as `TrajectoryGroup` has it."""
 
     worker: str
     prompt_length: int
@@ -82,7 +110,7 @@ class GroupFacts(msgspec.Struct, frozen=True):
     scores: list[float] = []
     gserver: str = ""
     reward_parts: list[dict[str, float]] = []
-    retries: int = 0
+    retries: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 class TrajectoryGroup(msgspec.Struct):
@@ -168,6 +196,13 @@ class TrajectoryGroup(msgspec.Struct):
             said = [t.reward if t.score is None else t.score for t in trajectories]
             group.scores = _means(said, group.episodes.tolist())
         return group
+
+    @classmethod
+    def of(cls, seq: int, facts: GroupFacts, arrays: Mapping[str, NDArray[Any]]) -> TrajectoryGroup:
+        """Return the group of these facts and `arrays` (`ARRAY_FIELDS`)."""
+        fields: dict[str, Any] = {name: getattr(facts, name) for name in GroupFacts.__struct_fields__}
+        fields |= arrays
+        return cls(seq=seq, **fields)
 
     @property
     def facts(self) -> GroupFacts:

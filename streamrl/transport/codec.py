@@ -12,29 +12,20 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import sub
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.errors import WireError
-from streamrl.types import LARGEST_REWARD, NO_EXPERT, NO_VERSION, TrajectoryGroup
+from streamrl.types import ARRAY_FIELDS, LARGEST_REWARD, NO_EXPERT, NO_VERSION, GroupFacts, TrajectoryGroup
 
 Frame = bytes | memoryview
 """Contiguous bytes."""
 
-ARRAYS: dict[str, str] = {
-    "seqlens": "<i4",
-    "rewards": "<f4",
-    "episodes": "<i4",
-    "packed_input_ids": "<i4",
-    "packed_behavior_logprobs": "<f4",
-    "packed_policy_versions": "<i4",
-    "packed_loss_mask": "|b1",
-    "packed_routed_experts": "|u1",
-}
-"""Array field → dtype, in the order in which they travel (those of single bytes last: all stay aligned)."""
+ARRAYS: dict[str, str] = {field.name: field.dtype for field in ARRAY_FIELDS}
+"""Array field → dtype, in the order in which they travel."""
 
 MOST_FRAMES = 1 + len(ARRAYS)
 """Frames of one message: the header, and the arrays if each has a frame of its own."""
@@ -54,33 +45,22 @@ _NAMES = tuple(ARRAYS)
 _DTYPE_NAMES = tuple(ARRAYS.values())
 _DTYPES = tuple(map(np.dtype, _DTYPE_NAMES))
 _ITEM_BYTES = [dtype.itemsize for dtype in _DTYPES]
-_SHORT_ARRAYS = 3  # the first three have an item for each trajectory, the others for each token, the last several
-_OF_TOKENS = slice(_SHORT_ARRAYS, -1)
-_BYTES_PER_TRAJECTORY = sum(_ITEM_BYTES[:_SHORT_ARRAYS])
-_BYTES_PER_TOKEN = sum(_ITEM_BYTES[_OF_TOKENS])
+_OF_TOKENS = [field.name for field in ARRAY_FIELDS if field.per == "token"]
 _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
-class GroupHeader(msgspec.Struct, frozen=True, tag="group"):
+class GroupHeader(GroupFacts, frozen=True, kw_only=True, tag="group"):
     """First frame of a group: all that is not an array."""
 
     seq: int
-    worker: str
-    prompt_length: int
-    finish_reasons: list[str]
-    generation_seconds: float
-    scores: list[float]
-    gserver: str
-    reward_parts: list[dict[str, float]]
-    retries: Annotated[int, msgspec.Meta(ge=0)]
     dtypes: tuple[str, ...]
     """The dtypes of the arrays that follow, in the order of `ARRAYS`."""
     size: int
-    """Length of `seqlens`, `rewards` and `episodes`."""
+    """Number of trajectories."""
     tokens: int
-    """Length of the packed arrays."""
+    """Tokens of all trajectories."""
     routes: int = 0
-    """How often the last of them is as long: the experts of a token."""
+    """Experts known of each token."""
     permit: str = ""
     """Proof that `seq` was leased to the sender."""
 
@@ -167,26 +147,8 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
     if header.dtypes != _DTYPE_NAMES:
         raise WireError(f"{where}: arrays of dtypes {list(header.dtypes)[:10]}, not {list(_DTYPE_NAMES)}")
     _check_size(frames, limits.max_group_bytes, where=where)
-    seqlens, rewards, episodes, ids, logprobs, versions, mask, experts = _split(header, frames, where)
-    group = TrajectoryGroup(
-        seq=header.seq,
-        worker=header.worker,
-        prompt_length=header.prompt_length,
-        seqlens=seqlens,
-        rewards=rewards,
-        packed_input_ids=ids,
-        packed_loss_mask=mask,
-        packed_behavior_logprobs=logprobs,
-        packed_policy_versions=versions,
-        finish_reasons=header.finish_reasons,
-        generation_seconds=header.generation_seconds,
-        episodes=episodes,
-        scores=header.scores,
-        gserver=header.gserver,
-        reward_parts=header.reward_parts,
-        retries=header.retries,
-        packed_routed_experts=experts,
-    )
+    arrays = dict(zip(_NAMES, _split(header, frames, where), strict=True))
+    group = TrajectoryGroup.of(header.seq, header, arrays)
     check(group, limits, where=where)
     return group
 
@@ -197,8 +159,8 @@ def _split(header: GroupHeader, frames: Sequence[Frame], where: str) -> list[NDA
         raise WireError(
             f"{where}: {header.size} trajectories of {header.tokens} tokens, {header.routes} experts for each"
         )
-    lengths = [header.size] * _SHORT_ARRAYS + [header.tokens] * (len(_DTYPES) - _SHORT_ARRAYS)
-    lengths[-1] *= header.routes
+    shape = {"size": header.size, "tokens": header.tokens, "routes": header.routes}
+    lengths = [field.length(**shape) for field in ARRAY_FIELDS]
     sizes = [length * item for length, item in zip(lengths, _ITEM_BYTES, strict=True)]
     together = len(frames) == 1
     found, expected = [len(frame) for frame in frames], [sum(sizes)] if together else sizes
@@ -225,22 +187,15 @@ def check(group: TrajectoryGroup, limits: Limits, *, where: str) -> None:
 
 def group_bytes(group: TrajectoryGroup) -> int:
     """Return the bytes of the arrays of `group`."""
-    of_tokens = group.tokens * _BYTES_PER_TOKEN + len(group.packed_routed_experts)
-    return group.size * _BYTES_PER_TRAJECTORY + of_tokens
+    shape = {"size": group.size, "tokens": group.tokens, "routes": group.routes}
+    return sum(field.length(**shape) * item for field, item in zip(ARRAY_FIELDS, _ITEM_BYTES, strict=True))
 
 
 def header_of(group: TrajectoryGroup, *, permit: str = "") -> GroupHeader:
     """Return the header of `group`; `permit`: of its admission."""
     return GroupHeader(
-        seq=int(group.seq),
-        worker=group.worker,
-        prompt_length=int(group.prompt_length),
-        finish_reasons=group.finish_reasons,
-        generation_seconds=float(group.generation_seconds),
-        scores=group.scores,
-        gserver=group.gserver,
-        reward_parts=group.reward_parts,
-        retries=group.retries,
+        **msgspec.structs.asdict(group.facts),
+        seq=group.seq,
         dtypes=_DTYPE_NAMES,
         size=group.size,
         tokens=group.tokens,
@@ -273,7 +228,7 @@ def _check_trajectories(group: TrajectoryGroup, limits: Limits, where: str) -> N
         raise WireError(
             f"{where}: a trajectory of {max(seqlens)} tokens, more than gserver.max_context = {limits.max_context}"
         )
-    for name in _NAMES[_OF_TOKENS]:
+    for name in _OF_TOKENS:
         if len(getattr(group, name)) != tokens:
             raise WireError(f"{where}: {name} has {len(getattr(group, name))} items, but seqlens add up to {tokens}")
     if not 0 <= group.prompt_length <= shortest:

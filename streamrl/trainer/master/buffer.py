@@ -19,32 +19,19 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from streamrl.ledger import Group, Ledger, ReadyGroups, Selection
 from streamrl.seqs import SeqQueue
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.redistributor import ArrayFacts, Transfer, deal, redistribute
-from streamrl.types import SampleMeta
+from streamrl.types import ARRAY_FIELDS, ArrayField, SampleMeta
 
 log = logging.getLogger(__name__)
 
-STREAM_DTYPES = {
-    "packed_input_ids": "int32",
-    "packed_loss_mask": "bool",
-    "packed_behavior_logprobs": "float32",
-    "packed_policy_versions": "int32",
-    "packed_routed_experts": "uint8",
-    "seqlens": "int32",
-    "packed_facts": "uint8",
-    "rewards": "float32",
-    "episodes": "int32",
-}
-"""Dtypes of the arrays that a group brings. Those that model function calls give are float32."""
-OF_TRAJECTORIES = frozenset({"seqlens", "rewards", "episodes"})
-"""Keys with one number for each trajectory; `packed_facts` are bytes, `packed_routed_experts` has several numbers for
-each token, all others one for each token."""
-
+STREAM_ARRAYS = {field.name: field for field in ARRAY_FIELDS}
+"""The arrays that a group brings. Arrays that model function calls give are float32, with an item for each token."""
 NOBODY: frozenset[int] = frozenset()
 
 Shares = list[list[int]]
@@ -305,9 +292,11 @@ class AsyncIOSequenceBuffer:
 
     def _piece(self, seq: int, key: str) -> ArrayFacts:
         meta = _meta(self._held[seq])
-        lengths = {"packed_facts": meta.facts_bytes, "packed_routed_experts": meta.tokens * meta.routes}
-        length = lengths.get(key, meta.size if key in OF_TRAJECTORIES else meta.tokens)
-        return ArrayFacts(seq, key, STREAM_DTYPES.get(key, "float32"), (length,))
+        if key == "packed_facts":
+            return ArrayFacts(seq, key, "uint8", (meta.facts_bytes,))
+        field = STREAM_ARRAYS.get(key, ArrayField(key, "<f4", "token"))
+        length = field.length(size=meta.size, tokens=meta.tokens, routes=meta.routes)
+        return ArrayFacts(seq, key, np.dtype(field.dtype).name, (length,))
 
 
 def _meta(group: Group) -> SampleMeta:

@@ -37,9 +37,8 @@ from streamrl.records.progress import UNFINISHED
 from streamrl.trainer.calls import DataTransfer, Function, Hook, Inference, Trained, TrainStep
 from streamrl.trainer.graph import ROLLOUT, Graph
 from streamrl.trainer.layout import layout_of
-from streamrl.trainer.master.buffer import OF_TRAJECTORIES
 from streamrl.transport.codec import ARRAYS, group_bytes
-from streamrl.types import GroupFacts, TrajectoryGroup
+from streamrl.types import ARRAY_FIELDS, GroupFacts, TrajectoryGroup
 
 if TYPE_CHECKING:
     from streamrl.trainer.worker.data import WorkerData
@@ -98,7 +97,7 @@ class RecordedStep(msgspec.Struct):
     """The groups that this rank trained on."""
     given: dict[str, list[NDArray[Any]]]
     """Key → for each group what a model function call had found out about it before, such as `ref_logprobs`, or the
-    user's `advantages`: `[tokens]` or, of `OF_TRAJECTORIES`, `[size]`."""
+    user's `advantages`: `[tokens]` or, of `rewards`, `[size]`."""
 
     @property
     def nbytes(self) -> int:
@@ -165,27 +164,17 @@ def read_step(file: Path) -> RecordedStep:
 
 def _put_together(tensors: dict[str, NDArray[Any]]) -> RecordedStep:
     header = msgspec.msgpack.decode(tensors[HEADER].tobytes(), type=_Header)
-    seqlens = _cut(tensors["seqlens"], header.sizes)
-    tokens = [int(lengths.sum()) for lengths in seqlens]
-    routed = [each * routes for each, routes in zip(tokens, header.routes, strict=True)]
-    lengths = {**dict.fromkeys(OF_TRAJECTORIES, header.sizes), "packed_routed_experts": routed}
-    packed = {name: _cut(tensors[name], lengths.get(name, tokens)) for name in ARRAYS}
+    tokens = [int(lengths.sum()) for lengths in _cut(tensors["seqlens"], header.sizes)]
+    shapes = list(zip(header.sizes, tokens, header.routes, strict=True))
+    packed = {
+        field.name: _cut(tensors[field.name], [field.length(size=s, tokens=t, routes=r) for s, t, r in shapes])
+        for field in ARRAY_FIELDS
+    }
     groups = [
-        TrajectoryGroup(
-            seq=seq,
-            **msgspec.structs.asdict(facts),
-            seqlens=seqlens[place],
-            rewards=packed["rewards"][place],
-            packed_input_ids=packed["packed_input_ids"][place],
-            packed_loss_mask=packed["packed_loss_mask"][place],
-            packed_behavior_logprobs=packed["packed_behavior_logprobs"][place],
-            packed_policy_versions=packed["packed_policy_versions"][place],
-            episodes=packed["episodes"][place],
-            packed_routed_experts=packed["packed_routed_experts"][place],
-        )
+        TrajectoryGroup.of(seq, facts, {name: arrays[place] for name, arrays in packed.items()})
         for place, (seq, facts) in enumerate(zip(header.seqs, header.facts, strict=True))
     ]
-    given = {key: _cut(tensors[key], header.sizes if key in OF_TRAJECTORIES else tokens) for key in header.given}
+    given = {key: _cut(tensors[key], header.sizes if key == "rewards" else tokens) for key in header.given}
     return RecordedStep(header.step, header.rank, header.calls, header.answers, groups, given)
 
 

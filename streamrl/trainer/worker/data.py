@@ -32,9 +32,10 @@ from streamrl.device import compute_with
 from streamrl.errors import PublicationError, TransferError
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
+from streamrl.trainer.graph import SEQUENCE_KEYS
 from streamrl.trainer.redistributor import ArrayFacts, Transfer, concerning, numpy_dtype
 from streamrl.transport.collective import destroy_group, form_group, join_store
-from streamrl.types import NO_VERSION, GroupFacts, TrajectoryGroup
+from streamrl.types import ARRAY_FIELDS, NO_VERSION, GroupFacts, TrajectoryGroup
 
 Array = NDArray[Any]
 
@@ -324,24 +325,15 @@ class WorkerData:
         if own is not None:
             scored = self.optional(seq, "rewards")
             return own if scored is None else msgspec.structs.replace(own, rewards=scored)
-        ids = self._store.get(seq, "packed_input_ids")
-        seqlens = self._store.get(seq, "seqlens")
-        tokens, size = len(ids), len(seqlens)
-        facts = msgspec.msgpack.decode(self._store.get(seq, "packed_facts").data, type=GroupFacts)
-        return TrajectoryGroup(
-            seq=seq,
-            **msgspec.structs.asdict(facts),
-            seqlens=seqlens,
-            rewards=_or(self.optional(seq, "rewards"), np.zeros(size, np.float32)),
-            packed_input_ids=ids,
-            packed_loss_mask=self._store.get(seq, "packed_loss_mask"),
-            packed_behavior_logprobs=_or(self.optional(seq, "packed_behavior_logprobs"), np.zeros(tokens, np.float32)),
-            packed_policy_versions=_or(
-                self.optional(seq, "packed_policy_versions"), np.full(tokens, NO_VERSION, np.int32)
-            ),
-            episodes=self._store.get(seq, "episodes"),
-            packed_routed_experts=_or(self.optional(seq, "packed_routed_experts"), np.zeros(0, np.uint8)),
-        )
+        here = {key: self._store.get(seq, key) for key in sorted(SEQUENCE_KEYS)}
+        facts = msgspec.msgpack.decode(here.pop("packed_facts").data, type=GroupFacts)
+        shape = {"size": len(here["seqlens"]), "tokens": len(here["packed_input_ids"]), "routes": 0}
+        for field in ARRAY_FIELDS:
+            if field.name not in here:
+                blank = NO_VERSION if field.name == "packed_policy_versions" else 0
+                sent = self.optional(seq, field.name)
+                here[field.name] = np.full(field.length(**shape), blank, field.dtype) if sent is None else sent
+        return TrajectoryGroup.of(seq, facts, here)
 
     def response(self, which: Sibling) -> tuple[list[int], list[int]]:
         """Return the prompt and response of a group that this worker received, and the positions of the first
@@ -396,7 +388,3 @@ class WorkerData:
             return
         if key in (*type(group).__struct_fields__, "packed_facts"):
             self._store.put(seq, key, getattr(group, key))
-
-
-def _or(array: NDArray[Any] | None, blank: NDArray[Any]) -> NDArray[Any]:
-    return blank if array is None else array

@@ -10,8 +10,7 @@
 
 Two requests of other designs have another form here. `fetch` does not exist: groups reach the workers through the
 stream, and the notice `Stored` brings their metadata. `Spec` returns roles and counters and no dataset specification:
-the size of the data set comes from the rollout workers through the manager (`GET /data`), and the master counts epochs
-by it (docs/trainer.md).
+the size of the data set comes from the rollout workers, and the master counts epochs by it (docs/trainer.md).
 
 Hooks are what is done before or after a model function call. Workers' hooks are carried out inside the call's request;
 since a request reaches all its workers in the order that they share, hooks may communicate. The master's follow the

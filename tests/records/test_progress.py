@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from streamrl.config import from_dict
 from streamrl.errors import ConfigError
 from streamrl.gserver.manager.core import Manager
-from streamrl.ledger import Fate, Ledger
+from streamrl.ledger import Ledger
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch, Health
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
@@ -24,7 +24,9 @@ from streamrl.report.reading import read_run
 from streamrl.seqs import SeqSet
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.secret import Secret
+from streamrl.types import SampleMeta
 from tests.evaluations import make_report
+from tests.groups import make_group
 
 
 def make_progress(version: int = 3, **more: object) -> Progress:
@@ -234,7 +236,7 @@ def test_a_restored_ledger_gives_out_what_is_still_open(data: st.DataObject) -> 
     admitted = [group.seq for group in ledger.admit("w", 60, now=0.0)]
     still_open = [seq for seq in range(200) if seq not in trained and seq not in set(rejected)]
     assert admitted == still_open[:60]
-    assert not any(ledger.take_change(Fate(seq, 1)) for seq in trained)
+    assert not any(ledger.accept(SampleMeta.of(make_group(seq), head=0)) for seq in trained)
     assert not any(ledger.reject(seq) for seq in rejected)
     with pytest.raises(ValueError, match="cannot be restored"):
         ledger.restore(policy_version=1, trained=[], rejected=[])
@@ -292,7 +294,8 @@ def test_batches_of_another_size_are_fed_to_the_last_and_never_more_than_stalene
             continue
         assert len(held) >= now, "the next batch can never be full"
         for seq in held[:now]:
-            ledger.take_change(Fate(seq, 1))
+            ledger.accept(SampleMeta.of(make_group(seq), head=0))
+            ledger.trained_on(seq)
         del held[:now]
         closed += now
         steps += 1

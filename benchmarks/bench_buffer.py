@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.config import from_dict
-from streamrl.ledger import OverAge, ReadyGroups, Selection, next_in_order, select_batch
+from streamrl.ledger import Ledger, OverAge, ReadyGroups, Selection, select_batch
 from streamrl.trainer.graph import MFC, graph_of
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
@@ -79,11 +79,13 @@ async def pass_through(count: int, over_age: OverAge) -> dict[str, float]:
     metas = make_metas(count + LATE)
     graph = graph_of(from_dict({"algorithm": {"kl_coef": 0.1}}))
     (ref_inf,) = graph.reading("arrivals")
-    buffer, layout = AsyncIOSequenceBuffer(graph, batch_groups=BATCH, wait_warning_seconds=600.0), Layout()
+    ledger = Ledger(groups_per_batch=BATCH, max_staleness=count, lease_seconds=1e9)
+    ledger.admit("rollout/0", count + LATE, now=0.0)
+    buffer, layout = AsyncIOSequenceBuffer(graph, ledger, wait_warning_seconds=600.0), Layout()
     taken = 0
 
     def select(ready: ReadyGroups) -> Selection:
-        order = next_in_order(lambda _: False, start=taken, count=BATCH) if over_age == "wait" else ()
+        order = ledger.next_in_order(BATCH) if over_age == "wait" else ()
         return select_batch(
             ready,
             policy_version=9,

@@ -2,12 +2,12 @@
 
     python benchmarks/bench_manager.py [--quick]
 
-The manager is the real one, in a process of its own, on one core. gservers, rollout workers and the master are
+The manager is the real one, in a process of its own, on one core. With it is the master's buffer, which takes each
+group that has ended and forms training batches of 512; no model worker computes. gservers and rollout workers are
 SIMULATED: they make the calls of real ones from one process on another core, and generate nothing. Each request is a
-group of its own and is admitted by a call of its own, which is the dearest way; beside the admissions there are the
-calls that end requests (batched for each worker every 10 ms), those that tell that the trainer has them, and
-every member's heartbeat each second. A real run schedules `group_size` requests with each admitted group, and
-several groups with each call.
+group of its own and is admitted by a call of its own, which is the dearest way. There are also the calls that end
+requests (batched for each worker every 10 ms), and every member's heartbeat each second. A real run schedules
+`group_size` requests with each admitted group, and several groups with each call.
 
 Two measurements for each number of gservers and of requests in flight: as fast as 16 workers can (closed loop), and
 5,000 admissions a second whether the manager keeps up or not (open loop; a call's latency counts from when it was
@@ -38,13 +38,19 @@ from rich.console import Console
 from rich.table import Table
 
 from streamrl.config import Config, from_dict
-from streamrl.gserver.manager import process
-from streamrl.ledger import Fate
-from streamrl.transport.control import Admit, GroupChanges
+from streamrl.gserver.manager.admission import GroupCalls
+from streamrl.gserver.manager.process import managing
+from streamrl.ledger import Ledger
+from streamrl.trainer.graph import Graph
+from streamrl.trainer.master.batches import BatchFormer
+from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
+from streamrl.transport.control import Admit, InFlight, InFlightReply
+from streamrl.types import SampleMeta
 
 WORKERS = 16
 RATE = 5000.0
 AIM_MS = 20.0
+BATCH = 512
 COLUMNS = (
     "admissions_per_second",
     "calls_per_second",
@@ -57,30 +63,85 @@ COLUMNS = (
 
 
 def config_for(folder: str, *, room: int) -> Config:
+    """Room for `room` groups beyond those that were trained on."""
+    batch = min(room, BATCH)
     return from_dict(
         {
             "run": {"dir": folder},
             "gserver": {"engine": "simulated"},
             "rollout": {"group_size": 1},
             "algorithm": {"advantage": "reinforce++"},
-            "trainer": {"batch_groups": room},
-            "staleness": {"max_staleness": 0},
+            "trainer": {"batch_groups": batch},
+            "staleness": {"max_staleness": room // batch - 1},
             "stream": {"capacity_groups": room},
             "manager": {"heartbeat_seconds": 1.0, "lease_seconds": 600.0},
         }
     )
 
 
-def serve(folder: str, room: int, core: int | None, url: Any) -> None:
-    """The manager, in a process of its own."""
+def serve(folder: str, room: int, core: int | None, pipe: Any) -> None:
+    """The manager, in a process of its own. It sends its URL, and drops as many groups as it is sent."""
     if core is not None:
         os.sched_setaffinity(0, {core})
     allow_many_connections()
 
-    async def managing() -> None:
-        await process.serve(config_for(folder, room=room), host="127.0.0.1", port=0, on_ready=url.send)
+    async def control() -> None:
+        config = config_for(folder, room=room)
+        async with managing(config, host="127.0.0.1", port=0) as found:
+            trainer = Trainer(config, found.manager.ledger)
+            asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: trainer.drop(pipe.recv()))
+            pipe.send(found.url)
+            await asyncio.Event().wait()
 
-    uvloop.run(managing())
+    uvloop.run(control())
+
+
+class Trainer:
+    """The master's part in groups: it takes each one whose requests have ended, and trains on full batches at once."""
+
+    def __init__(self, config: Config, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._buffer = AsyncIOSequenceBuffer(Graph(()), ledger)
+        self._former = BatchFormer(config)
+        in_flight = GroupCalls.in_flight
+
+        async def and_take(calls: GroupCalls, message: InFlight) -> InFlightReply:
+            reply = await in_flight(calls, message)
+            self._take([group.seq for group in message.groups if not group.requests])
+            return reply
+
+        GroupCalls.in_flight = and_take  # type: ignore[method-assign]
+
+    def drop(self, count: int) -> None:
+        """Take `count` groups, and discard them as too old: their prompts go back."""
+        seqs = [group.seq for group in self._ledger.groups.values() if group.state == "leased"][:count]
+        self._buffer.put_batch(map(self._meta, seqs))
+        with self._buffer.dropping(seqs):
+            pass
+
+    def _take(self, seqs: list[int]) -> None:
+        self._buffer.put_batch(map(self._meta, seqs))
+        version = self._ledger.policy_version
+        selection = self._former.select(
+            self._buffer.ready, policy_version=version, next_in_order=self._ledger.next_in_order
+        )
+        if selection.batch:
+            self._buffer.trained_on(selection.batch)
+            self._ledger.advance(version + 1)
+
+    def _meta(self, seq: int) -> SampleMeta:
+        versions = {self._ledger.policy_version: 100}
+        return SampleMeta(
+            seq=seq,
+            head=0,
+            worker="",
+            size=1,
+            tokens=200,
+            rewards=[0.0],
+            response_lengths=[100],
+            version_counts=versions,
+            generation_seconds=1.0,
+        )
 
 
 def allow_many_connections() -> None:
@@ -107,7 +168,7 @@ async def measure(process: psutil.Process, load: Load, kind: str, in_flight: int
         )
 
 
-async def measure_waiting(process: psutil.Process, load: Load, waiting: int, wakes: int) -> dict[str, Any]:
+async def measure_waiting(process: psutil.Process, load: Load, waiting: int, wakes: int, pipe: Any) -> dict[str, Any]:
     """`waiting` admissions stand in line; one place after another becomes free."""
     async with load.joined():
         await load.admit(time.monotonic())  # takes the only place
@@ -120,19 +181,19 @@ async def measure_waiting(process: psutil.Process, load: Load, waiting: int, wak
         await asyncio.sleep(1.0 + waiting / 2000)
         latencies = []
         before, own, began = cpu_seconds(process), time.process_time(), time.monotonic()
-        for drops in range(1, wakes + 1):
+        for _ in range(wakes):
             start = time.monotonic()
-            await load._master.post("/groups", GroupChanges([Fate(0, 2 * drops)]))  # dropped: its place is free again
+            pipe.send(1)  # dropped: its place is free again
             latencies.append(await served.get() - start)
             assert served.empty(), "more than one was served with one place"
         seconds = time.monotonic() - began
         answer = {
             "admissions_per_second": round(wakes / seconds, 1),
-            "calls_per_second": round(2 * wakes / seconds, 1),
+            "calls_per_second": round(wakes / seconds, 1),
             "p50_ms": round(1e3 * percentile(latencies, 0.5), 3),
             "p99_ms": round(1e3 * percentile(latencies, 0.99), 3),
             "manager_cpu_share": round((cpu_seconds(process) - before) / seconds, 3),
-            "manager_cpu_us_per_call": round(1e6 * (cpu_seconds(process) - before) / (2 * wakes), 1),
+            "manager_cpu_us_per_call": round(1e6 * (cpu_seconds(process) - before) / wakes, 1),
             "load_cpu_share": round((time.process_time() - own) / seconds, 3),
         }
         for call in calls:
@@ -151,11 +212,11 @@ def one_row(kind: str, gservers: int, in_flight: int, seconds: float, cores: tup
     """Start a manager, measure, end it."""
     room = 1 if kind == "waiting" else 10_000_000
     spawn = multiprocessing.get_context("spawn")
-    receiver, sender = spawn.Pipe(duplex=False)
+    ours, theirs = spawn.Pipe()
     with tempfile.TemporaryDirectory() as folder:
-        child = spawn.Process(target=serve, args=(folder, room, cores[0] if cores else None, sender), daemon=True)
+        child = spawn.Process(target=serve, args=(folder, room, cores[0] if cores else None, theirs), daemon=True)
         child.start()
-        url: str = receiver.recv()
+        url: str = ours.recv()
         host, _, port = url.removeprefix("http://").partition(":")
         load = Load(
             host,
@@ -168,7 +229,7 @@ def one_row(kind: str, gservers: int, in_flight: int, seconds: float, cores: tup
         process = psutil.Process(child.pid)
         try:
             if kind == "waiting":
-                found = uvloop.run(measure_waiting(process, load, in_flight, wakes=min(200, in_flight)))
+                found = uvloop.run(measure_waiting(process, load, in_flight, min(200, in_flight), ours))
             else:
                 found = uvloop.run(measure(process, load, kind, in_flight, seconds))
         finally:
@@ -215,7 +276,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     right.set(xscale="log", xlabel="simulated gservers", ylabel="p99 in ms at 5,000 a second", yscale="log")
     left.legend()
     right.legend()
-    picture.suptitle("The gserver manager on one core (gservers, workers and master simulated)")
+    picture.suptitle("The gserver manager on one core (gservers, workers and training simulated)")
     picture.tight_layout()
     picture.savefig(path, dpi=120)
 
@@ -244,7 +305,7 @@ def main() -> None:
         "workers": WORKERS,
         "rate": RATE,
         "seconds": arguments.seconds,
-        "simulated": "all but the manager",
+        "simulated": "gservers, rollout workers and training",
         "quick": arguments.quick,
     }
     console.print(f"written to {write_results('bench_manager', settings, rows)}")

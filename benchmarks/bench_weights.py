@@ -55,7 +55,7 @@ from weights_rank import read_weights, source_of
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.device import resolve_device, resolve_dtype
-from streamrl.gserver.manager import process
+from streamrl.gserver.manager.process import managing
 from streamrl.models import ensure_checkpoint
 from streamrl.trainer.worker.publisher import Carriers, Publisher, carriers_for
 from streamrl.trainer.worker.weight_source import Senders, WeightSource
@@ -206,9 +206,17 @@ async def point(
 ) -> AsyncIterator[Point]:
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(config))
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    managing = asyncio.create_task(process.serve(config, host="127.0.0.1", port=0, on_ready=ready.set_result))
-    url = await ready
+    async with (
+        managing(config, host="127.0.0.1", port=0) as managed,
+        _point_of(managed.url, config, file, model_dir, senders) as found,
+    ):
+        yield found
+
+
+@asynccontextmanager
+async def _point_of(
+    url: str, config: Config, file: Path, model_dir: Path, senders: Senders | None
+) -> AsyncIterator[Point]:
     client = ControlClient(url, secret=of_run_at(url))
     gservers = [
         await asyncio.create_subprocess_exec(
@@ -230,8 +238,6 @@ async def point(
         finally:
             await found.close()
     finally:
-        managing.cancel()
-        await asyncio.gather(managing, return_exceptions=True)
         await client.close()
         for gserver in gservers:
             gserver.kill()

@@ -1,4 +1,4 @@
-"""Simulated gservers, rollout workers and a master that load a manager, in a process of their own.
+"""Simulated gservers and rollout workers that load a manager, in a process of their own.
 
 What a call costs here has to be small beside what it costs the manager, so requests are written and answers read
 without an HTTP library. Nothing is generated: a group is "in flight" from its admission until the trainer takes it.
@@ -17,11 +17,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from streamrl.ledger import Fate
 from streamrl.transport.control import (
     Admit,
     AdmitReply,
-    GroupChanges,
     GroupInFlight,
     Heartbeat,
     InFlight,
@@ -33,7 +31,7 @@ from streamrl.transport.secret import of_run_at
 
 encode = msgspec.json.encode
 TAKE_SECONDS = 0.01
-"""The master takes what has come since the last time."""
+"""Between two reports of what has ended."""
 TICK_SECONDS = 0.001
 
 
@@ -94,13 +92,12 @@ class Load:
 
     @asynccontextmanager
     async def joined(self) -> AsyncIterator[None]:
-        self._master = await self.connect()
+        self._owner = await self.connect()
         self._beats = await self.connect()
         self._ends = await self.connect()
         async with simulated_gservers(capacity=1_000_000) as url:
             for index in range(self._gservers):
                 await self._register("gserver", index, f"{url}/{index}")
-            await self._register("master", 0, "tcp://nowhere")
             for worker in range(self._workers):
                 token = await self._register("rollout", worker)
                 self._free.put_nowait((worker, await self.connect(token)))
@@ -119,13 +116,13 @@ class Load:
 
     async def _register(self, role: Role, index: int, address: str = "") -> str:
         message = Register(role, index, address, self._digest, os.getpid(), "bench")
-        reply = await self._master.post("/register", message)
+        reply = await self._owner.post("/register", message)
         return msgspec.json.decode(reply, type=RegisterReply).token
 
     async def _beat(self) -> None:
         """Every member in turn, evenly over the interval, as independent processes would."""
         members: list[tuple[Role, int]] = [("gserver", i) for i in range(self._gservers)]
-        members += [("rollout", i) for i in range(self._workers)] + [("master", 0)]
+        members += [("rollout", i) for i in range(self._workers)]
         began, sent = time.monotonic(), 0
         while True:
             due = int((time.monotonic() - began) / self._heartbeat * len(members))
@@ -152,7 +149,7 @@ class Load:
             self.admitted += 1
 
     async def take_down_to(self, groups: int) -> None:
-        """End the oldest groups so that `groups` are in flight: requests end, then the trainer stores them."""
+        """End the requests of the oldest groups, so that `groups` are in flight."""
         ended = [self._in_flight.popleft() for _ in range(max(0, len(self._in_flight) - groups))]
         if not ended:
             return
@@ -162,8 +159,6 @@ class Load:
         for worker, changes in by_worker.items():
             await self._ends.post("/in_flight", InFlight(worker, changes))
             self.calls += 1
-        await self._master.post("/groups", GroupChanges([Fate(seq, 1) for _, seq in ended]))
-        self.calls += 1
 
     async def _take_on(self, groups: int) -> None:
         while True:

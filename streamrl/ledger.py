@@ -1,9 +1,8 @@
-"""The ledger: which prompts run, which groups count, and which tokens are young enough to train on.
+"""The ledger: one record for each open group, the rules of admission, and the rules by which batches are chosen.
 
-Pure state machines without I/O or clocks (times are passed in). The gserver manager owns the
-`Ledger`; the master calls `select_batch` on its `ReadyGroups` when it forms a training batch.
-Nothing here looks at all groups: adding, removing and asking cost the same, but for a logarithm, however many
-there are.
+Pure state machines without I/O or clocks (times are passed in). The gserver manager leases, rejects and returns groups
+here; the master's buffer (`trainer/master/buffer.py`) accepts and closes them, and calls `select_batch` to form a
+training batch. No operation looks at all groups: each takes constant or logarithmic time, whatever their number.
 
 With P groups in a training batch and `max_staleness` η:
 
@@ -17,23 +16,20 @@ With P groups in a training batch and `max_staleness` η:
 
 Where the number of groups ends the run (`ends_after`), no group starts that its last batch does not need.
 
-The trainer's word on a group is final, and is a count: how often it has taken the group or let go of it
-(`Fate`). Odd, it has the group; even, it does not. So its word can be told late, twice or out of order, and
-ledger and trainer still come to agree.
-
-Invariants (held by property tests): every sequence number is always in exactly one of
-`waiting`, `running`, `accepted`, `rejected`; none is skipped; none is accepted twice.
+Invariants (held by property tests): every sequence number is always in exactly one state (`GroupState`); none is
+skipped; none is trained on twice.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from streamrl.seqs import SeqQueue
+from streamrl.seqs import SeqQueue, SeqSet
+from streamrl.types import SampleMeta
 
 # --- ready ---
 
@@ -89,42 +85,41 @@ class ReadyGroups:
 OverAge = Literal["mask", "wait", "drop"]
 
 
-GroupState = Literal["new", "leased", "returned", "accepted", "rejected"]
-"""What the manager takes a group for; docs/groups.md draws who moves it from one to the next.
+GroupState = Literal["new", "leased", "returned", "accepted", "trained", "rejected"]
+"""docs/groups.md draws the moves from one state to the next.
 
-new: never given out. leased: a rollout worker makes it. returned: its prompt waits to be given out again. accepted:
-the trainer has it, or has trained on it. rejected: given up, unless the trainer turns out to have it.
+new: never admitted. leased: a rollout worker makes it. returned: its prompt waits to be admitted again. accepted: it is
+stored with the trainer. trained: a training step has used it. rejected: given up for good.
 """
 
 
-class Fate(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a group with the trainer."""
+class Group(msgspec.Struct, eq=False):
+    """The record of an open group: leased, returned or accepted."""
 
     seq: int
-    changes: int
-    """How often the trainer took the group or let go of it: odd while it has the group, or has trained on it."""
-
-
-class GroupOut(msgspec.Struct):
-    """A group that is out: it was given out, or is to be, and is neither with the trainer nor given up."""
-
-    seq: int
+    state: GroupState = "new"
+    # while a rollout worker makes it
     worker: str = ""
-    """The rollout worker that it was given to last; empty: nobody's, or that of a process that has ended."""
-    leased: bool = False
-    """Whether `worker` holds its lease; if not, its prompt waits to be given out again."""
+    """The rollout worker that it was leased to last; empty if there is none, or if that process has ended."""
     granted: float = 0.0
     """When the lease began, in seconds."""
     route: Any = None
     """Where its requests go while it is leased (the manager's `routing.Route`); the ledger only keeps it."""
     deaths: list[int] = []
-    """The deaths of workers that it was at, by their number in the run."""
+    """Deaths of workers that had it, by their number in the run."""
+    # while the trainer has it
+    meta: SampleMeta | None = None
+    """None: it is not stored with the trainer, or is being discarded there."""
+    keys: frozenset[str] = frozenset()
+    """Keys that are ready."""
+    holders: Mapping[str, frozenset[int]] = {}
+    """Key → model workers that hold its array. Shared between groups: replace it, never change it."""
 
 
 class Ledger:
-    """Admission: leases sequence numbers to workers for a time, and counts what became of them.
+    """The table of groups: leases sequence numbers to workers for a time, and counts what became of them.
 
-    Of each group that is out it has one record; the accepted are only counted.
+    Open groups have a record each; closed ones (trained, rejected) are sets of sequence numbers.
     """
 
     def __init__(
@@ -135,55 +130,56 @@ class Ledger:
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
         self.admitted_staleness = max_staleness
-        """The η of admission: `max_staleness`, or less for as long as a run is slowed. What runs already is not
-        touched by it."""
+        """The η of admission: `max_staleness`, or less while a run is slowed. It does not affect groups that run."""
         self.lease_seconds = lease_seconds
         self.policy_version = 0
         self.next_seq = 0
         self._began = (0, 0)  # policy version, and groups trained on, where this process began
         self.ends_after: int | None = None
-        """The run is over once this many groups were trained on or given up; None: their number does not end it."""
-        self.accepted = 0
-        """Groups finished and kept since the run began, trained ones included."""
+        """The run is over once this many groups were trained on or rejected; None: their number does not end it."""
         self.dropped = 0
-        """Times that a finished group was too old and its prompt went back (`over_age = "drop"`)."""
+        """Times that a stored group was too old and its prompt went back (`over_age = "drop"`)."""
         self.expired = 0
-        """Times that a lease ran out and its prompt was given out again."""
-        self.rejected: set[int] = set()
-        """Sequence numbers given up on purpose."""
-        self.rejections: list[Fate] = []
-        """All rejections in order, each with the trainer's word as it was then; one that the trainer knew better
-        about stays listed."""
-        self.out: dict[int, GroupOut] = {}
-        """The groups that are out, by sequence number."""
-        self._leases: dict[str, dict[int, GroupOut]] = {}  # worker → the groups that it holds, oldest lease first
+        """Times that a lease ran out and its prompt went back."""
+        self.groups: dict[int, Group] = {}
+        """Open groups by sequence number."""
+        self.trained_seqs = SeqSet()
+        self.rejected = SeqSet()
+        self.on_lease_end: Callable[[Group], None] = lambda group: None
+        """Called with each group whose lease has ended, for whatever reason."""
+        self.observers: list[Callable[[], None]] = []
+        """Called after each change that a waiting admission or batch may depend on."""
+        self._leases: dict[str, dict[int, Group]] = {}  # worker → groups that it holds, oldest lease first
         self._renewed: dict[str, float] = {}  # worker with leases → when it was last heard of
-        self._returned = SeqQueue()  # those that are out without a lease
-        self._drops: dict[int, int] = {}  # how often, of those that were accepted and came back
+        self._returned = SeqQueue()
+        self._held = 0  # groups in state accepted
+        self._first_open = 0  # all below are closed
 
-    def restore(self, *, policy_version: int, trained: Collection[int], rejected: Collection[int]) -> None:
-        """Go on, before anything was admitted, where a run was at the end of a step.
+    def restore(self, *, policy_version: int, trained: Iterable[int], rejected: Iterable[int]) -> None:
+        """Continue, before anything was admitted, from the end of a step.
 
-        `trained` were accepted, `rejected` given up; all other sequence numbers below the largest of
-        them go back to be given out again.
+        All other sequence numbers below the largest of `trained` and `rejected` are returned to be admitted again.
         """
         if self.next_seq:
             raise ValueError("a ledger that has admitted groups cannot be restored")
-        closed = set(trained).union(rejected)
+        self.trained_seqs, self.rejected = SeqSet(trained), SeqSet(rejected)
         self.policy_version = policy_version
-        self._began = (policy_version, len(trained))
-        self.accepted = len(trained)
-        self.rejected = set(rejected)
-        self.rejections = [Fate(seq, 0) for seq in rejected]
-        self.next_seq = max(closed, default=-1) + 1
+        self._began = (policy_version, len(self.trained_seqs))
+        ends = [ranges[-1][1] for closed in (self.trained_seqs, self.rejected) if (ranges := closed.ranges())]
+        self.next_seq = max(ends, default=0)
         for seq in range(self.next_seq):
-            if seq not in closed:
-                self._return(GroupOut(seq))
+            if not self.is_closed(seq):
+                self._return(Group(seq))
+
+    @property
+    def accepted(self) -> int:
+        """Groups stored with the trainer since the run began, trained ones included."""
+        return self._held + len(self.trained_seqs)
 
     @property
     def running(self) -> int:
         """Groups under lease."""
-        return len(self.out) - len(self._returned)
+        return len(self.groups) - len(self._returned) - self._held
 
     @property
     def returned(self) -> int:
@@ -207,8 +203,7 @@ class Ledger:
             bound = min(bound, before + whole_batches * self.groups_per_batch)
         room = max(0, bound - self.accepted - self.running)
         if self.in_order and not room and not self.running:
-            # They lost their places when the run was slowed, or to others that started in the place of groups which
-            # were given up, and which the trainer had after all.
+            # They lost their places when the run was slowed; the next batch needs them.
             return min(self.returned, self.groups_per_batch)
         return room
 
@@ -218,68 +213,90 @@ class Ledger:
 
     def holder(self, seq: int) -> str | None:
         """Return the worker that holds the lease of `seq`, if one does."""
-        group = self.out.get(seq)
-        return group.worker if group is not None and group.leased else None
+        group = self.groups.get(seq)
+        return group.worker if group is not None and group.state == "leased" else None
 
     def state(self, seq: int) -> GroupState:
-        """Return the one state that group `seq` is in."""
-        if (group := self.out.get(seq)) is not None:
-            return "leased" if group.leased else "returned"
-        if seq in self.rejected:
-            return "rejected"
-        return "accepted" if 0 <= seq < self.next_seq else "new"
+        """Return the state of group `seq`."""
+        if (group := self.groups.get(seq)) is not None:
+            return group.state
+        if seq in self.trained_seqs:
+            return "trained"
+        return "rejected" if seq in self.rejected else "new"
 
-    def admit(self, worker: str, count: int, *, now: float) -> list[GroupOut]:
+    def is_closed(self, seq: int) -> bool:
+        """Whether `seq` was trained on or rejected."""
+        return seq in self.trained_seqs or seq in self.rejected
+
+    def next_in_order(self, count: int) -> list[int]:
+        """Return the first `count` sequence numbers that are neither trained on nor rejected."""
+        while self.is_closed(self._first_open):
+            self._first_open += 1
+        return next_in_order(self.is_closed, start=self._first_open, count=count)
+
+    def admit(self, worker: str, count: int, *, now: float) -> list[Group]:
         """Lease up to `count` groups to `worker`: returned ones first, then new ones."""
         room = min(count, self.room)
-        again = [self.out[seq] for seq in self._returned.pop(room)]
-        fresh = [GroupOut(seq) for seq in range(self.next_seq, self.next_seq + room - len(again))]
+        again = [self.groups[seq] for seq in self._returned.pop(room)]
+        fresh = [Group(seq) for seq in range(self.next_seq, self.next_seq + room - len(again))]
         self.next_seq += len(fresh)
         for group in fresh:
-            self.out[group.seq] = group
+            self.groups[group.seq] = group
         admitted = again + fresh
         for group in admitted:
-            group.worker, group.leased, group.granted = worker, True, now
+            group.state, group.worker, group.granted = "leased", worker, now
             self._leases.setdefault(worker, {})[group.seq] = group
         return admitted
 
-    def changes(self, seq: int) -> int:
-        """Return how often the trainer took `seq` or let go of it, as far as is known here (see `Fate`)."""
-        return 2 * self._drops.get(seq, 0) + (self.state(seq) == "accepted")
+    def accept(self, meta: SampleMeta) -> Group | None:
+        """Enter a group that is stored with the trainer, and return its record; None if it was closed before.
 
-    def take_change(self, fate: Fate) -> bool:
-        """Note that the trainer took a group, or let go of one that was too old, whose prompt goes back.
-
-        This overrides whatever the ledger knew of the group: a lease that runs or ran out, even a rejection. Return
-        False, and change nothing, when this or something later was told before.
+        It may come from a worker whose lease ran out, while another makes it too. One that is stored again replaces
+        its metadata.
         """
-        seq = fate.seq
-        known = self.changes(seq)
-        if not 0 <= seq < self.next_seq or fate.changes <= known:
-            return False
-        if known % 2:
-            self.accepted -= 1
-        else:
-            self._take_out(seq)
-        if drops := fate.changes // 2:
-            self.dropped += drops - self._drops.get(seq, 0)
-            self._drops[seq] = drops
-        if fate.changes % 2:
-            self.accepted += 1
-        else:
-            self._return(GroupOut(seq))
-        return True
+        group = self.groups.get(meta.seq)
+        if group is None:
+            return None
+        if group.state != "accepted":
+            self._end_lease(group)
+            self._returned.discard(meta.seq)
+            group.state = "accepted"
+            self._held += 1
+        group.meta, group.keys, group.holders = meta, frozenset(), {}
+        return group
+
+    def discarding(self, seq: int) -> None:
+        """Mark accepted group `seq` as being discarded by the model workers: it is too old, and may be stored again."""
+        self.groups[seq].meta = None
+
+    def discarded(self, seq: int) -> None:
+        """Return the prompt of `seq`, unless the group was stored again while it was being discarded."""
+        self.dropped += 1
+        group = self.groups[seq]
+        if group.meta is None:
+            self._held -= 1
+            self._return(Group(seq))
+            self._changed()
+
+    def trained_on(self, seq: int) -> None:
+        """Close accepted group `seq`."""
+        del self.groups[seq]
+        self._held -= 1
+        self.trained_seqs.add(seq)
 
     def reject(self, seq: int) -> bool:
-        """Give `seq` up on purpose (filtered, failed for good) and give its place back.
+        """Give `seq` up (filtered out, failed in spite of retries), which frees its place.
 
-        Return False, and change nothing, when it is neither leased nor waits to be given out again.
+        Return False, and change nothing, unless it is leased or returned.
         """
-        if seq not in self.out:
+        group = self.groups.get(seq)
+        if group is None or group.state == "accepted":
             return False
-        self.rejections.append(Fate(seq, self.changes(seq)))
-        self._take_out(seq)
+        self._end_lease(group)
+        self._returned.discard(seq)
+        del self.groups[seq]
         self.rejected.add(seq)
+        self._changed()
         return True
 
     def renew(self, worker: str, *, now: float) -> None:
@@ -295,11 +312,11 @@ class Ledger:
             for group in own.values():
                 group.granted += seconds
 
-    def release(self, worker: str) -> list[GroupOut]:
+    def release(self, worker: str) -> list[Group]:
         """Take back the prompts of `worker`, which is gone; return their groups by sequence number."""
         return self._give_back(list(self._leases.get(worker, {}).values()))
 
-    def expire(self, *, now: float) -> list[GroupOut]:
+    def expire(self, *, now: float) -> list[Group]:
         """Give back the prompts of leases that ran out; return their groups by sequence number."""
         return self._give_back(
             [
@@ -316,38 +333,38 @@ class Ledger:
         if version < self.policy_version:
             raise ValueError(f"policy version went back from {self.policy_version} to {version}")
         self.policy_version = version
+        self._changed()
 
-    def _take_out(self, seq: int) -> None:
-        """Remove `seq` from those that are out and from the rejected; the accepted are not listed anywhere."""
-        group = self.out.pop(seq, None)
-        if group is not None:
-            self._end_lease(group)
-        self._returned.discard(seq)
-        self.rejected.discard(seq)
-
-    def _give_back(self, groups: list[GroupOut]) -> list[GroupOut]:
+    def _give_back(self, groups: list[Group]) -> list[Group]:
         for group in groups:
             self._end_lease(group)
             self._return(group)
         self.expired += len(groups)
+        if groups:
+            self._changed()
         return sorted(groups, key=lambda group: group.seq)
 
-    def _return(self, group: GroupOut) -> None:
-        self.out[group.seq] = group
+    def _return(self, group: Group) -> None:
+        group.state = "returned"
+        self.groups[group.seq] = group
         self._returned.add(group.seq)
 
-    def _expiry(self, group: GroupOut) -> float:
+    def _changed(self) -> None:
+        for observer in self.observers:
+            observer()
+
+    def _expiry(self, group: Group) -> float:
         return max(group.granted, self._renewed.get(group.worker, group.granted)) + self.lease_seconds
 
-    def _end_lease(self, group: GroupOut) -> None:
-        if not group.leased:
+    def _end_lease(self, group: Group) -> None:
+        if group.state != "leased":
             return
-        group.leased = False
         own = self._leases[group.worker]
         del own[group.seq]
         if not own:
             del self._leases[group.worker]
             self._renewed.pop(group.worker, None)
+        self.on_lease_end(group)
 
 
 class Selection(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ A sequence number `seq` is the position of a group's prompt in the run's endless
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 _CHUNK_BITS = 13
 _CHUNK_BYTES = 1 << (_CHUNK_BITS - 3)
@@ -27,6 +27,11 @@ class SeqSet:
     def __contains__(self, seq: int) -> bool:
         chunk = self._chunks.get(seq >> _CHUNK_BITS)
         return chunk is not None and bool(chunk[seq >> 3 & _CHUNK_BYTES - 1] >> (seq & 7) & 1)
+
+    def __iter__(self) -> Iterator[int]:
+        """Ascending."""
+        for first, end in self.ranges():
+            yield from range(first, end)
 
     def add(self, seq: int) -> None:
         """Put `seq` into the set; no change if it is there."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import logging
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -22,3 +24,24 @@ async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = Non
     for task in done:
         task.result()
     return tasks
+
+
+@contextmanager
+def warned_of(what: str, *, after: float, log: logging.Logger) -> Iterator[None]:
+    """Warn that `what` is awaited if the context takes longer than `after` seconds, and again each time that it has
+    taken twice as long."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+
+    timers: list[asyncio.TimerHandle] = []
+
+    def warn() -> None:
+        waited = loop.time() - began
+        log.warning("waiting for %s, for %.0f s now", what, waited)
+        timers[:] = [loop.call_later(waited, warn)]
+
+    timers.append(loop.call_later(after, warn))
+    try:
+        yield
+    finally:
+        timers[0].cancel()

@@ -12,7 +12,7 @@ from streamrl.transport.credentials import CurveKeys, Shown, Verifier, credentia
 from streamrl.transport.push_pull import GroupPusher
 from streamrl.types import TrajectoryGroup
 
-KEYS: dict[Role, bytes] = {"model_worker": b"k" * 32, "master": b"m" * 32}
+KEYS: dict[Role, bytes] = {"model_worker": b"k" * 32, "controller": b"m" * 32}
 """Receiver → what it knows senders by."""
 
 

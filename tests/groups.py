@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import strategies as st
 
+from streamrl.ledger import Ledger
 from streamrl.stream_dataset import StreamDataset
 from streamrl.types import NO_VERSION, TrajectoryGroup
+
+
+def admitted_ledger(*, batch: int = 2, count: int = 100, rejected: Sequence[int] = ()) -> Ledger:
+    """A ledger that has leased `count` groups to one worker, which gave some up; batches are of `batch` groups."""
+    ledger = Ledger(groups_per_batch=batch, max_staleness=count, lease_seconds=1e9)
+    ledger.admit("rollout/0", count, now=0.0)
+    for seq in rejected:
+        assert ledger.reject(seq)
+    return ledger
 
 
 def make_group(

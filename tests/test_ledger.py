@@ -1,9 +1,8 @@
 """The ledger's rules over random schedules: workers that crash, fall silent and come late, and a
 trainer that selects, drops and steps, under all three `over_age` policies.
 
-The model here follows the real protocol: workers are admitted and reject; the trainer stores each group once, and
-tells the ledger what it has in messages that come late, twice and out of order; it hears of rejections late; leases
-live from heartbeat to heartbeat.
+The model here follows the real protocol: workers are admitted and reject; heads store each group once, and the buffer
+hears of it late; leases live from heartbeat to heartbeat.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from streamrl.ledger import Fate, Ledger, OverAge, ReadyGroups, count_over_age, next_in_order, select_batch
+from streamrl.ledger import Ledger, OverAge, ReadyGroups, count_over_age, next_in_order, select_batch
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.types import SampleMeta
@@ -63,22 +62,22 @@ class Run(RuleBasedStateMachine):
         self.returned: set[int] = set()
         self.accepted: set[int] = set()
         self.rejected: set[int] = set()
-        self.overruled = False  # one was given up that the trainer had: another has started in its place
-        self.changes: Counter[int] = Counter()
         # the workers: versions of the tokens so far
         self.generating: dict[tuple[str, int], list[int]] = {}
         # the trainer
         self.known: set[int] = set()  # to the heads: pushed again, they are duplicates
         self.arrivals: list[SampleMeta] = []  # stored, and not heard of by the master
-        self.buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=batch)
+        self.buffer = AsyncIOSequenceBuffer(Graph(()), self.ledger)
         self.held: dict[int, SampleMeta] = {}  # what the buffer ought to hold
         self.trained: list[int] = []
-        self.heard = 0  # rejections
-        self.messages: list[list[Fate]] = []  # on their way to the ledger, or to come again
+        self.changed = 0  # how often the ledger called its observers
+        self.ledger.observers.append(self.count_change)
+        self.ended: list[int] = []  # leases, as the ledger reported
+        self.ends: list[int] = []  # leases that ought to have ended
+        self.ledger.on_lease_end = lambda group: self.ended.append(group.seq)
 
-    @property
-    def given_up(self) -> set[int]:
-        return {seq for first, end in self.buffer.given_up.ranges() for seq in range(first, end)}
+    def count_change(self) -> None:
+        self.changed += 1
 
     @property
     def bound(self) -> int:
@@ -161,15 +160,14 @@ class Run(RuleBasedStateMachine):
         del self.generating[worker, seq]
         if self.ledger.holder(seq) in (worker, None):  # the manager sees to that
             gate = self.gate
-            took_place = seq in self.leased
+            took_place, changed = seq in self.leased, self.changed
             effective = self.ledger.reject(seq)
             assert effective is (took_place or seq in self.returned)
             assert not self.ledger.reject(seq), "a second time changes nothing"
             if effective:
-                assert self.ledger.rejections[-1] == Fate(seq, self.changes[seq])
                 take_out(self, seq)
                 self.rejected.add(seq)
-                self.overruled |= seq in self.known
+                assert self.changed > changed, "whoever waits for the place is not woken"
                 assert self.ledger.room == self.room
                 assert self.gate >= gate, "a rejection gives the place back"
 
@@ -217,54 +215,20 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def take_in(self) -> None:
-        """The master hears which groups came, and lets go of those that were given up."""
-        wanted = [arrived for arrived in self.arrivals if arrived.seq not in self.buffer.given_up]
-        self.held.update((arrived.seq, arrived) for arrived in wanted)
+        """The master hears which groups came; those that were given up by then are unwanted."""
+        wanted = [arrived for arrived in self.arrivals if arrived.seq not in self.rejected]
+        for arrived in wanted:
+            take_out(self, arrived.seq)
+            self.accepted.add(arrived.seq)
+            self.held[arrived.seq] = arrived
         refused = self.buffer.put_batch(self.arrivals)
         assert [*map(id, refused)] == [id(arrived) for arrived in self.arrivals if arrived not in wanted]
         self.arrivals.clear()
 
-    @rule()
-    def hear_what_was_given_up(self) -> None:
-        self.buffer.give_up(self.ledger.rejections[self.heard :])
-        self.heard = len(self.ledger.rejections)
-
-    @rule()
-    def send(self) -> None:
-        if news := self.buffer.news():
-            self.messages.append(news)
-            self.buffer.told(news)
-            assert not self.buffer.untold
-
-    @precondition(lambda self: self.messages)
-    @rule(data=st.data())
-    def a_message_arrives(self, data: st.DataObject) -> None:
-        """One of the messages arrives, which may not be the first, and may come again."""
-        message = data.draw(st.sampled_from(self.messages))
-        if data.draw(st.booleans()):
-            self.messages.remove(message)
-        self.receive(message)
-
-    def receive(self, message: list[Fate]) -> None:
-        for seq, changes in ((fate.seq, fate.changes) for fate in message):
-            news = self.ledger.take_change(Fate(seq, changes))
-            assert news is (changes > self.changes[seq])
-            assert not self.ledger.take_change(Fate(seq, changes)), "a second time changes nothing"
-            if news:
-                self.changes[seq] = changes
-                take_out(self, seq)
-                (self.accepted if changes % 2 else self.returned).add(seq)
-
     def agree(self) -> None:
         """All that is under way arrives."""
         self.take_in()
-        self.send()
-        for message in reversed(self.messages):
-            self.receive(message)
-        self.messages.clear()
-        self.hear_what_was_given_up()
         assert self.accepted == {*self.held, *self.trained}
-        assert self.rejected == self.given_up
         for seq, worker in self.leased.items():
             assert self.expires[seq] <= self.now or worker in self.lost or (worker, seq) in self.generating, (
                 f"nobody makes seq {seq}, and its lease lives as long as its worker"
@@ -273,8 +237,8 @@ class Run(RuleBasedStateMachine):
     @rule(data=st.data())
     def train(self, data: st.DataObject | None = None) -> None:
         version = self.ledger.policy_version
-        order = self.buffer.next_in_order(self.batch)
-        closed = {*self.trained, *self.given_up}
+        order = self.ledger.next_in_order(self.batch)
+        closed = {*self.trained, *self.rejected}
         assert order == [seq for seq in range(len(closed) + self.batch) if seq not in closed][: self.batch]
         selection = select_batch(
             self.buffer.ready,
@@ -298,7 +262,10 @@ class Run(RuleBasedStateMachine):
                 for key in [key for key, tokens in self.generating.items() if tokens and key[1] in selection.drop]:
                     self.push(*key)
                 self.take_in()
-                self.send()
+        for seq in selection.drop:
+            if seq not in self.held:
+                take_out(self, seq)
+                self.returned.add(seq)
         assert len(selection.batch) == (0 if selection.short else self.batch)
         if not selection.batch:
             assert selection.short > 0
@@ -308,7 +275,7 @@ class Run(RuleBasedStateMachine):
         for seq, tokens in zip(selection.batch, batch, strict=True):
             young = {v: n for v, n in tokens.version_counts.items() if version - v <= self.staleness}
             assert sum(young.values()) == tokens.sampled_tokens - over_age[seq]
-            if self.over_age == "drop" or (self.over_age == "wait" and not self.overruled):
+            if self.over_age in ("drop", "wait"):
                 assert over_age[seq] == 0, "every token of every group is young enough"
             if self.staleness == 0 and not self.faults:
                 assert set(tokens.version_counts) == {version}, "on-policy"
@@ -317,7 +284,9 @@ class Run(RuleBasedStateMachine):
         assert self.buffer.trained_on(selection.batch) == {0: selection.batch}
         if self.over_age == "wait":
             assert selection.batch == order
+        changed = self.changed
         self.ledger.advance(version + 1)
+        assert self.changed > changed, "whoever waits for room is not woken"
 
     # --- what always holds -----------------------------------------------------------------------
 
@@ -326,16 +295,19 @@ class Run(RuleBasedStateMachine):
         ledger = self.ledger
         holders = {seq: holder for seq in range(ledger.next_seq) if (holder := ledger.holder(seq)) is not None}
         assert holders == self.leased
+        assert sorted(self.ended) == sorted(self.ends)
         assert ledger.next_expiry() == min(self.expires.values(), default=None)
-        assert sorted(ledger.out) == sorted([*self.leased, *self.returned])
+        assert sorted(ledger.groups) == sorted([*self.leased, *self.returned, *self.accepted - {*self.trained}])
         assert (ledger.running, ledger.returned) == (len(self.leased), len(self.returned))
-        assert (ledger.accepted, ledger.rejected) == (len(self.accepted), self.rejected)
+        assert ledger.accepted == len(self.accepted)
+        assert set(ledger.rejected) == self.rejected
         places = [*self.leased, *self.returned, *self.accepted, *self.rejected]
         assert sorted(places) == list(range(ledger.next_seq)), "one is lost, or in two places"
         for state, seqs in (
             ("leased", self.leased),
             ("returned", self.returned),
-            ("accepted", self.accepted),
+            ("accepted", self.accepted - {*self.trained}),
+            ("trained", self.trained),
             ("rejected", self.rejected),
             ("new", [ledger.next_seq, -1]),
         ):
@@ -343,11 +315,11 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def each_seq_ends_once(self) -> None:
-        assert len(self.trained) == len(set(self.trained)) == len(self.buffer.trained)
-        assert self.buffer.consumed == len(self.trained) + len(self.given_up)
+        assert len(self.trained) == len(set(self.trained)) == len(self.ledger.trained_seqs)
+        assert self.buffer.consumed == len(self.trained) + len(self.rejected)
         assert len(self.buffer) == len(self.buffer.ready) == len(self.held)
         assert self.buffer.metas(self.held) == list(self.held.values())
-        assert not self.given_up & {*self.trained, *self.held}
+        assert not self.rejected & {*self.trained, *self.held}
         assert len(self.trained) == self.ledger.policy_version * self.batch
 
     def teardown(self) -> None:
@@ -371,7 +343,8 @@ class Run(RuleBasedStateMachine):
 
 
 def take_out(run: Run, seq: int) -> None:
-    run.leased.pop(seq, None)
+    if run.leased.pop(seq, None) is not None:
+        run.ends.append(seq)
     run.expires.pop(seq, None)
     for places in (run.returned, run.accepted, run.rejected):
         places.discard(seq)
@@ -384,7 +357,7 @@ TestRun.settings = settings(max_examples=150, stateful_step_count=40, deadline=N
 def test_a_prompt_that_training_waits_for_starts_again_when_the_run_was_slowed_meanwhile() -> None:
     ledger = Ledger(groups_per_batch=1, max_staleness=1, lease_seconds=LEASE, in_order=True)
     ledger.admit("rollout/0", 2, now=0.0)
-    assert ledger.take_change(Fate(1, 1))
+    assert ledger.accept(meta(1, [0]))
     ledger.admitted_staleness = 0
     ledger.release("rollout/0")
     assert ledger.room == 1
@@ -392,125 +365,12 @@ def test_a_prompt_that_training_waits_for_starts_again_when_the_run_was_slowed_m
     assert ledger.room == 0
 
 
-def test_a_prompt_that_training_waits_for_starts_again_when_another_has_its_place() -> None:
-    ledger = Ledger(groups_per_batch=2, max_staleness=0, lease_seconds=LEASE, in_order=True)
+def test_a_group_that_was_given_up_is_not_accepted_when_it_comes() -> None:
+    ledger = Ledger(groups_per_batch=2, max_staleness=0, lease_seconds=LEASE)
     ledger.admit("rollout/0", 2, now=0.0)
     assert ledger.reject(1)
-    assert [group.seq for group in ledger.admit("rollout/0", 5, now=0.0)] == [2]
-    assert ledger.take_change(Fate(2, 1))
-    assert ledger.take_change(Fate(1, 1)), "the trainer had it"
-    ledger.release("rollout/0")
-    assert [group.seq for group in ledger.admit("rollout/1", 5, now=0.0)] == [0]
-
-
-class Agreement(RuleBasedStateMachine):
-    """What ledger and trainer believe of two prompts that two workers make, lose, and bring late."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ledger = Ledger(groups_per_batch=2, max_staleness=0, lease_seconds=LEASE)
-        self.now = 0.0
-        self.working: set[tuple[str, int]] = set()
-        self.known: set[int] = set()  # to the heads: pushed again, they are duplicates
-        self.arrivals: list[int] = []
-        self.buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
-        self.held: set[int] = set()
-        self.heard = 0
-        self.messages: list[list[Fate]] = []
-
-    @rule(worker=st.sampled_from(WORKERS[:2]))
-    def admit(self, worker: str) -> None:
-        self.working |= {(worker, group.seq) for group in self.ledger.admit(worker, 2, now=self.now)}
-
-    @rule()
-    def leases_run_out(self) -> None:
-        self.now += LEASE
-        self.ledger.expire(now=self.now)
-
-    @precondition(lambda self: self.working)
-    @rule(data=st.data())
-    def push(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.working)))
-        self.working.remove(key)
-        if key[1] not in self.known:
-            self.known.add(key[1])
-            self.arrivals.append(key[1])
-
-    @precondition(lambda self: self.working)
-    @rule(data=st.data())
-    def reject(self, data: st.DataObject) -> None:
-        worker, seq = data.draw(st.sampled_from(sorted(self.working)))
-        self.working.remove((worker, seq))
-        if self.ledger.holder(seq) in (worker, None):
-            self.ledger.reject(seq)
-
-    @rule()
-    def take_in(self) -> None:
-        self.held.update(seq for seq in self.arrivals if seq not in self.buffer.given_up)
-        self.buffer.put_batch(meta(seq, [0]) for seq in self.arrivals)
-        self.arrivals.clear()
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), anew=st.booleans())
-    def drop(self, data: st.DataObject, anew: bool) -> None:
-        """Perhaps another worker brings the group before all heads have let go of it."""
-        seq = data.draw(st.sampled_from(sorted(self.held)))
-        self.held.remove(seq)
-        with self.buffer.dropping([seq]):
-            self.send()
-            told = [fate.changes for message in self.messages for fate in message if fate.seq == seq]
-            assert max(told, default=0) < self.buffer.changes(seq), "its prompt would come again too early"
-            self.known.remove(seq)
-            if anew and (late := sorted(key for key in self.working if key[1] == seq)):
-                self.working.remove(late[0])
-                self.known.add(seq)
-                self.arrivals.append(seq)
-                self.take_in()
-                self.send()
-
-    @rule()
-    def send(self) -> None:
-        if news := self.buffer.news():
-            self.messages.append(news)
-            self.buffer.told(news)
-            self.buffer.told(news)
-            assert not self.buffer.untold
-
-    @precondition(lambda self: self.messages)
-    @rule(data=st.data(), again=st.booleans())
-    def receive(self, data: st.DataObject, again: bool) -> None:
-        """In any order; a message may come again."""
-        message = data.draw(st.sampled_from(self.messages))
-        if not again:
-            self.messages.remove(message)
-        for fate in message:
-            self.ledger.take_change(fate)
-
-    @rule()
-    def hear_what_was_given_up(self) -> None:
-        self.buffer.give_up(self.ledger.rejections[self.heard :])
-        self.heard = len(self.ledger.rejections)
-
-    def teardown(self) -> None:
-        """All that is under way arrives, the latest first."""
-        self.take_in()
-        self.send()
-        for message in reversed(self.messages):
-            for fate in message:
-                self.ledger.take_change(fate)
-        self.hear_what_was_given_up()
-        ledger = self.ledger
-        leased = {seq: holder for seq in range(ledger.next_seq) if (holder := ledger.holder(seq)) is not None}
-        assert {seq for seq in range(ledger.next_seq) if ledger.changes(seq) % 2} == self.held
-        assert (ledger.accepted, len(ledger.rejected)) == (len(self.held), len(self.buffer.given_up))
-        assert all(seq in self.buffer.given_up for seq in ledger.rejected)
-        assert ledger.accepted + ledger.running + ledger.returned + len(ledger.rejected) == ledger.next_seq
-        for seq, worker in leased.items():
-            assert (worker, seq) in self.working, f"nobody makes seq {seq}: its lease lives as long as its worker"
-
-
-TestAgreement = Agreement.TestCase
-TestAgreement.settings = settings(max_examples=300, stateful_step_count=25, deadline=None)
+    assert ledger.accept(meta(1, [0])) is None
+    assert ledger.state(1) == "rejected"
 
 
 @given(
@@ -557,7 +417,7 @@ def test_what_is_trained_on_gets_as_fresh_as_a_slowed_run_asks_for(batch: int, s
             ledger.admitted_staleness = slowed
         for group in ledger.admit("rollout/0", 1000, now=0.0):
             admitted.append(version)
-            ledger.take_change(Fate(group.seq, 1))
+            ledger.accept(meta(group.seq, [version]))
         mine, admitted = admitted[:batch], admitted[batch:]
         assert len(mine) == batch, "the run is stuck"
         ages.append({version - begun for begun in mine})
@@ -569,9 +429,10 @@ def test_what_is_trained_on_gets_as_fresh_as_a_slowed_run_asks_for(batch: int, s
 def test_the_ledger_refuses_what_cannot_be() -> None:
     ledger = Ledger(groups_per_batch=1, max_staleness=0, lease_seconds=LEASE)
     (group,) = ledger.admit("rollout/0", 5, now=0.0)
-    assert not ledger.take_change(Fate(group.seq, 0))
-    assert not ledger.take_change(Fate(17, 1))
+    assert ledger.accept(meta(17, [0])) is None, "it was never admitted"
     assert ledger.running == 1
+    assert ledger.accept(meta(group.seq, [0]))
+    assert not ledger.reject(group.seq), "the trainer has it"
     ledger.advance(1)
     with pytest.raises(ValueError, match="went back from 1 to 0"):
         ledger.advance(0)

@@ -240,7 +240,7 @@ def run_member(
 
     def leave(config: Config) -> list[Departure]:
         async def ask() -> None:
-            await ask_to_leave(config, manager_url=manager_url, role=role, index=number)  # type: ignore[arg-type]
+            await ask_to_leave(config, manager_url=manager_url, role=role, index=number)
 
         return [Departure(ask, "leaving the run")]
 
@@ -250,7 +250,7 @@ def run_member(
 
 def _ask_place(role: PlanRole, config_file: Path, overrides: Sequence[str], *, manager_url: str) -> int:
     config = configuration.load(config_file, overrides)
-    number = free_place(config, manager_url=manager_url, role=role)  # type: ignore[arg-type]
+    number = free_place(config, manager_url=manager_url, role=role)
     log.info("the controller calls this process %s/%d", role, number)
     return number
 

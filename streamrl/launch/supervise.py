@@ -491,7 +491,7 @@ async def _tell(client: ControlClient, reason: str) -> None:
     """Report to the controller that the run has failed, before survivors report the consequences."""
     try:
         async with asyncio.timeout(TELL_SECONDS):
-            await client.finish_run(FinishRun(reason="", error=reason), patience=0.0)
+            await client.finish_run(FinishRun(error=reason), patience=0.0)
     except (StreamRLError, TimeoutError) as error:  # it may be the one that died
         log.debug("the reason why the run failed does not reach the controller: %s", error)
 

@@ -444,7 +444,7 @@ class _Run:
         self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet, group_size=config.rollout.group_size)
         self._former = BatchFormer(config)
         # MFCs on arrivals are part of a step's time
-        self._held = AsyncIOSequenceBuffer(Graph(()), batch_groups=config.trainer.batch_groups)
+        self._held = AsyncIOSequenceBuffer(Graph(()), self._ledger)
         self._workers = [_RolloutWorker(self) for _ in range(config.rollout.workers)]
         self._turn = 0
         self._gservers: dict[str, _Gserver] = {}
@@ -647,7 +647,6 @@ class _Run:
         self._workers[group.worker].held -= 1
         if self._draw.random() < self.costs.rejected_share:
             self._admissions.reject(f"rollout/{group.worker}", seq, "as in the calibration")
-            self._held.give_up(self._ledger.rejections[-1:])
             del self._groups[seq]
         else:
             self._arrived += 1
@@ -664,17 +663,10 @@ class _Run:
                 generation_seconds=self.now - group.admitted,
             )
             self._held.put_batch([meta])
-            self._tell_manager()
         if self.costs.overhead_seconds:
             self.cores.begin(self.costs.overhead_seconds, _nothing)
         self._admit()
         self._form_batch()
-
-    def _tell_manager(self) -> None:
-        """It hears at once what became of groups."""
-        news = self._held.news()
-        self._admissions.take_changes(news)
-        self._held.told(news)
 
     # --- training ---
 
@@ -683,14 +675,13 @@ class _Run:
         if self._training:
             return
         selection = self._former.select(
-            self._held.ready, policy_version=self._version, next_in_order=self._held.next_in_order
+            self._held.ready, policy_version=self._version, next_in_order=self._ledger.next_in_order
         )
         if selection.drop:
             with self._held.dropping(selection.drop):
                 self._dropped += len(selection.drop)
                 for seq in selection.drop:
                     del self._groups[seq]
-            self._tell_manager()
             self._admit()
             self._form_batch()
         elif selection.batch:

@@ -76,12 +76,12 @@ async def _open_stream(config: Config, joined: Joined) -> GroupPusher:
 
 async def _open_calls(config: Config, joined: Joined, worker: RolloutWorker) -> SynchronousRollout:
     """Connect to the master, once it has registered, to take its calls."""
-    masters = await joined.control.topology("master", 1, patience=config.manager.join_timeout_seconds)
+    controllers = await joined.control.topology("controller", 1, patience=config.manager.join_timeout_seconds)
     calls = SynchronousRollout(
         config,
         index=joined.membership.index,
-        master=masters[0],
-        shown=joined.membership.shows("master"),
+        master=controllers[0],
+        shown=joined.membership.shows("controller"),
         admit=worker.admit,
         start=worker.start,
     )

@@ -8,34 +8,25 @@ call, and joins with it; each role has a token for its own.
 | POST /register | owner | a process joins; refused when its configuration differs |
 | GET /resume_point | owner | the checkpoint that the run goes on from |
 | POST /place | owner | a number for a process that joins a running run |
-| POST /drain | owner | a gserver or rollout worker finishes its work and leaves; the master saves and ends the run |
+| POST /drain | owner | a gserver or rollout worker finishes and leaves; the controller saves and ends the run |
 | POST /leave | gserver, rollout | it has left |
 | POST /heartbeat | all | it lives, and how it does; the reply says whether to stop |
 | GET /silent | owner | waits until others are silent than before the n-th change; who is |
 | GET /model | all | the files of the model, for a host that does not have it |
 | GET /model/part | all | some bytes of one of them |
-| GET /topology | rollout, master, model worker | waits until the named processes are registered; their addresses |
-| POST /member | master, model worker | whether a CURVE key is that of a member who may speak to the caller |
+| GET /topology | rollout, model worker | waits until the named processes are registered; their addresses |
+| POST /member | model worker | whether a CURVE key is that of a member who may speak to the caller |
 | POST /admit | rollout | waits for room in the ledger; sequence numbers with a gserver for each |
 | POST /route | rollout | another gserver for a group whose gserver failed |
 | POST /in_flight | rollout | how many requests of its groups still run |
 | POST /reject | rollout | a group is given up |
-| POST /groups | master | what has changed of groups: taken by the trainer, or let go of |
-| GET /groups | master | waits for what has changed of groups after the n-th change: given up |
-| POST /evaluate | master | an evaluation is due |
 | POST /evaluation/next | evaluator | waits for the next evaluation |
 | POST /evaluation/route | evaluator | a gserver for a prompt, another one if that failed |
 | POST /evaluation | evaluator | what an evaluation found |
-| GET /evaluations | master | waits for reports of evaluations after the n-th |
-| GET /data | master | waits until a rollout worker has told the size of the data set |
 | POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
 | GET /publish/places | model worker | on which machines and GPUs the gservers are |
-| GET /publish/resync | master | waits for gservers that only the publisher can resync to the current weights |
 | POST /compare | model worker | the gservers that serve a version are to score a response |
-| GET /compared | master | what they have scored |
-| POST /model | master | the configuration of the policy's transformer, for /status |
-| POST /report | master | the figures of one training step |
-| POST /finish_run | master | the run is over; every process is told at its next heartbeat |
+| POST /finish_run | owner | the run is over; every process learns it with its next heartbeat |
 | POST /fail_run | rollout | the run has to stop because of an error there |
 | GET /status, /metrics | all | the run's state as JSON; figures for Prometheus |
 | GET /health | anyone | 200 while the manager lives |
@@ -50,7 +41,6 @@ from typing import Any, Literal
 import msgspec
 
 from streamrl.architecture import Architecture
-from streamrl.ledger import Fate
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import FrequentFailure
@@ -60,7 +50,7 @@ LONG_POLL_SECONDS = 20.0
 
 # --- members: registration, heartbeats, addresses, the end of the run ---
 
-Role = Literal["gserver", "rollout", "evaluator", "master", "model_worker"]
+Role = Literal["gserver", "rollout", "evaluator", "controller", "model_worker"]
 
 
 class Register(msgspec.Struct, frozen=True):
@@ -187,7 +177,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """This process shall finish what it has, and leave. The run continues without it, unless it is the master."""
+    """This process shall finish what it has, and leave. The run continues without it, unless it is the controller."""
 
     role: Role
     index: int
@@ -233,13 +223,11 @@ class Topology(msgspec.Struct, frozen=True):
 
 
 class FinishRun(msgspec.Struct, frozen=True):
-    """The run is over: every process is told at its next heartbeat."""
+    """The owner ends the run: every process learns it with its next heartbeat."""
 
-    reason: str
+    reason: str = ""
     error: str = ""
-    """Not empty: the run failed."""
-    stopped: bool = False
-    """Whether the run was asked to stop before its end; a later start may resume it."""
+    """Not empty: the run failed, for example because a launcher has seen one of its processes die."""
 
 
 class FailRun(msgspec.Struct, frozen=True):
@@ -377,30 +365,7 @@ class Reject(msgspec.Struct, frozen=True):
     reason: str
 
 
-class GroupChanges(msgspec.Struct, frozen=True):
-    """What has changed of groups, told by the master to the manager (POST /groups: the trainer took them or let go of
-    them) and by the manager to the master (GET /groups: they were given up).
-
-    Each is told with the trainer's count of its changes, not with a difference, so the message may be told again, late
-    and in any order: what is not news has no effect. A group that was given up at a count that the trainer has passed
-    since is not given up.
-    """
-
-    groups: list[Fate]
-
-
 # --- evaluations: asked for by the master, made by the evaluator, reported back ---
-
-
-class Evaluate(msgspec.Struct, frozen=True):
-    """Try the policy on held-out prompts."""
-
-    policy_version: int
-    """The version that the gservers have now."""
-    step: int
-    """Training steps that are done."""
-    training_over: bool = False
-    """The run ends after this evaluation: no further group is started."""
 
 
 class EvaluationTask(msgspec.Struct, frozen=True):
@@ -446,15 +411,6 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     task: str
     """`id` of the `EvaluationTask`."""
     report: EvaluationReport
-
-
-class EvaluationReports(msgspec.Struct, frozen=True):
-    """What evaluations found."""
-
-    reports: list[EvaluationReport]
-    """All since the n-th that was asked for."""
-    stop: bool
-    """The run is over: there will be no more."""
 
 
 NO_EVALUATOR = "no evaluator has joined the run; start one: streamrl evaluator CONFIG --manager URL"
@@ -587,17 +543,6 @@ class PublishCommit(msgspec.Struct, frozen=True):
     """Name → `checksum.tensor_sums` of each weight as it was trained; empty: nothing is compared."""
 
 
-class ResyncNeeded(msgspec.Struct, frozen=True):
-    """The gservers that only the publisher can bring to the current weights."""
-
-    version: int
-    """The current one."""
-    gservers: list[str]
-    """Their names, for example `gserver/0`."""
-    serving: int
-    """How many gservers serve the current weights."""
-
-
 class PublishReply(msgspec.Struct, frozen=True):
     """How an update ended."""
 
@@ -636,13 +581,6 @@ class Scores(msgspec.Struct, frozen=True):
     computed: int = 0
     """Tokens that were computed for it, which others may use: those that it had in its cache are not counted."""
     problem: str = ""
-
-
-class Compared(msgspec.Struct, frozen=True):
-    """What the gservers say of the response that they were to score."""
-
-    scores: list[Scores]
-    """By index of the gserver."""
 
 
 # --- status: the run as people are told of it ---

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 
 HEARS: Mapping[Role, frozenset[Role]] = {
     "model_worker": frozenset({"rollout"}),
-    "master": frozenset({"model_worker", "rollout"}),
+    "controller": frozenset({"model_worker", "rollout"}),
 }
-"""Receiver → who may speak to it over ZMQ: groups to the model workers, replies and notices to the master."""
+"""Receiver → who may speak to it over ZMQ: groups to the model workers, replies and notices to the controller."""
 MAC_BYTES = 16
 ZAP_DOMAIN = b"streamrl"
 ASK_SECONDS = 5.0

@@ -16,11 +16,8 @@ from urllib.parse import quote, urlsplit, urlunsplit
 import aiohttp
 import msgspec
 
-from streamrl.architecture import Architecture
 from streamrl.config import Config, SecurityConfig
 from streamrl.errors import DeadlineExceeded, NotOfRun, PeerError
-from streamrl.ledger import Fate
-from streamrl.records.metrics import StepReport
 from streamrl.retry import Retry
 from streamrl.transport import http
 from streamrl.transport.addresses import is_loopback
@@ -32,17 +29,12 @@ from streamrl.transport.control import (
     AskPlace,
     AskRoute,
     Compare,
-    Compared,
-    DataFacts,
     Done,
     Drain,
-    Evaluate,
-    EvaluationReports,
     EvaluationResult,
     EvaluationRoute,
     FailRun,
     FinishRun,
-    GroupChanges,
     GserverPlaces,
     Heartbeat,
     HeartbeatReply,
@@ -64,7 +56,6 @@ from streamrl.transport.control import (
     RegisterReply,
     Reject,
     ResumePoint,
-    ResyncNeeded,
     Role,
     RouteReply,
     Silence,
@@ -255,22 +246,6 @@ class ControlClient:
         """Give a group up."""
         await self._post_patiently("/reject", message, Done)
 
-    async def tell_groups(self, message: GroupChanges) -> None:
-        """Tell the manager which groups the trainer took or let go of."""
-        await self._post_patiently("/groups", message, Done)
-
-    async def given_up(self, after: int) -> list[Fate]:
-        """Return the groups that were given up after the first `after` such; none after a long poll without any."""
-        return (await self._get_patiently(f"/groups?after={after}", GroupChanges)).groups
-
-    async def data(self) -> DataFacts:
-        """Return the training data's facts; 0 rows after a long poll in which no rollout worker has reported them."""
-        return await self._get_patiently("/data", DataFacts)
-
-    async def evaluate(self, message: Evaluate) -> None:
-        """Ask for an evaluation."""
-        await self._post_patiently("/evaluate", message, Done)
-
     async def next_evaluation(self, message: NextEvaluation) -> NextEvaluationReply:
         """Return the evaluation to be made next; none after a long poll without one."""
         return await self._post_patiently("/evaluation/next", message, NextEvaluationReply)
@@ -282,10 +257,6 @@ class ControlClient:
     async def evaluation_result(self, message: EvaluationResult) -> None:
         """Report what an evaluation found."""
         await self._post_patiently("/evaluation", message, Done)
-
-    async def evaluations(self, after: int) -> EvaluationReports:
-        """Return the reports after the first `after`; none after a long poll without any."""
-        return await self._get_patiently(f"/evaluations?after={after}", EvaluationReports)
 
     async def gserver_places(self) -> GserverPlaces:
         """Return on which machines and GPUs the gservers are."""
@@ -299,25 +270,9 @@ class ControlClient:
         """End this side of a weight update; return how the update went."""
         return await self._post("/publish/commit", message, PublishReply, timeout=timeout)
 
-    async def resync_needed(self) -> ResyncNeeded:
-        """Wait a while for gservers that only the publisher can resync; return them, if there are any."""
-        return await self._get_patiently("/publish/resync", ResyncNeeded)
-
     async def compare(self, message: Compare) -> None:
         """Have the gservers score a response; does not wait for them."""
         await self._post("/compare", message, Done)
-
-    async def compared(self, version: int) -> Compared:
-        """Return what they have answered about `version`."""
-        return await self._get(f"/compared?version={version}", Compared)
-
-    async def tell_model(self, message: Architecture) -> None:
-        """Report the configuration of the policy's transformer, for /status."""
-        await self._post_patiently("/model", message, Done)
-
-    async def report(self, message: StepReport) -> None:
-        """Report a training step."""
-        await self._post_patiently("/report", message.finite(), Done)
 
     async def finish_run(self, message: FinishRun, *, patience: float = PATIENCE_SECONDS) -> None:
         """End the run."""

@@ -195,7 +195,7 @@ class RequestChannel(Generic[Notice]):
         and each notice of its; `name_of` gives a worker's name for messages, `number_of` the number of one that has
         shown its credential. Nobody is heard before `admit`."""
         self.context = zmq.asyncio.Context()
-        self._verifier = Verifier("master")
+        self._verifier = Verifier("controller")
         self._admitting = asyncio.Event()
         self._number_of = number_of
         self._routes: dict[int, bytes] = {}

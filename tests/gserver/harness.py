@@ -16,14 +16,14 @@ import pytest
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.manager import core
-from streamrl.gserver.manager import process as manager_module
-from streamrl.ledger import Fate
+from streamrl.gserver.manager.core import Manager
+from streamrl.gserver.manager.process import Managing, managing
 from streamrl.machine import machine_identity, process_space
+from streamrl.records.evaluation import EvaluationReport
 from streamrl.transport.control import (
     Admission,
     Admit,
     Broadcast,
-    GroupChanges,
     Heartbeat,
     HeartbeatReply,
     ProcessStatus,
@@ -41,6 +41,8 @@ from streamrl.transport.control import (
 from streamrl.transport.keys import bearer
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, of_run_at
+from streamrl.types import SampleMeta
+from tests.groups import make_group
 
 HERE = socket.gethostname()
 NO_PROCESS = 2**22
@@ -68,27 +70,40 @@ def limit_trainer_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> N
     monkeypatch.setattr(core.Manager.__init__, "__kwdefaults__", defaults | {"trainer_patience_seconds": seconds})
 
 
-def taken(*seqs: int) -> GroupChanges:
-    """The trainer has these groups for the first time."""
-    return GroupChanges([Fate(seq, 1) for seq in seqs])
-
-
-def dropped(*seqs: int) -> GroupChanges:
-    """The trainer had these groups once, and has let go of them."""
-    return GroupChanges([Fate(seq, 2) for seq in seqs])
-
-
 class Run:
     """A manager under test and a client of it."""
 
-    def __init__(self, config: Config, url: str, serving: asyncio.Task[None]) -> None:
+    def __init__(self, config: Config, url: str, serving: asyncio.Task[None], manager: Manager | None = None) -> None:
         self.config = config
+        self._manager = manager
         self.url = url
         self.serving = serving
+        self.reports: list[EvaluationReport] = []
+        """Of evaluations, as the master gets them."""
+        if manager is not None:
+            manager.on_evaluation(self.reports.append)
         found = of_run_at(url)
         self.secret = found if found is not None else Secret.make()  # no manager listens
         self.client = ControlClient(url, secret=self.secret, timeout=10.0)
         """The run's owner, who may make every call."""
+
+    @property
+    def manager(self) -> Manager:
+        """What the master in its process calls."""
+        assert self._manager is not None, "this run has no manager"
+        return self._manager
+
+    def take(self, *seqs: int) -> None:
+        """The trainer has these groups."""
+        for seq in seqs:
+            assert self.manager.ledger.accept(SampleMeta.of(make_group(seq), head=0)) is not None
+
+    def drop(self, *seqs: int) -> None:
+        """The trainer has these groups, and discards them as too old."""
+        self.take(*seqs)
+        for seq in seqs:
+            self.manager.ledger.discarding(seq)
+            self.manager.ledger.discarded(seq)
 
     def registration(
         self,
@@ -156,6 +171,13 @@ class Run:
     async def admit_seqs(self, count: int = 100, *, worker: int = 0) -> list[int]:
         return [admission.seq for admission in await self.admit(count, worker=worker)]
 
+    async def next_report(self, known: int = 0) -> EvaluationReport:
+        """Return the report after the first `known`."""
+        async with asyncio.timeout(60):
+            while len(self.reports) <= known:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return self.reports[known]
+
     async def process(self, role: Role, index: int = 0) -> ProcessStatus:
         status = await self.client.status()
         return next(p for p in status.processes if (p.role, p.index) == (role, index))
@@ -177,14 +199,21 @@ def live_gservers(status: Status) -> set[int]:
 
 
 @asynccontextmanager
-async def managed(config: Config) -> AsyncIterator[Run]:
+async def managed(config: Config, *, host: str = "127.0.0.1") -> AsyncIterator[Run]:
     """A running manager; cancelled at the end if the run is not over."""
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(manager_module.serve(config, host="127.0.0.1", port=0, on_ready=ready.set_result))
+    ready: asyncio.Future[Managing] = asyncio.get_running_loop().create_future()
+
+    async def serve() -> None:
+        async with managing(config, host=host, port=0) as found:
+            ready.set_result(found)
+            await found.until_all_know_of_the_end()
+        found.manager.raise_early_end()
+
+    serving = asyncio.create_task(serve())
     await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         serving.result()
-    run = Run(config, ready.result(), serving)
+    run = Run(config, ready.result().url, serving, ready.result().manager)
     try:
         yield run
     finally:

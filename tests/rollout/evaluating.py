@@ -10,8 +10,12 @@ from pathlib import Path
 from streamrl.config import Config
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.rollout.evaluator import serve
-from streamrl.transport.control import Evaluate, FinishRun
+from streamrl.waits import first_of
 from tests.gserver.harness import Run, managed
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    await asyncio.wait({task})
 
 
 class Stage:
@@ -21,15 +25,15 @@ class Stage:
         self._known = 0
 
     async def ask(self, version: int = 0) -> None:
-        await self.run.client.evaluate(Evaluate(policy_version=version, step=version))
+        self.run.manager.evaluate(version, training_over=False)
 
     async def report(self) -> EvaluationReport:
         """The next one."""
-        async with asyncio.timeout(60):
-            while not (reports := (await self.run.client.evaluations(self._known)).reports):
-                assert not self.evaluator.done(), self.evaluator.exception()
+        next_report, _ = await first_of(self.run.next_report(self._known), _ended(self.evaluator))
+        assert not next_report.cancelled(), self.evaluator.exception()
         self._known += 1
-        return reports[0]
+        report: EvaluationReport = next_report.result()
+        return report
 
     async def evaluate(self, version: int = 0) -> EvaluationReport:
         await self.ask(version)
@@ -37,7 +41,7 @@ class Stage:
 
     async def finish(self) -> None:
         """End the run and wait for the evaluator."""
-        await self.run.client.finish_run(FinishRun(reason="done"))
+        self.run.manager.finish("done", stopped=False)
         async with asyncio.timeout(30):
             await self.evaluator
 

@@ -71,13 +71,13 @@ async def synchronous(worker):
         name_of=name_on_channel,
         number_of=number_on_channel,
     )
-    channel.admit(verifier_of("master"))
+    channel.admit(verifier_of("controller"))
     config = from_dict({"rollout": {"group_size": SIBLINGS}})
     rollout = SynchronousRollout(
         config,
         index=3,
         master=peer_at(channel.endpoint),
-        shown=shown_by("rollout", 3, to="master"),
+        shown=shown_by("rollout", 3, to="controller"),
         admit=worker.admit,
         start=worker.start,
     )

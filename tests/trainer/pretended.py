@@ -1,8 +1,8 @@
 """A run around a real master, in one process and in no time: the clock is virtual, and nobody computes.
 
-The manager is a ledger and a few lists. Model workers hold real groups in real `StreamDataset`s and keep the order of
-calls that real ones keep; a call takes as long as the test says. Rollout workers write groups token by token,
-under the version that is served while they do.
+The rollout pool is a ledger and a few lists. Model workers hold real groups in real `StreamDataset`s and keep the order
+of calls that real ones keep; a call takes as long as the test says. Rollout workers write groups token by token, under
+the version that is served while they do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ import numpy as np
 from streamrl.architecture import Architecture, Rope
 from streamrl.config import Config
 from streamrl.errors import PeerLost
-from streamrl.ledger import Fate, Ledger
+from streamrl.ledger import Ledger
 from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
@@ -52,7 +51,7 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.process import Master
-from streamrl.transport.control import Compared, DataFacts, EvaluationReports, ResyncNeeded, Scores
+from streamrl.transport.control import DataFacts, Scores
 from streamrl.transport.synchronous import GenerateGroups, GroupsGenerated, GroupsScored, ScoreGroups, name_on_channel
 from streamrl.types import NO_VERSION, TrajectoryGroup
 from tests.evaluations import make_report
@@ -467,7 +466,7 @@ class Signal:
 
 
 class Manager(Signal):
-    """The master's `ControlClient`: what a manager would answer."""
+    """The master's `RolloutPool`."""
 
     def __init__(self, config: Config, script: Script) -> None:
         super().__init__()
@@ -481,11 +480,15 @@ class Manager(Signal):
         self.version = 0
         """What gservers serve."""
         self.reports: list[Any] = []
-        self.evaluated: list[tuple[Any, int]] = []
-        """Each evaluation that was asked for, and the version that was served then."""
+        self.evaluated: list[tuple[int, bool, int]] = []
+        """Each evaluation that was requested: version, whether training was over, and the version that was served."""
+        self.report_evaluation: Callable[[Any], None] = lambda report: None
+        self.has_evaluator = True
+        self.evaluating: set[asyncio.Task[None]] = set()
+        self.ledger.observers.append(self.wake)
         self.lacking: set[str] = set()
         """gservers that came too late for the weights that are served."""
-        self.scores: dict[int, list[Scores]] = {}
+        self.answers: dict[int, list[Scores]] = {}
         """What the gservers say, by version."""
         self.opinions: Callable[[int], list[float]] = lambda version: [OPINION]
         """Of each gserver about any token, under a version."""
@@ -496,63 +499,54 @@ class Manager(Signal):
         if begun:
             self.version = begun.policy_version
             self.ledger.restore(
-                policy_version=self.version, trained=list(begun.trained_seqs()), rejected=list(begun.rejected_seqs())
+                policy_version=self.version, trained=begun.trained_seqs(), rejected=begun.rejected_seqs()
             )
 
     def serve(self, version: int) -> None:
         self.version = version
         self.ledger.advance(version)
-        self.wake()
 
     def reject(self, seq: int) -> None:
         self.ledger.reject(seq)
-        self.wake()
-
-    async def tell_groups(self, message: Any) -> None:
-        await self._script.happen("groups")
-        for fate in message.groups:
-            self.ledger.take_change(fate)
-        self.wake()
-
-    async def given_up(self, after: int) -> list[Fate]:
-        await self.until(lambda: len(self.ledger.rejections) > after)
-        return self.ledger.rejections[after:]
 
     async def data(self) -> DataFacts:
         return DataFacts(self._script.rows, "of the pretended data")
 
-    async def resync_needed(self) -> ResyncNeeded:
+    async def resync_needed(self) -> list[str]:
         await self.until(lambda: self.lacking)
-        return ResyncNeeded(version=self.version, gservers=sorted(self.lacking), serving=1)
+        return sorted(self.lacking)
 
     def scored(self, version: int, scores: list[float]) -> None:
         """A response is scored; the gservers that serve another version by now do not answer."""
-        self.scores[version] = [
+        self.answers[version] = [
             Scores(f"gserver/{index}", [opinion] * len(scores))
             for index, opinion in enumerate(self.opinions(version))
             if version >= self.version
         ]
 
-    async def compared(self, version: int) -> Compared:
+    def scores(self, version: int) -> list[Scores]:
         assert self.version == version + 1, "answers are asked for that may still come"
-        return Compared(self.scores.get(version, []))
+        return self.answers.get(version, [])
 
-    async def tell_model(self, model: Architecture) -> None:
+    def take_model(self, model: Architecture) -> None:
         self.model = model
 
-    async def report(self, report: Any) -> None:
+    def report(self, report: Any) -> None:
         self.reports.append(report)
 
-    async def evaluate(self, message: Any) -> None:
-        self.evaluated.append((message, self.version))
-        self.wake()
+    def evaluate(self, version: int, *, training_over: bool) -> None:
+        if all(version != known for known, _, _ in self.evaluated):
+            self.evaluated.append((version, training_over, self.version))
+            self.evaluating.add(asyncio.create_task(self._evaluate(version)))
 
-    async def evaluations(self, after: int) -> EvaluationReports:
-        await self.until(lambda: len(self.evaluated) > after)
+    async def _evaluate(self, version: int) -> None:
         await self._script.happen("evaluation")
-        return EvaluationReports([make_report(asked.policy_version) for asked, _ in self.evaluated[after:]], stop=False)
+        self.report_evaluation(make_report(version))
 
-    async def status(self) -> Any:
+    def on_evaluation(self, take: Callable[[Any], None]) -> None:
+        self.report_evaluation = take
+
+    def status(self) -> Any:
         return status(0)
 
 
@@ -564,8 +558,7 @@ class Run:
         self.config, self.script = config, script
         self.manager = Manager(config, script)
         self.workers = Workers(config, manager=self.manager, stored=stored, script=script)
-        self.master = Master(config, client=self.manager, channel=self.workers, stored=stored)
-        self.master.membership = SimpleNamespace(waiting_for="", leaving=asyncio.Event())
+        self.master = Master(config, pool=self.manager, channel=self.workers, stored=stored)
         self._writing = 0
         """Groups that are being written."""
 
@@ -610,11 +603,11 @@ async def pretended(config: Config, script: Script | None = None) -> Any:
     try:
         yield run
     finally:
-        for task in rolling:
+        for task in (*rolling, *run.manager.evaluating):
             task.cancel()
-        ends = await asyncio.gather(*rolling, return_exceptions=True)
+        ends = await asyncio.gather(*rolling, *run.manager.evaluating, return_exceptions=True)
         await run.master.close()
-    assert not [end for end in ends if not isinstance(end, asyncio.CancelledError)]
+    assert not [end for end in ends if end is not None and not isinstance(end, asyncio.CancelledError)]
     assert threads.issuperset(threading.enumerate())  # of others, such as a loader of models, some may have ended
     assert tasks.issuperset(asyncio.all_tasks())
 
@@ -626,7 +619,7 @@ def whole_run(config: Config, script: Script | None = None) -> tuple[str, Run]:
         async with pretended(config, script) as run:
             reason = await run.master.run()
             reason += await run.master.finish()
-            await run.master.write_final()
+            run.master.write_final()
             return reason, run
 
     return virtually(work())

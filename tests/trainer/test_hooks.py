@@ -16,6 +16,7 @@ from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.executor import FunctionExecutor
 from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.types import SampleMeta
+from tests.groups import admitted_ledger
 from tests.trainer.models import random_group
 
 STEPS = 8
@@ -57,7 +58,7 @@ async def follow(begin):
         }
     )
     graph, workers = graph_of(config), Workers()
-    buffer = AsyncIOSequenceBuffer(graph, batch_groups=2)
+    buffer = AsyncIOSequenceBuffer(graph, admitted_ledger(count=10_000))
     former = BatchFormer(config)
     executor = FunctionExecutor(
         graph=graph,

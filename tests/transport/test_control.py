@@ -17,8 +17,6 @@ from aiohttp import web
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, EssentialFailed, PeerError, PeerLost, WireError
 from streamrl.essential import ends_with_its_work
-from streamrl.ledger import Fate
-from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, FrequentFailure
 from streamrl.transport import http
 from streamrl.transport import manager_client as control_client
@@ -27,14 +25,10 @@ from streamrl.transport.control import (
     Admit,
     AdmitReply,
     AskRoute,
-    DataFacts,
     Done,
-    Evaluate,
-    EvaluationReports,
     EvaluationResult,
     EvaluationRoute,
     FinishRun,
-    GroupChanges,
     HeartbeatReply,
     InFlight,
     InFlightReply,
@@ -43,7 +37,6 @@ from streamrl.transport.control import (
     Register,
     RegisterReply,
     Reject,
-    ResyncNeeded,
     RouteReply,
     Topology,
 )
@@ -190,29 +183,19 @@ async def test_an_admission_whose_connection_broke_is_asked_for_under_the_same_t
     assert other != first
 
 
+REJECT = Reject(worker=0, seq=1, reason="no")
 CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
-    "/groups": lambda client: client.tell_groups(GroupChanges([Fate(1, 1)])),
-    "GET /groups": lambda client: client.given_up(0),
-    "/publish/resync": lambda client: client.resync_needed(),
-    "/data": lambda client: client.data(),
-    "/report": lambda client: client.report(StepReport(step=1, time=0.0, metrics={}, token_ages={})),
-    "/evaluate": lambda client: client.evaluate(Evaluate(policy_version=1, step=1)),
-    "/evaluations": lambda client: client.evaluations(0),
-    "/finish_run": lambda client: client.finish_run(FinishRun(reason="done")),
-    "/reject": lambda client: client.reject(Reject(worker=0, seq=1, reason="no")),
+    "/finish_run": lambda client: client.finish_run(FinishRun(error="it died")),
+    "/reject": lambda client: client.reject(REJECT),
     "/in_flight": lambda client: client.in_flight(InFlight(worker=0, groups=[])),
     "/route": lambda client: client.route(AskRoute(worker=0, seq=1, failed="http://g")),
     "/evaluation": lambda client: client.evaluation_result(EvaluationResult(0, 0, make_report(1))),
     "/evaluation/next": lambda client: client.next_evaluation(NextEvaluation(evaluator=0)),
     "/evaluation/route": lambda client: client.evaluation_route(EvaluationRoute(evaluator=0, prompt=1)),
-    "/topology": lambda client: client.topology("master", 1, patience=5.0),
+    "/topology": lambda client: client.topology("controller", 1, patience=5.0),
 }
 REPLIES: dict[str, msgspec.Struct] = {
-    "GET /groups": GroupChanges([]),
-    "/publish/resync": ResyncNeeded(0, [], 0),
     "/in_flight": InFlightReply(pause_seconds=0.02),
-    "/data": DataFacts(rows=3),
-    "/evaluations": EvaluationReports([], stop=False),
     "/route": RouteReply(gserver="http://h"),
     "/evaluation/next": NextEvaluationReply(None, stop=False),
     "/evaluation/route": RouteReply(gserver="http://h"),
@@ -251,8 +234,8 @@ async def test_a_call_that_goes_on_failing_is_given_up(monkeypatch: pytest.Monke
     manager = Troubled(failures=1000)
     async with server(manager.handle) as url:
         client = ControlClient(url)
-        with pytest.raises(PeerError, match=r"POST /groups: the manager answered 500 .*tried again for 0 s"):
-            await client.tell_groups(GroupChanges([]))
+        with pytest.raises(PeerError, match=r"POST /reject: the manager answered 500 .*tried again for 0 s"):
+            await client.reject(REJECT)
         assert len(manager.calls) > 2
         manager.calls.clear()
         with pytest.raises(PeerError):
@@ -276,7 +259,7 @@ async def test_a_refusal_is_final_unless_it_is_about_the_moment(status: int, cal
         client = ControlClient(url)
         final = pytest.raises(PeerError, match=str(status)) if calls == 1 else nullcontext()
         with final:
-            await client.tell_groups(GroupChanges([]))
+            await client.reject(REJECT)
         await client.close()
     assert asked == calls
 

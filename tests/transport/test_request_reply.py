@@ -65,7 +65,7 @@ async def carry_out(channel, ordered, begun):
 
 def reply_channel(endpoint, number, call_type, *, joins=1):
     """`joins`: how many have joined the run so far."""
-    shown = shown_by("model_worker", number, to="master", number=joins)
+    shown = shown_by("model_worker", number, to="controller", number=joins)
     return ReplyChannel(master=peer_at(endpoint), worker=number, shown=shown, call_type=call_type)
 
 
@@ -81,7 +81,7 @@ async def master(host="127.0.0.1"):
 
     channel = RequestChannel(host=host, notice_type=News, on_notice=hear)
     channel.notices, channel.heard = notices, heard
-    channel.admit(verifier_of("master"))
+    channel.admit(verifier_of("controller"))
     try:
         yield channel
     finally:
@@ -288,7 +288,7 @@ async def test_no_message_ends_the_master():
     async with master() as m, worker(m, 0):
         await m.wait_for({0}, patience=30)
         context = zmq.asyncio.Context()
-        proofs = [shown_by("model_worker", number, to="master").credential for number in (70, 7)]
+        proofs = [shown_by("model_worker", number, to="controller").credential for number in (70, 7)]
         for identity in (b"70", b"+1", b"0", proofs[0].encode() + b" x", b"9" * 200, proofs[1].encode() + b" x"):
             with context.socket(zmq.DEALER) as stranger:
                 stranger.set(zmq.LINGER, 1000)
@@ -509,13 +509,13 @@ async def test_a_worker_that_is_turned_away_connects_again_and_gives_up_in_the_e
         return len(knocked) >= known_from
 
     channel = RequestChannel(host="127.0.0.1", notice_type=News, on_notice=lambda *_: None, keys=masters)
-    channel.admit(verifier_of("master", encrypted=True))
+    channel.admit(verifier_of("controller", encrypted=True))
     doorkeeper = Doorkeeper(channel.context, is_member)
     doorkeeper.start()
     end = ReplyChannel(
         master=peer_at(channel.endpoint, curve_key=masters.public),
         worker=0,
-        shown=shown_by("model_worker", 0, to="master", keys=mine),
+        shown=shown_by("model_worker", 0, to="controller", keys=mine),
         call_type=Double,
     )
     serving = asyncio.create_task(serve(end, []))
@@ -543,7 +543,8 @@ async def test_a_forged_identity_takes_nobodys_place(caplog):
     async with master() as m, worker(m, 0):
         await m.wait_for({0}, patience=30)
         context = zmq.asyncio.Context()
-        forged = (b"0", b"model_worker/0", shown_by("model_worker", 0, to="master", key=b"x" * 32).credential.encode())
+        wrong_key = shown_by("model_worker", 0, to="controller", key=b"x" * 32)
+        forged = (b"0", b"model_worker/0", wrong_key.credential.encode())
         for identity in (*forged, shown_by("model_worker", 0, to="model_worker").credential.encode() + b" x"):
             with context.socket(zmq.DEALER) as stranger:
                 stranger.set(zmq.LINGER, 1000)

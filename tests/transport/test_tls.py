@@ -15,7 +15,7 @@ from cryptography import x509
 
 from streamrl.config import SecurityConfig, from_dict
 from streamrl.errors import ConfigError, NotOfRun, PeerLost
-from streamrl.gserver.manager import process
+from streamrl.gserver.manager.process import managing
 from streamrl.transport import tls
 from streamrl.transport.generation import GenerateRequest, GenerationClient
 from streamrl.transport.keys import GserverKeys
@@ -135,13 +135,8 @@ async def test_what_is_wrong_with_a_connection_is_told(tmp_path: Path, monkeypat
 
 @asynccontextmanager
 async def manager_at(host: str, config: Any) -> AsyncIterator[str]:
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    serving = asyncio.create_task(process.serve(config, host=host, port=0, on_ready=ready.set_result))
-    try:
-        yield await asyncio.wait_for(ready, 20)
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+    async with managing(config, host=host, port=0) as found:
+        yield found.url
 
 
 async def test_a_gserver_speaks_tls_to_those_who_know_it(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState, Signals, WaitingQueue
-from streamrl.ledger import Fate, GroupOut, Ledger
+from streamrl.ledger import Group, Ledger
 from streamrl.records import progress
 from streamrl.transport.control import (
     Admission,
@@ -34,7 +34,6 @@ from streamrl.transport.control import (
     AskRoute,
     DataFacts,
     Done,
-    GroupChanges,
     InFlight,
     InFlightReply,
     Reject,
@@ -74,6 +73,7 @@ class Admissions:
         """Prompts rejected since the workers that had them died."""
         self._all_deaths = 0
         self._tickets: dict[str, OrderedDict[str, list[Admission]]] = {}
+        ledger.on_lease_end = self._free_route
 
     @property
     def possible(self) -> bool:
@@ -114,36 +114,29 @@ class Admissions:
     def reroute(self, worker: str, seq: int, *, avoid: str, now: float) -> Gserver | None:
         """Return another gserver for `seq`; its load moves along only while `worker` holds the lease."""
         if self._ledger.holder(seq) == worker:
-            return self._fleet.reassign(self._ledger.out[seq].route, now=now, avoid=avoid)
+            return self._fleet.reassign(self._ledger.groups[seq].route, now=now, avoid=avoid)
         return next((g for g in self._fleet.serving() if g.address != avoid), None)
 
     def in_flight(self, worker: str, seq: int, work: Work, *, now: float) -> None:
         """Note what `worker` says is in flight of `seq`; it counts while `worker` holds the lease."""
         if self._ledger.holder(seq) == worker:
-            self._fleet.change(self._ledger.out[seq].route, work, now=now)
-
-    def take_changes(self, groups: Sequence[Fate]) -> None:
-        """Note which groups the trainer has taken, or let go of."""
-        for fate in groups:
-            group = self._ledger.out.get(fate.seq)
-            if self._ledger.take_change(fate):
-                self._unroute(group)
+            self._fleet.change(self._ledger.groups[seq].route, work, now=now)
 
     def reject(self, worker: str, seq: int, reason: str) -> None:
         """Give `seq` up for `worker`, unless another holds it by now."""
-        group, holder = self._ledger.out.get(seq), self._ledger.holder(seq)
+        holder = self._ledger.holder(seq)
         if holder not in (worker, None) or not self._ledger.reject(seq):
-            log.info("%s gave seq %d up too late (%s); it is with %s", worker, seq, reason, holder or "nobody")
-            return
-        self._unroute(group)
-        log.info("%s gave seq %d up: %s", worker, seq, reason)
+            log.info("%s gave seq %d up too late (%s); it is %s", worker, seq, reason, self._ledger.state(seq))
+        else:
+            log.info("%s gave seq %d up: %s", worker, seq, reason)
 
     def worker_replaced(self, worker: str) -> None:
         """Take back the prompts of the process that was `worker` before: another one has its place. They may be why it
         ended."""
         self._tickets.pop(worker, None)
         self._came_back(self._ledger.release(worker), f"{worker} was replaced")
-        if had := [group for group in self._ledger.out.values() if group.worker == worker]:
+        open_groups = self._ledger.groups.values()
+        if had := [group for group in open_groups if group.state == "returned" and group.worker == worker]:
             self._all_deaths += 1
         for group in had:
             group.worker = ""
@@ -156,13 +149,11 @@ class Admissions:
         self._came_back(lost, "their leases ran out")
         return bool(lost)
 
-    def _came_back(self, groups: Sequence[GroupOut], why: str) -> None:
+    def _came_back(self, groups: Sequence[Group], why: str) -> None:
         if groups:
             log.warning("%d prompts go back to be given out again (first: seq %d): %s", len(groups), groups[0].seq, why)
-        for group in groups:
-            self._unroute(group)
 
-    def _consider(self, group: GroupOut) -> None:
+    def _consider(self, group: Group) -> None:
         """Give `group` up if it was at too many deaths to be there by chance."""
         deaths = group.deaths
         since = self._all_deaths - deaths[0] + 1
@@ -173,9 +164,9 @@ class Admissions:
                 *(group.seq, len(deaths), since),
             )
 
-    def _unroute(self, group: GroupOut | None) -> None:
-        """Free the gserver of `group`, which nobody makes any more."""
-        if group is not None and group.route is not None:
+    def _free_route(self, group: Group) -> None:
+        """Free the gserver of `group`, whose lease has ended."""
+        if group.route is not None:
             self._fleet.release(group.route)
             group.route = None
 
@@ -215,7 +206,7 @@ class Rerouting:
 
 
 class GroupCalls:
-    """The calls about groups: admit, route, reject, what is in flight, what the trainer has taken.
+    """The calls about groups: admit, route, reject, in flight.
 
     `live_workers` returns how many rollout workers share the room. Nothing is admitted before `start`.
     """
@@ -245,14 +236,15 @@ class GroupCalls:
         self._long_poll = long_poll_seconds
         self._admitting = False
         self._training_over = False
+        ledger.observers.append(signals.admissions.wake)
         begun = progress.of_run(config)
         if begun is not None:
             if begun.data_rows:
                 self._set_data(DataFacts(begun.data_rows, begun.data_digest))
             ledger.restore(
                 policy_version=begun.policy_version,
-                trained=list(begun.trained_seqs()),
-                rejected=list(begun.rejected_seqs()),
+                trained=begun.trained_seqs(),
+                rejected=begun.rejected_seqs(),
             )
             watch = begun.watch.resumed(slow=config.algorithm.on_collapse == "slow")
             ledger.admitted_staleness = watch.staleness(ledger.max_staleness)
@@ -326,21 +318,7 @@ class GroupCalls:
     async def reject(self, message: Reject) -> Done:
         """Give a prompt up."""
         self._admissions.reject(f"rollout/{message.worker}", message.seq, message.reason)
-        self._signals.rejected.notify()
-        self._signals.admissions.wake()
         return Done()
-
-    async def take_changes(self, message: GroupChanges) -> Done:
-        """Note which groups the trainer has taken, or let go of."""
-        self._admissions.take_changes(message.groups)
-        self._signals.admissions.wake()
-        return Done()
-
-    async def given_up(self, after: int) -> GroupChanges:
-        """Return the prompts given up after the first `after` of them; none after a long poll."""
-        rejected = self._ledger.rejections
-        await self._signals.rejected.until(lambda: len(rejected) > after or self._state.over, timeout=self._long_poll)
-        return GroupChanges(rejected[after:])
 
     @property
     def data_rows(self) -> int:
@@ -348,8 +326,8 @@ class GroupCalls:
         return self._data.rows
 
     async def data(self) -> DataFacts:
-        """Return the training data's facts, once a worker has reported them; 0 rows after a long poll."""
-        await self._signals.data.until(lambda: self.data_rows > 0 or self._state.over, timeout=self._long_poll)
+        """Wait until a rollout worker has reported the facts of the training data."""
+        await self._signals.data.until(lambda: self.data_rows > 0, timeout=None)
         return self._data
 
     def _compare_data(self, member: Member, data: DataFacts) -> None:

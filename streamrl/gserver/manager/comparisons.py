@@ -22,7 +22,7 @@ from streamrl import essential
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, serves
 from streamrl.gserver.manager.routing import Fleet
-from streamrl.transport.control import Compare, Compared, Done, Scores
+from streamrl.transport.control import Compare, Done, Scores
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams, adapter_name
 
 NO_MODEL = "simulated"
@@ -53,10 +53,10 @@ class Comparisons:
         self.look()
         return Done()
 
-    async def compared(self, version: int) -> Compared:
-        """Return all scores of `version` that have come; complete once the next one is served."""
+    def scores(self, version: int) -> list[Scores]:
+        """Return the scores of `version` by index of the gserver; complete once the next version is served."""
         scores = self._scores.get(version, {})
-        return Compared([scores[gserver] for gserver in sorted(scores, key=lambda g: g.index)])
+        return [scores[gserver] for gserver in sorted(scores, key=lambda g: g.index)]
 
     def look(self) -> None:
         """Ask all gservers that serve the version in question."""

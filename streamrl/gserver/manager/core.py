@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from streamrl.architecture import Architecture
 from streamrl.config import Config
@@ -33,9 +34,20 @@ from streamrl.gserver.updates.publication import WeightUpdates
 from streamrl.gserver.updates.update import UpdateRecord
 from streamrl.ledger import Ledger
 from streamrl.records import progress
+from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import PublicationEntry, Timeline
-from streamrl.transport.control import LONG_POLL_SECONDS, Done, FailRun, FinishRun, Status
+from streamrl.transport.control import (
+    LONG_POLL_SECONDS,
+    DataFacts,
+    Done,
+    FailRun,
+    FinishRun,
+    Register,
+    RegisterReply,
+    Scores,
+    Status,
+)
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import control_key, generation_key
 from streamrl.transport.model_files import ModelFiles
@@ -74,7 +86,7 @@ class Manager:
         self._state = RunState(signals)
         self._registry = Registry(lease_seconds=lease)
         self.access = Access(secret, self._registry, gserver_key=generation_key(config, secret))
-        self._ledger = Ledger(
+        self.ledger = Ledger(
             groups_per_batch=config.trainer.batch_groups,
             max_staleness=config.staleness.max_staleness,
             lease_seconds=lease,
@@ -82,7 +94,7 @@ class Manager:
         )
         self._fleet = Fleet(on_capacity=signals.capacity)
         self._admissions = Admissions(
-            ledger=self._ledger,
+            ledger=self.ledger,
             fleet=self._fleet,
             group_size=config.rollout.group_size,
             permit=self.access.permit,
@@ -94,7 +106,7 @@ class Manager:
         )
         self._checks = GserverChecks(
             calls=calls,
-            version=lambda: self._ledger.policy_version,
+            version=lambda: self.ledger.policy_version,
             on_checked=self._gserver_checked,
         )
         self.weights = WeightUpdates(
@@ -110,7 +122,7 @@ class Manager:
         self.comparisons = Comparisons(
             fleet=self._fleet,
             client=client,
-            version=lambda: self._ledger.policy_version,
+            version=lambda: self.ledger.policy_version,
             named_adapters=config.named_adapters,
         )
         self.model = ModelFiles(config)
@@ -122,11 +134,10 @@ class Manager:
             state=self._state,
             timeline=timeline,
             signals=signals,
-            policy_version=lambda: self._ledger.policy_version,
+            policy_version=lambda: self.ledger.policy_version,
             on_joined=self._joined,
             on_heard=self._heard,
             on_silent=self._fell_silent,
-            own_stats=self._stats,
             long_poll_seconds=long_poll_seconds,
             open_to_others=open_to_others,
         )
@@ -138,7 +149,7 @@ class Manager:
         )
         self.groups = GroupCalls(
             config=config,
-            ledger=self._ledger,
+            ledger=self.ledger,
             admissions=self._admissions,
             rerouting=rerouting,
             members=self.members,
@@ -183,31 +194,80 @@ class Manager:
         if self._state.name == "stopped":
             raise RunStopped(f"the run was stopped: {self._state.message}")
 
-    async def take_model(self, message: Architecture) -> Done:
-        """Keep the configuration of the policy's transformer for /status."""
-        self._architecture = message
-        return Done()
+    # Called by the master
 
-    async def report(self, message: StepReport) -> Done:
-        """Keep the master's report of a step for /status, and admit by what it says."""
-        self._last_step = message
-        self.groups.limit_staleness(message.admitted_staleness)
-        return Done()
+    @property
+    def over(self) -> bool:
+        """Whether the run has ended."""
+        return self._state.over
+
+    async def until_over(self) -> None:
+        """Wait for the end of the run."""
+        await self._signals.told.until(lambda: self._state.over, timeout=None)
+
+    def enter(self, message: Register) -> RegisterReply:
+        """Enter the process that this manager runs in as a member of the run."""
+        granted = self.members.enter(message)
+        for member in self._registry.of("controller"):
+            member.told = True
+        return granted
+
+    async def data(self) -> DataFacts:
+        """Wait until a rollout worker has reported the facts of the training data."""
+        return await self.groups.data()
+
+    async def resync_needed(self) -> list[str]:
+        """Wait for gservers that only the publisher can resync to the current weights; return their names."""
+        return await self.weights.resync_needed()
+
+    def scores(self, version: int) -> list[Scores]:
+        """Return the gservers' scores of the response compared at `version`; complete once the next one is served."""
+        return self.comparisons.scores(version)
+
+    def take_model(self, model: Architecture) -> None:
+        """Keep the configuration of the policy's transformer for /status."""
+        self._architecture = model
+
+    def report(self, report: StepReport) -> None:
+        """Keep the report of a step for /status, and limit admission by its `admitted_staleness`."""
+        self._last_step = report.finite()
+        self.groups.limit_staleness(report.admitted_staleness)
+
+    def evaluate(self, version: int, *, training_over: bool) -> None:
+        """Have `version`, which the gservers serve, evaluated; `training_over`: the run ends after that."""
+        self.evaluations.request(version, training_over=training_over)
+
+    def on_evaluation(self, take: Callable[[EvaluationReport], None]) -> None:
+        """Have `take` called with each report of an evaluation."""
+        self.evaluations.on_report = take
+
+    @property
+    def has_evaluator(self) -> bool:
+        """Whether a process that makes evaluations takes part in the run."""
+        return self._registry.count("evaluator") > 0
+
+    def finish(self, reason: str, *, stopped: bool) -> None:
+        """End the run. `stopped`: by request, before its last step."""
+        self._state.end("stopped" if stopped else "finished", reason)
+
+    def fail(self, reason: str) -> None:
+        """End the run as failed."""
+        self._state.end("failed", reason)
+
+    # Calls
 
     async def finish_run(self, message: FinishRun) -> Done:
-        """End the run, as failed where the message has an error: a launcher says which process has died; the master
-        alone says that all is done."""
+        """End the run for its owner."""
         if message.error:
-            self._state.end("failed", message.error)
+            self.fail(message.error)
         else:
-            self._state.end("stopped" if message.stopped else "finished", message.reason)
-            for master in self._registry.of("master"):
-                self.members.tell_over(master)
+            self.finish(message.reason, stopped=False)
         return Done()
 
     async def fail_run(self, message: FailRun) -> Done:
-        """End the run as failed: the configuration says that it stops at such an error."""
-        return await self.finish_run(FinishRun(reason="", error=message.error))
+        """End the run as failed: the configuration stops it at such an error."""
+        self.fail(message.error)
+        return Done()
 
     async def wait_until_told(self, *, timeout: float) -> None:
         """Wait until the run is over and every live member knows, at most `timeout` seconds after its end."""
@@ -223,7 +283,7 @@ class Manager:
             state=self._state,
             registry=self._registry,
             fleet=self._fleet,
-            ledger=self._ledger,
+            ledger=self.ledger,
             last_step=self._last_step,
             publication=self.weights.status(),
             data_rows=self.groups.data_rows,
@@ -239,12 +299,10 @@ class Manager:
         while True:
             now = time.monotonic()
             self.members.notice_silence(now=now)
-            if self._admissions.expire(now=now):
-                self._signals.rejected.notify()
-                self._signals.admissions.wake()
+            self._admissions.expire(now=now)
             if self._join_deadline is not None and now >= self._join_deadline:
                 self._joining_took_too_long()
-            deadlines = (self._registry.next_silence(), self._ledger.next_expiry(), self._join_deadline)
+            deadlines = (self._registry.next_silence(), self.ledger.next_expiry(), self._join_deadline)
             known = [deadline for deadline in deadlines if deadline is not None]
             timeout = min(known) - time.monotonic() if known else None
             await self._signals.deadlines.sleep(timeout)
@@ -252,13 +310,13 @@ class Manager:
             if late > STANDSTILL_SECONDS:
                 log.warning("the manager stood still for %.0f s; it counts as nobody's silence", late)
                 self._registry.excuse(late)
-                self._ledger.excuse(late)
+                self.ledger.excuse(late)
                 await asyncio.sleep(STANDSTILL_SECONDS)  # in which what was said meanwhile is read
 
     async def close(self) -> None:
         """Stop: who waits for a reply is told that the run is over, paused gservers are resumed."""
         if self._registry.everyone():
-            self._state.end("failed", "the manager was stopped")
+            self._state.end("failed", "the controller was stopped")
         await self.comparisons.close()
         await self.elastic.close()
         await self.weights.close()
@@ -275,17 +333,15 @@ class Manager:
             self._signals.gservers.notify()
         elif member.role == "rollout":
             self._admissions.worker_replaced(member.name)
-            self._signals.rejected.notify()
-            self._signals.admissions.wake()
         elif member.role == "evaluator":
             self.evaluations.lost(member.name)
         if self._state.name == "joining" and not waits_for_members(self._registry, self._config):
             self._state.name = "running"
             log.info("all processes have joined")
 
-    def _stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, float]:
         """Return how much may start, what is out, and how many calls wait for either."""
-        ledger = self._ledger
+        ledger = self.ledger
         return {
             "ledger_room": ledger.room,
             "groups_running": ledger.running,
@@ -298,7 +354,7 @@ class Manager:
     def _heard(self, member: Member) -> None:
         now = member.last_heard.at
         if member.role == "rollout":
-            self._ledger.renew(member.name, now=now)
+            self.ledger.renew(member.name, now=now)
         elif isinstance(member, Gserver) and self._fleet.is_member(member):
             self._fleet.news += 1
             self._fleet.measured(member, member.stats, now=now)
@@ -315,7 +371,7 @@ class Manager:
                 log.error("no gserver is left to generate; the run waits for one to (re)join")
         elif member.role == "evaluator":
             self.evaluations.lost(member.name)
-        elif member.role == "master" or (member.role == "model_worker" and self._began):
+        elif member.role == "model_worker" and self._began:
             # a call to a model worker that is gone fails; but what lacks the groups that come to it may never call it
             seconds = member.last_heard.seconds(now=time.monotonic())
             self._state.end("failed", f"{member.name} has been silent for {seconds:.0f} s")
@@ -347,7 +403,7 @@ class Manager:
             log.warning("after %.0f s the run still waits for %s", self._config.manager.join_timeout_seconds, missing)
 
     def _version_served(self, version: int) -> None:
-        self._ledger.advance(version)
+        self.ledger.advance(version)
         self.comparisons.next_version(version)
         self.groups.start()
 

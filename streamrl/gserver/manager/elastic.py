@@ -79,9 +79,9 @@ class ElasticPools:
     async def drain(self, message: Drain) -> Done:
         """Ask a process to leave; a silent one is removed at once. Raises `PeerError` when it cannot leave.
 
-        The master is asked to write a checkpoint and end the run.
+        The controller is asked to write a checkpoint and end the run.
         """
-        if message.role != "master":
+        if message.role != "controller":
             self._configured_count(message.role, "be drained")
         member = self._registry.get(message.role, message.index)
         if member is None:
@@ -89,7 +89,7 @@ class ElasticPools:
             raise PeerError(f"{message.role}/{message.index} is not in this run; there are: {names}")
         if self._is_fixed(message.role):
             raise PeerError("in a synchronous graph the master deals groups to a fixed set of rollout workers")
-        if member.silent and message.role != "master":
+        if member.silent:
             self._remove(member)
         elif not member.draining:
             member.drain()

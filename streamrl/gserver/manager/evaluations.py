@@ -1,4 +1,4 @@
-"""Evaluations on held-out prompts, between the master that asks for them and the evaluator that makes them.
+"""Evaluations on held-out prompts, between the master that requests them and the evaluator that makes them.
 
 Owns the queue of evaluations and the routes of the prompts under way. Invariants: at most one evaluation is under way
 and at most one waits, the latest that was asked for; each is reported at most once, whoever reports it. Prompts of an
@@ -21,8 +21,6 @@ from streamrl.records.evaluation import EvaluationReport
 from streamrl.transport.control import (
     NO_EVALUATOR,
     Done,
-    Evaluate,
-    EvaluationReports,
     EvaluationResult,
     EvaluationRoute,
     EvaluationStatus,
@@ -62,16 +60,20 @@ class Evaluations:
         self._state = state
         self._on_training_over = on_training_over
         self._long_poll = long_poll_seconds
+        self.on_report: Callable[[EvaluationReport], None] = lambda report: None
+        """Called with each report, once."""
         self._routes: dict[str, dict[int, Route]] = {}
         """Evaluator → its prompts that have a gserver, each with its route."""
 
-    async def ask(self, message: Evaluate) -> Done:
-        """Queue an evaluation that the master wants."""
-        if message.training_over:
+    def request(self, version: int, *, training_over: bool) -> None:
+        """Queue an evaluation of `version`, which the gservers serve; at most one of each version is made.
+
+        `training_over`: the run ends after it, so no further group starts.
+        """
+        if training_over:
             self._on_training_over()
-        self._queue.ask(message)
+        self._queue.ask(version)
         self._changed.notify()
-        return Done()
 
     async def next(self, message: NextEvaluation) -> NextEvaluationReply:
         """Wait for an evaluation for the evaluator, for a long poll at most."""
@@ -99,15 +101,10 @@ class Evaluations:
         """Take in what an evaluation found; none of its prompts is under way any more."""
         member = self._members.caller("evaluator", message.evaluator)
         self._release(member.name, list(self._routes.get(member.name, ())))
-        self._queue.done(message.task, message.report)
+        if self._queue.done(message.task, message.report):
+            self.on_report(message.report)
         self._changed.notify()
         return Done()
-
-    async def reports(self, after: int) -> EvaluationReports:
-        """Wait for reports after the first `after`, for a long poll at most."""
-        reports = self._queue.reports
-        await self._changed.until(lambda: len(reports) > after or self._state.over, timeout=self._long_poll)
-        return EvaluationReports(reports=reports[after:], stop=self._state.over)
 
     def lost(self, evaluator: str) -> None:
         """Take back what `evaluator` had, which fell silent, or whose place another process took."""
@@ -152,15 +149,15 @@ class EvaluationQueue:
         """The evaluator that has the running one."""
         self._waiting: EvaluationTask | None = None
 
-    def ask(self, message: Evaluate) -> None:
-        """Queue an evaluation that is due, unless one of the same version was asked for before.
+    def ask(self, version: int) -> None:
+        """Queue an evaluation that is due, unless one of the same version was requested before.
 
         One that still waits gives way to it.
         """
-        if message.policy_version in self._versions:
+        if version in self._versions:
             return
-        self._versions.add(message.policy_version)
-        task = EvaluationTask(message.policy_version, message.step)
+        self._versions.add(version)
+        task = EvaluationTask(version, step=version)
         if self._running is not None:
             log.info(
                 "the evaluation of version %d waits for that of version %d to end",

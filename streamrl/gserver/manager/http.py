@@ -21,13 +21,11 @@ from typing import Any, NamedTuple, get_args
 
 import msgspec
 
-from streamrl.architecture import Architecture
 from streamrl.errors import UNDECODABLE, PeerError, StreamRLError, WireError
 from streamrl.gserver.manager.access import ALLOWED, LOOKS, Allowed, check_speaker
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.status import render
-from streamrl.records.metrics import StepReport
 from streamrl.transport.control import (
     LONG_POLL_SECONDS,
     Admit,
@@ -36,12 +34,10 @@ from streamrl.transport.control import (
     AskRoute,
     Compare,
     Drain,
-    Evaluate,
     EvaluationResult,
     EvaluationRoute,
     FailRun,
     FinishRun,
-    GroupChanges,
     Heartbeat,
     InFlight,
     Leave,
@@ -85,16 +81,12 @@ POSTS: Mapping[str, Post] = {
     "/route": Post(AskRoute, lambda manager: manager.groups.route),
     "/in_flight": Post(InFlight, lambda manager: manager.groups.in_flight),
     "/reject": Post(Reject, lambda manager: manager.groups.reject),
-    "/groups": Post(GroupChanges, lambda manager: manager.groups.take_changes),
     "/publish/begin": Post(PublishBegin, lambda manager: manager.weights.begin),
     "/publish/commit": Post(PublishCommit, lambda manager: manager.weights.commit),
     "/compare": Post(Compare, lambda manager: manager.comparisons.ask),
-    "/evaluate": Post(Evaluate, lambda manager: manager.evaluations.ask),
     "/evaluation/next": Post(NextEvaluation, lambda manager: manager.evaluations.next),
     "/evaluation/route": Post(EvaluationRoute, lambda manager: manager.evaluations.route),
     "/evaluation": Post(EvaluationResult, lambda manager: manager.evaluations.result),
-    "/model": Post(Architecture, lambda manager: manager.take_model),
-    "/report": Post(StepReport, lambda manager: manager.report),
     "/finish_run": Post(FinishRun, lambda manager: manager.finish_run),
     "/fail_run": Post(FailRun, lambda manager: manager.fail_run),
 }
@@ -170,12 +162,10 @@ _WRONG_KEY = (
 
 def _calls(manager: Manager) -> dict[str, _Route]:
     """Method and path → call."""
-    members, groups, weights, evaluations = manager.members, manager.groups, manager.weights, manager.evaluations
+    members, weights = manager.members, manager.weights
     gets: dict[str, Handler] = {
         "/publish/places": _get(lambda call: weights.places()),
-        "/publish/resync": _get(lambda call: weights.resync_needed(timeout=LONG_POLL_SECONDS)),
         "/silent": _get(lambda call: members.silence(_count(call, "after"))),
-        "/compared": _get(lambda call: manager.comparisons.compared(_count(call, "version"))),
         "/resume_point": _get(lambda call: members.resume_point()),
         "/model": _get(lambda call: manager.model.listing()),
         "/model/part": _get(lambda call: manager.model.part(call.query.get("name", ""), _count(call, "begin"))),
@@ -184,9 +174,6 @@ def _calls(manager: Manager) -> dict[str, _Route]:
                 _role(call), _count(call, "count", 1), wait=_number(call, "wait", LONG_POLL_SECONDS)
             )
         ),
-        "/groups": _get(lambda call: groups.given_up(_count(call, "after"))),
-        "/evaluations": _get(lambda call: evaluations.reports(_count(call, "after"))),
-        "/data": _get(lambda call: groups.data()),
         "/status": _status(manager),
         "/metrics": _metrics(manager),
         HEALTH: _health,

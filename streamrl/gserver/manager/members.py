@@ -8,9 +8,10 @@ told to `on_joined`, `on_heard` and `on_silent`.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,8 @@ from streamrl.transport.control import (
 )
 from streamrl.transport.credentials import HEARS
 from streamrl.transport.manager_client import PLACE_TAKEN
-from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
 
 log = logging.getLogger(__name__)
-
-TRAINER: Set[Role] = frozenset({"master", "model_worker"})
-"""Roles whose processes have to count from the same groups and versions as the ledger."""
 
 
 class Members:
@@ -73,11 +70,9 @@ class Members:
         on_joined: Callable[[Member], None],
         on_heard: Callable[[Member], None],
         on_silent: Callable[[Member], None],
-        own_stats: Callable[[], dict[str, float]],
         long_poll_seconds: float,
         open_to_others: bool = False,
     ) -> None:
-        """`own_stats`: the manager's own figures, for the timeline."""
         self._config = config
         self._open = open_to_others
         self._resume_point = ResumePoint(
@@ -100,7 +95,6 @@ class Members:
         self._on_joined = on_joined
         self._on_heard = on_heard
         self._on_silent = on_silent
-        self._own_stats = own_stats
         self._long_poll = long_poll_seconds
 
     async def register(self, message: Register) -> RegisterReply:
@@ -111,6 +105,12 @@ class Members:
         versions this one does not know; and `PeerError` (423) when another process has its place that is not gone:
         neither silent nor, where it can be seen from here, ended.
         """
+        if message.role == "controller":
+            raise PeerError("the process at this address is the run's controller; a run has one")
+        return self.enter(message)
+
+    def enter(self, message: Register) -> RegisterReply:
+        """As `register`; also enters the controller, which this process is."""
         who = f"{message.role}/{message.index}"
         sender = f"{who} (process {message.pid} on {message.host})"
         self._config.check_shared(message.settings, message.config_digest, who=sender)
@@ -226,7 +226,7 @@ class Members:
             self._fell_silent(member)
 
     def _write_down(self, member: Member) -> None:
-        """Add the last heartbeat of `member` to the timeline, with one of the manager for each of the master."""
+        """Add the last heartbeat of `member` to the timeline."""
         stats = member.stats
         if isinstance(member, Gserver) and member.serving:
             stats = {**stats, "policy_version": float(self._policy_version())}
@@ -240,9 +240,6 @@ class Members:
                 failure=member.failure,
             )
         )
-        if member.role == "master":  # there is one, so the manager beats as often
-            own = {**self._own_stats(), **processor_seconds(), MACHINE_SECONDS: machine_seconds()}
-            self._timeline.add(HeartbeatEntry(time=time.time(), role="manager", index=0, stats=own))
 
     def _check_address(self, message: Register, *, sender: str) -> None:
         """Raise `ConfigError` for a process that others cannot reach, where they have to, or whose address is none."""
@@ -264,9 +261,6 @@ class Members:
     def _check_free(self, message: Register, *, now: float) -> None:
         """Raise `PeerError` when the place that the process asks for belongs to another one that is not gone."""
         holder = self._registry.get(message.role, message.index)
-        if holder is not None and message.role == "master" and has_ended(holder):
-            self._state.end("failed", f"{holder.name} (process {holder.pid}) has ended")
-            raise PeerError("the run ends, since its master has; start the manager again, too (--resume)")
         if holder is None or holder.silent or holder.gave_up or has_ended(holder):
             return
         left = holder.last_heard.silent_at - now
@@ -293,7 +287,8 @@ class Members:
             "curve_key": message.curve_key,
             "encrypted": message.encrypted,
         }
-        patience = self._trainer_patience if message.role in TRAINER else self._lease
+        patiences = {"controller": math.inf, "model_worker": self._trainer_patience}
+        patience = patiences.get(message.role, self._lease)
         if message.role == "gserver":
             return Gserver(message.index, message.address, **sender, now=now, patience=patience)
         return Member(message.role, message.index, message.address, **sender, now=now, patience=patience)
@@ -331,7 +326,7 @@ class Members:
             raise PeerError(
                 f"{sender} sends its groups to the trainer of another manager, which is gone: start it again"
             )
-        if message.role not in TRAINER:
+        if message.role != "model_worker":
             return
         if elsewhere:
             raise PeerError(

@@ -1,7 +1,7 @@
-"""The gserver manager as a process: the run's one address.
+"""The gserver manager behind its address: the run's one URL.
 
-It owns the `Manager` (`core.py`: what is decided), the HTTP server in front of it (`http.py`), the watch over leases
-and silences, and its end: it leaves once the run is over and everyone alive was told.
+`managing` opens the `Manager` (`core.py`: what is decided) with the HTTP server in front of it (`http.py`); the
+controller (`streamrl/controller.py`) runs the trainer's master beside it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import asyncio
 import errno
 import logging
 import ssl
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import NamedTuple
 
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
@@ -29,27 +30,34 @@ from streamrl.transport.tls import client_context, server_context
 log = logging.getLogger(__name__)
 
 TELL_SECONDS = 10.0
-"""How long the manager stays after the end of the run for those who have not heard of it."""
+"""How long the manager stays after the end of the run for processes that have not heard of it."""
 SHUTDOWN_SECONDS = 1.0
 """For calls that run when the manager leaves."""
 LINGER_SECONDS = 1.0
-"""After the last was told: who leaves may still ask for the run's final figures."""
+"""After the last process has heard of the end: it may still ask for the run's final figures."""
 
 
-async def serve(
-    config: Config,
-    *,
-    host: str,
-    port: int,
-    advertise: str = "",
-    on_ready: Callable[[str], None] | None = None,
-) -> None:
-    """Manage a run until it is over and everyone was told, or until cancelled.
+class Managing(NamedTuple):
+    """A manager that listens."""
 
-    `advertise`: the address by which others reach the manager; empty: `host`, or where that stands for all addresses of
-    this machine, the one from which it reaches others. `on_ready` is called with the URL. Raises `StreamRLError` when
-    the address cannot be had, and with the reason when the run ended before its last step, so that a cluster starts
-    the run again; `ConfigError` for a secret that cannot be used.
+    manager: Manager
+    url: str
+    reach: Reach
+    """How others reach this process."""
+
+    async def until_all_know_of_the_end(self) -> None:
+        """Wait for the run to end, and for every live process to hear of it, but no longer than `TELL_SECONDS`."""
+        await self.manager.wait_until_told(timeout=TELL_SECONDS)
+        await asyncio.sleep(LINGER_SECONDS)
+
+
+@asynccontextmanager
+async def managing(config: Config, *, host: str, port: int, advertise: str = "") -> AsyncIterator[Managing]:
+    """Manage a run until the context ends.
+
+    `advertise`: the address by which others reach the manager; empty: `host`, or if that stands for all addresses of
+    this machine, the one from which it reaches others. Raises `StreamRLError` when the address cannot be had,
+    `ConfigError` for a secret that cannot be used.
     """
     secret = of_new_run(config)
     reach = reach_of_manager(host, advertise=advertise)
@@ -69,18 +77,15 @@ async def serve(
         stack.push_async_callback(manager.close)
         tls = server_context(secret, config.security) if encrypts(config, host) else None
         url = await _listen(listener, host, port, reach, tls=tls)
-        left = stack.enter_context(left_for(url, secret))
-        if left is None:
+        if stack.enter_context(left_for(url, secret)) is None:
             log.warning("the run's secret cannot be left in %s: processes that join by hand need it", cache_home())
-        log.info("the manager of run %r listens at %s", config.run.name, url)
-        if on_ready is not None:
-            on_ready(url)
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(manager.watch(), name="leases and silences")
-            await manager.wait_until_told(timeout=TELL_SECONDS)
-            await asyncio.sleep(LINGER_SECONDS)
+        log.info("the controller of run %r listens at %s", config.run.name, url)
+        watching = asyncio.create_task(manager.watch(), name="leases and silences")
+        try:
+            yield Managing(manager, url, reach)
+        finally:
             watching.cancel()
-    manager.raise_early_end()
+            await asyncio.gather(watching, return_exceptions=True)
 
 
 async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls: ssl.SSLContext | None) -> str:
@@ -95,7 +100,7 @@ async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls
             "that it has"
         )
         raise StreamRLError(
-            f"the manager cannot listen at {host}:{port} ({error.strerror or error}); {advice}"
+            f"the controller cannot listen at {host}:{port} ({error.strerror or error}); {advice}"
         ) from error
     if is_loopback(address) and not is_loopback(host):
         log.warning(

@@ -118,8 +118,6 @@ class Signals:
     """A process has fallen silent, or is heard of again."""
     gservers: Wakeup = field(default_factory=Wakeup)
     """A gserver was heard of."""
-    rejected: Wakeup = field(default_factory=Wakeup)
-    """A prompt was given up."""
     data: Wakeup = field(default_factory=Wakeup)
     """The size of the data set is known."""
     evaluations: Wakeup = field(default_factory=Wakeup)
@@ -141,7 +139,7 @@ class Signals:
     def over(self) -> None:
         """The run is over: wake everyone who waits."""
         for wakeup in (
-            *(self.joined, self.silences, self.gservers, self.rejected, self.data),
+            *(self.joined, self.silences, self.gservers, self.data),
             *(self.evaluations, self.told, self.deadlines),
         ):
             wakeup.notify()

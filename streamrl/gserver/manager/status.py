@@ -33,7 +33,6 @@ def waits_for_members(registry: Registry, config: Config) -> str:
         "rollout": config.rollout.workers,
         "evaluator": int(config.evaluation.enabled),
         "model_worker": config.trainer.workers,
-        "master": 1,
     }
     missing = []
     for role, count in wanted.items():

@@ -37,7 +37,6 @@ from streamrl.transport.control import (
     PublishBeginReply,
     PublishCommit,
     PublishReply,
-    ResyncNeeded,
     Snapshot,
     group_of_sender,
 )
@@ -164,13 +163,11 @@ class WeightUpdates:
         update.commit(message.error, message.checksums)
         return await asyncio.shield(running)
 
-    async def resync_needed(self, *, timeout: float) -> ResyncNeeded:
-        """Return the gservers that only the publisher can resync; wait up to `timeout` seconds for the first."""
+    async def resync_needed(self) -> list[str]:
+        """Wait for gservers that only the publisher can resync to the current weights; return their names."""
         needed = self.resyncs.from_publisher
-        await self._changed.until(lambda: bool(needed()) or self.resyncs.closing, timeout=timeout)
-        return ResyncNeeded(
-            version=self.version, gservers=[g.name for g in needed()], serving=self._fleet.serving_count
-        )
+        await self._changed.until(lambda: bool(needed()), timeout=None)
+        return [gserver.name for gserver in needed()]
 
     async def close(self) -> None:
         """Roll back the update in progress, end all resyncs, and resume every gserver that they have paused."""

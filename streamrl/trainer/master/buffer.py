@@ -1,16 +1,12 @@
-"""The master's buffer: one record for each group that the trainer holds, and the fate of every other group.
+"""The buffer: groups that the trainer holds, as indices over the ledger's table of groups.
 
-The record of a group has its metadata, its ready keys, and the holders of each key. A group enters with `put_batch`;
-model function calls read it with `get_batch_for_rpc` and add keys with `amend_batch`; the training step takes it with
-`take_batch`; it leaves as trained on (`trained_on`) or as too old (`dropping`).
-For every group the buffer counts how often the trainer took it or let go of it, and notes whether it was given up. The
-manager receives these counts (`news`, `told`; `ledger.Fate`) and never differences: a lost message is sent again, and a
-repeated one changes nothing.
+A group's record (`ledger.Group`) has its metadata, its ready keys, and the holders of each key. A group enters with
+`put_batch`; model function calls read it with `get_batch_for_rpc` and add keys with `amend_batch`; the training step
+takes it with `take_batch`; it leaves as trained on (`trained_on`) or as too old (`dropping`).
 
-Invariants: no group is both held and closed (trained on or given up); none is read twice by the same MFC unless it
-came again; that a group was let go of is told only after all workers have let go of it, since from then on its prompt
-comes again. No tensors are here, and nothing looks through all groups. Changes are made at once; only waits are
-coroutines, and each change wakes them.
+Invariants: no group is read twice by the same MFC unless it is stored again; the prompt of a group that is too old goes
+back to the ledger only after all workers have discarded the group. No tensors are here, and nothing looks through all
+groups. Changes are made at once; only waits are coroutines, and each change wakes them.
 """
 
 from __future__ import annotations
@@ -24,8 +20,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from streamrl.ledger import Fate, ReadyGroups, Selection, next_in_order
-from streamrl.seqs import SeqQueue, SeqSet
+from streamrl.ledger import Group, Ledger, ReadyGroups, Selection
+from streamrl.seqs import SeqQueue
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.redistributor import ArrayFacts, Transfer, deal, redistribute
@@ -49,21 +45,10 @@ OF_TRAJECTORIES = frozenset({"seqlens", "rewards", "episodes"})
 """Keys with one number for each trajectory; `packed_facts` are bytes, `packed_routed_experts` has several numbers for
 each token, all others one for each token."""
 
-NO_KEYS: frozenset[str] = frozenset()
 NOBODY: frozenset[int] = frozenset()
 
 Shares = list[list[int]]
 """Sequence numbers of each data-parallel rank."""
-
-
-class Group(msgspec.Struct):
-    """One group that the trainer has."""
-
-    meta: SampleMeta
-    keys: frozenset[str]
-    """The keys that are ready."""
-    holders: Mapping[str, frozenset[int]]
-    """Key → the model workers that hold its array. Shared with other groups, so it is replaced and never changed."""
 
 
 class Growth(NamedTuple):
@@ -78,50 +63,35 @@ class Growth(NamedTuple):
 
 
 class AsyncIOSequenceBuffer:
-    """Metadata of the groups that the trainer holds, and the fate of the others."""
+    """The groups of `ledger` that the trainer holds."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        *,
-        batch_groups: int,
-        wait_warning_seconds: float = 60.0,
-        trained: Iterable[int] = (),
-        given_up: Iterable[int] = (),
-    ) -> None:
-        """`batch_groups`: groups of a training batch. `trained`, `given_up`: sequence numbers that were closed when the
-        run began, as the manager has them."""
-        self._batch_groups = batch_groups
+    def __init__(self, graph: Graph, ledger: Ledger, *, wait_warning_seconds: float = 60.0) -> None:
+        self._ledger = ledger
+        self._batch_groups = ledger.groups_per_batch
         self._warning_seconds = wait_warning_seconds
         self._inputs = {mfc.name: mfc.inputs for mfc in graph.reading("arrivals")}
         self._needed = graph.arrival_keys
         self._stream_keys = graph.stream_keys
-        self._groups: dict[int, Group] = {}
+        self._held: dict[int, Group] = {}
         self._unread = {mfc: SeqQueue() for mfc in self._inputs}
         self._ready = ReadyGroups()
         self._growths: dict[tuple[frozenset[str], frozenset[str]], Growth] = {}
         self._arrived_at: dict[int, dict[str, frozenset[int]]] = {}  # DP head → holders of what arrives there
-        self.trained = SeqSet(trained)
-        """Groups that were trained on."""
-        self.given_up = SeqSet(given_up)
-        """Groups that will never come."""
-        self._drops: dict[int, int] = {}  # how often, of those that were too old
-        self._untold: set[int] = set()
-        self._first_open = 0  # all below are closed
         self._changed = asyncio.Event()
         self.batch_awaited = False
         """Whether `take_batch` waits for a training batch."""
+        ledger.observers.append(self.wake)
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._held)
 
     def __contains__(self, seq: int) -> bool:
-        return seq in self._groups
+        return seq in self._held
 
     @property
     def consumed(self) -> int:
-        """Groups trained on, or given up for good."""
-        return len(self.trained) + len(self.given_up)
+        """Groups trained on, or rejected."""
+        return len(self._ledger.trained_seqs) + len(self._ledger.rejected)
 
     # --- groups come, grow and go ---
 
@@ -129,22 +99,22 @@ class AsyncIOSequenceBuffer:
         """Enter groups that arrived at the DP heads that their metadata name. A group that is held already is
         replaced, and its MFCs run again.
 
-        Return those that were given up before they came: they are not entered, and their heads should discard them.
+        Return those that were closed before they came: they are not entered, and their heads should discard them.
         """
         unwanted: list[SampleMeta] = []
         for meta in metas:
-            seq = meta.seq
-            if seq in self.given_up:
+            if meta.seq in self._held:
+                self._remove(meta.seq)
+            group = self._ledger.accept(meta)
+            if group is None:
                 unwanted.append(meta)
                 continue
-            if seq in self._groups:
-                self._remove(seq)
             holders = self._arrived_at.get(meta.head)
             if holders is None:
                 holders = self._arrived_at[meta.head] = dict.fromkeys(self._stream_keys, frozenset({meta.head}))
-            group = self._groups[seq] = Group(meta, NO_KEYS, holders)
+            group.holders = holders
+            self._held[meta.seq] = group
             self._grow(group, self._stream_keys)
-            self._untold.add(seq)
         self.wake()
         return unwanted
 
@@ -165,50 +135,49 @@ class AsyncIOSequenceBuffer:
         for data, seqs in enumerate(shares):
             given = dict.fromkeys(added, frozenset({layout.head(data)}))
             for seq in seqs:
-                if (group := self._groups.get(seq)) is None:
+                if (group := self._held.get(seq)) is None:
                     continue
                 if rewards and seq in rewards:
-                    group.meta = msgspec.structs.replace(group.meta, rewards=rewards[seq], scores=[])
+                    group.meta = msgspec.structs.replace(_meta(group), rewards=rewards[seq], scores=[])
                 group.holders = {**group.holders, **given}
                 self._grow(group, added)
         self.wake()
 
     def trained_on(self, seqs: Iterable[int]) -> dict[int, list[int]]:
-        """Note that these were trained on; return the groups that each worker has to let go of."""
+        """Close groups that were trained on; return the groups that each worker has to discard."""
         done = list(seqs)
+        found = self._take_out(done)
         for seq in done:
-            self.trained.add(seq)
-        return self._take_out(done)
+            self._ledger.trained_on(seq)
+        return found
 
     @contextmanager
     def dropping(self, seqs: Collection[int]) -> Iterator[dict[int, list[int]]]:
-        """These are too old, and their prompts go back; gives the groups that each worker has to let go of, which
-        all workers have done when the context ends."""
+        """Return the prompts of groups that are too old. The context gets the groups that each worker has to discard,
+        and all workers have done so when it ends."""
         found = self._take_out(seqs)
         for seq in seqs:
-            self._drops[seq] = self._drops.get(seq, 0) + 1
-            self._untold.discard(seq)
+            self._ledger.discarding(seq)
         yield found
-        self._untold.update(seqs)
-        self.wake()
+        for seq in seqs:
+            self._ledger.discarded(seq)
 
     def _take_out(self, seqs: Iterable[int]) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
         for seq in seqs:
             group = self._remove(seq)
-            for worker in sorted({group.meta.head}.union(*group.holders.values())):
+            for worker in sorted({_meta(group).head}.union(*group.holders.values())):
                 found.setdefault(worker, []).append(seq)
         self.wake()
         return found
 
     def _grow(self, group: Group, added: frozenset[str]) -> None:
-        before, seq = group.keys, group.meta.seq
-        growth = self._growths.get((before, added)) or self._find_growth(before, added)
+        growth = self._growths.get((group.keys, added)) or self._find_growth(group.keys, added)
         group.keys = growth.keys
         for mfc in growth.readable:
-            self._unread[mfc].add(seq)
+            self._unread[mfc].add(group.seq)
         if growth.completes:
-            self._ready.add(seq, group.meta.oldest_version)
+            self._ready.add(group.seq, _meta(group).oldest_version)
 
     def _find_growth(self, before: frozenset[str], added: frozenset[str]) -> Growth:
         """Return what `added` makes of `before`: all groups grow in the same few ways, so each is worked out once."""
@@ -222,40 +191,11 @@ class AsyncIOSequenceBuffer:
         return growth
 
     def _remove(self, seq: int) -> Group:
-        group = self._groups.pop(seq)
+        group = self._held.pop(seq)
         for unread in self._unread.values():
             unread.discard(seq)
         self._ready.discard(seq)
         return group
-
-    # --- between the master and the manager ---
-
-    def changes(self, seq: int) -> int:
-        """Return how often the trainer took `seq` or let go of it."""
-        return 2 * self._drops.get(seq, 0) + (seq in self._groups or seq in self.trained)
-
-    @property
-    def untold(self) -> bool:
-        """Whether there is something that the manager was not told."""
-        return bool(self._untold)
-
-    def news(self) -> list[Fate]:
-        """Return the latest count of each group of which the manager was not told it."""
-        return [Fate(seq, self.changes(seq)) for seq in sorted(self._untold)]
-
-    def told(self, news: Iterable[Fate]) -> None:
-        """Note that the manager knows `news`."""
-        for fate in news:
-            if fate.changes == self.changes(fate.seq):
-                self._untold.discard(fate.seq)
-        self.wake()
-
-    def give_up(self, rejections: Iterable[Fate]) -> None:
-        """Note that the manager calls these rejected; one that had come to the trainer before it could know is kept."""
-        for fate in rejections:
-            if fate.changes == self.changes(fate.seq):
-                self.given_up.add(fate.seq)
-        self.wake()
 
     # --- who waits for groups ---
 
@@ -280,7 +220,7 @@ class AsyncIOSequenceBuffer:
         """
         if mfc.reads == "batch":
             part = [meta.seq for meta in batch[: mfc.groups]]
-            await self.until(lambda: all(mfc.inputs <= self._groups[seq].keys for seq in part))
+            await self.until(lambda: all(mfc.inputs <= self._held[seq].keys for seq in part))
             return self.metas(part)
         unread = self._unread[mfc.name]
         await self.until(lambda: len(unread) >= (mfc.groups or 1) or (len(unread) > 0 and self._holds_batch()))
@@ -288,7 +228,7 @@ class AsyncIOSequenceBuffer:
 
     def _holds_batch(self) -> bool:
         """Whether a training batch is waited for, and enough groups for one are here, ready or not."""
-        return self.batch_awaited and len(self._groups) >= self._batch_groups
+        return self.batch_awaited and len(self._held) >= self._batch_groups
 
     async def take_batch(
         self, select: Callable[[ReadyGroups], Selection], describe: Callable[[Selection], str]
@@ -320,21 +260,12 @@ class AsyncIOSequenceBuffer:
 
     def metas(self, seqs: Iterable[int]) -> list[SampleMeta]:
         """Return the metadata of held groups."""
-        return [self._groups[seq].meta for seq in seqs]
+        return [_meta(self._held[seq]) for seq in seqs]
 
     @property
     def ready(self) -> ReadyGroups:
         """Groups that can be part of a batch."""
         return self._ready
-
-    def next_in_order(self, count: int) -> list[int]:
-        """Return the first `count` sequence numbers that are neither trained on nor given up."""
-        while self._closed(self._first_open):
-            self._first_open += 1
-        return next_in_order(self._closed, start=self._first_open, count=count)
-
-    def _closed(self, seq: int) -> bool:
-        return seq in self.trained or seq in self.given_up
 
     # --- where arrays are, and where they are needed ---
 
@@ -359,7 +290,7 @@ class AsyncIOSequenceBuffer:
         for data, seqs in enumerate(shares):
             members = layout.members(data)
             for seq in seqs:
-                held = self._groups[seq].holders
+                held = self._held[seq].holders
                 for key in wanted_keys:
                     having = held.get(key, NOBODY)
                     if not having.issuperset(members):
@@ -368,12 +299,18 @@ class AsyncIOSequenceBuffer:
             return []
         plan = redistribute((self._piece(*name) for name in wanted), holders=holders, wanted=wanted)
         for (seq, key), members in wanted.items():
-            group = self._groups[seq]
+            group = self._held[seq]
             group.holders = {**group.holders, key: holders[seq, key].union(members)}
         return plan
 
     def _piece(self, seq: int, key: str) -> ArrayFacts:
-        meta = self._groups[seq].meta
+        meta = _meta(self._held[seq])
         lengths = {"packed_facts": meta.facts_bytes, "packed_routed_experts": meta.tokens * meta.routes}
         length = lengths.get(key, meta.size if key in OF_TRAJECTORIES else meta.tokens)
         return ArrayFacts(seq, key, STREAM_DTYPES.get(key, "float32"), (length,))
+
+
+def _meta(group: Group) -> SampleMeta:
+    """Return the metadata of a held group."""
+    assert group.meta is not None, f"seq {group.seq} is not held"
+    return group.meta

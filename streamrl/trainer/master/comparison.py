@@ -19,7 +19,6 @@ from statistics import fmean
 from streamrl.errors import StreamRLError, TrainingError
 from streamrl.trainer.calls import Sibling, Trained
 from streamrl.transport.control import Scores
-from streamrl.transport.manager_client import ControlClient
 from streamrl.types import SampleMeta
 
 log = logging.getLogger(__name__)
@@ -84,14 +83,15 @@ class Comparison:
         version: int,
         response: Sibling | None,
         *,
-        client: ControlClient,
+        scores: Callable[[int], list[Scores]],
         have_scored: Callable[[Sibling], Awaitable[list[int]]],
     ) -> None:
-        """`response`: what is compared; None: nothing is. `have_scored` has the gservers score it, and returns the
-        places of its sampled tokens among those that they score."""
+        """`response`: to compare; None: nothing is compared. `scores` returns the gservers' scores at a version.
+        `have_scored` has them score the response, and returns the places of its sampled tokens among the scored ones.
+        """
         self.response = response
         self._version = version
-        self._client = client
+        self._scores = scores
         self._sampled: list[int] = []
         self._asking: asyncio.Task[None] | None = None
         if response is not None:
@@ -108,10 +108,7 @@ class Comparison:
             log.info("v%d was not compared: the gservers have not been asked yet", self._version)
             await self.close()
         else:
-            try:
-                scores = (await self._client.compared(self._version)).scores
-            except StreamRLError as error:
-                log.info("v%d was not compared: %s", self._version, error)
+            scores = self._scores(self._version)
         for score in scores:
             if score.problem:
                 log.info("%s was not compared at v%d: %s", score.gserver, self._version, score.problem)

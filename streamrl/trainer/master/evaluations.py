@@ -1,7 +1,6 @@
-"""The master's side of evaluations: asks the manager for them, and takes in what they found.
+"""The master's side of evaluations: requests those that are due, and records their reports.
 
-Owns which versions were asked for and which were reported. Invariant: the run waits for an evaluation only at its end,
-and then no longer than `evaluation.end_timeout_seconds`.
+Invariant: the run waits for an evaluation only at its end, and no longer than `evaluation.end_timeout_seconds`.
 """
 
 from __future__ import annotations
@@ -11,32 +10,32 @@ import logging
 from collections.abc import Callable
 
 from streamrl.config import Config
-from streamrl.errors import StreamRLError
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
-from streamrl.transport.control import NO_EVALUATOR, Evaluate
-from streamrl.transport.manager_client import ControlClient
+from streamrl.trainer.master.rollout_pool import RolloutPool
+from streamrl.transport.control import NO_EVALUATOR
 
 log = logging.getLogger(__name__)
 
 
 class EvaluationRequests:
-    """Asks for evaluations that are due, and passes each report on."""
+    """Requests evaluations that are due, and passes each report on."""
 
-    def __init__(self, config: Config, *, client: ControlClient, write: Callable[[EvaluationReport], None]) -> None:
-        """`write` is given each report once."""
+    def __init__(self, config: Config, *, pool: RolloutPool, write: Callable[[EvaluationReport], None]) -> None:
+        """`write` gets each report once."""
         self._config = config
-        self._client = client
+        self._pool = pool
         self._write = write
-        self._asked: set[int] = set()
+        self._newest_request: int | None = None
         self._reported: set[int] = set()
-        self._known = 0
-        """How many reports the manager has sent."""
+        self._some = asyncio.Event()
+        """Set with each report."""
+        pool.on_evaluation(self._take)
 
-    async def begin(self, version: int, *, was_due: bool) -> None:
-        """Ask for the evaluation that is due when the run begins with `version`, if one is.
+    def begin(self, version: int, *, was_due: bool) -> None:
+        """Request the evaluation that is due when the run begins with `version`, if one is.
 
-        A resumed run asks again for the evaluation of its checkpoint, if that `was_due` and got lost.
+        A resumed run requests the evaluation of its checkpoint again if that `was_due` and got lost.
         """
         chosen = self._config.evaluation
         if self._config.run.resume_from is None:
@@ -44,72 +43,47 @@ class EvaluationRequests:
         else:
             due = was_due and not progress.evaluated(self._config.run_dir, policy_version=version)
         if due:
-            await self.ask(version)
+            self.request(version)
 
-    async def ask(self, version: int, *, training_over: bool = False) -> None:
-        """Ask for an evaluation of `version`, which the gservers have; a second one of the same version is not made.
+    def request(self, version: int, *, training_over: bool = False) -> None:
+        """Request an evaluation of `version`, which the gservers serve; at most one of each version is made.
 
         `training_over`: the run ends after it.
         """
-        message = Evaluate(policy_version=version, step=version, training_over=training_over)
-        if version not in self._asked or training_over:
-            self._asked.add(version)
-            await self._client.evaluate(message)
+        self._newest_request = version
+        self._pool.evaluate(version, training_over=training_over)
 
-    async def follow(self) -> None:
-        """Take in reports until the run is over."""
-        over = False
-        while not over:
-            over = await self._take_in()
-
-    async def take_what_is_done(self) -> None:
-        """Take in what was reported by now; an evaluation that is still under way is not waited for."""
-        status = (await self._client.status()).evaluation
-        if status is not None and status.done > self._known:
-            await self._take_in()
-        unfinished = max(self._asked, default=None)
-        if unfinished is not None and unfinished not in self._reported:
+    def warn_of_unfinished(self) -> None:
+        """Warn of an evaluation that is under way at the end of a run that does not wait for it."""
+        version = self._newest_request
+        if version is not None and version not in self._reported:
             log.warning(
                 "the run ends before the evaluation of version %d is done: %s",
-                *(unfinished, NO_EVALUATOR if await self._is_unattended() else "set evaluation.at_end to wait for it"),
+                *(version, "set evaluation.at_end to wait for it" if self._pool.has_evaluator else NO_EVALUATOR),
             )
 
     async def wait_for(self, version: int) -> str:
-        """Wait until `version` is reported; return what to add to the reason why the run ended, empty if all is well.
-
-        Raises `StreamRLError` if the manager ends the run meanwhile.
-        """
+        """Wait for the report of `version`; return what to add to the reason of the run's end, empty if all is well."""
         seconds = self._config.evaluation.end_timeout_seconds
-        if version not in self._reported and await self._is_unattended():
+        if version not in self._reported and not self._pool.has_evaluator:
             log.warning("the run waits up to %g s for the evaluation of version %d: %s", seconds, version, NO_EVALUATOR)
         try:
             async with asyncio.timeout(seconds):
                 while version not in self._reported:
-                    over = await self._take_in()
-                    if over and version not in self._reported:
-                        raise StreamRLError(
-                            f"the manager ended the run in the evaluation of version {version}; its log says why"
-                        )
+                    self._some.clear()
+                    await self._some.wait()
         except TimeoutError:
             missed = (
                 f"the evaluation of version {version} was not finished within "
                 f"evaluation.end_timeout_seconds = {seconds:g}"
             )
-            if await self._is_unattended():
+            if not self._pool.has_evaluator:
                 return f"; {missed}: no evaluator has joined the run"
             log.warning("%s; the evaluator's log shows how far it is, and whether it waits for a gserver", missed)
             return f"; {missed}"
         return ""
 
-    async def _is_unattended(self) -> bool:
-        """Return whether no evaluator takes part in the run."""
-        return all(process.role != "evaluator" for process in (await self._client.status()).processes)
-
-    async def _take_in(self) -> bool:
-        """Take in the next reports, none after a long poll without any; return whether the run is over."""
-        reply = await self._client.evaluations(self._known)
-        self._known += len(reply.reports)
-        for report in reply.reports:
-            self._reported.add(report.policy_version)
-            self._write(report)
-        return reply.stop
+    def _take(self, report: EvaluationReport) -> None:
+        self._reported.add(report.policy_version)
+        self._write(report)
+        self._some.set()

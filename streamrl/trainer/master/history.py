@@ -13,9 +13,9 @@ import time
 from collections.abc import Sequence
 
 from streamrl.config import Config
+from streamrl.ledger import Ledger
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch
-from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.transport.control import DataFacts
 
 # --- what is due ---
@@ -98,12 +98,12 @@ class History:
         self.policy_version += 1
         self.rewards.append(reward)
 
-    def reached(self, buffer: AsyncIOSequenceBuffer, *, data: DataFacts) -> progress.Progress:
+    def reached(self, ledger: Ledger, *, data: DataFacts) -> progress.Progress:
         """Return how far the run has come, for a checkpoint."""
         return progress.Progress(
             policy_version=self.policy_version,
-            trained=buffer.trained.ranges(),
-            rejected=buffer.given_up.ranges(),
+            trained=ledger.trained_seqs.ranges(),
+            rejected=ledger.rejected.ranges(),
             prompts=progress.prompts_digest(self._config),
             data_rows=data.rows,
             data_digest=data.digest,

@@ -11,14 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack, suppress
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from streamrl.config import Config
-from streamrl.errors import StreamRLError, TrainingError
+from streamrl.errors import TrainingError
 from streamrl.ledger import ReadyGroups, Selection
 from streamrl.records import progress, rollouts_writer
 from streamrl.records.collapse import Health, advice
@@ -41,126 +39,40 @@ from streamrl.trainer.master.figures import (
     train_metrics,
 )
 from streamrl.trainer.master.history import History, RunControl, RunOver
+from streamrl.trainer.master.rollout_pool import RolloutPool
 from streamrl.trainer.master.workers import Checkpoints, ModelWorkers
 from streamrl.trainer.replay import recording
-from streamrl.transport.addresses import reach_towards
-from streamrl.transport.control import DataFacts, FinishRun, GroupChanges
-from streamrl.transport.credentials import CurveKeys, Doorkeeper
-from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.membership import Membership
-from streamrl.transport.request_reply import RequestChannel, Requests
-from streamrl.transport.secret import encrypts
-from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER, name_on_channel, number_on_channel
+from streamrl.transport.control import DataFacts
+from streamrl.transport.request_reply import Requests
 from streamrl.types import SampleMeta
-from streamrl.waits import first_of
+from streamrl.waits import first_of, warned_of
 
 log = logging.getLogger(__name__)
 
-GOODBYE_SECONDS = 3.0
-"""How long the manager may take to hear that the master ends."""
 STOP_SECONDS = 1.5
 """How long sinks may take for their last figures when the run is stopped; less than a launcher waits for the master."""
-
-
-async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
-    """Train until the run's last step or epoch, then end the run.
-
-    `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
-    """
-    listening = reach_towards(manager_url, advertise=advertise).listening(config.stream.host)
-    keys = CurveKeys.make()
-    encrypted = encrypts(config, listening.at)
-    async with AsyncExitStack() as stack:
-        client = ControlClient.of(config, manager_url)
-        stack.push_async_callback(client.close)
-        stored: asyncio.Queue[Stored] = asyncio.Queue()
-        channel = RequestChannel(
-            host=listening.at,
-            announced=listening.announced,
-            notice_type=Stored,
-            on_notice=lambda worker, notice: stored.put_nowait(_own(worker, notice)),
-            name_of=name_on_channel,
-            number_of=number_on_channel,
-            keys=keys if encrypted else None,
-        )
-        stack.push_async_callback(channel.close)
-        if encrypted:
-            doorkeeper = Doorkeeper(channel.context, client.is_member)
-            doorkeeper.start()
-            stack.callback(doorkeeper.stop)
-        master = Master(config, client=client, channel=channel, stored=stored)
-        stack.push_async_callback(master.close)
-        membership = Membership(
-            client,
-            role="master",
-            index=index,
-            address=channel.endpoint,
-            config=config,
-            stats=master.stats,
-            keys=keys,
-            encrypted=encrypted,
-            begins_from=progress.identity(config),
-        )
-        master.membership = membership
-        await membership.join(patience=config.manager.join_timeout_seconds)
-        channel.admit(membership.verifier())
-        stack.push_async_callback(membership.leave)
-        try:
-            training, _ = await first_of(master.run(), membership.stopping.wait())
-            if not training.cancelled():
-                reason = training.result() + await master.finish()
-                await client.finish_run(FinishRun(reason=reason, stopped=master.stopped))
-                membership.stopping.set()
-        except BaseException as error:  # others wait for the master: whatever ends it is told at once
-            await _say_goodbye(membership, error)
-            raise
-        finally:
-            await master.write_final()
-        if membership.lost:
-            raise membership.lost
-        if training.cancelled():
-            raise StreamRLError(f"the manager ended the run at version {master.policy_version}; its log says why")
-
-
-async def _say_goodbye(membership: Membership, error: BaseException) -> None:
-    """Tell the manager why the master ends, as soon as that can be heard."""
-    stopped = isinstance(error, asyncio.CancelledError)
-    with suppress(TimeoutError):
-        async with asyncio.timeout(GOODBYE_SECONDS):
-            await membership.fail(StreamRLError("it was stopped") if stopped else error)
-
-
-def _own(worker: int, notice: Stored) -> Stored:
-    """Return what `worker` tells of groups that it holds itself: a rollout worker holds none."""
-    own = [meta for meta in notice.metas if meta.head == worker < FIRST_ROLLOUT_WORKER]
-    if len(own) < len(notice.metas):
-        log.warning("%s tells of groups that it does not hold: ignored", name_on_channel(worker))
-    return Stored(own)
 
 
 class Master:
     """Drives the model workers through the steps of a run."""
 
-    membership: Membership
     _control: RunControl
     _data: DataFacts
 
-    def __init__(
-        self, config: Config, *, client: ControlClient, channel: Requests, stored: asyncio.Queue[Stored]
-    ) -> None:
-        """`channel`: to the model workers, and in a synchronous graph to rollout workers; `stored`: what model
-        workers tell of groups that came."""
+    def __init__(self, config: Config, *, pool: RolloutPool, channel: Requests, stored: asyncio.Queue[Stored]) -> None:
+        """`channel`: to the model workers, and in a synchronous graph to rollout workers; `stored`: the model workers'
+        notices of groups that arrived."""
         self._config = config
-        self._client = client
+        self._pool = pool
+        self._ledger = pool.ledger
+        self.waiting_for = ""
+        """What the master waits for, for people; empty: nothing."""
+        self._leaving = asyncio.Event()
         self._graph = graph_of(config)
         self._former = BatchFormer(config)
         begun = progress.of_run(config)
         self._buffer = AsyncIOSequenceBuffer(
-            self._graph,
-            batch_groups=config.trainer.batch_groups,
-            wait_warning_seconds=config.trainer.wait_warning_seconds,
-            trained=begun.trained_seqs() if begun is not None else (),
-            given_up=begun.rejected_seqs() if begun is not None else (),
+            self._graph, pool.ledger, wait_warning_seconds=config.trainer.wait_warning_seconds
         )
         self._history = History(config, begun)
         self._weights_at_rest = asyncio.Lock()
@@ -179,7 +91,7 @@ class Master:
         )
         self._begun = begun
         self._metrics = MetricsWriter(config.run_dir)
-        self._evaluations = EvaluationRequests(config, client=client, write=self._take_evaluation)
+        self._evaluations = EvaluationRequests(config, pool=pool, write=self._take_evaluation)
         self._checkpoints = Checkpoints(config, channel=channel)
         self._publication: asyncio.Task[None] | None = None
         self._counted: list[WorkerSpec] = []
@@ -197,25 +109,25 @@ class Master:
         return self._history.policy_version
 
     def stats(self) -> dict[str, float]:
-        """Return what heartbeats tell of the master."""
+        """Return the master's figures for the controller's heartbeats."""
         return {
             "policy_version": self.policy_version,
             "groups_held": len(self._buffer),
-            "groups_trained_total": len(self._buffer.trained),
+            "groups_trained_total": len(self._ledger.trained_seqs),
         }
+
+    def leave(self) -> None:
+        """Write a checkpoint and end the run, as soon as the step under way is done."""
+        self._leaving.set()
 
     async def run(self) -> str:
         """Make all steps; return why the run ended."""
         self._begin_records()
         async with asyncio.TaskGroup() as helpers:
             background = [
-                helpers.create_task(self._report_changes(), name="group changes"),
                 helpers.create_task(self._executor.load_data(), name="data"),
-                helpers.create_task(self._follow_given_up(), name="groups given up"),
+                helpers.create_task(self._wake_to_leave(), name="leaving"),
             ]
-            if self._config.evaluation.enabled:
-                background.append(helpers.create_task(self._evaluations.follow(), name="evaluations"))
-            background.append(helpers.create_task(self._wake_to_leave(), name="leaving"))
             if await self._prepared(self._initialize()):
                 # not before: gservers without a copy of the checkpoint may be there long before the weights are
                 background.append(helpers.create_task(self._follow_resyncs(), name="resyncs"))
@@ -223,7 +135,6 @@ class Master:
                 reason = await self._steps()
             else:
                 reason = self._stop()
-            await self._buffer.until(lambda: not self._buffer.untold)
             for task in background:
                 task.cancel()
         return reason
@@ -232,51 +143,46 @@ class Master:
         """Save, count what is left, and wait for the last evaluation; return what to add to why the run ended."""
         if self.stopped:
             return await self._save_before_stop()
-        self.membership.waiting_for = "the last checkpoint"
+        self.waiting_for = "the last checkpoint"
         # a run that was at its end when it was resumed may have that evaluation in its records
         made = progress.evaluated(self._config.run_dir, policy_version=self.policy_version)
         at_end = self._config.evaluation.at_end and not made
         if at_end:
-            await self._evaluations.ask(self.policy_version, training_over=True)
+            self._evaluations.request(self.policy_version, training_over=True)
         if self._config.trainer.save_at_end:
-            await self._checkpoints.save_final(self._history.reached(self._buffer, data=self._data))
+            await self._checkpoints.save_final(self._history.reached(self._ledger, data=self._data))
         unwritten = await self._checkpoints.finish()
-        self.membership.waiting_for = ""
+        self.waiting_for = ""
         self._counted = await self._workers.specs()
         if at_end:
-            self.membership.waiting_for = f"the evaluation of version {self.policy_version}"
-            waiting, _ = await first_of(self._evaluations.wait_for(self.policy_version), self.membership.leaving.wait())
+            self.waiting_for = f"the evaluation of version {self.policy_version}"
+            waiting, _ = await first_of(self._evaluations.wait_for(self.policy_version), self._leaving.wait())
             unwritten += "; its evaluation was not waited for" if waiting.cancelled() else waiting.result()
         elif self._config.evaluation.enabled:
-            await self._evaluations.take_what_is_done()
+            self._evaluations.warn_of_unfinished()
         if sinks := self._metrics.waits_for:
-            self.membership.waiting_for = f"{sinks} to take the last figures"
+            self.waiting_for = f"{sinks} to take the last figures"
             await asyncio.to_thread(self._metrics.close)
-        self.membership.waiting_for = ""
+        self.waiting_for = ""
         return unwritten
 
     async def _save_before_stop(self) -> str:
         """Write a checkpoint unless this version has one; return what to add to the reason of the stop."""
         if self.policy_version == (self._begun.policy_version if self._begun is not None else 0):
             return ""
-        self.membership.waiting_for = "the checkpoint before the stop"
-        await self._checkpoints.save_once(self._history.reached(self._buffer, data=self._data))
+        self.waiting_for = "the checkpoint before the stop"
+        await self._checkpoints.save_once(self._history.reached(self._ledger, data=self._data))
         unwritten = await self._checkpoints.finish()
-        self.membership.waiting_for = ""
+        self.waiting_for = ""
         return unwritten
 
-    async def write_final(self) -> None:
+    def write_final(self) -> None:
         """Leave `final.json` for the report, whatever happened."""
-        try:
-            status = msgspec.to_builtins(await self._client.status(), str_keys=True)
-        except StreamRLError as error:
-            log.warning("the manager's last figures are missing from final.json: %s", error)
-            status = None
         final = Final(
-            status=status,
+            status=msgspec.to_builtins(self._pool.status(), str_keys=True),
             policy_version=self.policy_version,
             train_seconds=self._history.train_seconds,
-            groups_trained=len(self._buffer.trained),
+            groups_trained=len(self._ledger.trained_seqs),
             groups_held=len(self._buffer),
             groups_duplicated=sum(c.duplicated for c in self._counted),
             max_staleness=self._config.staleness.max_staleness,
@@ -299,9 +205,7 @@ class Master:
     def _begin_records(self) -> None:
         """Take the records of a run that is resumed back to where it begins, and start the sinks.
 
-        One that begins anew (`--resume` before the first checkpoint) goes back to nothing: where this machine has a
-        disk of its own, the manager could not see to that. Not before this process has its place in the run: one that
-        is turned away must leave the records alone.
+        One that begins anew (`--resume` before the first checkpoint) goes back to nothing.
         """
         run_dir = self._config.run_dir
         version = self._begun.policy_version if self._begun is not None else 0
@@ -312,23 +216,23 @@ class Master:
         self._metrics = MetricsWriter(run_dir, sinks=start_sinks(self._config))
 
     async def _initialize(self) -> None:
-        self.membership.waiting_for = "model workers to connect"
+        self.waiting_for = "model workers to connect"
         await self._workers.connected()
-        self.membership.waiting_for = "model workers to load the models"
+        self.waiting_for = "model workers to load the models"
         await self._workers.initialize()
         model = await self._workers.model_config()
         log.info("model: %s", model)
-        await self._client.tell_model(model)
-        self.membership.waiting_for = ""
+        self._pool.take_model(model)
+        self.waiting_for = ""
         self._history.begin()
 
     async def _begin_counting(self) -> None:
         """Wait for the size of the data set, count epochs, checkpoints and evaluations from here on, and ask for the
         first evaluation if it is due."""
-        self.membership.waiting_for = "a rollout worker to tell the size of the data set"
-        while not (data := await self._client.data()).rows:
-            log.warning("master waits for %s", self.membership.waiting_for)
-        self.membership.waiting_for = ""
+        self.waiting_for = "a rollout worker to report the size of the data set"
+        with warned_of(self.waiting_for, after=self._config.trainer.wait_warning_seconds, log=log):
+            data = await self._pool.data()
+        self.waiting_for = ""
         self._data = data
         self._control = RunControl(
             self._config,
@@ -337,16 +241,16 @@ class Master:
             consumed=self._buffer.consumed,
             now=time.monotonic(),
         )
-        await self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
+        self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
 
     async def _prepared(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do `work` that precedes the first step; return False if it was abandoned to leave the run."""
-        working, _ = await first_of(work, self.membership.leaving.wait())
+        working, _ = await first_of(work, self._leaving.wait())
         return not working.cancelled()
 
     async def _wake_to_leave(self) -> None:
         """End the wait for a batch when the master is asked to leave."""
-        await self.membership.leaving.wait()
+        await self._leaving.wait()
         self._buffer.wake()
 
     def _end(self) -> str | None:
@@ -354,7 +258,7 @@ class Master:
         reason = self._control.end(
             step=self.policy_version, consumed=self._buffer.consumed, rewards=self._history.rewards
         )
-        return self._stop() if reason is None and self.membership.leaving.is_set() else reason
+        return self._stop() if reason is None and self._leaving.is_set() else reason
 
     def _stop(self) -> str:
         self.stopped = True
@@ -381,11 +285,11 @@ class Master:
             save = await self._train(batch, version=version, begin=begin)
         stop = self._tell(before)
         if save or stop:
-            self.membership.waiting_for = f"checkpoint {self.policy_version}"
+            self.waiting_for = f"checkpoint {self.policy_version}"
             if self._publication is not None:
                 await self._publication  # the step is written down then: who goes on from here has its figures
-            await self._checkpoints.save(self._history.reached(self._buffer, data=self._data))
-            self.membership.waiting_for = ""
+            await self._checkpoints.save(self._history.reached(self._ledger, data=self._data))
+            self.waiting_for = ""
         if stop:
             await self._stop_collapsing()
 
@@ -485,7 +389,7 @@ class Master:
         return Comparison(
             version,
             response_to_compare(young),
-            client=self._client,
+            scores=self._pool.scores,
             have_scored=lambda chosen: self._workers.have_scored(chosen, version=version, worker=heads[chosen.seq]),
         )
 
@@ -507,8 +411,8 @@ class Master:
                 self._publication.result()  # a failed update ends the run here, not after a wait
             if self._end() is not None:
                 raise RunOver  # the last groups of the last epoch were given up
-            selection = self._former.select(ready, policy_version=version, next_in_order=self._buffer.next_in_order)
-            self.membership.waiting_for = self._former.describe(selection, policy_version=version)
+            selection = self._former.select(ready, policy_version=version, next_in_order=self._ledger.next_in_order)
+            self.waiting_for = self._former.describe(selection, policy_version=version)
             return selection
 
         while True:
@@ -521,7 +425,7 @@ class Master:
             if too_old:
                 await self._drop(too_old)
             if batch:
-                self.membership.waiting_for = ""
+                self.waiting_for = ""
                 return batch
 
     async def _drop(self, metas: Sequence[SampleMeta]) -> None:
@@ -589,25 +493,15 @@ class Master:
         if comparison is not None:
             report.metrics.update(await comparison.figures(trained))
         self._metrics.write(report)
-        await self._client.report(report)
+        self._pool.report(report)
         self._mismatch.look(report.metrics, policy_version=report.step - 1)
         if evaluate:
-            await self._evaluations.ask(report.step)
-
-    async def _report_changes(self) -> None:
-        """Tell the manager which groups the trainer has taken or let go of, many at a time."""
-        while True:
-            await self._buffer.until(lambda: self._buffer.untold)
-            news = self._buffer.news()
-            await self._client.tell_groups(GroupChanges(news))
-            self._buffer.told(news)
+            self._evaluations.request(report.step)
 
     async def _follow_resyncs(self) -> None:
         """Between two steps, send the current weights to gservers that only the publisher can resync."""
         while True:
-            needed = await self._client.resync_needed()
-            if not needed.gservers:
-                continue
+            gservers = await self._pool.resync_needed()
             if self._publication is not None and not self._publication.done():
                 await asyncio.wait({self._publication})
                 continue
@@ -616,17 +510,9 @@ class Master:
                     if not self._publication.done():
                         continue  # newer weights are on their way
                     self._publication.result()  # its failure ends the run, and would be forgotten with it
-                log.info("weights v%d are sent to %s as well", self.policy_version, ", ".join(needed.gservers))
+                log.info("weights v%d are sent to %s as well", self.policy_version, ", ".join(gservers))
                 publication = await self._begin_publication(self._resync(), name=f"resync to v{self.policy_version}")
             await asyncio.wait({publication})
 
     async def _resync(self) -> None:
         await self._workers.publish(self.policy_version, resync=True)
-
-    async def _follow_given_up(self) -> None:
-        """Take from the manager which groups will never come."""
-        heard = len(self._buffer.given_up)
-        while True:
-            given_up = await self._client.given_up(heard)
-            heard += len(given_up)
-            self._buffer.give_up(given_up)

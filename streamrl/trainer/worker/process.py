@@ -144,9 +144,9 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         stack.push_async_callback(membership.leave)
 
         async def work() -> None:
-            masters = await client.topology("master", 1, patience=config.manager.join_timeout_seconds)
+            controllers = await client.topology("controller", 1, patience=config.manager.join_timeout_seconds)
             channel: ReplyChannel[Call] = ReplyChannel(
-                master=masters[0], worker=index, shown=membership.shows("master"), call_type=Call
+                master=controllers[0], worker=index, shown=membership.shows("controller"), call_type=Call
             )
             stack.push_async_callback(channel.close)
             stack.push_async_callback(worker.close)

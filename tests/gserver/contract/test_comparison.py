@@ -31,7 +31,7 @@ async def score(gserver: Contract) -> Scores:
     running = await gserver.begin(PROMPT, gserver.long)
     await gserver.run.client.compare(Compare(version=version, tokens=PROMPT + RESPONSE, start=len(PROMPT)))
     async with asyncio.timeout(60):
-        while not (scores := (await gserver.run.client.compared(version)).scores):  # noqa: ASYNC110
+        while not (scores := gserver.run.manager.scores(version)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert (await gserver.client.update(gserver.url, "/abort_request", AbortRequest(abort_all=True))).success
     await running

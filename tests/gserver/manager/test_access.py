@@ -54,7 +54,7 @@ async def test_every_call_is_refused_to_those_whose_it_is_not(tmp_path: Path) ->
     """No call but those that look is open to a stranger; a member's token is good for the calls of its role alone."""
     async with managed(small_config(tmp_path)) as run:
         tokens = {}
-        for role in ("gserver", "rollout", "evaluator", "master", "model_worker"):
+        for role in ("gserver", "rollout", "evaluator", "model_worker"):
             reply = await run.register(role, address="http://127.0.0.1:1" if role == "gserver" else "")
             tokens[role] = bearer(reply.token)
         strangers = ({}, bearer("0" * 64), bearer(""), {"Authorization": "Basic eDp5"}, bearer("rollout/0." + "0" * 64))
@@ -68,6 +68,12 @@ async def test_every_call_is_refused_to_those_whose_it_is_not(tmp_path: Path) ->
         assert (status.state, status.ledger.next_seq) == ("running", 0)
 
 
+async def test_no_process_can_join_as_the_controller(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        with pytest.raises(PeerError, match="the run's controller; a run has one"):
+            await run.register("controller")
+
+
 async def test_a_member_speaks_in_its_own_name_alone(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path, rollout={"workers": 2})) as run:
         first, second = [(await run.register("rollout", index, pid=index)).token for index in (0, 1)]
@@ -77,8 +83,8 @@ async def test_a_member_speaks_in_its_own_name_alone(tmp_path: Path) -> None:
                 client.admit(Admit(worker=1, count=1)),
                 client.fail_run(FailRun(worker=1, error="so there")),
                 client.heartbeat(Heartbeat(role="rollout", index=1, stats={}, error="so there")),
-                client.heartbeat(Heartbeat(role="master", index=0, stats={}, error="so there")),
-                client.finish_run(FinishRun(reason="so there")),
+                client.heartbeat(Heartbeat(role="model_worker", index=0, stats={}, error="so there")),
+                client.finish_run(FinishRun(error="so there")),
             ):
                 with pytest.raises(PeerError) as refusal:
                     await call

@@ -9,7 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from streamrl.gserver.manager.admission import MAX_DEATHS, Admissions
 from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState
 from streamrl.gserver.manager.routing import Fleet
-from streamrl.ledger import Fate, Ledger
+from streamrl.ledger import Ledger
+from streamrl.types import SampleMeta
+from tests.groups import make_group
 
 SERVING = GserverState.SERVING
 HAPPENED: dict[GserverState, list[GserverEvent]] = {
@@ -62,6 +64,10 @@ def test_an_update_reaches_all_that_are_heard_of_but_not_who_failed_it_before() 
 FINAL = (GserverEvent.EMPTIED, GserverEvent.REMOVED)
 
 
+def accept(ledger: Ledger, seq: int) -> None:
+    assert ledger.accept(SampleMeta.of(make_group(seq), head=0)) is not None
+
+
 class AdmissionsMachine(RuleBasedStateMachine):
     """Workers take, lose, reject and finish groups while gservers come and go."""
 
@@ -109,14 +115,16 @@ class AdmissionsMachine(RuleBasedStateMachine):
         self.now += seconds
         rejected = set(self.ledger.rejected)
         self.admissions.expire(now=self.now)
-        assert self.ledger.rejected == rejected, "silence is no prompt's fault"
+        assert set(self.ledger.rejected) == rejected, "silence is no prompt's fault"
 
     @precondition(lambda self: self.ledger.running)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(sorted(self.leased)))
-        changes = self.ledger.changes(seq) + data.draw(st.integers(1, 2))
-        self.admissions.take_changes([Fate(seq, changes)])
+        accept(self.ledger, seq)
+        if data.draw(st.booleans()):
+            self.ledger.discarding(seq)
+            self.ledger.discarded(seq)
         self.deaths.pop(seq, None)
         self.last_with.pop(seq, None)
         assert self.ledger.holder(seq) is None
@@ -135,7 +143,7 @@ class AdmissionsMachine(RuleBasedStateMachine):
     def reroute(self, data: st.DataObject) -> None:
         seq, holder = data.draw(st.sampled_from(sorted(self.leased.items())))
         choice = self.admissions.reroute(holder, seq, avoid="http://g0", now=self.now)
-        assert choice is None or (choice.address != "http://g0" and self.ledger.out[seq].route in choice.routes)
+        assert choice is None or (choice.address != "http://g0" and self.ledger.groups[seq].route in choice.routes)
 
     @rule()
     def advance(self) -> None:
@@ -147,14 +155,14 @@ class AdmissionsMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_group_is_on_one_gserver_while_its_lease_lasts(self) -> None:
-        routes = {seq: group.route for seq, group in self.ledger.out.items() if group.route is not None}
+        routes = {seq: group.route for seq, group in self.ledger.groups.items() if group.route is not None}
         assert sorted(routes) == sorted(self.leased)
         assert {id(route) for g in self.fleet.all() for route in g.routes} == {id(route) for route in routes.values()}
         assert all(route in route.gserver.routes for route in routes.values())
 
     @invariant()
     def the_record_tells_with_whom_a_group_was_last_and_at_which_deaths(self) -> None:
-        out = self.ledger.out
+        out = {seq: group for seq, group in self.ledger.groups.items() if group.state != "accepted"}
         assert {seq: group.worker for seq, group in out.items() if group.worker} == self.last_with
         deaths = {seq: numbers for seq, numbers in self.deaths.items() if seq in out}
         assert {seq: group.deaths for seq, group in out.items() if group.deaths} == deaths
@@ -174,7 +182,7 @@ def test_partitions_discard_no_prompt() -> None:
     for outage in range(20):
         assert admissions.take("rollout/0", 2, workers=1, ticket=str(outage), now=20.0 * outage)
         assert admissions.expire(now=20.0 * outage + 15)
-    assert (ledger.rejected, admissions.given_up) == (set(), 0)
+    assert (len(ledger.rejected), admissions.given_up) == (0, 0)
 
 
 def test_a_long_response_on_workers_that_come_and_go_is_not_taken_for_their_killer() -> None:
@@ -185,8 +193,7 @@ def test_a_long_response_on_workers_that_come_and_go_is_not_taken_for_their_kill
         for other in range(3):
             (short,) = admissions.take("rollout/1", 1, workers=1, ticket=f"{end} {other}", now=0.0)
             admissions.worker_replaced("rollout/1")
-            ledger.take_change(Fate(short.seq, 1))
-            admissions.take_changes([Fate(short.seq, 1)])
+            accept(ledger, short.seq)
             ledger.advance(ledger.policy_version + 1)
         admissions.worker_replaced("rollout/0")
     assert long.seq not in ledger.rejected
@@ -198,14 +205,15 @@ def test_a_killer_is_given_up_also_if_its_lease_ran_out_before_its_worker_was_re
         admissions.take("rollout/0", 1, workers=1, ticket=str(death), now=100.0 * death)
         admissions.expire(now=100.0 * death + 50)
         admissions.worker_replaced("rollout/0")
-    assert (ledger.rejected, admissions.given_up) == ({0}, 1)
+    assert (list(ledger.rejected), admissions.given_up) == ([0], 1)
 
 
 def test_prompts_that_training_waits_for_start_again_together_when_the_run_was_slowed_meanwhile() -> None:
     ledger = Ledger(groups_per_batch=2, max_staleness=1, lease_seconds=10.0, in_order=True)
     admissions = Admissions(ledger=ledger, fleet=fleet_of(SERVING), group_size=1)
     assert len(admissions.take("rollout/0", 9, workers=1, ticket="a", now=0.0)) == 4
-    admissions.take_changes([Fate(2, 1), Fate(3, 1)])
+    for seq in (2, 3):
+        accept(ledger, seq)
     ledger.admitted_staleness = 0
     admissions.worker_replaced("rollout/0")
     again = admissions.take("rollout/0", 9, workers=1, ticket="b", now=0.0)

@@ -30,7 +30,7 @@ async def join(run: Run, *gservers: ScriptedGserver, first: int = 0) -> None:
 async def scores_of(run: Run, version: int, *, count: int) -> list[Scores]:
     """The answers about `version`, as soon as `count` gservers have given theirs."""
     async with asyncio.timeout(30):
-        while len(scores := (await run.client.compared(version)).scores) < count:  # noqa: ASYNC110
+        while len(scores := run.manager.scores(version)) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return scores
 
@@ -110,7 +110,7 @@ async def test_one_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
         (failed,) = await scores_of(run, 0, count=1)
         assert "Internal Server Error" in failed.problem
         async with asyncio.timeout(30):
-            while (await run.client.compared(0)).scores[0].problem:
+            while run.manager.scores(0)[0].problem:
                 await run.beat("gserver")
         assert gserver.counts["/generate"] == 2
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import PeerError, RunStopped
-from streamrl.transport.control import AskPlace, AskRoute, Drain, FinishRun, GroupInFlight, InFlight, Leave
-from tests.gserver.harness import NO_PROCESS, Run, managed, publish, small_config, taken
+from streamrl.transport.control import AskPlace, AskRoute, Drain, GroupInFlight, Heartbeat, InFlight, Leave
+from tests.gserver.harness import NO_PROCESS, Run, managed, publish, small_config
 from tests.gserver.scripted import ScriptedGserver, scripted
 
 
@@ -40,8 +40,8 @@ async def test_newcomers_get_numbers_beyond_the_configured_ones(tmp_path: Path) 
         assert await run.client.place(ask, patience=1.0) == 4
         with pytest.raises(PeerError, match="has another configuration"):
             await run.client.place(AskPlace(role="rollout", config_digest="other"), patience=1.0)
-        with pytest.raises(PeerError, match="a master cannot join a running run"):
-            await run.client.place(AskPlace(role="master", config_digest=config.digest()), patience=1.0)
+        with pytest.raises(PeerError, match="a model_worker cannot join a running run"):
+            await run.client.place(AskPlace(role="model_worker", config_digest=config.digest()), patience=1.0)
 
 
 async def test_workers_of_a_synchronous_graph_get_the_numbers_that_its_master_calls(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ async def test_a_run_starts_with_as_many_as_are_configured_whatever_their_number
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await run.register("gserver", 5, address=gserver.url)
         await run.register("rollout", 7)
-        assert (await run.client.status()).message == "waits for model_worker/0, master/0 to join"
+        assert (await run.client.status()).message == "waits for model_worker/0 to join"
         await run.until_live(5)
         assert await run.admit_seqs(1, worker=7) == [0]
 
@@ -100,7 +100,7 @@ async def test_a_drained_gserver_leaves_when_nothing_runs_there_and_no_update_is
         assert "/pause_generation" not in first.calls[first.calls.index("/continue_generation") :]
         assert (await publish(run, 2)).done
         assert first.weight_version == "1"
-        await run.client.tell_groups(taken(0))
+        run.take(0)
         assert (await run.client.status()).ledger.accepted == 1
 
 
@@ -125,15 +125,13 @@ async def test_a_silent_gserver_is_drained_at_once(tmp_path: Path) -> None:
         assert "gserver/0" not in members(await run.client.status())
 
 
-async def test_a_drained_master_is_told_and_ends_the_run_as_stopped(tmp_path: Path) -> None:
+async def test_a_drained_controller_ends_the_run_as_stopped(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
-        with pytest.raises(PeerError, match="master/0 is not in this run; there are: none"):
-            await run.client.drain(Drain(role="master", index=0))
-        await run.register("master")
+        run.manager.enter(run.registration("controller"))
         await run.register("rollout")  # keeps the manager there until it has heard of the end
-        await run.client.drain(Drain(role="master", index=0))
-        assert (await run.beat("master")).leave
-        await run.client.finish_run(FinishRun(reason="stopped after step 3", stopped=True))
+        await run.client.drain(Drain(role="controller", index=0))
+        assert (await run.manager.members.heartbeat(Heartbeat(role="controller", index=0, stats={}))).leave
+        run.manager.finish("stopped after step 3", stopped=True)
         status = await run.client.status()
         assert (status.state, status.message) == ("stopped", "stopped after step 3")
         assert (await run.beat("rollout")).stop

@@ -20,7 +20,7 @@ def _short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def everyone(run: Run) -> None:
-    for role in ("gserver", "rollout", "model_worker", "master"):
+    for role in ("gserver", "rollout", "model_worker"):
         await run.register(role)  # type: ignore[arg-type]
 
 
@@ -33,11 +33,9 @@ async def test_the_manager_leaves_once_everyone_was_told(tmp_path: Path) -> None
         await everyone(run)
         assert not (await run.beat("rollout")).stop
         admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))
-        given_up = asyncio.create_task(run.client.given_up(0))
         topology = asyncio.create_task(run.client.topology("gserver", 2, patience=0.5))
-        await run.client.finish_run(FinishRun(reason="all steps are done"))
+        run.manager.finish("all steps are done", stopped=False)
         assert (await admission).stop
-        assert await given_up == []
         await asyncio.wait({topology})
         assert topology.exception() is not None
         status = await run.client.status()
@@ -53,7 +51,7 @@ async def test_groups_are_not_rerouted_once_the_run_is_over(tmp_path: Path) -> N
         await run.register("gserver", address=gserver.url)
         await run.register("rollout")
         await run.until_live(0)
-        await run.client.finish_run(FinishRun(reason="done"))
+        run.manager.finish("done", stopped=False)
         asked = len(gserver.calls)
         assert (await run.client.route(AskRoute(worker=0, seq=0, failed=gserver.url))).gserver == ""
         assert len(gserver.calls) == asked
@@ -62,7 +60,7 @@ async def test_groups_are_not_rerouted_once_the_run_is_over(tmp_path: Path) -> N
 async def test_the_manager_does_not_wait_for_the_silent(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path, manager={"lease_seconds": 0.3})) as run:
         await everyone(run)
-        await run.client.finish_run(FinishRun(reason="done"))
+        run.manager.finish("done", stopped=False)
         assert (await run.beat("model_worker")).stop  # the trainer may take longer
         await ended(run)
 
@@ -71,7 +69,7 @@ async def test_the_manager_waits_only_so_long(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(process, "TELL_SECONDS", 0.3)
     async with managed(small_config(tmp_path)) as run:
         await everyone(run)
-        await run.client.finish_run(FinishRun(reason="done"))
+        run.manager.finish("done", stopped=False)
         await ended(run)
 
 
@@ -81,7 +79,7 @@ async def test_a_process_that_gives_up_ends_the_run_for_all(tmp_path: Path) -> N
         assert (await run.beat("model_worker", error="model_worker/0: out of memory")).stop
         status = await run.client.status()
         assert (status.state, status.message) == ("failed", "model_worker/0: out of memory")
-        for role in ("gserver", "rollout", "master"):
+        for role in ("gserver", "rollout", "model_worker"):
             assert (await run.beat(role)).stop  # type: ignore[arg-type]
         with pytest.raises(StreamRLError, match="the run has failed: model_worker/0: out of memory"):
             await ended(run)  # whoever started the manager, such as Kubernetes, is to begin the run again
@@ -117,20 +115,10 @@ async def test_in_a_synchronous_graph_every_rollout_worker_is_needed(tmp_path: P
 
 async def test_the_first_reason_stands(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
-        await run.client.finish_run(FinishRun(reason="", error="the loss is not a number"))
-        await run.client.finish_run(FinishRun(reason="fine"))
+        await run.client.finish_run(FinishRun(error="the loss is not a number"))
+        run.manager.finish("fine", stopped=False)
         status = await run.client.status()
         assert (status.state, status.message) == ("failed", "the loss is not a number")
-
-
-async def test_a_silent_master_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit_trainer_patience(monkeypatch, 0.3)
-    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.1})) as run:
-        await run.register("master")
-        await run.until(lambda status: status.processes[0].silent_seconds > 0.2)
-        assert (await run.client.status()).state == "joining"
-        status = await run.until(lambda status: status.state == "failed")
-        assert "master/0 has been silent" in status.message
 
 
 async def test_a_silent_model_worker_ends_a_run_that_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +126,7 @@ async def test_a_silent_model_worker_ends_a_run_that_has_begun(tmp_path: Path, m
     limit_trainer_patience(monkeypatch, 2.0)
     config = small_config(tmp_path, trainer={"data_parallel": 2}, manager={"lease_seconds": 2.0})
     async with managed(config) as run:
-        beating = asyncio.create_task(keep_beating(run, "gserver", "rollout", "master", "model_worker"))
+        beating = asyncio.create_task(keep_beating(run, "gserver", "rollout", "model_worker"))
         await run.register("model_worker", 1)
         await run.until(lambda status: status.processes[0].state == "silent")
         assert (await run.client.status()).state == "joining"

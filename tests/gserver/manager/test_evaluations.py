@@ -19,11 +19,9 @@ from streamrl.transport import manager_client
 from streamrl.transport.control import (
     NO_EVALUATOR,
     Admit,
-    Evaluate,
     EvaluationResult,
     EvaluationRoute,
     EvaluationTask,
-    FinishRun,
     NextEvaluation,
 )
 from tests.evaluations import make_report
@@ -40,7 +38,7 @@ def evaluating(folder: Path, **sections: dict[str, Any]) -> Config:
 
 
 async def ask(run: Run, version: int) -> None:
-    await run.client.evaluate(Evaluate(policy_version=version, step=version))
+    run.manager.evaluate(version, training_over=False)
 
 
 async def take(run: Run) -> EvaluationTask:
@@ -67,7 +65,6 @@ async def test_an_evaluation_goes_from_the_master_to_the_evaluator_and_back(tmp_
     async with managed(evaluating(tmp_path)) as run:
         await run.register("evaluator")
         waiting = asyncio.create_task(run.client.next_evaluation(NEXT))
-        reports = asyncio.create_task(run.client.evaluations(0))
         await still_waits(waiting)
         await ask(run, 3)
         task = (await asyncio.wait_for(waiting, 30)).task
@@ -79,14 +76,15 @@ async def test_an_evaluation_goes_from_the_master_to_the_evaluator_and_back(tmp_
         assert status is not None
         assert (status.running, status.left_out, status.last) == (task, 1, None)
         assert await take(run) == task  # whoever asks again has lost it
-        await still_waits(reports)
+        assert run.reports == []
         await tell(run, task)
-        assert (await asyncio.wait_for(reports, 30)).reports == [make_report(3)]
+        assert run.reports == [make_report(3)]
         await tell(run, task)  # the answer was lost: told again, counted once
         assert (await take(run)).policy_version == 5
         status = (await run.client.status()).evaluation
         assert status is not None
         assert (status.done, status.last) == (1, make_report(3))
+        assert run.reports == [make_report(3)]
         async with aiohttp.ClientSession() as session, session.get(f"{run.url}/metrics") as response:
             text = await response.text()
         assert "streamrl_evaluations_total 1.0" in text
@@ -170,11 +168,9 @@ async def test_the_end_of_the_run_is_told_to_everyone_who_waits(tmp_path: Path) 
     async with managed(evaluating(tmp_path)) as run:
         await run.register("evaluator")
         waiting = asyncio.create_task(run.client.next_evaluation(NEXT))
-        reports = asyncio.create_task(run.client.evaluations(0))
         await still_waits(waiting)
-        await run.client.finish_run(FinishRun(reason="done"))
+        run.manager.finish("done", stopped=False)
         assert (await asyncio.wait_for(waiting, 30)).stop
-        assert (await asyncio.wait_for(reports, 30)).stop
         assert (await run.client.evaluation_route(EvaluationRoute(evaluator=0, prompt=0))).gserver == ""
 
 
@@ -186,16 +182,15 @@ async def test_once_training_is_over_no_group_is_started_any_more(tmp_path: Path
         await run.until_live(0)
         await ask(run, 4)
         assert await run.admit_seqs(1) == [0]
-        last = Evaluate(policy_version=4, step=4, training_over=True)
-        await run.client.evaluate(last)
+        run.manager.evaluate(4, training_over=True)
         admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))
         await still_waits(admission)
         await tell(run, await take(run))
-        await run.client.evaluate(last)  # the same version again: it was made
+        run.manager.evaluate(4, training_over=True)  # the same version again: it was made
         status = (await run.client.status()).evaluation
         assert status is not None
         assert (status.done, status.waiting, status.left_out) == (1, None, 0)
-        await run.client.finish_run(FinishRun(reason="done"))
+        run.manager.finish("done", stopped=False)
         assert (await asyncio.wait_for(admission, 30)).stop
 
 
@@ -222,7 +217,7 @@ async def test_without_an_evaluator_the_log_and_the_status_show_how_to_start_one
     config = small_config(tmp_path, evaluation={"every_steps": 1}, rollout={"workers": 1}, gserver={"count": 1})
     async with managed(config) as run, scripted() as (gserver,):
         await run.register("gserver", address=gserver.url)
-        for role in ("rollout", "model_worker", "master"):
+        for role in ("rollout", "model_worker"):
             await run.register(role)
         assert (await run.client.status()).message == f"waits for evaluator/0 to join: {NO_EVALUATOR}"
         for version in (1, 2):
@@ -247,7 +242,7 @@ class Evaluating(RuleBasedStateMachine):
 
     @rule()
     def ask(self) -> None:
-        self.queue.ask(Evaluate(policy_version=self.asked, step=self.asked))
+        self.queue.ask(self.asked)
         self.asked += 1
         waiting = self.queue.status().waiting
         assert waiting is not None
@@ -296,7 +291,7 @@ def test_an_evaluation_that_is_left_out_is_logged(caplog: pytest.LogCaptureFixtu
     queue = EvaluationQueue(evaluators=lambda: 1)
     with caplog.at_level(logging.INFO):
         for version in (1, 2, 3):
-            queue.ask(Evaluate(policy_version=version, step=version))
+            queue.ask(version)
             queue.take("evaluator/0")
     assert "the evaluation of version 2 waits for that of version 1 to end" in caplog.text
     assert "the evaluation of version 2 is left out for that of version 3: it had not begun" in caplog.text

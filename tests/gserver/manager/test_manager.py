@@ -18,8 +18,7 @@ from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.gserver.manager.admission import LEAST_PAUSE_SECONDS, REPORTS_PER_SECOND
 from streamrl.gserver.manager.core import Manager
-from streamrl.gserver.manager.process import serve
-from streamrl.ledger import Fate
+from streamrl.gserver.manager.process import managing
 from streamrl.records import progress
 from streamrl.records.files import read_records
 from streamrl.records.metrics import StepReport
@@ -33,7 +32,6 @@ from streamrl.transport.control import (
     AskPlace,
     AskRoute,
     DataFacts,
-    GroupChanges,
     Heartbeat,
     InFlight,
     PublishBegin,
@@ -47,13 +45,11 @@ from streamrl.transport.secret import Secret
 from tests.gserver.harness import (
     Run,
     commit_publication,
-    dropped,
     keep_beating,
     live_gservers,
     managed,
     publish,
     small_config,
-    taken,
 )
 from tests.gserver.scripted import ScriptedGserver, scripted
 from tests.ipv6 import IPV6
@@ -111,23 +107,14 @@ async def test_the_refusal_names_the_settings_that_differ(tmp_path: Path) -> Non
     [("0.0.0.0", True), ("*", True), pytest.param("::", True, marks=IPV6), ("127.0.0.1", False)],
 )
 async def test_nobody_tells_others_of_a_loopback_address(tmp_path: Path, host: str, refused: bool) -> None:
-    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    config = small_config(tmp_path)
-    serving = asyncio.create_task(serve(config, host=host, port=0, on_ready=ready.set_result))
-    url = await asyncio.wait_for(ready, 30)
-    assert not is_wildcard(urlsplit(url).hostname or "")
-    run = Run(config, url, serving)
-    try:
+    async with managed(small_config(tmp_path), host=host) as run:
+        assert not is_wildcard(urlsplit(run.url).hostname or "")
         if refused:
             with pytest.raises(PeerError, match=r"announces http://127\.0\.0\.1:1, which only its own machine reaches"):
                 await run.register("gserver", address="http://127.0.0.1:1")
         else:
             await run.register("gserver", address="http://127.0.0.1:1")
         await run.register("gserver", 1, address="http://10.0.0.1:1")
-    finally:
-        await run.client.close()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
 
 
 async def test_an_address_that_can_be_nobodys_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -194,8 +181,7 @@ async def test_of_a_run_that_goes_on_a_gserver_may_begin_without_the_checkpoint(
     identity = progress.identity(config)
     async with managed(config) as run, scripted() as (fresh,):
         await run.register("gserver", 9, address=fresh.url)
-        needed = await run.client.resync_needed()
-        assert (needed.version, needed.gservers) == (3, ["gserver/9"])
+        assert await run.manager.resync_needed() == ["gserver/9"]
         await run.register("rollout")
         weights = Snapshot(folder="/weights/v3")
         begin = await run.client.publish_begin(PublishBegin(version=3, weights=weights, resync=True), timeout=10)
@@ -264,23 +250,15 @@ async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path, mon
             await run.admit(worker=3)
 
 
-async def test_heartbeats_of_all_and_of_the_manager_are_in_the_timeline(tmp_path: Path) -> None:
+async def test_heartbeats_of_all_are_in_the_timeline(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
         await run.register("model_worker", address="tcp://w")
-        await run.register("master", address="tcp://m")
-        roles: tuple[Role, ...] = ("gserver", "rollout", "model_worker", "master")
+        roles: tuple[Role, ...] = ("gserver", "rollout", "model_worker")
         for role in roles:
             await run.beat(role)
     lines = [json.loads(line) for line in (run.config.run_dir / "timeline.jsonl").read_text().splitlines()]
-    beats = {line["role"]: line["stats"] for line in lines if line["kind"] == "heartbeat"}
-    assert set(beats) == {"gserver", "rollout", "model_worker", "master", "manager"}
-    assert beats["manager"]["processor_seconds_total"] > 0
-    assert beats["manager"]["machine_processor_seconds_total"] > 0
-    # what may start (all of it: nothing was admitted), and who waits for it
-    config = run.config
-    assert beats["manager"]["ledger_room"] == (config.staleness.max_staleness + 1) * config.trainer.batch_groups
-    assert beats["manager"]["groups_running"] == beats["manager"]["admissions_waiting"] == 0
+    assert {line["role"] for line in lines if line["kind"] == "heartbeat"} == set(roles)
 
 
 async def test_the_failure_of_a_worker_is_in_the_status_and_in_the_timeline(tmp_path: Path) -> None:
@@ -298,11 +276,10 @@ async def test_the_run_is_joining_until_all_have_registered(tmp_path: Path) -> N
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         status = await run.client.status()
         assert status.state == "joining"
-        assert status.message == "waits for gserver/0, rollout/0, model_worker/0, master/0 to join"
+        assert status.message == "waits for gserver/0, rollout/0, model_worker/0 to join"
         await join(run, gserver)
+        assert (await run.client.status()).message == "waits for model_worker/0 to join"
         await run.register("model_worker", address="tcp://w")
-        assert (await run.client.status()).message == "waits for master/0 to join"
-        await run.register("master", address="tcp://m")
         assert (await run.client.status()).state == "running"
 
 
@@ -336,17 +313,17 @@ async def test_a_run_that_is_slowed_admits_less_until_it_is_not(tmp_path: Path) 
 
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
-        await run.client.report(report(0, 0))
+        run.manager.report(report(0, 0))
         assert await run.admit_seqs() == [0, 1]
         call = await waiting(run.admit_seqs())
-        await run.client.report(report(1, 7))  # more than configured is never admitted
+        run.manager.report(report(1, 7))  # more than configured is never admitted
         assert await result_of(call) == [2, 3]
         assert (await run.client.status()).ledger.room == 0
-        await run.client.report(report(2, 0))
-        await run.client.tell_groups(taken(0, 1, 2, 3))
+        run.manager.report(report(2, 0))
+        run.take(0, 1, 2, 3)
         assert (await publish(run, 1)).done
         call = await waiting(run.admit_seqs())
-        await run.client.report(report(3, None))
+        run.manager.report(report(3, None))
         assert await result_of(call) == [4, 5]
 
 
@@ -370,11 +347,9 @@ async def test_a_waiting_admission_is_woken_by_a_rejection(tmp_path: Path) -> No
         await join(run, gserver)
         await run.admit()
         admission = await waiting(run.admit_seqs())
-        given_up = await waiting(run.client.given_up(0))
         await run.client.reject(Reject(worker=0, seq=2, reason="too long"))
         assert await result_of(admission) == [4]
-        assert await result_of(given_up) == [Fate(2, 0)]
-        assert await run.client.given_up(0) == [Fate(2, 0)]
+        assert list(run.manager.ledger.rejected) == [2]
 
 
 async def test_a_waiting_admission_is_woken_by_a_drop(tmp_path: Path) -> None:
@@ -382,7 +357,7 @@ async def test_a_waiting_admission_is_woken_by_a_drop(tmp_path: Path) -> None:
         await join(run, gserver)
         await run.admit()
         admission = await waiting(run.admit_seqs())
-        await run.client.tell_groups(dropped(1))
+        run.drop(1)
         assert await result_of(admission) == [1]
 
 
@@ -390,7 +365,7 @@ async def test_a_waiting_admission_is_woken_by_a_new_version(tmp_path: Path) -> 
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
         await run.admit()
-        await run.client.tell_groups(taken(0, 1, 2, 3))
+        run.take(0, 1, 2, 3)
         admission = await waiting(run.client.admit(Admit(worker=0, count=9)))
         assert (await publish(run, 1)).done
         reply = await result_of(admission)
@@ -427,7 +402,7 @@ async def test_groups_go_to_the_gserver_with_the_fewest_in_flight(tmp_path: Path
     async with managed(config) as run, scripted(2) as (first, second):
         await join(run, first, second)
         assert [a.gserver for a in await run.admit()] == [first.url, second.url] * 2
-        await run.client.tell_groups(taken(1, 3))
+        run.take(1, 3)
         await run.client.reject(Reject(worker=0, seq=0, reason="filtered"))
         assert (await run.process("gserver", 0)).stats["groups_in_flight"] == 1
         assert [a.gserver for a in await run.admit()] == [second.url]
@@ -614,7 +589,7 @@ async def test_a_prompt_that_kills_its_workers_is_given_up(tmp_path: Path, caplo
             assert await run.admit_seqs() == [0]
             await run.register("rollout", 0, pid=pid)
         assert await run.admit_seqs() == [1]
-        assert await run.client.given_up(0) == [Fate(0, 0)]
+        assert list(run.manager.ledger.rejected) == [0]
     assert "seq 0 is given up: 3 of the last 3 workers that died had it" in caplog.text
 
 
@@ -641,22 +616,8 @@ async def test_the_status_has_the_model_that_the_trainer_has_reported(tmp_path: 
     )
     async with managed(small_config(tmp_path)) as run:
         assert (await run.client.status()).model is None
-        await run.client.tell_model(model)
+        run.manager.take_model(model)
         assert (await run.client.status()).model == model
-
-
-async def test_reports_that_come_twice_count_once(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver)
-        await run.admit(2)
-        for _ in range(2):
-            await run.client.tell_groups(taken(0, 1))
-        assert (await run.client.status()).ledger.accepted == 2
-        await run.client.tell_groups(dropped(1))
-        await run.admit(1)
-        await run.client.tell_groups(dropped(1))
-        ledger = (await run.client.status()).ledger
-        assert (ledger.accepted, ledger.running, ledger.dropped) == (1, 1, 1)
 
 
 async def test_a_gserver_with_other_weights_waits_for_the_next_update(tmp_path: Path) -> None:
@@ -689,7 +650,7 @@ async def test_a_gserver_that_does_not_answer_is_checked_again_at_its_heartbeat(
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff\xfe", b"[]", b'{"role": "king"}', b'{"a":' * 5000, b'{"index": "x"}']
 )
-@pytest.mark.parametrize("path", ["/register", "/heartbeat", "/admit", "/groups", "/publish/begin", "/report"])
+@pytest.mark.parametrize("path", ["/register", "/heartbeat", "/admit", "/publish/begin"])
 async def test_malformed_bodies_are_refused(tmp_path: Path, path: str, body: bytes) -> None:
     async with managed(small_config(tmp_path)) as run, run.session() as session:
         async with session.post(run.url + path, data=body) as response:
@@ -707,7 +668,7 @@ async def test_malformed_bodies_are_refused(tmp_path: Path, path: str, body: byt
         ("GET", "/topology?role=king&count=1", 400),
         ("GET", "/topology?role=gserver&count=many", 400),
         ("GET", "/topology?role=gserver&count=nan", 400),
-        ("GET", "/groups?after=-1", 400),
+        ("GET", "/silent?after=-1", 400),
     ],
 )
 async def test_calls_that_do_not_exist_or_make_no_sense(tmp_path: Path, method: str, path: str, status: int) -> None:
@@ -737,10 +698,11 @@ async def test_figures_for_people_and_for_prometheus(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,), run.session() as session:
         await join(run, gserver)
         await run.admit()
-        await run.client.tell_groups(GroupChanges([Fate(0, 1), Fate(1, 1), Fate(2, 2)]))
+        run.take(0, 1)
+        run.drop(2)
         await run.beat("gserver", stats={"running": 3.0, "tokens_total": 70.0}, waiting_for="requests")
         assert (await publish(run, 1)).done
-        await run.client.report(
+        run.manager.report(
             StepReport(step=1, time=1.0, metrics={"loss": 0.25, "odd": math.nan}, token_ages={0: 5, 1: 2}, seqs=[0, 1])
         )
         status = await run.client.status()
@@ -768,7 +730,6 @@ async def test_the_timeline_tells_what_the_pools_did(tmp_path: Path) -> None:
     async with managed(config) as run, scripted() as (gserver,):
         await join(run, gserver)
         await run.beat("rollout", stats={"groups": 2.0}, waiting_for="room")
-        await run.beat("master")
         await publish(run, 1)
         await run.beat("gserver", stats={"running": 3.0})
     lines = [json.loads(line) for line in (config.run_dir / "timeline.jsonl").read_text().splitlines()]
@@ -796,26 +757,31 @@ async def test_a_full_disk_does_not_stop_the_manager(tmp_path: Path, caplog: pyt
     assert caplog.text.count("timeline.jsonl cannot be written") == 1
 
 
+async def opened(config: Config, *, host: str, port: int) -> None:
+    async with managing(config, host=host, port=port):
+        pass
+
+
 async def test_an_address_in_use_is_named(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
         port = int(run.url.rpartition(":")[2])
         with pytest.raises(StreamRLError, match=f"cannot listen at 127.0.0.1:{port}"):
-            await serve(run.config, host="127.0.0.1", port=port)
+            await opened(run.config, host="127.0.0.1", port=port)
     with pytest.raises(StreamRLError, match=r"cannot listen at 203\.0\.113\.7:.*manager\.host is an address of this"):
-        await serve(run.config, host="203.0.113.7", port=0)
+        await opened(run.config, host="203.0.113.7", port=0)
 
 
 async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what_is_handed_out(tmp_path: Path) -> None:
     config = small_config(tmp_path, run={"total_train_epochs": 1}, staleness={"max_staleness": 9})
     async with managed(config) as run, scripted() as (gserver,):
         await join(run, gserver)
-        asked = await waiting(run.client.data())
+        asked = await waiting(run.manager.data())
         admit = Admit(worker=0, count=100, data=DataFacts(5, "abc"))
         seqs = [admission.seq for admission in (await run.client.admit(admit)).admissions]
         assert seqs == [0, 1, 2, 3, 4, 5]  # three batches of two
         assert await result_of(asked) == DataFacts(5, "abc")
         assert (await run.client.status()).data_rows == 5
-        await run.client.tell_groups(taken(0, 1, 2, 3))
+        run.take(0, 1, 2, 3)
         await waiting(run.admit())
         await run.client.reject(Reject(worker=0, seq=4, reason="no"))
         assert (await run.client.status()).ledger.room == 0  # 4 trained and 1 given up: that was the epoch

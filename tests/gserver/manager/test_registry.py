@@ -14,7 +14,7 @@ LEASE = 2.0
 def add(registry: Registry, member: Member, *, now: float = 0.0) -> Member:
     """Register `member` with the patience of its role."""
     member.last_heard.hear(now=now)
-    member.last_heard.patience = 60.0 if member.role == "master" else LEASE
+    member.last_heard.patience = 60.0 if member.role == "model_worker" else LEASE
     registry.add(member, now=now)
     return member
 
@@ -22,7 +22,7 @@ def add(registry: Registry, member: Member, *, now: float = 0.0) -> Member:
 def test_members_fall_silent_each_at_its_time() -> None:
     registry = Registry(lease_seconds=LEASE)
     worker = add(registry, Member("rollout", 0))
-    add(registry, Member("master", 0))
+    add(registry, Member("model_worker", 0))
     assert registry.next_silence() == 2.0
     assert not registry.hear(worker, now=1.0)
     assert registry.notice_silence(now=2.9) == []

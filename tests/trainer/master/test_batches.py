@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from streamrl.config import from_dict
-from streamrl.ledger import Fate
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
+from tests.groups import admitted_ledger
 from tests.trainer.master.test_buffer import make_meta
 
 
@@ -23,10 +23,11 @@ def make_former(over_age="mask", *, minibatches=1, batch=4):
 
 
 def test_wait_takes_admission_order_and_skips_what_was_given_up():
-    former, buffer = make_former("wait", batch=2), AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
+    former, ledger = make_former("wait", batch=2), admitted_ledger()
+    buffer = AsyncIOSequenceBuffer(Graph(()), ledger)
 
     def select(version):
-        return former.select(buffer.ready, policy_version=version, next_in_order=buffer.next_in_order)
+        return former.select(buffer.ready, policy_version=version, next_in_order=ledger.next_in_order)
 
     buffer.put_batch([make_meta(seq) for seq in (1, 2, 3)])
     selection = select(0)
@@ -34,7 +35,7 @@ def test_wait_takes_admission_order_and_skips_what_was_given_up():
     assert former.describe(selection, policy_version=0) == "actor_train v0 waits for 1 of 2 groups, oldest seq 0"
     with buffer.dropping([2]):
         pass
-    buffer.give_up([Fate(0, 0), Fate(2, 2), Fate(3, 0)])  # the last one came before the manager could know
+    assert [ledger.reject(seq) for seq in (0, 2, 3)] == [True, True, False]  # the trainer has the last one
     assert select(0).batch == [1, 3]
     buffer.trained_on([1, 3])
     assert select(1).missing == [4, 5]

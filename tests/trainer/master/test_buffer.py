@@ -8,11 +8,12 @@ import logging
 import pytest
 
 from streamrl.config import from_dict
-from streamrl.ledger import Fate, Selection
+from streamrl.ledger import Selection
 from streamrl.trainer.graph import MFC, SEQUENCE_KEYS, graph_of
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.types import SampleMeta
+from tests.groups import admitted_ledger
 
 
 def make_meta(seq, *, head=0, versions=None):
@@ -31,7 +32,9 @@ def make_meta(seq, *, head=0, versions=None):
 
 def make_buffer(warning=30.0, batch_groups=2, **algorithm):
     graph = graph_of(from_dict({"algorithm": algorithm}))
-    return AsyncIOSequenceBuffer(graph, batch_groups=batch_groups, wait_warning_seconds=warning)
+    return AsyncIOSequenceBuffer(
+        graph, admitted_ledger(batch=batch_groups, rejected=[50]), wait_warning_seconds=warning
+    )
 
 
 def ref_inf(groups=None):
@@ -181,29 +184,21 @@ async def test_what_an_mfc_gives_is_there_for_the_batch_and_rewards_are_part_of_
     assert buffer.trained_on([0, 1]) == {0: [0, 1], 1: [1]}
 
 
-def test_the_fate_of_a_group_is_told_until_it_was_heard_and_not_before_workers_let_go():
-    buffer = make_buffer()
+def test_a_prompt_goes_back_only_after_workers_have_discarded_its_group():
+    ledger = admitted_ledger()
+    buffer = AsyncIOSequenceBuffer(graph_of(from_dict({})), ledger)
     buffer.put_batch([make_meta(0), make_meta(1)])
-    first = buffer.news()
-    assert first == buffer.news() == [Fate(0, 1), Fate(1, 1)]  # asked again, since it may have been lost
-    with buffer.dropping([0]) as held:
-        assert held == {0: [0]}
-        buffer.told(first)
-        assert not buffer.untold
-    assert buffer.news() == [Fate(0, 2)]
-    buffer.told(first)  # heard again
-    assert buffer.news() == [Fate(0, 2)]
-    buffer.put_batch([make_meta(0)])
-    assert buffer.news() == [Fate(0, 3)]
-    buffer.told(buffer.news())
-    buffer.trained_on([0, 1])
-    assert not buffer.untold
-    assert (buffer.changes(0), buffer.changes(1), buffer.changes(2)) == (3, 1, 0)
+    with buffer.dropping([0, 1]) as held:
+        assert held == {0: [0, 1]}
+        assert (ledger.state(0), ledger.state(1), len(buffer)) == ("accepted", "accepted", 0)
+        buffer.put_batch([make_meta(1)])  # by another worker
+    assert (ledger.state(0), ledger.state(1), ledger.dropped) == ("returned", "accepted", 2)
+    assert 1 in buffer
+    buffer.trained_on([1])
+    assert (ledger.state(1), ledger.accepted) == ("trained", 1)
 
 
 def test_a_group_that_was_given_up_is_not_taken_when_it_comes():
     buffer = make_buffer()
-    buffer.give_up([Fate(5, 0)])
-    assert [meta.seq for meta in buffer.put_batch([make_meta(4), make_meta(5)])] == [5]
-    assert (4 in buffer, 5 in buffer, buffer.consumed) == (True, False, 1)
-    assert buffer.news() == [Fate(4, 1)]
+    assert [meta.seq for meta in buffer.put_batch([make_meta(4), make_meta(50)])] == [50]
+    assert (4 in buffer, 50 in buffer, buffer.consumed) == (True, False, 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import from_dict
-from streamrl.errors import ConfigError, DeadlineExceeded, PeerLost, TrainingError
+from streamrl.errors import ConfigError, DeadlineExceeded, TrainingError
 from streamrl.trainer.calls import Sibling, Trained
 from streamrl.trainer.master.comparison import (
     ENOUGH_TOKENS,
@@ -19,7 +19,7 @@ from streamrl.trainer.master.comparison import (
     compared_figures,
     response_to_compare,
 )
-from streamrl.transport.control import Compared, Scores
+from streamrl.transport.control import Scores
 from streamrl.types import SampleMeta
 
 
@@ -82,18 +82,6 @@ def test_without_the_trainers_own_nobody_is_compared():
     assert "logprob_diff_mean" not in figures
 
 
-class Manager:
-    """As much of a client as a comparison needs; `scores` are what its gservers say, None: it is gone."""
-
-    def __init__(self, scores):
-        self.scores = scores
-
-    async def compared(self, version):
-        if self.scores is None:
-            raise PeerLost("the manager is gone")
-        return Compared(self.scores)
-
-
 def trained(*logprobs):
     return Trained(compute_seconds=0, blocked_seconds=0, sums={}, maxima={}, token_ages={}, compared=[*logprobs])
 
@@ -103,7 +91,9 @@ async def found(scores, sampled, *logprobs, chosen=True):
         assert which == Sibling(7, 1)
         return sampled
 
-    comparison = Comparison(4, Sibling(7, 1) if chosen else None, client=Manager(scores), have_scored=have_scored)
+    comparison = Comparison(
+        4, Sibling(7, 1) if chosen else None, scores=lambda version: scores, have_scored=have_scored
+    )
     await asyncio.sleep(0.01)  # until they are asked
     return await comparison.figures([trained(), trained(*logprobs)])
 
@@ -116,7 +106,6 @@ async def test_what_gservers_scored_is_compared_with_what_a_rank_computed():
 @pytest.mark.parametrize(
     ("scores", "sampled", "logprobs", "chosen", "missing", "why"),
     [
-        (None, [0], [-1.0], True, 0, "v4 was not compared: the manager is gone"),
         ([], [], [], False, 0, "v4 was not compared: no group of its batch is young enough"),
         ([Scores("gserver/0", [-1.0])], [0], [], True, 1, "the step did not compute Sibling(seq=7"),
         ([Scores("gserver/0", problem="gone")], [0], [-1.0], True, 1, "gserver/0 was not compared"),
@@ -138,7 +127,7 @@ async def test_scores_without_the_workers_answer_cost_their_figures_alone(caplog
 
     with caplog.at_level(logging.INFO):
         comparison = Comparison(
-            4, Sibling(7, 1), client=Manager([Scores("gserver/0", [-1.0])]), have_scored=have_scored
+            4, Sibling(7, 1), scores=lambda version: [Scores("gserver/0", [-1.0])], have_scored=have_scored
         )
         await asyncio.sleep(0.01)
         figures = await comparison.figures([trained(-1.0)])

@@ -1,4 +1,4 @@
-"""The trainer's side of evaluations, against a real manager and an evaluator played by the test."""
+"""The master's side of evaluations, against a real manager and an evaluator played by the test."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import msgspec
 import pytest
 
 from streamrl.config import Config
-from streamrl.errors import StreamRLError
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.trainer.master.evaluations import EvaluationRequests
-from streamrl.transport.control import NO_EVALUATOR, EvaluationResult, EvaluationTask, FinishRun, NextEvaluation
+from streamrl.transport.control import NO_EVALUATOR, EvaluationResult, EvaluationTask, NextEvaluation
 from tests.evaluations import make_report
 from tests.gserver.harness import Run, managed, small_config
 
@@ -25,7 +24,7 @@ async def desk(config: Config) -> AsyncIterator[tuple[EvaluationRequests, Run, l
     written: list[EvaluationReport] = []
     async with managed(config) as run:
         await run.register("evaluator")
-        yield EvaluationRequests(config, client=run.client, write=written.append), run, written
+        yield EvaluationRequests(config, pool=run.manager, write=written.append), run, written
 
 
 async def take(run: Run) -> EvaluationTask | None:
@@ -45,25 +44,22 @@ def evaluating(folder: Path, *, run: dict[str, Any] | None = None, **evaluation:
     return small_config(folder, evaluation=evaluation, run=run or {})
 
 
-async def test_reports_are_kept_in_order_while_the_run_goes_on(tmp_path: Path) -> None:
+async def test_reports_are_kept_in_order(tmp_path: Path) -> None:
     async with desk(evaluating(tmp_path, every_steps=1)) as (evaluations, run, written):
-        following = asyncio.create_task(evaluations.follow())
         for version in (1, 2):
-            await evaluations.ask(version)
+            evaluations.request(version)
             task = await take(run)
             assert task is not None
             assert task.policy_version == version
             await tell(run, task)
-        await evaluations.ask(2)
+        evaluations.request(2)
         assert await take(run) is None  # the same version is not evaluated twice
-        await run.client.finish_run(FinishRun(reason="done"))
-        await asyncio.wait_for(following, 30)
     assert written == [make_report(1), make_report(2)]
 
 
 async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
     async with desk(evaluating(tmp_path, at_end=True)) as (evaluations, run, written):
-        await evaluations.ask(9)
+        evaluations.request(9)
         waiting = asyncio.create_task(evaluations.wait_for(9))
         task = await take(run)
         assert task is not None
@@ -74,26 +70,26 @@ async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
         assert await evaluations.wait_for(9) == ""
 
 
-async def test_the_end_takes_what_was_reported_meanwhile_and_waits_for_nothing(
+async def test_a_run_that_does_not_wait_for_its_last_evaluation_warns_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with desk(evaluating(tmp_path, every_steps=1)) as (evaluations, run, written):
-        await evaluations.ask(8)
+        evaluations.request(8)
         task = await take(run)
         assert task is not None
         await tell(run, task)
-        await asyncio.wait_for(evaluations.take_what_is_done(), 5)
+        evaluations.warn_of_unfinished()
         assert written == [make_report(8)]
         assert not caplog.records
-        await evaluations.ask(9)
-        await asyncio.wait_for(evaluations.take_what_is_done(), 5)
+        evaluations.request(9)
+        evaluations.warn_of_unfinished()
     assert written == [make_report(8)]
-    assert "the run ends before the evaluation of version 9 is done" in caplog.text
+    assert "the run ends before the evaluation of version 9 is done: set evaluation.at_end" in caplog.text
 
 
 async def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with desk(evaluating(tmp_path, at_end=True, end_timeout_seconds=0.2)) as (evaluations, _, _):
-        await evaluations.ask(9)
+        evaluations.request(9)
         said = await asyncio.wait_for(evaluations.wait_for(9), 30)
     assert "the evaluation of version 9 was not finished within evaluation.end_timeout_seconds = 0.2" in said
     assert "was not finished within evaluation.end_timeout_seconds = 0.2; the evaluator's log" in caplog.text
@@ -104,25 +100,15 @@ async def test_the_end_names_an_evaluator_that_was_not_started(
 ) -> None:
     config = evaluating(tmp_path, at_end=True, end_timeout_seconds=0.5)
     async with managed(config) as run:
-        evaluations = EvaluationRequests(config, client=run.client, write=lambda report: None)
-        await evaluations.ask(9)
+        evaluations = EvaluationRequests(config, pool=run.manager, write=lambda report: None)
+        evaluations.request(9)
         waiting = asyncio.create_task(evaluations.wait_for(9))
         await asyncio.sleep(0.2)
         assert f"waits up to 0.5 s for the evaluation of version 9: {NO_EVALUATOR}" in caplog.text
         reason = await asyncio.wait_for(waiting, 30)
         assert reason.endswith("within evaluation.end_timeout_seconds = 0.5: no evaluator has joined the run")
-        await asyncio.wait_for(evaluations.take_what_is_done(), 5)
+        evaluations.warn_of_unfinished()
     assert f"the run ends before the evaluation of version 9 is done: {NO_EVALUATOR}" in caplog.text
-
-
-async def test_a_run_that_is_ended_meanwhile_is_an_error(tmp_path: Path) -> None:
-    async with desk(evaluating(tmp_path, at_end=True)) as (evaluations, run, _):
-        await evaluations.ask(9)
-        waiting = asyncio.create_task(evaluations.wait_for(9))
-        await asyncio.sleep(0.05)
-        await run.client.finish_run(FinishRun(reason="", error="evaluator/0: no data"))
-        with pytest.raises(StreamRLError, match="ended the run in the evaluation of version 9"):
-            await asyncio.wait_for(waiting, 30)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +130,6 @@ async def test_what_is_due_at_the_beginning(
     lines = [msgspec.json.encode(make_report(version)) + b"\n" for version in recorded]
     (config.run_dir / EVALUATIONS_FILE).write_bytes(b"".join(lines))
     async with desk(evaluating(tmp_path, at_start=True)) as (_, run, _):
-        evaluations = EvaluationRequests(config, client=run.client, write=lambda report: None)
-        await evaluations.begin(10 if resumed else 0, was_due=was_due)
+        evaluations = EvaluationRequests(config, pool=run.manager, write=lambda report: None)
+        evaluations.begin(10 if resumed else 0, was_due=was_due)
         assert (await take(run) is not None) == due

@@ -14,7 +14,7 @@ from streamrl.trainer.master.executor import FunctionExecutor
 from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.transport.synchronous import GenerateGroups, GroupsGenerated, GroupsScored
 from streamrl.types import SampleMeta
-from tests.groups import make_group
+from tests.groups import admitted_ledger, make_group
 
 GROUPS = 3
 
@@ -55,7 +55,7 @@ def executor_of(graph):
     config = from_dict({"trainer": settings, "staleness": {"max_staleness": 0}, "rollout": {"workers": 1}})
     stored: asyncio.Queue[Stored] = asyncio.Queue()
     channel = Channel(stored)
-    buffer = AsyncIOSequenceBuffer(graph_of(config), batch_groups=GROUPS, given_up=[1])
+    buffer = AsyncIOSequenceBuffer(graph_of(config), admitted_ledger(batch=GROUPS, rejected=[1]))
     executor = FunctionExecutor(
         graph=graph_of(config),
         buffer=buffer,

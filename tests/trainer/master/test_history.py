@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
-from streamrl.ledger import Fate, Ledger, next_in_order
+from streamrl.ledger import Ledger, next_in_order
 from streamrl.trainer.master.history import RunControl
+from streamrl.types import SampleMeta
+from tests.groups import make_group
 
 
 def control(config: Config, *, rows: int = 10, step: int = 0, consumed: int = 0) -> RunControl:
@@ -87,12 +89,14 @@ def test_a_run_of_epochs_always_ends_and_starts_nothing_that_it_does_not_need(
         if counting.end(step=ledger.policy_version, consumed=consumed, rewards=()) is not None:
             break
         wanted = (
-            next_in_order((trained | ledger.rejected).__contains__, start=0, count=batch)
+            next_in_order((trained | {*ledger.rejected}).__contains__, start=0, count=batch)
             if in_order
             else sorted(held)[:batch]
         )
         if len(wanted) == batch and held.issuperset(wanted):
             trained.update(wanted)
+            for seq in wanted:
+                ledger.trained_on(seq)
             held.difference_update(wanted)
             ledger.advance(ledger.policy_version + 1)
             continue
@@ -102,7 +106,7 @@ def test_a_run_of_epochs_always_ends_and_starts_nothing_that_it_does_not_need(
         if chance.random() < refusal:
             ledger.reject(seq)
         else:
-            ledger.take_change(Fate(seq, 1))
+            ledger.accept(SampleMeta.of(make_group(seq), head=0))
             held.add(seq)
     assert len(trained) + len(ledger.rejected) >= rows * epochs
     assert ledger.next_seq < rows * epochs + batch

@@ -12,6 +12,7 @@ from streamrl.errors import TransferError
 from streamrl.trainer.graph import SEQUENCE_KEYS, STREAM_KEYS, Graph
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
+from tests.groups import admitted_ledger
 from tests.trainer.master.test_buffer import make_meta
 
 LAYOUTS = [Layout(data=4), Layout(data=2, context=2), Layout(tensor=2, pipeline=2), Layout(data=2, pipeline=2)]
@@ -29,7 +30,7 @@ def sent(plan):
 
 @given(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS), st.lists(st.integers(0, 3), min_size=1, max_size=12))
 def test_each_worker_gets_what_it_lacks_once(layout, other, homes):
-    buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
+    buffer = AsyncIOSequenceBuffer(Graph(()), admitted_ledger())
     heads = layout.heads
     buffer.put_batch(make_meta(seq, head=heads[home % len(heads)]) for seq, home in enumerate(homes))
     has = {(seq, key): {heads[home % len(heads)]} for seq, home in enumerate(homes) for key in STREAM_KEYS}
@@ -51,7 +52,7 @@ def test_each_worker_gets_what_it_lacks_once(layout, other, homes):
 
 
 def test_what_a_call_gave_is_with_the_heads_and_goes_with_the_group():
-    buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
+    buffer = AsyncIOSequenceBuffer(Graph(()), admitted_ledger())
     layout = Layout(data=2, tensor=2)
     buffer.put_batch([make_meta(0, head=0), make_meta(1, head=2)])
     buffer.amend_batch(["values"], [[0], [1]], layout)
@@ -63,7 +64,7 @@ def test_what_a_call_gave_is_with_the_heads_and_goes_with_the_group():
 
 
 def test_an_array_that_was_never_made_is_named():
-    buffer = AsyncIOSequenceBuffer(Graph(()), batch_groups=2)
+    buffer = AsyncIOSequenceBuffer(Graph(()), admitted_ledger())
     buffer.put_batch([make_meta(7)])
     with pytest.raises(TransferError, match="seq 7 values"):
         buffer.bring([[7]], ["values"], Layout())

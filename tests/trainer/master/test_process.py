@@ -63,8 +63,8 @@ def assert_exactly_once(run, before=()):
     held = {seq for dataset in run.workers.datasets.values() for seq in range(ledger.next_seq) if dataset.find(seq)}
     fates = Counter([*trained, *(held - set(trained)), *ledger.rejected])
     for seq in range(ledger.next_seq):
-        out = seq in ledger.out
-        assert fates[seq] + out == 1 or (seq in held and out), f"seq {seq}"  # held and out: not told yet
+        out = ledger.state(seq) in ("leased", "returned")
+        assert fates[seq] + out == 1 or (seq in held and out), f"seq {seq}"  # held and out: not heard of yet
     assert held.isdisjoint(trained)
 
 
@@ -115,8 +115,8 @@ def test_every_group_is_trained_on_once_and_young_enough(drawn):
     assert_exactly_once(run)
     staleness = config.staleness
     for version, report in enumerate(run.manager.reports):
-        if version in run.manager.scores:  # else no group was young enough as a whole, or the answer came too late
-            assert report.metrics["gservers_compared"] == len(run.manager.scores[version])
+        if version in run.manager.answers:  # else no group was young enough as a whole, or the answer came too late
+            assert report.metrics["gservers_compared"] == len(run.manager.answers[version])
             assert report.metrics.get("logprob_diff_max", 0.0) == 0.0
         else:
             assert report.metrics["gservers_compared"] == 0
@@ -149,7 +149,7 @@ def test_wait_holds_training_up_for_the_group_whose_turn_it_is(tmp_path):
             training = asyncio.create_task(run.master.run())
             await asyncio.sleep(499)
             assert run.steps == []
-            assert run.master.membership.waiting_for == "actor_train v0 waits for 1 of 4 groups, oldest seq 1"
+            assert run.master.waiting_for == "actor_train v0 waits for 1 of 4 groups, oldest seq 1"
             await training
             assert run.steps[0] == [0, 1, 2, 3]
 
@@ -196,13 +196,7 @@ def test_what_fails_once_the_weights_are_served_ends_the_run_at_once(tmp_path, l
     async def work():
         script = Script(tokens=lambda seq: 8 if seq < 4 else 5_000, seconds=lasting(Publish=10.0))
         async with pretended(configured(tmp_path, trainer={"logprob_diff_limit": 0.09}), script) as run:
-            report = run.manager.report
-
-            async def slowly(step):
-                await asyncio.sleep(0.1)
-                await report(step)
-
-            run.manager.report, run.manager.opinions = slowly, lambda version: [-0.6]
+            run.manager.opinions = lambda version: [-0.6]
             training = asyncio.create_task(run.master.run())
             await asyncio.sleep(15.0)
             assert [event.name for event in run.workers.events[-1:]] == [
@@ -455,9 +449,9 @@ def test_an_evaluation_is_asked_for_once_the_gservers_have_the_version(tmp_path)
     )
     reason, run = whole_run(config, script)
     assert reason == "5 steps are done"
-    assert [asked.policy_version for asked, _ in run.manager.evaluated] == [0, 2, 4, 5]
-    assert [served for _, served in run.manager.evaluated] == [0, 2, 4, 5]
-    assert [asked.training_over for asked, _ in run.manager.evaluated] == [False, False, False, True]
+    assert [version for version, _, _ in run.manager.evaluated] == [0, 2, 4, 5]
+    assert [served for _, _, served in run.manager.evaluated] == [0, 2, 4, 5]
+    assert [over for _, over, _ in run.manager.evaluated] == [False, False, False, True]
     written = (config.run_dir / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["policy_version"] for line in written] == [0, 2, 4, 5]
 
@@ -471,7 +465,7 @@ def test_a_run_whose_last_evaluation_was_cut_off_makes_that_and_nothing_else(tmp
     again = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from=str(final)))
     reason, run = whole_run(again, Script())
     assert (reason, run.steps, run.workers.named("Save")) == ("6 steps are done", [], [])
-    assert [asked.policy_version for asked, _ in run.manager.evaluated] == [6]
+    assert [version for version, _, _ in run.manager.evaluated] == [6]
     assert progress.evaluated(config.run_dir, policy_version=6)
     reason, run = whole_run(again, Script())
     assert (reason, run.steps, run.manager.evaluated) == ("6 steps are done", [], [])  # nothing is left to do
@@ -486,7 +480,7 @@ def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_
     saved = {"save_every_steps": 1, "keep_checkpoints": 9}
     config = configured(tmp_path, trainer=saved, evaluation={"every_epochs": 1})
     _, run = whole_run(config, script)
-    due = {asked.policy_version for asked, _ in run.manager.evaluated}
+    due = {version for version, _, _ in run.manager.evaluated}
     assert 1 < len(due) < 6
     for version in range(1, 6):
         (config.run_dir / "evaluations.jsonl").unlink(missing_ok=True)
@@ -498,7 +492,7 @@ def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_
             evaluation={"every_epochs": 1},
         )
         _, resumed = whole_run(again, script)
-        asked = {asked.policy_version for asked, _ in resumed.manager.evaluated}
+        asked = {version for version, _, _ in resumed.manager.evaluated}
         assert asked & {version} == due & {version}
 
 
@@ -785,7 +779,7 @@ def test_a_master_that_is_asked_to_leave_saves_its_last_step_and_ends_the_run(tm
         async with pretended(config, script) as run:
             training = asyncio.create_task(run.master.run())
             await asyncio.sleep(20.0)
-            run.master.membership.leaving.set()
+            run.master.leave()
             reason = await training + await run.master.finish()
         return reason, run, clock()
 
@@ -808,7 +802,7 @@ def test_a_stop_after_a_checkpoint_of_the_same_step_writes_no_second_one(tmp_pat
         async with pretended(config, script) as run:
             training = asyncio.create_task(run.master.run())
             await asyncio.sleep(50.0)
-            run.master.membership.leaving.set()
+            run.master.leave()
             await training
             await run.master.finish()
         return run

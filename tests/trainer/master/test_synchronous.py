@@ -10,7 +10,7 @@ import pytest
 
 from streamrl.config import from_dict
 from streamrl.errors import DeadlineExceeded
-from streamrl.ledger import Fate, Ledger, Selection
+from streamrl.ledger import Ledger, Selection
 from streamrl.rollout.synchronous import SynchronousRollout
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
@@ -30,7 +30,7 @@ from streamrl.transport.synchronous import (
 )
 from streamrl.types import SampleMeta
 from tests.credentials import peer_at, shown_by, verifier_of
-from tests.groups import make_group
+from tests.groups import admitted_ledger, make_group
 
 
 class Rollout:
@@ -48,7 +48,7 @@ class Rollout:
         self._channel = ReplyChannel(
             master=peer_at(endpoint),
             worker=FIRST_ROLLOUT_WORKER + index,
-            shown=shown_by("rollout", index, to="master"),
+            shown=shown_by("rollout", index, to="controller"),
             call_type=GenerateGroups | ScoreGroups,
         )
         self._following = asyncio.create_task(self._follow())
@@ -122,8 +122,9 @@ SIBLINGS = 2
 
 
 @contextlib.asynccontextmanager
-async def master_of(config):
-    buffer = AsyncIOSequenceBuffer(graph_of(config), batch_groups=config.trainer.batch_groups)
+async def master_of(config, ledger=None):
+    ledger = admitted_ledger(batch=config.trainer.batch_groups) if ledger is None else ledger
+    buffer = AsyncIOSequenceBuffer(graph_of(config), ledger)
     channel = RequestChannel(
         host="127.0.0.1",
         notice_type=GroupsScored,
@@ -131,7 +132,7 @@ async def master_of(config):
         name_of=name_on_channel,
         number_of=number_on_channel,
     )
-    channel.admit(verifier_of("master"))
+    channel.admit(verifier_of("controller"))
     try:
         generation = SynchronousGeneration(graph_of(config), channel=channel, buffer=buffer, config=config)
         yield Batches(generation, buffer), channel.endpoint
@@ -270,7 +271,7 @@ class Station:
                 self._config,
                 index=self._index,
                 master=peer_at(self._endpoint),
-                shown=shown_by("rollout", self._index, to="master"),
+                shown=shown_by("rollout", self._index, to="controller"),
                 admit=self.admit,
                 start=self.start,
             )
@@ -309,10 +310,9 @@ class Station:
             return
         await asyncio.gather(*(gate.before_scoring(i) for i in range(SIBLINGS)))
         await asyncio.sleep(self._chance.uniform(0, 0.05))
-        if self._ledger.take_change(Fate(seq, 1)):
-            telling = asyncio.create_task(self._tell(seq))  # the trainer lives on, whatever becomes of this worker
-            await asyncio.sleep(self._chance.choice([0, 0.02]))
-            await asyncio.shield(telling)
+        telling = asyncio.create_task(self._tell(seq))  # the trainer lives on, whatever becomes of this worker
+        await asyncio.sleep(self._chance.choice([0, 0.02]))
+        await asyncio.shield(telling)
         gate.end(stored=True)
 
     async def _tell(self, seq):
@@ -326,7 +326,7 @@ async def test_batches_form_while_workers_die(monkeypatch, seed):
     monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.05)
     config = synchronous(workers=3)
     ledger = Ledger(groups_per_batch=8, max_staleness=0, lease_seconds=1e6)
-    async with master_of(config) as (batches, endpoint):
+    async with master_of(config, ledger) as (batches, endpoint):
         chance = random.Random(seed)
         stations = [
             Station(config, i, endpoint=endpoint, ledger=ledger, buffer=batches.buffer, chance=chance) for i in range(3)
@@ -335,7 +335,7 @@ async def test_batches_form_while_workers_die(monkeypatch, seed):
         try:
             for version in range(1, 9):
                 await asyncio.wait_for(batches.make(8), 15)
-                ledger.policy_version = version
+                ledger.advance(version)
         finally:
             for task in living:
                 task.cancel()

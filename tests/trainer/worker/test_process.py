@@ -123,7 +123,7 @@ async def test_one_that_waits_for_the_master_leaves_when_the_run_is_over(tmp_pat
         await run.register("rollout")  # who is not told yet keeps the manager there
         serving = asyncio.create_task(serve(config, manager_url=run.url, model_dir=folder))
         await run.until(lambda status: any(p.role == "model_worker" for p in status.processes))
-        await run.client.finish_run(FinishRun(reason="", error="rollout/0: the reward function cannot be loaded"))
+        await run.client.finish_run(FinishRun(error="rollout/0: the reward function cannot be loaded"))
         try:
             async with asyncio.timeout(5):
                 await asyncio.shield(serving)

@@ -100,9 +100,10 @@ class FaultyFleet:
     async def follow_late_gservers(self) -> None:
         """What the master does between two steps."""
         while True:
-            wanted = await self.control.resync_needed()
+            await self.run.manager.resync_needed()
             async with self._publisher_lock:
-                if wanted.gservers and wanted.version == self.version:
+                weights = self.run.manager.weights
+                if weights.version == self.version and weights.resyncs.from_publisher():
                     self.asked_again += 1
                     await self.publisher.publish(self.version, FixedWeights(self.weights(self.version)), resync=True)
 

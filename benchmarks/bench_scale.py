@@ -4,14 +4,14 @@
     python benchmarks/bench_scale.py --updates [--quick] [--gservers 16 256]
 
 Controller, model worker, ledger and streams are the real ones, each a process of its own, as a user would start them;
-the model worker really trains (0.1 million parameters, so that it is not what one waits for). gservers are
+the model worker really trains (0.1 million parameters, so that it is not the limit). gservers are
 SIMULATED, and rollout workers are real but for what generates (`scale_load.py`); all of them share one process, which
 is the limit where its share of a core is near 1.
 
 All rows have the same groups in flight and the same time of a group, so the same work is spread over more or fewer
 workers: `cpu per worker` is the cost of one more worker for the controller. Latency is measured with a call that the
-controller answers at once, from this process, which is otherwise idle. Calls are those of rollout workers and gservers
-to the controller; `calls/update` are those of the controller to one gserver for one weight update (through files).
+controller answers at once, from this process, which is otherwise idle. Rollout workers and gservers make the calls to
+the controller; `calls/update` counts its calls to one gserver for one weight update (through files).
 
 `--updates` measures weight updates by broadcast alone, by the numbers of gservers and of buckets: a real controller, a
 publisher that only reports its end, and SIMULATED gservers in which a bucket takes 20 ms to come. No weights move.

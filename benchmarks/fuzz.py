@@ -4,12 +4,12 @@
 
 Controller, gserver, two model workers and a rollout worker with agents are started as a user would start them, with
 taps between them (`fuzz_taps.py`) that record their messages. Then each port is sent so many messages in each of three
-ways: without any key; with the token and the credentials of a rollout worker that has joined; and with
-a stolen identity: the name of rollout/0 without what proves it, a credential for another receiver, and at the gateway
-the key of an episode that has ended. What is sent are the recorded messages, mutated; messages that hypothesis makes
-from the wire's types; and those, mutated (`tests/hostile.py`).
+ways: without any key; with the token and the credentials of a rollout worker that has joined; and with a stolen
+identity: the name of rollout/0 without a proof, a credential for another receiver, and at the gateway the key of an
+episode that has ended. The messages are the recorded ones, mutated; messages that hypothesis makes from the wire's
+types; and these, mutated (`tests/hostile.py`).
 
-The ports of torch's process groups ask nobody for a key. They are knocked at: nobody is to answer once a group has
+The ports of torch's process groups need no key. The benchmark tries to connect: no port may answer once a group has
 formed. Where a store at which ranks meet does answer (SGLang's, or where ours are not closed), it is sent commands of
 its protocol, whole and broken, in all three ways alike, and gloo is sent a few streams. With `--engine sglang` the
 gserver is a real SGLang server, with the sockets by which its processes meet; it is sent no requests to generate from

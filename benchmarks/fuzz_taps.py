@@ -1,7 +1,7 @@
 """Taps between the processes of a run, which pass messages on as they are, and record them for `fuzz.py`.
 
 The tap before the controller changes one thing. The addresses of processes in registrations, and the controller's own
-in replies, are replaced by those of taps before them. So the tap of the controller is all that the others need.
+in replies, are replaced by addresses of taps. So the tap of the controller is all that the others need.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Taps:
         return msgspec.json.encode(message | {"address": address})
 
     async def _with_taps(self, topology: bytes) -> bytes:
-        """Return the addresses of the controller with that of a tap."""
+        """Return the controller's topology with the address of a tap."""
         message = msgspec.json.decode(topology)
         peers = [peer | {"address": await self._tap_of("zmq", peer["address"])} for peer in message["peers"]]
         return msgspec.json.encode(message | {"peers": peers})

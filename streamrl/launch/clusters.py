@@ -66,7 +66,7 @@ def on_one_machine(
 ) -> list[ProcessPlan]:
     """Return the part of a pool that is on the first of its `machines`, as many as each other has.
 
-    Raises `ConfigError` if they cannot be spread evenly; `setting` names what says how many machines there are.
+    Raises `ConfigError` if they cannot be spread evenly; `setting` names the number of machines.
     """
     if len(processes) % machines:
         raise ConfigError(

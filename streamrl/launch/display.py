@@ -1,7 +1,7 @@
-"""Shows a run while it goes on: a live picture on a terminal, one line for each step elsewhere.
+"""Shows a run under way: a live picture on a terminal, one line for each step elsewhere.
 
-Owns the client that asks the controller for its state once a second, and nothing of the run:
-whatever goes wrong here is told and does not touch the run.
+Owns the client that asks the controller for its state once a second, and nothing of the run: an error here is logged
+and does not touch the run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Display:
             await client.close()
 
     def _take(self, status: Status) -> None:
-        # The file has every step; the status only the last, for a controller whose files are elsewhere.
+        # The file has every step; the status only the last, for a controller with files on another machine.
         new = self._new_steps()
         before = len(self._history.steps)
         self._history.add_status(status, now=time.monotonic())

@@ -3,7 +3,7 @@
 Owns the run folder and every process of the run:
 
     run_dir/config.toml         the resolved configuration, which every process reads
-    run_dir/logs/ROLE-INDEX.log what each process said
+    run_dir/logs/ROLE-INDEX.log the log of each process
     run_dir/...                 the controller's records (metrics.jsonl, timeline.jsonl, final.json)
 
 The launcher itself stays light: it loads no model library, and learns of everything by events

@@ -1,9 +1,9 @@
-"""A pool, or the part of one that is on this machine, for a run whose controller runs already: `streamrl trainer`,
+"""A pool, or the part of one that is on this machine, for a run with a controller: `streamrl trainer`,
 `streamrl gserver --count N`, `streamrl rollout --count N`.
 
 Owns the processes; their output goes where the launcher's goes. Each keeps its number within the run. A gserver or
-rollout worker that dies is started again, as often as `streamrl run` would, and the others go on meanwhile; a part of
-the trainer that dies ends all of it.
+rollout worker that dies is started again, as often as `streamrl run` would, and the others continue. A model worker
+that dies ends all of the trainer.
 """
 
 from __future__ import annotations

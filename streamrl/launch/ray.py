@@ -1,8 +1,8 @@
 """`streamrl launch ray`: a run on a Ray cluster. Ray finds places for its processes and keeps them.
 
 Every process has an actor, which starts the very process that `streamrl run` would start, and watches it where it is.
-The launcher goes on as on one machine: a gserver or rollout worker whose process, actor or node is lost gets a new
-actor in its old bundle; the controller and the model workers are one placement group that lives and dies together,
+The launcher works as on one machine: a gserver or rollout worker that loses its process, actor or node gets a new actor
+in its old bundle; the controller and the model workers are one placement group that lives and dies together,
 and after its death the whole run is begun again from its latest checkpoint. A process never outlives its actor, nor an
 actor this launcher.
 """

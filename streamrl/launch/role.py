@@ -1,7 +1,7 @@
 """One component in this process: configuration, threads, model folder, and then its `serve`.
 
-What a launcher needs to know goes back through a pipe (`answer`); everything else is the same whether a person or a
-launcher started the process. A process that joins a running run asks the controller for a number first, and for leave
+A line for the launcher goes back through a pipe (`answer`); everything else is the same whether a person or a launcher
+started the process. A process that joins a running run asks the controller for a number first, and for leave
 before it ends.
 """
 
@@ -180,7 +180,7 @@ def run_controller(
             refuse_another_run(config)
 
         def listening(url: str) -> None:
-            # not before: where another controller listens the run goes on, and its records are not touched
+            # not before: if another controller listens here, the records are its own
             if on_end is not None:
                 begun.callback(on_end, config.run_dir)
             begun.enter_context(ending_written(config.run_dir, keep_failure=True))
@@ -202,7 +202,7 @@ def run_controller(
 
 
 def _keep_settings(config: Config, config_file: Path) -> None:
-    """Write the configuration into the run's folder, for those who read its records; a launcher has done so before."""
+    """Write the configuration into the run's folder, for readers of its records; a launcher has done so before."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     kept = config.run_dir / "config.toml"
     if kept.absolute() != config_file.absolute():

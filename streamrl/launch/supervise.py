@@ -1,10 +1,9 @@
-"""The processes of a run that a launcher started: starts them, sees them end, starts some again, says which one is to
-blame when the run fails, stops them.
+"""The processes of a run that a launcher started: starts, restarts and stops them, names the cause if the run fails.
 
 Owns every child and their lifeline (see `children.py`). Invariants: the death of any process of the run ends the wait
-for its end, either by a restart (of roles whose work the controller gives out again) or by an error that names the
-process and shows the last lines of its log; a process of those roles whose heartbeats stay away counts as dead, and is
-ended; after `stop` no child is left, nor anything that a child had started in its own process group.
+for its end, either by a restart (of a role in `REPLACED`, since the controller reassigns its work) or by an error that
+names the process and shows the last lines of its log; a process in these roles without heartbeats counts as dead, and
+is ended; after `stop` no child is left, nor anything that a child had started in its own process group.
 
 Restarts are pure, with times in seconds passed in. At most `most` restarts of one process come within `window`; each
 waits twice as long as the one before it, until none is left in the window. One that has died too often may rest until

@@ -146,7 +146,7 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
     controller = cluster.start(0, "controller", "--host", "0.0.0.0")
     far_gserver = cluster.start(3, "gserver")
     near_worker = cluster.start(1, "rollout")
-    until_said(controller, r"the manager of run 'run' listens at https://10\.77\.0\.1:7000")
+    until_said(controller, r"the controller of run 'run' listens at https://10\.77\.0\.1:7000")
     for address in (hosts.address(2), hosts.address(3)):
         until_said(controller, rf"gserver/\d+ joined at https://{re.escape(address)}:")
     far = [name_of(far_gserver), name_of(far_worker)]

@@ -147,7 +147,7 @@ async def test_a_pool_that_has_started_none_yet_cannot_be_left_in_order(tmp_path
 
 
 class _RunWithoutNumberOne:
-    """What a pool asks of a controller with which gserver/1 has not registered yet."""
+    """A client of a controller at which gserver/1 has not registered yet."""
 
     def __init__(self) -> None:
         self.drained: list[int] = []
@@ -181,7 +181,7 @@ async def test_one_that_has_not_joined_yet_does_not_keep_the_others_from_leaving
 
 
 class _FinishedRun:
-    """What a pool asks of the controller of a run that is over, and is well."""
+    """A client of the controller of a run that is over, and is well."""
 
     async def status(self) -> Status:
         return status(1, state="finished")
@@ -200,7 +200,7 @@ async def test_a_process_that_breaks_when_the_run_is_over_is_not_the_pools_failu
 
 
 class _OtherRun:
-    """What a pool asks of a controller that was started again, and has given number 4 to somebody else."""
+    """A client of a controller that was started again, and has given number 4 to another process."""
 
     async def status(self) -> Status:
         return status(1, state="running")

@@ -174,7 +174,7 @@ def until_back(run_dir: Path, taken: Mapping[str, psutil.Process]) -> None:
 def test_a_cluster_without_room_is_told_by_what_is_missing(cluster: Cluster, tmp_path: Path) -> None:
     command = launch(cluster, tmp_path, gserver__threads=20, manager__join_timeout_seconds=2)
     assert command.exit_code() == 1, command.output
-    assert "find room for the placement groups of gserver in vain: CPU: the run needs 47, the cluster's" in command.said
+    assert "find room for the placement groups of gserver in vain: CPU: the run needs 46, the cluster's" in command.said
     assert "Traceback" not in command.output
 
 

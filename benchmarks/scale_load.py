@@ -77,7 +77,9 @@ class SimulatedMaker:
         self._config, self._settings, self._joined = config, settings, joined
         self._random = random.Random(joined.membership.index)
 
-    async def make(self, seq: int, route: GroupRoute, before_scoring: Any = None) -> TrajectoryGroup:
+    async def make(
+        self, seq: int, route: GroupRoute, before_scoring: Any = None, *, may_retry: Any = None
+    ) -> TrajectoryGroup:
         siblings = range(self._config.rollout.group_size)
         found = await asyncio.gather(*(self._response(seq, sibling, route) for sibling in siblings))
         return TrajectoryGroup.from_trajectories(

@@ -58,7 +58,8 @@ async def follow(begin):
         }
     )
     graph, workers = graph_of(config), Workers()
-    buffer = AsyncIOSequenceBuffer(graph, admitted_ledger(count=10_000))
+    ledger = admitted_ledger(count=10_000)
+    buffer = AsyncIOSequenceBuffer(graph, ledger)
     former = BatchFormer(config)
     executor = FunctionExecutor(
         graph=graph,
@@ -78,7 +79,7 @@ async def follow(begin):
         buffer.put_batch([SampleMeta.of(random_group(2 * version + i, rng), head=0) for i in range(2)])
         batch, _ = await buffer.take_batch(
             lambda ready, version=version: former.select(
-                ready, policy_version=version, next_in_order=buffer.next_in_order
+                ready, policy_version=version, next_in_order=ledger.next_in_order
             ),
             lambda _: "a batch",
         )

@@ -1,7 +1,7 @@
 """Simulated gservers and rollout workers that load a manager, in a process of their own.
 
-What a call costs here has to be small beside what it costs the manager, so requests are written and answers read
-without an HTTP library. Nothing is generated: a group is "in flight" from its admission until the trainer takes it.
+A call has to cost little here, compared with its cost in the manager, so requests are written and answers read without
+an HTTP library. Nothing is generated: a group is "in flight" from its admission until the trainer takes it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from streamrl.transport.secret import of_run_at
 
 encode = msgspec.json.encode
 TAKE_SECONDS = 0.01
-"""Between two reports of what has ended."""
+"""Between two reports of requests that have ended."""
 TICK_SECONDS = 0.001
 
 

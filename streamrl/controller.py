@@ -121,7 +121,7 @@ async def _is_member(manager: Manager, curve_key: str) -> bool:
 
 
 async def _train(manager: Manager, master: Master) -> None:
-    """Carry out all steps, and end the run; whatever goes wrong ends it as failed."""
+    """Carry out all steps, and end the run; an error ends it as failed."""
 
     async def work() -> None:
         reason = await master.run() + await master.finish()
@@ -129,7 +129,7 @@ async def _train(manager: Manager, master: Master) -> None:
 
     try:
         await first_of(work(), manager.until_over())
-    except Exception as error:  # tolerance point: whatever ends training is logged, and ends the run with its reason
+    except Exception as error:  # tolerance point: any error ends the run with its reason
         cause = first_error(error)
         if not isinstance(cause, StreamRLError):
             log.exception("training failed")

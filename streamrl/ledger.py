@@ -7,11 +7,11 @@ training batch. No operation looks at all groups: each takes constant or logarit
 With P groups in a training batch and `max_staleness` η:
 
 - **admission**: a new group starts only while `accepted + running < trained + (η + 1) · P`, where
-  *accepted* counts every group that was finished and kept since the run began, and *trained* those
-  that made the present policy version: v · P, or what a resumed run had trained on, perhaps with another
-  P, and P for each version since. The gate bounds the average age of tokens. While a run is slowed it
-  has a smaller η (`admitted_staleness`). Where batches are taken in admission order, prompts that came
-  back start again though there is no room, once nothing runs any more: the next batch waits for them;
+  *accepted* counts every group stored with the trainer since the run began, and *trained* those that
+  made the served policy version: v · P; for a resumed run the groups trained on before, perhaps with another
+  P, and P for each version since. This bounds the average age of tokens. While a run is slowed, η is
+  smaller (`admitted_staleness`). If batches are taken in admission order, returned prompts may start
+  without room once no group runs, because the next batch waits for them;
 - **selection** bounds the age of every token: none older than η versions enters a loss.
 
 Where the number of groups ends the run (`ends_after`), no group starts that its last batch does not need.
@@ -146,7 +146,7 @@ class Ledger:
         self.trained_seqs = SeqSet()
         self.rejected = SeqSet()
         self.on_lease_end: Callable[[Group], None] = lambda group: None
-        """Called with each group whose lease has ended, for whatever reason."""
+        """Called with each group at the end of its lease."""
         self.observers: list[Callable[[], None]] = []
         """Called after each change that a waiting admission or batch may depend on."""
         self._leases: dict[str, dict[int, Group]] = {}  # worker → groups that it holds, oldest lease first
@@ -251,8 +251,8 @@ class Ledger:
     def accept(self, meta: SampleMeta) -> Group | None:
         """Enter a group that is stored with the trainer, and return its record; None if it was closed before.
 
-        It may come from a worker whose lease ran out, while another makes it too. One that is stored again replaces
-        its metadata.
+        It may come from a worker without a lease by now, while another makes it too. A group that is stored again gets
+        the new metadata.
         """
         group = self.groups.get(meta.seq)
         if group is None:

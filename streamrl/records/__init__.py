@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: the format of each file, and what writes and rewinds it.
+"""The files in a run's folder: the format of each, and the code that writes and rewinds it.
 
 | file | written by | module |
 |---|---|---|
@@ -7,8 +7,8 @@
 | `tensorboard/`, `wandb/` | sinks of the controller | `records/sinks.py` |
 | `evaluations.jsonl` | controller | `records/evaluation.py`: one `EvaluationReport` a line |
 | `timeline.jsonl` | controller | `records/timeline.py`: one heartbeat or weight update a line |
-| `final.json` | controller, launcher | `records/metrics.py`: `Final`, how the run stood at its end, and why it ended |
-| `checkpoints/*/state/progress.json` | model worker 0 | `records/progress.py`: `Progress`, what a run resumes from |
+| `final.json` | controller, launcher | `records/metrics.py`: `Final`, the state of the run at its end, and the reason |
+| `checkpoints/*/state/progress.json` | model worker 0 | `records/progress.py`: `Progress`, from which a run resumes |
 | `checkpoints/*/state/taken-up.json` | controller | `records/progress.py`: the run has gone back to this one |
 | `logs/*.log` | each process | – |
 

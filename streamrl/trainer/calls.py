@@ -1,20 +1,20 @@
-"""What the master asks of a model worker, what it replies, and what it tells unasked.
+"""The master's calls to a model worker, their replies, and a worker's notices.
 
 | call | carried out | by |
 |---|---|---|
-| `Spec`, `ModelConfig`, `HaveScored`, `ClearDataCache` | at once, whatever is being computed | any worker |
+| `Spec`, `ModelConfig`, `HaveScored`, `ClearDataCache` | at once, also during a computation | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
-| `FinishSave` | after what came before it | worker 0 |
-| `Publish` | beside the others | all, together |
+| `FinishSave` | after all requests before it | worker 0 |
+| `Publish` | at the same time as others | all, together |
 
 Two requests of other designs have another form here. `fetch` does not exist: groups reach the workers through the
 stream, and the notice `Stored` brings their metadata. `Spec` returns roles and counters and no dataset specification:
 the size of the data set comes from the rollout workers, and the master counts epochs by it (docs/trainer.md).
 
-Hooks are what is done before or after a model function call. Workers' hooks are carried out inside the call's request;
-since a request reaches all its workers in the order that they share, hooks may communicate. The master's follow the
-step that the call belongs to.
+Hooks run before or after a model function call. Workers' hooks are carried out inside the call's request; since a
+request reaches all its workers in the order that they share, hooks may communicate. The master's hooks follow the step
+of the call.
 """
 
 from __future__ import annotations

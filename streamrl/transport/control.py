@@ -1,7 +1,7 @@
-"""The manager's HTTP API: the messages of its calls. `manager_client.py` has the client.
+"""The controller's HTTP API: the messages of its calls. `manager_client.py` has the client.
 
-One address, the manager's URL, is enough to join a run. The owner, who knows the run's secret, may make every
-call, and joins with it; each role has a token for its own.
+One address, the controller's URL, is enough to join a run. The owner, who has the run's secret, may make every call,
+and joins with it; each role has a token for its own calls.
 
 | call | by | meaning |
 |---|---|---|
@@ -10,26 +10,26 @@ call, and joins with it; each role has a token for its own.
 | POST /place | owner | a number for a process that joins a running run |
 | POST /drain | owner | a gserver or rollout worker finishes and leaves; the controller saves and ends the run |
 | POST /leave | gserver, rollout | it has left |
-| POST /heartbeat | all | it lives, and how it does; the reply says whether to stop |
-| GET /silent | owner | waits until others are silent than before the n-th change; who is |
+| POST /heartbeat | all | a sign of life, with figures; the reply has whether to stop |
+| GET /silent | owner | the silent processes, once their set has changed more than n times |
 | GET /model | all | the files of the model, for a host that does not have it |
-| GET /model/part | all | some bytes of one of them |
+| GET /model/part | all | bytes of one of these files |
 | GET /topology | rollout, model worker | waits until the named processes are registered; their addresses |
-| POST /member | model worker | whether a CURVE key is that of a member who may speak to the caller |
+| POST /member | model worker | whether a CURVE key belongs to a member that may send to the caller |
 | POST /admit | rollout | waits for room in the ledger; sequence numbers with a gserver for each |
 | POST /route | rollout | another gserver for a group whose gserver failed |
 | POST /in_flight | rollout | how many requests of its groups still run |
 | POST /reject | rollout | a group is given up |
 | POST /evaluation/next | evaluator | waits for the next evaluation |
 | POST /evaluation/route | evaluator | a gserver for a prompt, another one if that failed |
-| POST /evaluation | evaluator | what an evaluation found |
+| POST /evaluation | evaluator | the report of an evaluation |
 | POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
 | GET /publish/places | model worker | on which machines and GPUs the gservers are |
 | POST /compare | model worker | the gservers that serve a version are to score a response |
 | POST /finish_run | owner | the run is over; every process learns it with its next heartbeat |
 | POST /fail_run | rollout | the run has to stop because of an error there |
 | GET /status, /metrics | all | the run's state as JSON; figures for Prometheus |
-| GET /health | anyone | 200 while the manager lives |
+| GET /health | anyone | 200 while the controller lives |
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run around a real master, in one process and in no time: the clock is virtual, and nobody computes.
+"""A run around a real master, in one process and in no time: the clock is virtual, and no model computes.
 
 The rollout pool is a ledger and a few lists. Model workers hold real groups in real `StreamDataset`s and keep the order
 of calls that real ones keep; a call takes as long as the test says. Rollout workers write groups token by token, under

@@ -165,7 +165,7 @@ class Admissions:
             )
 
     def _free_route(self, group: Group) -> None:
-        """Free the gserver of `group`, whose lease has ended."""
+        """Free the gserver of `group` at the end of its lease."""
         if group.route is not None:
             self._fleet.release(group.route)
             group.route = None

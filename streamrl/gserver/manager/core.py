@@ -1,10 +1,10 @@
-"""What the gserver manager decides, wired together: membership, groups, weights, evaluations, the end of the run.
+"""The gserver manager's parts, wired together: membership, groups, weights, evaluations, the end of the run.
 
-Each part replies to its own calls of `transport/control.py`; here is what follows in one part from a change in
-another. State changes happen between two awaits of one event loop, and every change that somebody may wait
-for is signalled (`run_state.Signals`).
+Each part replies to its own calls of `transport/control.py`; this module carries a change in one part over to the others,
+and has the methods that the trainer's master calls. State changes happen between two awaits of one event loop, and every
+change that a coroutine may wait for is signalled (`run_state.Signals`).
 
-Invariant: a run that is over admits nothing and says so to everyone.
+Invariant: a run that is over admits nothing, and every process learns of its end.
 """
 
 from __future__ import annotations
@@ -195,11 +195,6 @@ class Manager:
             raise RunStopped(f"the run was stopped: {self._state.message}")
 
     # Called by the master
-
-    @property
-    def over(self) -> bool:
-        """Whether the run has ended."""
-        return self._state.over
 
     async def until_over(self) -> None:
         """Wait for the end of the run."""

@@ -1,7 +1,7 @@
 """Evaluations on held-out prompts, between the master that requests them and the evaluator that makes them.
 
 Owns the queue of evaluations and the routes of the prompts under way. Invariants: at most one evaluation is under way
-and at most one waits, the latest that was asked for; each is reported at most once, whoever reports it. Prompts of an
+and at most one waits, the latest that was asked for; each is reported at most once. Prompts of an
 evaluation are no groups of the ledger; the fleet counts them as load until the evaluator says that they are done, or is
 gone.
 """

@@ -1,7 +1,7 @@
 """The gserver manager behind its address: the run's one URL.
 
-`managing` opens the `Manager` (`core.py`: what is decided) with the HTTP server in front of it (`http.py`); the
-controller (`streamrl/controller.py`) runs the trainer's master beside it.
+`managing` opens the `Manager` (`core.py`, the decisions) with its HTTP server (`http.py`); the controller
+(`streamrl/controller.py`) also runs the trainer's master.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""What the run has done so far, and what is due: its end, a checkpoint, an evaluation. Pure: counts and times are
+"""The run's history, and the events that are due: its end, a checkpoint, an evaluation. Pure: counts and times are
 passed in.
 
-`History` is what has to be known of the past for the end of the run, its figures, its checkpoints; which groups were
-trained on or given up is in the buffer (`buffer.py`). For `RunControl`, *consumed* groups are those that were
-trained on and those that were given up for good; an epoch is over when as many groups as the data set has rows were
-consumed since the last one.
+`History` has the facts of the past that the run's end, its figures and its checkpoints depend on; the groups that were
+trained on or rejected are in the ledger. For `RunControl`, *consumed* groups are the trained and the rejected ones; an
+epoch is over when as many groups as the data set has rows were consumed since the last one.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ class Master:
         self._pool = pool
         self._ledger = pool.ledger
         self.waiting_for = ""
-        """What the master waits for, for people; empty: nothing."""
+        """The present wait, in words; empty if there is none."""
         self._leaving = asyncio.Event()
         self._graph = graph_of(config)
         self._former = BatchFormer(config)
@@ -205,7 +205,7 @@ class Master:
     def _begin_records(self) -> None:
         """Take the records of a run that is resumed back to where it begins, and start the sinks.
 
-        One that begins anew (`--resume` before the first checkpoint) goes back to nothing.
+        A run that is resumed before its first checkpoint goes back to nothing.
         """
         run_dir = self._config.run_dir
         version = self._begun.policy_version if self._begun is not None else 0

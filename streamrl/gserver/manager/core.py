@@ -1,8 +1,8 @@
 """The gserver manager's parts, wired together: membership, groups, weights, evaluations, the end of the run.
 
-Each part replies to its own calls of `transport/control.py`; this module carries a change in one part over to the others,
-and has the methods that the trainer's master calls. State changes happen between two awaits of one event loop, and every
-change that a coroutine may wait for is signalled (`run_state.Signals`).
+Each part replies to its own calls of `transport/control.py`; this module carries a change in one part over to the
+others, and has the methods that the trainer's master calls. State changes happen between two awaits of one event loop,
+and every change that a coroutine may wait for is signalled (`run_state.Signals`).
 
 Invariant: a run that is over admits nothing, and every process learns of its end.
 """

@@ -182,7 +182,10 @@ async def end_group(process: Process, *, grace: float = 0.0) -> int:
             process.kill()
     if process.stdin is not None:
         process.stdin.close()
-    return await process.wait()
+    code = await process.wait()
+    for _ in range(3):  # its pipes have ended, too; the event loop closes them in its next rounds
+        await asyncio.sleep(0)
+    return code
 
 
 async def wait_for_group(process: Process) -> int:

@@ -16,7 +16,7 @@ gserver is a real SGLang server, with the sockets by which its processes meet; i
 one who may, since a token that its model does not have ends it.
 
 Nothing may be accepted, no process end, and no group be trained on twice or get lost. After each way comes a pause of
-the same length: what a process grows by under messages is held against what it grows by without. A rollout worker may
+the same length: the growth of each process under messages is compared with its growth without. A rollout worker may
 ask for groups, beat, leave and fail the run; that is left out. All ports are sent to at the same time.
 """
 

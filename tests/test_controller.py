@@ -19,7 +19,7 @@ from streamrl.records import progress
 from streamrl.records.metrics import FINAL_FILE, METRICS_FILE, StepReport
 from streamrl.trainer.master.process import Master
 from streamrl.transport.control import Drain, FinishRun
-from tests.gserver.harness import Run, small_config
+from tests.gserver.harness import Run, cancelled_at_the_end, first_result, small_config
 
 
 @pytest.fixture(autouse=True)
@@ -31,16 +31,8 @@ def _short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
 async def controlled(config: Config) -> AsyncIterator[Run]:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(serve(config, host="127.0.0.1", port=0, on_ready=ready.set_result))
-    await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
-    if serving.done():
-        serving.result()
-    run = Run(config, ready.result(), serving)
-    try:
+    async with cancelled_at_the_end(Run(config, await first_result(serving, ready), serving)) as run:
         yield run
-    finally:
-        await run.client.close()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
 
 
 def quiet(folder: Path, **sections: object) -> Config:

@@ -1,6 +1,6 @@
 """The controller's HTTP API: the messages of its calls. `manager_client.py` has the client.
 
-One address, the controller's URL, is enough to join a run. The owner, who has the run's secret, may make every call,
+One address, the controller's URL, is enough to join a run. The owner, with the run's secret, may make every call,
 and joins with it; each role has a token for its own calls.
 
 | call | by | meaning |
@@ -177,7 +177,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """This process shall finish what it has, and leave. The run continues without it, unless it is the controller."""
+    """This process shall finish its work and leave. The run continues without it, unless it is the controller."""
 
     role: Role
     index: int

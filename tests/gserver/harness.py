@@ -7,7 +7,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -45,6 +45,7 @@ from streamrl.types import SampleMeta
 from tests.groups import make_group
 
 HERE = socket.gethostname()
+Ready = TypeVar("Ready")
 NO_PROCESS = 2**22
 """Linux gives no process a number above this one."""
 
@@ -210,16 +211,27 @@ async def managed(config: Config, *, host: str = "127.0.0.1") -> AsyncIterator[R
         found.manager.raise_early_end()
 
     serving = asyncio.create_task(serve())
+    found = await first_result(serving, ready)
+    async with cancelled_at_the_end(Run(config, found.url, serving, found.manager)) as run:
+        yield run
+
+
+async def first_result(serving: asyncio.Task[None], ready: asyncio.Future[Ready]) -> Ready:
+    """Return the result of `ready`; raises the error of `serving` if that ends first."""
     await asyncio.wait({serving, ready}, return_when=asyncio.FIRST_COMPLETED)
     if serving.done():
         serving.result()
-    run = Run(config, ready.result().url, serving, ready.result().manager)
+    return ready.result()
+
+
+@asynccontextmanager
+async def cancelled_at_the_end(run: Run) -> AsyncIterator[Run]:
     try:
         yield run
     finally:
         await run.client.close()
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        run.serving.cancel()
+        await asyncio.gather(run.serving, return_exceptions=True)
 
 
 async def publish(

@@ -126,11 +126,13 @@ async def test_a_trainer_that_counts_from_elsewhere_than_the_ledger_is_refused(t
             return (await client.register(told, patience=5.0)).manager
 
         mine, theirs = progress.identity(going_on(config, newer)), progress.identity(going_on(config, older))
-        with pytest.raises(PeerError, match=r"goes on from version 8, \w+, and the manager from version 4, \w+: start"):
+        with pytest.raises(
+            PeerError, match=r"goes on from version 8, \w+, and the controller from version 4, \w+: start"
+        ):
             await join(mine)
-        with pytest.raises(PeerError, match="goes on from no checkpoint, and the manager from version 4"):
+        with pytest.raises(PeerError, match="goes on from no checkpoint, and the controller from version 4"):
             await join("")
-        with pytest.raises(PeerError, match="has trained under another manager, which is gone: start the trainer"):
+        with pytest.raises(PeerError, match="has trained under another controller, which is gone: start the trainer"):
             await join(theirs, joined_before="0123456789abcdef")
         manager = await join(theirs)
         assert await join(theirs, joined_before=manager) == manager, "this one had not known it for a moment"
@@ -148,7 +150,7 @@ async def test_a_rollout_worker_that_knows_the_trainer_of_another_manager_is_ref
         for role in ("rollout", "gserver"):
             other = msgspec.structs.replace(run.registration(role, 1), joined_before="0123456789abcdef")
             refused = pytest.raises(
-                PeerError, match="sends its groups to the trainer of another manager, which is gone"
+                PeerError, match="sends its groups to the trainer of another controller, which is gone"
             )
             with refused if role == "rollout" else nullcontext():
                 await client.register(other, patience=5.0)

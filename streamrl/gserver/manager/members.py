@@ -206,7 +206,7 @@ class Members:
         stranger."""
         member = self._registry.get(role, index)
         if member is None:
-            raise PeerError(f"{role}/{index} is not registered with this manager; register first")
+            raise PeerError(f"{role}/{index} is not registered with this controller; register first")
         self._hear(member, now=time.monotonic())
         return member
 
@@ -253,9 +253,9 @@ class Members:
             ) from error
         if self._open and is_loopback(host):
             raise ConfigError(
-                f"{sender} announces {message.address}, which only its own machine reaches, while the manager is open "
-                "to others: join with the manager's address that others use in place of localhost, leave the hosts in "
-                "the configuration empty, or give --advertise ADDRESS"
+                f"{sender} announces {message.address}, which only its own machine reaches, while the controller is "
+                "open to others: join with the controller's address that others use in place of localhost, leave the "
+                "hosts in the configuration empty, or give --advertise ADDRESS"
             )
 
     def _check_free(self, message: Register, *, now: float) -> None:
@@ -324,21 +324,21 @@ class Members:
         elsewhere = message.joined_before not in ("", self._access.manager)
         if elsewhere and message.role == "rollout":
             raise PeerError(
-                f"{sender} sends its groups to the trainer of another manager, which is gone: start it again"
+                f"{sender} sends its groups to the trainer of another controller, which is gone: start it again"
             )
         if message.role != "model_worker":
             return
         if elsewhere:
             raise PeerError(
-                f"{sender} has trained under another manager, which is gone: start the trainer again (--resume) to go "
-                "on from the checkpoint that this one goes on from"
+                f"{sender} has trained under another controller, which is gone: start the trainer again (--resume) to "
+                "continue from this one's checkpoint"
             )
         ours = self._resume_point.identity
         if message.begins_from != ours:
             raise ConfigError(
-                f"{sender} goes on from {message.begins_from or 'no checkpoint'}, and the manager from "
+                f"{sender} goes on from {message.begins_from or 'no checkpoint'}, and the controller from "
                 f"{ours or 'no checkpoint'}: start both with the same run.resume_from; with --resume the trainer takes "
-                "the manager's"
+                "the controller's"
             )
 
     def _goes_on_without(self, member: Member) -> bool:

@@ -143,7 +143,7 @@ async def test_who_is_refused_does_not_decide_on_the_weights(tmp_path: Path) -> 
     async with managed(small_config(tmp_path)) as run:
         message = run.registration("model_worker")
         mistaken = msgspec.structs.replace(message, model="a checkpoint's", begins_from="a checkpoint")
-        with pytest.raises(PeerError, match="goes on from a checkpoint, and the manager from no checkpoint"):
+        with pytest.raises(PeerError, match="goes on from a checkpoint, and the controller from no checkpoint"):
             await run.client.register(mistaken, patience=1.0)
         await run.client.register(msgspec.structs.replace(message, model="the model's"), patience=1.0)
 

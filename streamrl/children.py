@@ -41,6 +41,8 @@ LIFELINE = "STREAMRL_LIFELINE"
 """Environment variable: file descriptor of the lifeline's reading end."""
 GRACE_SECONDS = 5.0
 """Between asking a process to stop and ending it by force."""
+EXIT_GONE_BACK = 69
+"""Of a process that has to begin from the checkpoint to which the run has gone back."""
 EXIT_ORPHANED = 70
 
 _PR_SET_PDEATHSIG = 1

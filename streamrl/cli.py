@@ -180,6 +180,7 @@ def controller(
     ] = None,
     advertise: Advertise = "",
     resume: Resume = False,
+    died: Annotated[str, typer.Option(hidden=True, help="How the controller before this one has died.")] = "",
     component: Component = None,
     answer_fd: AnswerFd = None,
 ) -> None:
@@ -213,6 +214,7 @@ def controller(
         port=port,
         advertise=advertise,
         resume=resume,
+        died=died,
         on_ready=_teller(answer_fd, tell),
         on_end=report if answer_fd is None else None,
         component=component,
@@ -345,11 +347,13 @@ def model_worker(
     *,
     manager: ManagerUrl,
     index: Index = 0,
+    resume: Resume = False,
     advertise: Advertise = "",
     model_dir: ModelDir = None,
     component: Component = None,
 ) -> None:
     """Start one model worker."""
+    overrides = _from_where(config, overrides, resume, manager=manager, trains=True)
     _member("model_worker", index, config, overrides, manager, model_dir, component, advertise)
 
 
@@ -777,7 +781,7 @@ def slurm(
     async def begin() -> None:
         if resume:
             await refuse_second_job(resolved.run_dir / SCRIPT)
-            progress.take_up(resolved)  # the job asks for the latest checkpoint each time that it is begun
+            progress.begin_lineage(resolved)  # the job asks for the latest checkpoint each time that it is begun
         try:
             file = write(asked if resume else resolved, folder=Path.cwd())
             job = await submit(file)

@@ -11,14 +11,18 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
+import msgspec
+
 from streamrl.config import Config
-from streamrl.errors import StreamRLError, first_error
+from streamrl.errors import PeerLost, StreamRLError, first_error
 from streamrl.gserver.manager.core import Manager
-from streamrl.gserver.manager.process import managing
+from streamrl.gserver.manager.process import Managing, managing
 from streamrl.machine import machine_identity, process_space
+from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.trainer.calls import Stored
 from streamrl.trainer.master.process import Master
@@ -34,6 +38,8 @@ from streamrl.waits import first_of
 log = logging.getLogger(__name__)
 
 NAME = "controller/0"
+DEATH_SECONDS = 5.0
+"""How long a death is looked for after a failure that it may have caused: a connection that ended counts after 2 s."""
 
 
 async def serve(
@@ -42,41 +48,152 @@ async def serve(
     host: str,
     port: int,
     advertise: str = "",
+    died: str = "",
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Control a run until it is over and every process knows, or until cancelled.
 
     `advertise`: the address by which others reach the controller; empty: `host`, or if that stands for all addresses
-    of this machine, the one from which it reaches others. `on_ready` is called with the URL. Raises `StreamRLError`
-    when the address cannot be had, and with the reason when the run ended before its last step, so that a cluster
-    starts the run again; `ConfigError` for a secret that cannot be used.
+    of this machine, the one from which it reaches others. `died`: how the run's controller before this one has died, if
+    one has. `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had, and with the
+    reason when the run ended before its last step, so that a cluster starts the run again; `ConfigError` for a secret
+    that cannot be used.
     """
-    async with AsyncExitStack() as stack:
-        serving = await stack.enter_async_context(managing(config, host=host, port=port, advertise=advertise))
-        manager = serving.manager
-        listening = serving.reach.listening(config.stream.host)
-        encrypted = encrypts(config, listening.at)
-        keys = CurveKeys.make()
+    async with managing(config, host=host, port=port, advertise=advertise) as serving:
+        if on_ready is not None:
+            on_ready(serving.url)
+        controlled = _ControlledRun(config, serving)
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(controlled.beat(), name="heartbeat of the controller")
+            training = tasks.create_task(controlled.train(died), name="training")
+            await serving.until_all_know_of_the_end()
+            await asyncio.wait({training})
+            beating.cancel()
+    serving.manager.raise_early_end()
+
+
+class _ControlledRun:
+    """A run as the controller carries it out: one lineage after another, each with a master and a channel of its own,
+    until the run is over. The manager and all that it knows of gservers and rollout workers stays."""
+
+    def __init__(self, config: Config, serving: Managing) -> None:
+        self._config = config
+        self._manager = serving.manager
+        self._listening = serving.reach.listening(config.stream.host)
+        self._encrypted = encrypts(config, self._listening.at)
+        self._master: Master | None = None
+        self._leaving = False
+
+    async def train(self, died: str) -> None:
+        """Carry out all steps, and end the run; an error ends it as failed. `died`: as of `serve`."""
+        config, cause = self._config, died
+        while True:
+            try:
+                self._check_budget(cause)
+                cause = await self._make_lineage(config, cause=cause)
+            except Exception as error:  # tolerance point: any error ends the run with its reason
+                failure = first_error(error)
+                if not isinstance(failure, StreamRLError):
+                    log.exception("training failed")
+                self._manager.fail(f"{NAME}: {type(failure).__name__}: {failure}")
+                return
+            if not cause:
+                return
+            log.error("%s: the run goes back to its latest checkpoint", cause)
+            config = from_latest(self._config)
+
+    async def beat(self) -> None:
+        """Record the controller's own heartbeats, for as long as it lives."""
+        while True:
+            own = {**processor_seconds(), MACHINE_SECONDS: machine_seconds()}
+            master = self._master
+            stats = {**self._manager.stats(), **(master.stats() if master is not None else {}), **own}
+            waiting_for = master.waiting_for if master is not None else "the model workers' end"
+            beat = Heartbeat(role="controller", index=0, stats=stats, waiting_for=waiting_for)
+            if (await self._manager.members.heartbeat(beat)).leave:
+                self._leaving = True
+                if master is not None:
+                    master.leave()
+            await asyncio.sleep(self._config.manager.heartbeat_seconds)
+
+    async def _make_lineage(self, config: Config, *, cause: str) -> str:
+        """Train from `run.resume_from` of `config` until the run is over, or a model worker has died; return how, or
+        nothing.
+
+        Raises what went wrong otherwise. `cause`: the death for which the run has gone back to there.
+        """
         stored: asyncio.Queue[Stored] = asyncio.Queue()
-        channel = _channel(stored, listening, keys=keys if encrypted else None)
+        async with AsyncExitStack() as stack:
+            channel = await self._open_channel(stack, stored)
+            lineage = progress.begin_lineage(config, cause=cause)
+            await self._manager.begin(config, lineage=lineage)
+            master = self._master = Master(config, pool=self._manager, channel=channel, stored=stored, lineage=lineage)
+            stack.push_async_callback(master.close)
+            if self._leaving:
+                master.leave()
+            dying = asyncio.create_task(self._death(channel), name="death of a model worker")
+            stack.callback(dying.cancel)
+            try:
+                await first_of(self._work(master), self._manager.until_over(), _ended(dying))
+            except Exception as error:
+                if isinstance(failure := first_error(error), PeerLost):
+                    return str(failure)
+                await asyncio.wait({dying}, timeout=DEATH_SECONDS)
+                if not dying.done():
+                    raise
+            finally:
+                master.write_final()
+            return dying.result() if dying.done() else ""
+
+    async def _work(self, master: Master) -> None:
+        reason = await master.run() + await master.finish()
+        self._manager.finish(reason, stopped=master.stopped)
+
+    async def _death(self, channel: RequestChannel[Stored]) -> str:
+        """Wait until a model worker has died; return how."""
+        workers = range(self._config.trainer.workers)
+        found = await first_of(self._manager.death(), channel.until_lost(workers))
+        how: str = next(task.result() for task in found if not task.cancelled())
+        return how
+
+    def _check_budget(self, cause: str) -> None:
+        """Raise `StreamRLError` when the run has gone back too often of late."""
+        trainer = self._config.trainer
+        since = time.time() - trainer.restart_window_seconds
+        recent = [lineage for lineage in lineages.read(self._config.run_dir) if lineage.cause and lineage.time > since]
+        if cause and len(recent) >= trainer.restarts:
+            first = f"; the first time because {recent[0].cause}" if recent else ""
+            raise StreamRLError(
+                f"{cause}; the run went back {len(recent)} times within {trainer.restart_window_seconds:g} s already "
+                f"(trainer.restarts){first}"
+            )
+
+    async def _open_channel(self, stack: AsyncExitStack, stored: asyncio.Queue[Stored]) -> RequestChannel[Stored]:
+        """Return the channel of a lineage, at which the controller registers with its own manager."""
+        manager, encrypted = self._manager, self._encrypted
+        keys = CurveKeys.make()
+        channel = _channel(stored, self._listening, keys=keys if encrypted else None)
         stack.push_async_callback(channel.close)
         if encrypted:
             doorkeeper = Doorkeeper(channel.context, lambda key: _is_member(manager, key))
             doorkeeper.start()
             stack.callback(doorkeeper.stop)
-        master = Master(config, pool=manager, channel=channel, stored=stored)
-        stack.push_async_callback(master.close)
-        granted = manager.enter(_registration(config, channel.endpoint, keys=keys, encrypted=encrypted))
+        granted = manager.enter(_registration(self._config, channel.endpoint, keys=keys, encrypted=encrypted))
         channel.admit(Verifier("controller", key=bytes.fromhex(granted.verification_key), encrypted=encrypted))
-        if on_ready is not None:
-            on_ready(serving.url)
-        async with asyncio.TaskGroup() as tasks:
-            beating = tasks.create_task(_beat(config, manager, master), name="heartbeat of the controller")
-            training = tasks.create_task(_train(manager, master), name="training")
-            await serving.until_all_know_of_the_end()
-            await asyncio.wait({training})
-            beating.cancel()
-    manager.raise_early_end()
+        return channel
+
+
+async def _ended(task: asyncio.Task[str]) -> None:
+    await asyncio.wait({task})
+
+
+def from_latest(config: Config) -> Config:
+    """Return `config` with `run.resume_from` the run's latest checkpoint, if it has written one."""
+    found = progress.checkpoints(config.run_dir)
+    if not found:
+        return config
+    run = msgspec.structs.replace(config.run, resume_from=str(found[-1].absolute()))
+    return msgspec.structs.replace(config, run=run)
 
 
 def _channel(stored: asyncio.Queue[Stored], listening: Listening, *, keys: CurveKeys | None) -> RequestChannel[Stored]:
@@ -118,31 +235,3 @@ def _registration(config: Config, address: str, *, keys: CurveKeys, encrypted: b
 
 async def _is_member(manager: Manager, curve_key: str) -> bool:
     return (await manager.members.is_member(AskMember(curve_key))).known
-
-
-async def _train(manager: Manager, master: Master) -> None:
-    """Carry out all steps, and end the run; an error ends it as failed."""
-
-    async def work() -> None:
-        reason = await master.run() + await master.finish()
-        manager.finish(reason, stopped=master.stopped)
-
-    try:
-        await first_of(work(), manager.until_over())
-    except Exception as error:  # tolerance point: any error ends the run with its reason
-        cause = first_error(error)
-        if not isinstance(cause, StreamRLError):
-            log.exception("training failed")
-        manager.fail(f"{NAME}: {type(cause).__name__}: {cause}")
-    finally:
-        master.write_final()
-
-
-async def _beat(config: Config, manager: Manager, master: Master) -> None:
-    """Record the controller's own heartbeats, for as long as it lives."""
-    while True:
-        stats = {**manager.stats(), **master.stats(), **processor_seconds(), MACHINE_SECONDS: machine_seconds()}
-        beat = Heartbeat(role="controller", index=0, stats=stats, waiting_for=master.waiting_for)
-        if (await manager.members.heartbeat(beat)).leave:
-            master.leave()
-        await asyncio.sleep(config.manager.heartbeat_seconds)

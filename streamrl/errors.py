@@ -8,6 +8,7 @@
     │   └── RewardTimeout    ... or did not answer in time
     ├── WireError            a message that breaks the wire format
     ├── PeerError            another process answered with an error
+    │   ├── GoneBack         ... or the run has gone back to a checkpoint, from which this process has to start again
     │   └── PeerLost         ... or stopped answering
     │       └── NotOfRun     ... or is none of this run's, which no waiting changes
     ├── ProcessDied          a process that streamrl started ended before its time
@@ -72,6 +73,10 @@ class PeerError(StreamRLError):
         super().__init__(message)
         self.status = status
         self.retry_seconds = retry_seconds
+
+
+class GoneBack(PeerError):
+    """The run has gone back to a checkpoint, and this process has to begin from there, too."""
 
 
 class PeerLost(PeerError):

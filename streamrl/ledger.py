@@ -156,20 +156,24 @@ class Ledger:
         self._first_open = 0  # all below are closed
 
     def restore(self, *, policy_version: int, trained: Iterable[int], rejected: Iterable[int]) -> None:
-        """Continue, before anything was admitted, from the end of a step.
+        """Continue from the end of a step, whatever was admitted since.
 
-        All other sequence numbers below the largest of `trained` and `rejected` are returned to be admitted again.
+        All leases end. All other sequence numbers that were ever handed out are returned to be admitted again.
         """
-        if self.next_seq:
-            raise ValueError("a ledger that has admitted groups cannot be restored")
+        for group in [group for own in self._leases.values() for group in own.values()]:
+            self._end_lease(group)
+        self.groups.clear()
+        self._returned = SeqQueue()
+        self._held = self._first_open = 0
         self.trained_seqs, self.rejected = SeqSet(trained), SeqSet(rejected)
         self.policy_version = policy_version
         self._began = (policy_version, len(self.trained_seqs))
         ends = [ranges[-1][1] for closed in (self.trained_seqs, self.rejected) if (ranges := closed.ranges())]
-        self.next_seq = max(ends, default=0)
+        self.next_seq = max([self.next_seq, *ends])
         for seq in range(self.next_seq):
             if not self.is_closed(seq):
                 self._return(Group(seq))
+        self._changed()
 
     @property
     def accepted(self) -> int:

@@ -96,6 +96,11 @@ class TrainerConfig(Section, frozen=True):
     save_at_end: bool = True
     save_on_stop_seconds: NonNegativeFloat = 60.0
     """Deadline of the checkpoint that the first Ctrl-C or SIGTERM has written, in seconds. 0: none is written."""
+    restarts: NonNegative = 5
+    """How often, within `restart_window_seconds`, the run goes back to its latest checkpoint because the controller or
+    a model worker has died; after that it stops."""
+    restart_window_seconds: PositiveFloat = 3600.0
+    restart_delay_seconds: PositiveFloat = 1.0
     step_timeout_seconds: PositiveFloat = 1800.0
     """Longest time for one model function call."""
     wait_warning_seconds: PositiveFloat = 30.0

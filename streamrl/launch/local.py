@@ -17,11 +17,14 @@ import fcntl
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
+from urllib.parse import urlsplit
 
 from streamrl import config as configuration
 from streamrl import essential
+from streamrl.children import EXIT_GONE_BACK
 from streamrl.config import Config
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.display import Display
@@ -46,6 +49,7 @@ from streamrl.launch.supervise import (
     ending_written,
     restarts_of,
     save_and_end,
+    tell_death,
     until_finished,
 )
 from streamrl.processor import avoid_broken_instructions
@@ -65,6 +69,8 @@ WORK_GOES_ON: Mapping[PlanRole, str] = {
     "gserver": "its requests go on at others",
     "rollout": "its prompts go to others",
     "evaluator": "its evaluation is made anew",
+    "model_worker": "the run goes back to its latest checkpoint",
+    "controller": "the run goes back to its latest checkpoint",
 }
 """Roles whose processes are replaced when they die, and what becomes of the work."""
 
@@ -209,7 +215,7 @@ class Launcher:
         )
         following = asyncio.create_task(self._display.follow(self.manager_url), name="display")
         try:
-            await until_finished(children, client=client, goes_on=self._goes_on)
+            await until_finished(children, client=client, goes_on=partial(self._goes_on, client))
         finally:
             for task in self._starting:
                 task.cancel()
@@ -221,17 +227,22 @@ class Launcher:
                 log.error("the display failed; the run did not suffer", exc_info=ended)
             await client.close()
 
-    async def _start(self, children: Children, process: ProcessPlan) -> None:
+    async def _start(self, children: Children, process: ProcessPlan, *, died: str = "") -> None:
+        """`died`: how the process before it has died."""
+        controls = process.role == "controller"
         words = command(
             process,
             config_file=self._config_file,
-            manager_url=self.manager_url,
-            model_dir=self._model_dir,
+            manager_url=None if controls else self.manager_url,
+            model_dir=None if controls else self._model_dir,
             components=self._components,
+            resume=bool(died) and process.role in ("controller", "model_worker"),
         )
+        if controls:
+            words += ["--port", str(urlsplit(self.manager_url).port), "--died", died]
         await children.start(process, words)
 
-    async def _goes_on(self, child: Child, status: Status | None) -> bool:
+    async def _goes_on(self, client: ControlClient, child: Child, status: Status | None) -> bool:
         """Have a process that died started again, if its role allows it; return whether the run can go on.
 
         One that never came up is not tried again. One that has died too often is left out for a while, unless it was
@@ -239,10 +250,16 @@ class Launcher:
         """
         assert child.process is not None
         work, restarts = WORK_GOES_ON.get(child.process.role), self._restarts.get(child.process.role)
+        if child.exit_code == EXIT_GONE_BACK:
+            self._starting.append(essential.begin(self._start_again(child, 0.0), name=f"restart of {child.name}"))
+            return True
         if status is None or any(process.pid == child.pid for process in status.processes):
             self._came_up.add(child.name)
         if work is None or restarts is None or child.name not in self._came_up:
             return False
+        if child.process.role == "controller" and (child.exit_code or 0) > 0:
+            return False  # it has ended the run
+        await tell_death(child, client)
         now = time.monotonic()
         delay = restarts.allow(child.name, now=now)
         if delay is not None:
@@ -260,7 +277,7 @@ class Launcher:
             log.warning("%s died, and %s", child.name, soon)
         self._display.note(f"{child.name} {child.how_it_ended}; {work}, and {soon}; see {child.log_file}")
         if delay is not None:
-            again = self._start_again(child.process, delay)
+            again = self._start_again(child, delay)
             self._starting.append(essential.begin(again, name=f"restart of {child.name}"))
         return True
 
@@ -268,8 +285,8 @@ class Launcher:
         """Names of the processes that do the work of `child` without it, or are about to."""
         assert child.process is not None
         role = child.process.role
-        if role == "rollout" and self._config.trainer.synchronous:
-            return set()  # the controller deals groups to all of them
+        if role in ("controller", "model_worker") or (role == "rollout" and self._config.trainer.synchronous):
+            return set()  # each has a part that no other has
         told = {f"{p.role}/{p.index}": p.state for p in status.processes if p.role == role} if status else {}
         assert self._children is not None
         ours = {c.name for c in self._children.known if c.process is not None and c.process.role == role}
@@ -278,8 +295,9 @@ class Launcher:
         silent = {name for name, state in told.items() if state == "silent"}
         return ((running | of_other_launchers) - silent | self._coming & ours) - {child.name}
 
-    async def _start_again(self, process: ProcessPlan, delay: float) -> None:
+    async def _start_again(self, child: Child, delay: float) -> None:
         assert self._children is not None
+        assert child.process is not None
         await asyncio.sleep(delay)
-        await self._start(self._children, process)
-        self._coming.discard(process.name)
+        await self._start(self._children, child.process, died=child.reason())
+        self._coming.discard(child.name)

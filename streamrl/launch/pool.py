@@ -1,9 +1,8 @@
 """A pool, or the part of one that is on this machine, for a run with a controller: `streamrl trainer`,
 `streamrl gserver --count N`, `streamrl rollout --count N`.
 
-Owns the processes; their output goes where the launcher's goes. Each keeps its number within the run. A gserver or
-rollout worker that dies is started again, as often as `streamrl run` would, and the others continue. A model worker
-that dies ends all of the trainer.
+Owns the processes; their output goes where the launcher's goes. Each keeps its number within the run. One that dies is
+started again, as often as `streamrl run` would.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ import msgspec
 
 from streamrl import config as configuration
 from streamrl import essential
+from streamrl.children import EXIT_GONE_BACK
 from streamrl.config import Config
 from streamrl.errors import PeerError, ProcessDied, StreamRLError
 from streamrl.launch.local import STATUS_SECONDS
@@ -44,9 +44,10 @@ from streamrl.launch.supervise import (
     Restarts,
     end_who_is_silent,
     restarts_of,
+    tell_death,
     until_finished,
 )
-from streamrl.transport.control import AskPlace, Drain
+from streamrl.transport.control import AskPlace, Drain, Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import await_secret, of_run_at
 
@@ -86,9 +87,10 @@ async def run_trainer(
     model_dir: Path | None = None,
     components: Mapping[str, str] = COMPONENTS,
 ) -> None:
-    """Start the model workers of `share`, and watch them until the run is over.
+    """Start the model workers of `share`, and watch them until the run is over; one that dies is started again, from
+    the checkpoint to which the run goes back.
 
-    Raises `ProcessDied` if one of them died; then none is left.
+    Raises `ProcessDied` if one of them has died too often; then none is left.
     """
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
@@ -106,20 +108,44 @@ async def run_trainer(
                 threads=config.trainer.threads,
             )
         client = ControlClient.of(config, manager_url, timeout=STATUS_SECONDS)
+        restarts = restarts_of(config, "model_worker")
+        coming: set[asyncio.Task[None]] = set()
+
+        async def start(process: ProcessPlan, *, after: float = 0.0, resume: bool = False) -> None:
+            await asyncio.sleep(after)
+            words = command(
+                process,
+                config_file=config_file,
+                overrides=overrides,
+                manager_url=manager_url,
+                model_dir=model_dir,
+                advertise=advertise,
+                components=components,
+                resume=resume,
+            )
+            await children.start(process, words)
+
+        async def goes_on(child: Child, status: Status | None) -> bool:
+            assert child.process is not None
+            await tell_death(child, client)
+            left = child.exit_code == EXIT_GONE_BACK
+            delay = 0.0 if left else restarts.allow(child.name, now=time.monotonic())
+            if delay is None:
+                return False
+            if not left:
+                log.warning("%s; it is started again in %g s", child.reason(), delay)
+            again = start(child.process, after=delay, resume=True)
+            coming.add(essential.begin(again, name=f"restart of {child.name}"))
+            return True
+
         try:
             for process in plan_trainer(config, share=share, gpus=visible_gpus()):
-                words = command(
-                    process,
-                    config_file=config_file,
-                    overrides=overrides,
-                    manager_url=manager_url,
-                    model_dir=model_dir,
-                    advertise=advertise,
-                    components=components,
-                )
-                await children.start(process, words)
-            await until_finished(children, client=client)
+                await start(process)
+            await until_finished(children, client=client, goes_on=goes_on)
         finally:
+            for task in coming:
+                task.cancel()
+            await asyncio.gather(*coming, return_exceptions=True)
             await children.stop()
             await client.close()
     finally:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from streamrl.children import EXIT_ORPHANED, GRACE_SECONDS, Lifeline, end_at_once
-from streamrl.errors import ConfigError, PeerError, RunStopped, StreamRLError
+from streamrl.children import EXIT_GONE_BACK, EXIT_ORPHANED, GRACE_SECONDS, Lifeline, end_at_once
+from streamrl.errors import ConfigError, GoneBack, PeerError, RunStopped, StreamRLError
 from streamrl.essential import ends_with_its_work
 from streamrl.transport.manager_client import PLACE_TAKEN
 
@@ -152,7 +152,8 @@ def run_component(
     `on_first_signal` (at most one) may be put there by `prepare`.
 
     1: an error (logged with a traceback unless it is a `StreamRLError`); 2: a configuration that
-    cannot work; 3: another process, which lives, has its number; 128 + n: stopped by signal n.
+    cannot work; 3: another process, which lives, has its number; 69: the run has gone back to a checkpoint, from which
+    this process does not begin; 128 + n: stopped by signal n.
 
     Afterwards the process ends within `GRACE_SECONDS`, whatever its threads are doing.
     """
@@ -180,6 +181,9 @@ def _code_of(
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_BAD_CONFIG
+    except GoneBack as error:
+        log.warning("%s", error)
+        return EXIT_GONE_BACK
     except StreamRLError as error:
         log.error("%s: %s", type(error).__name__, error)
         taken = isinstance(error, PeerError) and error.status == PLACE_TAKEN

@@ -313,8 +313,10 @@ def command(
     overrides: Sequence[str] = (),
     advertise: str = "",
     components: Mapping[str, str] = COMPONENTS,
+    resume: bool = False,
 ) -> list[str]:
-    """Return the command line of `process`: the one to type by hand, completed by what the launcher knows already."""
+    """Return the command line of `process`: the one to type by hand, completed by what the launcher knows already.
+    `resume`: it begins from the run's latest checkpoint."""
     words = [sys.executable, "-m", "streamrl", process.role.replace("_", "-"), str(config_file), *overrides]
     if manager_url is not None:
         words += ["--manager", manager_url]
@@ -322,6 +324,8 @@ def command(
         words += ["--index", str(process.index)]
     if model_dir is not None:
         words += ["--model-dir", str(model_dir)]
+    if resume:
+        words.append("--resume")
     if advertise:
         words += ["--advertise", advertise]
     return words + _component_option(process.role, components)

@@ -27,7 +27,6 @@ from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress
 from streamrl.records.metrics import METRICS_FILE
 from streamrl.records.sinks import check_installed
-from streamrl.trainer.replay import recording
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Drain, Role
 from streamrl.transport.manager_client import ControlClient
@@ -111,7 +110,7 @@ async def ask_from_where(config_file: Path, overrides: Sequence[str], *, manager
     if not point.checkpoint:
         return list(overrides)
     named = [Path(config.run.resume_from)] if config.run.resume_from is not None else []
-    for folder in (*progress.checkpoints(config.run_dir), *named):
+    for folder in (*progress.checkpoints(config.run_dir, abandoned=True), *named):
         if folder.name != point.checkpoint or not (folder / progress.STATE / progress.FILE).is_file():
             continue
         chosen = [*overrides, f"run.resume_from={folder.absolute()}"]
@@ -125,13 +124,6 @@ async def ask_from_where(config_file: Path, overrides: Sequence[str], *, manager
             "worker 0, or give all machines one disk for run.dir"
         )
     return list(overrides)
-
-
-def _begin_anew(config: Config) -> None:
-    """Take the records of a run that has no checkpoint back to nothing: all its steps are about to be made again."""
-    if config.run.resume_from is None and config.run_dir.exists():
-        progress.rewind(config.run_dir, policy_version=0)
-        recording.cut(config.run_dir, policy_version=0)
 
 
 def refuse_another_run(config: Config) -> None:
@@ -157,12 +149,14 @@ def run_controller(
     port: int | None,
     advertise: str = "",
     resume: bool = False,
+    died: str = "",
     on_ready: Callable[[str], None],
     on_end: Callable[[Path], None] | None = None,
     component: str | None,
 ) -> int:
     """Run the controller; return its exit code. `host` and `port` replace those of the configuration; `advertise`: the
-    address that it announces. `resume`: a run that has no checkpoint begins again, in the same folder. `on_end` is
+    address that it announces. `resume`: a run that has no checkpoint begins again, in the same folder. `died`: how the
+    run's controller before this one has died. `on_end` is
     called with the run's folder after the end of a run that has begun.
 
     Without a launcher, the first signal has the run write a checkpoint and end.
@@ -184,9 +178,6 @@ def run_controller(
             if on_end is not None:
                 begun.callback(on_end, config.run_dir)
             begun.enter_context(ending_written(config.run_dir, keep_failure=True))
-            progress.take_up(config)
-            if resume:
-                _begin_anew(config)
             _keep_settings(config, config_file)
             urls.append(url)
             on_ready(url)
@@ -195,6 +186,7 @@ def run_controller(
             "host": config.manager.host if host is None else host,
             "port": config.manager.port if port is None else port,
             "advertise": advertise,
+            "died": died,
             "on_ready": listening,
         }
 

@@ -108,11 +108,12 @@ def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
     begun = found[-1]
     if _sets(overrides, "run.resume_from"):
         named = Path(config.run.resume_from or "").resolve()
-        own = [folder for folder in found if folder.resolve() == named]
+        every = progress.checkpoints(config.run_dir, abandoned=True)
+        own = [folder for folder in every if folder.resolve() == named]
         if not own:
             raise ConfigError(
                 f"run.resume_from: {config.run.resume_from} is no whole checkpoint of {config.run_dir}, which has "
-                f"{', '.join(folder.name for folder in found)}; leave it out to go on from the latest, or leave out "
+                f"{', '.join(folder.name for folder in every)}; leave it out to go on from the latest, or leave out "
                 "--resume to begin another run from there"
             )
         begun = own[0]

@@ -23,15 +23,23 @@ from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from streamrl import essential
-from streamrl.children import GRACE_SECONDS, LIFELINE, HeldLifeline, describe_exit, reading, wait_for_group
-from streamrl.config import Config, GserverConfig
+from streamrl.children import (
+    EXIT_GONE_BACK,
+    GRACE_SECONDS,
+    LIFELINE,
+    HeldLifeline,
+    describe_exit,
+    reading,
+    wait_for_group,
+)
+from streamrl.config import Config, GserverConfig, RolloutConfig, TrainerConfig
 from streamrl.errors import DeadlineExceeded, ProcessDied, RunStopped, StreamRLError
 from streamrl.launch.files import last_lines
 from streamrl.launch.process import EXIT_FAILED, STACKS_SIGNAL, Departure
 from streamrl.launch.processes import STOP_ORDER, Helper, PlanRole, ProcessPlan
 from streamrl.records.metrics import write_ending
 from streamrl.retry import Retry
-from streamrl.transport.control import Drain, FinishRun, Status
+from streamrl.transport.control import Drain, FinishRun, Leave, Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import DESCRIPTOR, Secret
 
@@ -43,10 +51,13 @@ MOST_DOUBLINGS = 64
 """The delay before a restart is not doubled more often than this: after a thousand times no float holds it."""
 LEAVE_SECONDS = 10.0
 """How long processes may take to leave by themselves once the run is over."""
-REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator")
-"""Roles whose work others do when a process is lost, until another takes its place."""
+REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator", "model_worker")
+"""Roles whose processes are ended when the controller hears nothing of them: others do their work, or the run goes back
+to its latest checkpoint, and another process takes the place."""
 UNHEARD_SECONDS = 30.0
 """A warning is logged when the controller has not reported for this long which processes are silent."""
+HUNG_SECONDS = 30.0
+"""After this long without a reply to anything the launcher ends the controller, which hangs, or was stopped."""
 TELL_SECONDS = 3.0
 """How long the controller may take to receive that the run has failed."""
 ANSWER_SECONDS = 5.0
@@ -298,7 +309,9 @@ class Restarts:
 
 def restarts_of(config: Config, role: PlanRole) -> Restarts:
     """Return how often, and how soon, processes of `role` are started again."""
-    settings = config.gserver if role == "gserver" else config.rollout
+    settings: GserverConfig | RolloutConfig | TrainerConfig = config.trainer
+    if role in ("gserver", "rollout", "evaluator"):
+        settings = config.gserver if role == "gserver" else config.rollout
     return Restarts(
         most=settings.max_restarts if isinstance(settings, GserverConfig) else settings.restarts,
         window=settings.restart_window_seconds,
@@ -398,6 +411,9 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
             try:
                 silence = await client.silence(changes)
             except StreamRLError as error:  # the controller's own end is seen by its exit
+                if retry.failing_seconds > HUNG_SECONDS:
+                    await _end_controller(children)
+                    retry.succeeded()
                 await retry.pause(error)
                 continue
             retry.succeeded()
@@ -417,6 +433,24 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
     finally:
         for task in ending.values():
             task.cancel()
+
+
+async def _end_controller(children: Children) -> None:
+    """End by force the controller, if it is one of `children`."""
+    for child in children.running:
+        if child.process is not None and child.process.role == "controller":
+            await child.end_by_force("it has not answered for too long")
+
+
+async def tell_death(child: Child, client: ControlClient) -> None:
+    """Report to the controller that a model worker has died, so that the run goes back at once."""
+    process = child.process
+    if process is None or process.role != "model_worker" or child.exit_code == EXIT_GONE_BACK:
+        return
+    try:
+        await client.leave(Leave(role=process.role, index=process.index, pid=child.pid, death=child.reason()))
+    except StreamRLError as error:  # it finds out by itself
+        log.debug("the controller does not take in the death of %s: %s", child.name, error)
 
 
 async def _until_over(

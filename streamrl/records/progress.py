@@ -4,7 +4,6 @@ A checkpoint is a folder like a Hugging Face model's with one more folder in it:
 
     run_dir/checkpoints/step-000040/    config.json, model*.safetensors, tokenizer: the policy
                              state/progress.json    `Progress`
-                             state/taken-up.json    `take_up`: only in one that the run went back to
                              state/actor/           optimizer, schedule (docs/trainer.md tells of all files)
 
 Groups that were generated and not trained on when the checkpoint was written are not in it:
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,18 +26,18 @@ import msgspec
 from streamrl.config import Config
 from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.disk import to_disk
-from streamrl.errors import UNDECODABLE, ConfigError
+from streamrl.errors import ConfigError
+from streamrl.records import lineage as lineages
 from streamrl.records.collapse import CollapseWatch
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import read_lines, read_records
+from streamrl.records.lineage import Lineage
 from streamrl.records.metrics import FINAL_FILE, METRICS_FILE, StepReport
 
 log = logging.getLogger(__name__)
 
 STATE = "state"
 FILE = "progress.json"
-TAKEN_UP = "taken-up.json"
-"""Beside it, in a checkpoint that its run went back to: the Unix time from which on it is the latest."""
 UNFINISHED = ".unfinished"
 
 Record = TypeVar("Record")
@@ -58,6 +56,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Sequence numbers that were given up on purpose."""
     prompts: str
     """Fingerprint of what the prompts are a function of, besides the sequence number."""
+    lineage: int = 0
+    """Number of the lineage that made this version."""
     data_rows: int = 0
     """Rows of the training data; 0: not recorded."""
     data_digest: str = ""
@@ -172,42 +172,47 @@ def identity(config: Config) -> str:
     return f"version {begun.policy_version}, {digest}"
 
 
-def checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoints of a run that it can go on from, the latest at the end: the one that was written last, or
-    that the run went back to since."""
+def checkpoints(run_dir: Path, *, abandoned: bool = False) -> list[Path]:
+    """Return the checkpoints in the history of the run's present weights, the latest at the end; `abandoned`: before
+    these the others."""
     found = [file.parent.parent for file in (run_dir / "checkpoints").glob(f"*/{STATE}/{FILE}")]
     whole = [folder for folder in found if not folder.name.endswith(UNFINISHED)]
-    return sorted(whole, key=_written)
+    age = _age_in(run_dir)
+    return [folder for folder in sorted(whole, key=age) if abandoned or age(folder)[0]]
 
 
-def take_up(config: Config) -> None:
-    """Make the checkpoint that the run goes on from its latest, if it is one of its own: a run that has gone back, and
-    is killed before its next checkpoint, must not go on from one of those that it left.
+def begin_lineage(config: Config, *, cause: str = "") -> Lineage:
+    """Record that the run begins from `run.resume_from`, or with its first weights, and return this lineage: the first
+    one where there are neither a checkpoint nor records of earlier steps.
 
-    Done before `rewind`: killed in between, the run goes on from here, too, and takes its records back then.
+    From now on checkpoints that earlier lineages wrote of later versions are none of the run's. Done before `rewind`:
+    killed in between, the run begins here once more, and takes its records back then. `cause`: the death that the run
+    goes back for, or nothing. Raises as `of_run` does.
     """
-    if config.run.resume_from is None:
-        return
-    begun = Path(config.run.resume_from).resolve()
-    found = checkpoints(config.run_dir)
-    if begun in [folder.resolve() for folder in found[:-1]]:
-        latest, _ = _written(found[-1])
-        # by no clock: what is written from now on is later than `latest` by the clock that will be used there
-        _replace(begun / STATE / TAKEN_UP, msgspec.json.encode(math.nextafter(latest, math.inf)))
-        to_disk(begun / STATE)
+    begun = of_run(config)
+    steps = [step.step for step in read_records(config.run_dir / METRICS_FILE, StepReport)]
+    if begun is None and not steps and not cause and not lineages.read(config.run_dir):
+        return lineages.FIRST
+    return lineages.begin(
+        config.run_dir,
+        policy_version=begun.policy_version if begun is not None else 0,
+        parent=begun.lineage if begun is not None else 0,
+        cause=cause,
+        steps_reached=max(steps, default=0),
+    )
 
 
 def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*") -> None:
     """Remove all but the `keep` checkpoints of `folder` that `pattern` names and that were written last.
 
-    By time and not by version: a run that went back to an earlier checkpoint must not lose its new ones.
+    Those of steps that were abandoned go first, whatever their versions.
     `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs. So does the last
     one that was written while the run was healthy: one that falls apart has to go on from there.
     """
     for path in folder.glob(f"*{UNFINISHED}"):  # what a run that was killed was about to write, or to remove
         _clear(path)
     whole = [path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED)]
-    found = sorted(whole, key=_written)
+    found = sorted(whole, key=_age_in(folder.parent))
     healthy = _last_healthy(found)
     for old in found[:-keep]:
         if old == healthy or (spare is not None and old.resolve() == Path(spare).resolve()):
@@ -250,24 +255,20 @@ def _last_healthy(folders: Sequence[Path]) -> Path | None:
     return None
 
 
-def _written(folder: Path) -> tuple[float, str]:
-    """Return when a checkpoint was written or taken up again, and its name, which decides where times are alike.
+def _age_in(run_dir: Path) -> Callable[[Path], tuple[bool, int, str]]:
+    """Return a function by which the checkpoints of a run are sorted: those that were abandoned first, then by version.
+    Names decide between those of one version."""
+    known = lineages.read(run_dir)
 
-    It says so itself, since its folder has another time when it was copied; where it does not, the folder has to.
-    """
-    try:
-        reached_at = read(folder).reached_at
-    except ConfigError:
-        reached_at = 0.0
-    return max(reached_at or folder.stat().st_mtime, _taken_up(folder)), folder.name
+    def age(folder: Path) -> tuple[bool, int, str]:
+        try:
+            reached = read(folder)
+        except ConfigError:
+            return False, 0, folder.name
+        of_the_run = lineages.in_history(known, policy_version=reached.policy_version, lineage=reached.lineage)
+        return of_the_run, reached.policy_version, folder.name
 
-
-def _taken_up(folder: Path) -> float:
-    """Return what `take_up` noted in a checkpoint; 0: nothing."""
-    try:
-        return msgspec.json.decode((folder / STATE / TAKEN_UP).read_bytes(), type=float)
-    except (OSError, *UNDECODABLE):
-        return 0.0
+    return age
 
 
 def rewind(run_dir: Path, *, policy_version: int) -> None:

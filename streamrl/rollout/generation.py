@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
+from streamrl.records.lineage import version_of
 from streamrl.retry import Retry
 from streamrl.stop_strings import Decode, StopStrings
 from streamrl.transport.control import GroupInFlight, InFlight
@@ -501,9 +502,12 @@ def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
 def _version(text: str) -> int:
     if text == INITIAL_WEIGHT_VERSION:
         return 0
-    if not text.isascii() or not text.isdigit():
-        raise WireError(f"weight version {text!r} is not a policy version; start the gserver with a number for it")
-    return int(text)
+    try:
+        return version_of(text)
+    except ValueError:
+        raise WireError(
+            f"weight version {text!r} is not a policy version; start the gserver with a number for it"
+        ) from None
 
 
 # --- siblings travel together ---

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
@@ -40,10 +41,14 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
     async def work(joined: Joined) -> None:
         maker, prompts = await open_group_maker(config, joined=joined, model_dir=model_dir)
-        pusher = await _open_stream(config, joined)
         data = DataFacts(len(prompts), await asyncio.to_thread(prompts.digest))
-        worker = RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data=data)
-        await worker.run(await _open_calls(config, joined, worker) if synchronous else None)
+        gone_back = joined.membership.gone_back
+        while True:
+            gone_back.clear()
+            making, _ = await first_of(_make_groups(config, joined, maker=maker, data=data), gone_back.wait())
+            if not making.cancelled():
+                return
+            log.warning("%s: the run has gone back; groups under way are dropped", joined.membership.name)
 
     await serve_until_over(
         config,
@@ -56,13 +61,26 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     )
 
 
+async def _make_groups(config: Config, joined: Joined, *, maker: GroupMaker, data: DataFacts) -> None:
+    """Make groups for the present model workers until the manager says stop."""
+    async with AsyncExitStack() as stack:
+        pusher = await _open_stream(config, joined)
+        stack.push_async_callback(pusher.close)
+        worker = RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data=data)
+        calls = None
+        if config.trainer.synchronous:
+            calls = await _open_calls(config, joined, worker)
+            stack.push_async_callback(calls.close)
+        await worker.run(calls)
+
+
 async def _open_stream(config: Config, joined: Joined) -> GroupPusher:
     """Connect to the model workers that store groups, once all of them have registered."""
     joined.membership.waiting_for = "the model workers to register"
     workers = await joined.control.topology(
         "model_worker", config.trainer.workers, patience=config.manager.join_timeout_seconds
     )
-    pusher = GroupPusher(
+    return GroupPusher(
         worker=joined.membership.name,
         heads=[worker for worker in workers if worker.address],  # DP heads have one
         shown=joined.membership.shows("model_worker"),
@@ -70,14 +88,12 @@ async def _open_stream(config: Config, joined: Joined) -> GroupPusher:
         resend_seconds=config.stream.resend_seconds,
         warn_seconds=config.trainer.wait_warning_seconds,
     )
-    joined.at_exit.push_async_callback(pusher.close)
-    return pusher
 
 
 async def _open_calls(config: Config, joined: Joined, worker: RolloutWorker) -> SynchronousRollout:
     """Connect to the master, once it has registered, to take its calls."""
     controllers = await joined.control.topology("controller", 1, patience=config.manager.join_timeout_seconds)
-    calls = SynchronousRollout(
+    return SynchronousRollout(
         config,
         index=joined.membership.index,
         master=controllers[0],
@@ -85,8 +101,6 @@ async def _open_calls(config: Config, joined: Joined, worker: RolloutWorker) -> 
         admit=worker.admit,
         start=worker.start,
     )
-    joined.at_exit.push_async_callback(calls.close)
-    return calls
 
 
 class RolloutWorker:

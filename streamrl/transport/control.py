@@ -83,7 +83,7 @@ class Register(msgspec.Struct, frozen=True):
     begins_from: str = ""
     """`progress.identity` of what a process of the trainer, or a gserver, goes on from; empty: it begins anew."""
     joined_before: str = ""
-    """`RegisterReply.manager` of the last join; empty: it is the first one."""
+    """`RegisterReply.lineage` of the last join; empty: it is the first one."""
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
@@ -99,8 +99,8 @@ class RegisterReply(msgspec.Struct, frozen=True):
     """For a receiver on ZMQ: what it knows credentials and permits by; hexadecimal."""
     gserver_key: str = ""
     """For those who generate: what gservers ask for."""
-    manager: str = ""
-    """Tells this start of the manager from others."""
+    lineage: str = ""
+    """Tells the lineage of the run from all others."""
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
@@ -135,6 +135,8 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     policy_version: int
     known: bool
     """False: the manager does not know (any more) who calls; register again."""
+    lineage: str = ""
+    """As in `RegisterReply`; register again if it is another one."""
     leave: bool = False
     """The run goes on without this process: finish what is at hand, and leave."""
     unanswering: list[str] = []
@@ -184,11 +186,13 @@ class Drain(msgspec.Struct, frozen=True):
 
 
 class Leave(msgspec.Struct, frozen=True):
-    """This process has left."""
+    """This process has left, or its launcher has seen it die."""
 
     role: Role
     index: int
     pid: int
+    death: str = ""
+    """How it died; empty: it has left."""
 
 
 class Peer(msgspec.Struct, frozen=True):

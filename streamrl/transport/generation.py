@@ -299,8 +299,8 @@ class OfferWeights(msgspec.Struct, frozen=True):
     `control.Broadcast`. SGLang has no such call."""
 
     group_name: str
-    version: int
-    """What it has to serve."""
+    version: str
+    """What it has to serve, as it calls its weights."""
 
 
 class SendWeights(msgspec.Struct, frozen=True):

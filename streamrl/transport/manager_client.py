@@ -9,7 +9,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from http import HTTPStatus
 from typing import TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -72,6 +73,8 @@ log = logging.getLogger(__name__)
 
 PLACE_TAKEN = 423
 """HTTP status: another process has the place, and lives."""
+GONE_BACK = 410
+"""HTTP status: the run has gone back to a checkpoint, from which the model worker that registers does not begin."""
 TAKEN_ASK_SECONDS = 1.0
 """Between two questions whether it is free."""
 TAKEN_MARGIN_SECONDS = 2.0
@@ -79,17 +82,22 @@ CONNECT_SECONDS = 10.0
 """After this long without any answer, not even a refusal, a warning is logged and the call is tried again."""
 INCOMPLETE_SECONDS = 0.5
 """Between two questions who has registered: the manager of a run that is over holds none of them."""
-PATIENCE_SECONDS = 30.0
-"""How long after its first failure a call is tried again."""
+PATIENCE_SECONDS = 120.0
+"""How long after its first failure a call is tried again: a controller that has died is started again within that."""
+UNKNOWN = 401
+"""HTTP status: what the caller shows is not known, or not any more."""
+MEMBERS_AGAIN = (HTTPStatus.CONFLICT, UNKNOWN)
+"""Refusals of a member's call that may pass: a controller that was started again learns of its members as they
+register again."""
 
 
 async def patiently(
-    call: Callable[[], Awaitable[Reply]], *, what: str, patience: float, refusals: bool = True
+    call: Callable[[], Awaitable[Reply]], *, what: str, patience: float, again: Collection[int] = (HTTPStatus.CONFLICT,)
 ) -> Reply:
     """Make `call` until it succeeds; raises its last error when it still fails `patience` seconds after it did first.
 
-    Tried again is what may pass: no connection, no answer in time, a fault of the peer, and, unless `refusals` is
-    false, its refusal as things are now (409). `what` names the call in the log.
+    Tried again is what may pass: no connection, no answer in time, a fault of the peer, and a refusal with one of the
+    statuses `again`. `what` names the call in the log.
     """
     retry = Retry(what, patience=patience)
     while True:
@@ -98,7 +106,7 @@ async def patiently(
         except NotOfRun:
             raise
         except (PeerError, DeadlineExceeded) as error:
-            if isinstance(error, PeerError) and 400 <= error.status < 500 and not (refusals and error.status == 409):
+            if isinstance(error, PeerError) and 400 <= error.status < 500 and error.status not in again:
                 raise
             if not await retry.pause(error):
                 if patience:
@@ -158,7 +166,7 @@ class ControlClient:
                     lambda: self._join("/register", message, RegisterReply),
                     what=what,
                     patience=patience,
-                    refusals=False,
+                    again=(),
                 )
                 break
             except PeerError as error:
@@ -178,9 +186,7 @@ class ControlClient:
         Keeps trying for `patience` seconds while the manager is not there yet.
         """
         what = f"asking the manager at {self.url} for a place (is it running there?)"
-        place = await patiently(
-            lambda: self._join("/place", message, Place), what=what, patience=patience, refusals=False
-        )
+        place = await patiently(lambda: self._join("/place", message, Place), what=what, patience=patience, again=())
         return place.index
 
     async def resume_point(self, *, patience: float) -> ResumePoint:
@@ -192,7 +198,7 @@ class ControlClient:
     async def model(self, *, patience: float) -> ModelListing:
         """Return the files of the run's model; keeps trying for `patience` seconds while the manager is not there."""
         what = f"asking the manager at {self.url} for the model (is it running there?)"
-        return await patiently(lambda: self._get("/model", ModelListing), what=what, patience=patience, refusals=False)
+        return await patiently(lambda: self._get("/model", ModelListing), what=what, patience=patience, again=())
 
     async def model_part(self, name: str, begin: int) -> ModelPart:
         """Return bytes of a file of the model from `begin` on."""
@@ -297,10 +303,17 @@ class ControlClient:
         return await self._call("POST", path, body, reply, self._timeout, key=self._shown)
 
     async def _post_patiently(self, path: str, message: msgspec.Struct, reply: type[Reply]) -> Reply:
-        return await patiently(lambda: self._post(path, message, reply), what=f"POST {path}", patience=PATIENCE_SECONDS)
+        return await patiently(
+            lambda: self._post(path, message, reply),
+            what=f"POST {path}",
+            patience=PATIENCE_SECONDS,
+            again=MEMBERS_AGAIN,
+        )
 
     async def _get_patiently(self, path: str, reply: type[Reply]) -> Reply:
-        return await patiently(lambda: self._get(path, reply), what=f"GET {path}", patience=PATIENCE_SECONDS)
+        return await patiently(
+            lambda: self._get(path, reply), what=f"GET {path}", patience=PATIENCE_SECONDS, again=MEMBERS_AGAIN
+        )
 
     async def heartbeat(self, message: Heartbeat, *, patience: float = 0.0) -> HeartbeatReply:
         """Say that the caller lives; tried again for `patience` seconds."""

@@ -15,19 +15,17 @@ import psutil
 
 from streamrl import essential
 from streamrl.config import Config
-from streamrl.errors import PeerError, PeerLost, StreamRLError, first_error
+from streamrl.errors import GoneBack, PeerError, PeerLost, StreamRLError, first_error
 from streamrl.machine import machine_identity, process_space
 from streamrl.records.metrics import finite
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, FrequentFailure
 from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
 from streamrl.transport.credentials import CurveKeys, Shown, Verifier
-from streamrl.transport.manager_client import PATIENCE_SECONDS, ControlClient
+from streamrl.transport.manager_client import GONE_BACK, PATIENCE_SECONDS, UNKNOWN, ControlClient
 from streamrl.waits import first_of
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = 401
-"""HTTP status: what the caller shows is not known, or not any more."""
 MACHINE_SECONDS = "machine_processor_seconds_total"
 """Processor time of all processes on the machine, whosever they are."""
 
@@ -74,6 +72,8 @@ class Membership:
         self.waiting_for = ""
         self.on_unanswering: Callable[[Collection[str]], None] | None = None
         """Called after each heartbeat with the addresses of gservers from which no answer is to be expected."""
+        self.gone_back = asyncio.Event()
+        """Set when the run has gone back to a checkpoint, or begun again, under another lineage."""
         self._address = address
         self._config = config
         self._encrypted = encrypted
@@ -147,35 +147,46 @@ class Membership:
                 log.warning("%s: the manager could not be told that it has left: %s", self.name, error)
 
     async def _register(self, patience: float) -> float:
-        reply = await self.client.register(
-            Register(
-                role=self.role,
-                index=self.index,
-                address=self._address,
-                config_digest=self._config.digest(),
-                settings=self._config.shared_changes(),
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                machine=machine_identity(),
-                process_space=process_space(),
-                gpu=self._gpu,
-                curve_key=self.keys.public,
-                encrypted=self._encrypted,
-                model=self._model,
-                begins_from=self._begins_from,
-                joined_before=self.granted.manager,
-            ),
-            patience=patience,
-        )
-        self.policy_version = reply.policy_version  # a restarted manager may begin at an older one
+        message = self._registration()
+        try:
+            reply = await self.client.register(message, patience=patience)
+        except PeerError as refusal:
+            if refusal.status == GONE_BACK:
+                raise GoneBack(str(refusal)) from None
+            raise
+        self.policy_version = reply.policy_version  # that of a run that has gone back is an older one
+        if self.granted.lineage not in ("", reply.lineage):
+            self.gone_back.set()
         self.granted = reply
         return reply.heartbeat_seconds
+
+    def _registration(self) -> Register:
+        return Register(
+            role=self.role,
+            index=self.index,
+            address=self._address,
+            config_digest=self._config.digest(),
+            settings=self._config.shared_changes(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            machine=machine_identity(),
+            process_space=process_space(),
+            gpu=self._gpu,
+            curve_key=self.keys.public,
+            encrypted=self._encrypted,
+            model=self._model,
+            begins_from=self._begins_from,
+            joined_before=self.granted.lineage,
+        )
 
     async def _beat(self, interval: float) -> None:
         try:
             while not self.stopping.is_set():
                 await asyncio.sleep(interval)
                 await self._send(patience=self._patience)
+        except GoneBack as error:
+            self.lost = error
+            self.stopping.set()
         except StreamRLError as error:
             self.lost = PeerLost(f"{self.name} has lost the manager: {error}")
             log.error("%s; leaving", self.lost)
@@ -204,7 +215,7 @@ class Membership:
             self.leaving.set()
         if reply.stop:
             self.stopping.set()
-        elif not reply.known and not error:
+        elif (not reply.known or reply.lineage != self.granted.lineage) and not error:
             await self._register(self._patience)
 
 

@@ -261,6 +261,15 @@ class RequestChannel(Generic[Notice]):
             ) from error
         return [worker for worker in workers if self._lives(worker)]
 
+    async def until_lost(self, workers: Sequence[int]) -> str:
+        """Wait until one of `workers` that was heard before is gone, or silent; return which, in words."""
+        while True:
+            await asyncio.sleep(BEAT_SECONDS / 2)
+            lost = [worker for worker in workers if worker in self._heard and not self._lives(worker)]
+            if lost:
+                seconds = self._heard[lost[0]].seconds(now=time.monotonic())
+                return f"{self._name_of(lost[0])} was not heard for {seconds:.0f} s, or its connection ended"
+
     async def call(self, worker: int, call: Any, reply: type[Reply], *, timeout: float) -> Reply:
         """Have one worker carry out `call`; raises as `request` does."""
         return (await self.request({worker: call}, reply, timeout=timeout))[worker]

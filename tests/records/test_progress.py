@@ -14,6 +14,7 @@ from streamrl.config import from_dict
 from streamrl.errors import ConfigError
 from streamrl.gserver.manager.core import Manager
 from streamrl.ledger import Ledger
+from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch, Health
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
@@ -114,36 +115,38 @@ def test_the_last_checkpoint_of_when_the_run_was_healthy_is_kept(tmp_path: Path)
 
 
 def test_a_run_that_went_back_keeps_its_new_checkpoints(tmp_path: Path) -> None:
-    for written, version in enumerate((20, 30, 40, 24)):  # the last one after going back to 20
-        folder = save(tmp_path, f"step-{version:06d}", make_progress(version))
-        os.utime(folder, (written, written))
-    assert progress.read(progress.checkpoints(tmp_path)[-1]).policy_version == 24
-    progress.prune(tmp_path / "checkpoints", keep=2, spare=str(tmp_path / "checkpoints" / "step-000020"))
-    left = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert left == {"step-000020", "step-000040", "step-000024"}
-
-
-def test_a_run_that_has_gone_back_goes_on_from_there_until_it_has_a_newer_checkpoint(tmp_path: Path) -> None:
-    """Also when the left ones were written by a clock that is ahead, and whichever is gone back to."""
-    run = tmp_path / "run"
     for version in (20, 30, 40):
-        save(run, f"step-{version:06d}", make_progress(version, reached_at=1e10 + version))
+        save(tmp_path, f"step-{version:06d}", make_progress(version))
+    lineages.begin(tmp_path, policy_version=20, parent=0, cause="a death", steps_reached=42)
+    assert versions_of(tmp_path) == [20]
+    save(tmp_path, "step-000024", make_progress(24, lineage=1))
+    assert versions_of(tmp_path) == [20, 24]
+    progress.prune(tmp_path / "checkpoints", keep=2, spare=None)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-000020", "step-000024"}
+
+
+def test_a_run_goes_on_from_where_it_has_gone_back_to(tmp_path: Path) -> None:
+    """Whichever checkpoint that was, also one that it had abandoned before, or another run's."""
+    run = tmp_path / "run"
+    folders = run / "checkpoints"
+    for version in (20, 30, 40):
+        save(run, f"step-{version:06d}", make_progress(version))
 
     def begin(checkpoint: Path) -> list[int]:
-        progress.take_up(from_dict({"run": {"dir": str(tmp_path), "name": "run", "resume_from": str(checkpoint)}}))
-        return [progress.read(folder).policy_version for folder in progress.checkpoints(run)]
+        progress.begin_lineage(from_dict({"run": {"dir": str(tmp_path), "name": "run", "resume_from": str(checkpoint)}}))
+        return versions_of(run)
 
-    folders = run / "checkpoints"
-    latest = folders / "step-000040"
-    assert begin(latest) == [20, 30, 40]
-    assert not (latest / "state" / progress.TAKEN_UP).exists(), "nothing has to be noted"
-    assert begin(save(tmp_path / "other", "step-000020", make_progress(20))) == [20, 30, 40]
-    assert begin(folders / "step-000020") == [30, 40, 20]
-    save(run, "step-000024", make_progress(24, reached_at=1e10 + 50))
-    assert begin(folders / "step-000024") == [30, 40, 20, 24]
-    assert begin(latest) == [30, 20, 24, 40]
-    (latest / "state" / progress.TAKEN_UP).write_text("")
-    assert begin(folders / "step-000024") == [30, 40, 20, 24]
+    assert begin(folders / "step-000040") == [20, 30, 40]
+    assert begin(folders / "step-000020") == [20]
+    save(run, "step-000024", make_progress(24, lineage=2))
+    assert begin(folders / "step-000024") == [20, 24]
+    assert begin(folders / "step-000040") == [20, 30, 40]
+    assert begin(save(tmp_path / "other", "step-000050", make_progress(50, lineage=7))) == []
+    assert lineages.read(run)[-1].number == 8
+
+
+def versions_of(run_dir: Path) -> list[int]:
+    return [progress.read(folder).policy_version for folder in progress.checkpoints(run_dir)]
 
 
 def test_a_run_that_was_copied_goes_on_from_its_latest_checkpoint(tmp_path: Path) -> None:
@@ -154,7 +157,7 @@ def test_a_run_that_was_copied_goes_on_from_its_latest_checkpoint(tmp_path: Path
     (save(tmp_path, "step-000011", make_progress(11)) / "state" / "progress.json").write_text("{")
     os.utime(tmp_path / "checkpoints" / "step-000011", (1, 1))
     versions = [int(folder.name[-2:]) for folder in progress.checkpoints(tmp_path)]
-    assert versions == [11, 8, 9, 10]
+    assert versions == [8, 9, 10], "one that cannot be read is none"
     progress.prune(tmp_path / "checkpoints", keep=1, spare=None)
     assert progress.checkpoints(tmp_path) == [tmp_path / "checkpoints" / "step-000010"]
 

@@ -77,8 +77,9 @@ class Access:
         self._shown = secret.shown.encode()
         self._registry = registry
         self._gserver_key = gserver_key
-        self.manager = secrets.token_hex(8)
-        """Tells this start of the manager from others; no secret."""
+        self.lineage = ""
+        """Tells this lineage of the run from all others, those of earlier controllers included; no secret."""
+        self.begin_lineage()
         self._keys = {receiver: secret.key(f"credentials for {receiver}") for receiver in HEARS}
 
     def grant(self, member: Member, *, policy_version: int, heartbeat_seconds: float) -> RegisterReply:
@@ -99,9 +100,13 @@ class Access:
                 if member.role in heard
             },
             verification_key=self._keys[member.role].hex() if member.role in self._keys else "",
-            manager=self.manager,
+            lineage=self.lineage,
             gserver_key=self._gserver_key if member.role in ("rollout", "evaluator") else "",
         )
+
+    def begin_lineage(self) -> None:
+        """Another lineage begins."""
+        self.lineage = secrets.token_hex(8)
 
     def permit(self, seq: int, worker: str) -> str:
         """Return what `worker` shows with the group `seq`, which it is given."""

@@ -26,7 +26,7 @@ from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState, Signals, WaitingQueue
 from streamrl.ledger import Group, Ledger
-from streamrl.records import progress
+from streamrl.records.progress import Progress
 from streamrl.transport.control import (
     Admission,
     Admit,
@@ -236,19 +236,24 @@ class GroupCalls:
         self._long_poll = long_poll_seconds
         self._admitting = False
         self._training_over = False
+        self._slows = config.algorithm.on_collapse == "slow"
         ledger.observers.append(signals.admissions.wake)
-        begun = progress.of_run(config)
-        if begun is not None:
-            if begun.data_rows:
-                self._set_data(DataFacts(begun.data_rows, begun.data_digest))
-            ledger.restore(
-                policy_version=begun.policy_version,
-                trained=begun.trained_seqs(),
-                rejected=begun.rejected_seqs(),
-            )
-            watch = begun.watch.resumed(slow=config.algorithm.on_collapse == "slow")
-            ledger.admitted_staleness = watch.staleness(ledger.max_staleness)
-            log.info("the run goes on at version %d, after %d groups", begun.policy_version, begun.groups_trained)
+
+    def begin_from(self, begun: Progress | None) -> None:
+        """Take all groups back, and count from `begun`, or from nothing; nothing is admitted before `start`."""
+        self._admitting = self._training_over = False
+        if begun is None:
+            self._ledger.restore(policy_version=0, trained=(), rejected=())
+            self._ledger.admitted_staleness = self._ledger.max_staleness
+            return
+        if begun.data_rows:
+            self._set_data(DataFacts(begun.data_rows, begun.data_digest))
+        self._ledger.restore(
+            policy_version=begun.policy_version, trained=begun.trained_seqs(), rejected=begun.rejected_seqs()
+        )
+        watch = begun.watch.resumed(slow=self._slows)
+        self._ledger.admitted_staleness = watch.staleness(self._ledger.max_staleness)
+        log.info("the run goes on at version %d, after %d groups", begun.policy_version, begun.groups_trained)
 
     def start(self) -> None:
         """Admit from now on, unless training is over."""
@@ -281,6 +286,8 @@ class GroupCalls:
         def attempt() -> list[Admission] | None:
             if not self._members.has_its_place(member):
                 return []  # its leases would be those of the process that is called so now, which renews them
+            if not self._members.is_of_this_lineage(member):
+                return []  # it registers again first
             if not self._admitting:
                 return None
             workers, now = self._live_workers(), time.monotonic()

@@ -19,18 +19,18 @@ log = logging.getLogger(__name__)
 
 
 class GserverChecks:
-    """Asks gservers what they can do and what they serve. `version` returns the current policy version; `on_checked` is
-    called after every check."""
+    """Asks gservers what they can do and what they serve. `label` returns what they call the current weights;
+    `on_checked` is called after every check."""
 
     def __init__(
         self,
         *,
         calls: WeightCalls,
-        version: Callable[[], int],
+        label: Callable[[], str],
         on_checked: Callable[[], None],
     ) -> None:
         self._calls = calls
-        self._version = version
+        self._label = label
         self._on_checked = on_checked
         self._running: dict[Gserver, asyncio.Task[None]] = {}
 
@@ -68,7 +68,7 @@ class GserverChecks:
     def _found(self, gserver: Gserver, label: str) -> None:
         """`gserver` calls its weights `label`."""
         unchecked = gserver.state is GserverState.UNCHECKED
-        if serves(label, self._version()):
+        if serves(label, self._label()):
             gserver.handle(GserverEvent.FOUND_CURRENT)
             if unchecked:
                 log.info("%s at %s takes groups", gserver.name, gserver.address)
@@ -77,6 +77,6 @@ class GserverChecks:
             if unchecked:
                 gserver.clear_failures()
                 log.info(
-                    "%s serves weights %r instead of %d: it takes groups once it has them",
-                    *(gserver.name, label, self._version()),
+                    "%s serves weights %r instead of %r: it takes groups once it has them",
+                    *(gserver.name, label, self._label()),
                 )

@@ -30,12 +30,20 @@ NO_MODEL = "simulated"
 
 
 class Comparisons:
-    """Asks gservers for scores and keeps them. `version` returns the policy version that is served."""
+    """Asks gservers for scores and keeps them."""
 
     def __init__(
-        self, *, fleet: Fleet, client: GenerationClient, version: Callable[[], int], named_adapters: bool = False
+        self,
+        *,
+        fleet: Fleet,
+        client: GenerationClient,
+        version: Callable[[], int],
+        label: Callable[[int], str] = str,
+        named_adapters: bool = False,
     ) -> None:
-        """`named_adapters`: as in `Config`."""
+        """`version` returns the policy version that is served, `label` what gservers call a version. `named_adapters`:
+        as in `Config`."""
+        self._label = label
         self._named_adapters = named_adapters
         self._fleet = fleet
         self._client = client
@@ -86,8 +94,11 @@ class Comparisons:
             del self._scores[old]
 
     async def close(self) -> None:
-        """Cancel the requests in progress."""
+        """Cancel the requests in progress, and forget all questions and scores."""
+        self._asked = None
+        self._scores.clear()
         tasks = [task for _, task in self._running.values()]
+        self._running.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -102,10 +113,10 @@ class Comparisons:
             except StreamRLError as error:
                 score = Scores(gserver.name, problem=str(error))
             else:
-                score = read_scores(reply, question, gserver=gserver.name)
+                score = read_scores(reply, question, gserver=gserver.name, label=self._label(question.version))
         score = msgspec.structs.replace(score, seconds=time.monotonic() - began)
         self._scores.setdefault(question.version, {})[gserver] = score
-        del self._running[gserver]
+        self._running.pop(gserver, None)
 
     def _request(self, question: Compare) -> GenerateRequest:
         return GenerateRequest(
@@ -117,8 +128,8 @@ class Comparisons:
         )
 
 
-def read_scores(reply: GenerateReply, question: Compare, *, gserver: str) -> Scores:
-    """Return the log-probabilities in `reply`, or why it is no reply to `question`."""
+def read_scores(reply: GenerateReply, question: Compare, *, gserver: str, label: str) -> Scores:
+    """Return the log-probabilities in `reply`, or why it is no reply to `question` under the weights called `label`."""
     meta = reply.meta_info
     wanted = question.tokens[question.start :]
     told = (meta.input_token_logprobs or [])[-len(wanted) :]
@@ -128,7 +139,7 @@ def read_scores(reply: GenerateReply, question: Compare, *, gserver: str) -> Sco
     problem = ""
     if meta.finish_reason is not None and meta.finish_reason.type == "abort":
         problem = f"its answer was broken off: {meta.finish_reason.message or 'no reason given'}"
-    elif not serves(meta.weight_version, question.version):
+    elif not serves(meta.weight_version, label):
         problem = f"it answered with weights {meta.weight_version!r}"
     elif not same:  # SGLang calls the last token of the vocabulary 0; what it tells of it is right
         problem = f"it told log-probabilities of {len(told)} tokens, not of the {len(wanted)} that it was asked for"

@@ -23,7 +23,7 @@ from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.comparisons import Comparisons
 from streamrl.gserver.manager.elastic import ElasticPools
 from streamrl.gserver.manager.evaluations import Evaluations
-from streamrl.gserver.manager.gserver import Gserver, GserverState
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState
 from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
@@ -35,6 +35,7 @@ from streamrl.gserver.updates.update import UpdateRecord
 from streamrl.ledger import Ledger
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
+from streamrl.records.lineage import FIRST, Lineage
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import PublicationEntry, Timeline
 from streamrl.transport.control import (
@@ -106,7 +107,7 @@ class Manager:
         )
         self._checks = GserverChecks(
             calls=calls,
-            version=lambda: self.ledger.policy_version,
+            label=lambda: self.weights.label,
             on_checked=self._gserver_checked,
         )
         self.weights = WeightUpdates(
@@ -117,12 +118,12 @@ class Manager:
             on_version=self._version_served,
             on_record=self._update_ended,
             on_unrecoverable=lambda reason: self._state.end("failed", reason),
-            version=begun.policy_version if (begun := progress.of_run(config)) is not None else 0,
         )
         self.comparisons = Comparisons(
             fleet=self._fleet,
             client=client,
             version=lambda: self.ledger.policy_version,
+            label=lambda version: self.lineage.label(version),
             named_adapters=config.named_adapters,
         )
         self.model = ModelFiles(config)
@@ -177,7 +178,12 @@ class Manager:
             calls=calls,
             updating=lambda: self.weights.under_way,
             on_left=self._left,
+            on_died=self._worker_died,
         )
+        self.lineage = FIRST
+        """The present one."""
+        self._death: asyncio.Future[str] | None = None
+        """Of a model worker of this lineage, in words, once one has died."""
         self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
         self._last_step: StepReport | None = None
         self._architecture: Architecture | None = None
@@ -202,10 +208,35 @@ class Manager:
 
     def enter(self, message: Register) -> RegisterReply:
         """Enter the process that this manager runs in as a member of the run."""
+        self._registry.remove("controller", 0)  # as it was in the lineage before
         granted = self.members.enter(message)
         for member in self._registry.of("controller"):
             member.told = True
         return granted
+
+    async def begin(self, config: Config, *, lineage: Lineage) -> None:
+        """Begin `lineage` from `run.resume_from` of `config`, the run's own but for that, at the start of the run or
+        after the death of a model worker.
+
+        Model workers join again. Of the groups those remain that the checkpoint counts; the prompts of all others are
+        given out again. gservers and rollout workers stay, and gservers take groups once they have these weights.
+        """
+        begun = progress.of_run(config)
+        self.members.begin_lineage(config, gone_back=bool(lineage.cause))
+        self.lineage = lineage
+        self._death = asyncio.get_running_loop().create_future()
+        self.groups.begin_from(begun)
+        self.evaluations.forget()
+        await self.comparisons.close()
+        await self.weights.rewind(lineage)
+        for gserver in self._fleet.all():
+            gserver.handle(GserverEvent.UNREACHABLE)
+            self._checks.start(gserver)
+
+    async def death(self) -> str:
+        """Wait until a model worker of this lineage has died, or is silent; return how, in words."""
+        assert self._death is not None, "a lineage has begun"
+        return await asyncio.shield(self._death)
 
     async def data(self) -> DataFacts:
         """Wait until a rollout worker has reported the facts of the training data."""
@@ -366,15 +397,13 @@ class Manager:
                 log.error("no gserver is left to generate; the run waits for one to (re)join")
         elif member.role == "evaluator":
             self.evaluations.lost(member.name)
-        elif member.role == "model_worker" and self._began:
+        elif member.role == "model_worker":
             # a call to a model worker that is gone fails; but what lacks the groups that come to it may never call it
-            seconds = member.last_heard.seconds(now=time.monotonic())
-            self._state.end("failed", f"{member.name} has been silent for {seconds:.0f} s")
+            self._worker_died(f"{member.name} is silent, for {member.last_heard.seconds(now=time.monotonic()):.0f} s")
 
-    @property
-    def _began(self) -> bool:
-        """Whether all have joined, or the run has begun without some."""
-        return self._state.name == "running" or self._join_deadline is None
+    def _worker_died(self, how: str) -> None:
+        if self._death is not None and not self._death.done():
+            self._death.set_result(how)
 
     def _left(self, member: Member) -> None:
         self._signals.told.notify()
@@ -386,8 +415,9 @@ class Manager:
         self._start_if_served()
 
     def _start_if_served(self) -> None:
-        """Admit groups from now on if there are as many gservers with current weights as were configured."""
-        if self._fleet.serving_count >= self._config.gserver.count:
+        """Admit groups from now on if there are as many gservers with current weights as were configured, or any after
+        the run has gone back."""
+        if self._fleet.serving_count >= (1 if self.lineage.cause else self._config.gserver.count):
             self.groups.start()
 
     def _joining_took_too_long(self) -> None:

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 class ElasticPools:
     """The calls with which processes join and leave a running run. `updating` returns whether a weight update is under
-    way; `on_left` is called with each member that has left."""
+    way; `on_left` is called with each member that has left, `on_died` with how a model worker has died."""
 
     def __init__(
         self,
@@ -41,6 +41,7 @@ class ElasticPools:
         calls: WeightCalls,
         updating: Callable[[], bool],
         on_left: Callable[[Member], None],
+        on_died: Callable[[str], None],
     ) -> None:
         self._config = config
         self._configured: dict[Role, int] = {"gserver": config.gserver.count, "rollout": config.rollout.workers}
@@ -50,6 +51,7 @@ class ElasticPools:
         self._calls = calls
         self._updating = updating
         self._on_left = on_left
+        self._on_died = on_died
         self._promised: dict[tuple[Role, int], tuple[float, Member | None]] = {}
         """Numbers given out → until when they are kept for who asked, and who had the place then: another has joined
         under it since, or none."""
@@ -101,9 +103,13 @@ class ElasticPools:
         return Done()
 
     async def left(self, message: Leave) -> Done:
-        """Take in that a process has left."""
+        """Take in that a process has left, or that a model worker has died."""
         member = self._registry.get(message.role, message.index)
-        if member is not None and member.pid == message.pid:
+        if member is None or member.pid != message.pid:
+            return Done()
+        if message.death and member.role == "model_worker":
+            self._on_died(message.death)
+        else:
             self._remove(member)
         return Done()
 

@@ -51,6 +51,7 @@ class Evaluations:
     ) -> None:
         """`samples`: responses to each prompt. `on_training_over` is called when the master waits for nothing but the
         last evaluation. `evaluators`: how many have joined."""
+        self._evaluators = evaluators
         self._queue = EvaluationQueue(evaluators=evaluators)
         self._fleet = fleet
         self._prompt = Work(samples, 0)
@@ -105,6 +106,12 @@ class Evaluations:
             self.on_report(message.report)
         self._changed.notify()
         return Done()
+
+    def forget(self) -> None:
+        """Forget all evaluations that were asked for: the run has gone back."""
+        for evaluator in list(self._routes):
+            self._release(evaluator, list(self._routes[evaluator]))
+        self._queue = EvaluationQueue(evaluators=self._evaluators)
 
     def lost(self, evaluator: str) -> None:
         """Take back what `evaluator` had, which fell silent, or whose place another process took."""

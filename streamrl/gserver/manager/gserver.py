@@ -253,9 +253,10 @@ class Route:
         """What it has in flight there."""
 
 
-def serves(label: str, version: int) -> bool:
-    """Whether a gserver that calls its weights `label` serves `version`; a fresh server says `default`."""
-    return label == str(version) or (version == 0 and label == INITIAL_WEIGHT_VERSION)
+def serves(label: str, wanted: str) -> bool:
+    """Whether a gserver that calls its weights `label` serves the weights called `wanted`; a server that was started
+    with the run's first weights calls them `default`."""
+    return label == wanted or (wanted == "0" and label == INITIAL_WEIGHT_VERSION)
 
 
 class Gserver(Member):

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ from streamrl.transport.control import (
     Topology,
 )
 from streamrl.transport.credentials import HEARS
-from streamrl.transport.manager_client import PLACE_TAKEN
+from streamrl.transport.manager_client import GONE_BACK, PLACE_TAKEN
 
 log = logging.getLogger(__name__)
 
@@ -75,10 +76,8 @@ class Members:
     ) -> None:
         self._config = config
         self._open = open_to_others
-        self._resume_point = ResumePoint(
-            checkpoint=Path(config.run.resume_from).name if config.run.resume_from else "",
-            identity=progress.identity(config),
-        )
+        self._resume_point = _resume_point(config)
+        self._gone_back = False
         self._model: tuple[str, str] | None = None
         """The fingerprint of the run's first weights, and who told it."""
         self._elastic = not config.trainer.synchronous
@@ -133,6 +132,7 @@ class Members:
             self._on_joined(member)
             self._signals.deadlines.notify()
             self._signals.joined.notify()
+        member.lineage = self._access.lineage
         return self._access.grant(
             member, policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds
         )
@@ -160,6 +160,7 @@ class Members:
             stop=self._state.over,
             policy_version=self._policy_version(),
             known=member is not None,
+            lineage=self._access.lineage,
             leave=member is not None and member.leaves,
             unanswering=self._registry.unanswering(now=now) if message.role in ("rollout", "evaluator") else [],
         )
@@ -208,7 +209,25 @@ class Members:
         if member is None:
             raise PeerError(f"{role}/{index} is not registered with this controller; register first")
         self._hear(member, now=time.monotonic())
+        if not self.is_of_this_lineage(member):
+            raise PeerError(
+                f"{member.name} speaks of groups that the run has gone back behind; it registers again first",
+                status=HTTPStatus.CONFLICT,
+            )
         return member
+
+    def begin_lineage(self, config: Config, *, gone_back: bool) -> None:
+        """Forget the model workers of the lineage before this one, which begins from `run.resume_from` of `config`.
+        `gone_back`: after a death."""
+        self._resume_point = _resume_point(config)
+        self._gone_back = gone_back
+        self._access.begin_lineage()
+        for member in self._registry.of("model_worker"):
+            self._registry.remove(member.role, member.index)
+
+    def is_of_this_lineage(self, member: Member) -> bool:
+        """Whether `member` has heard that the run has gone back, if it has."""
+        return member.lineage == self._access.lineage
 
     def has_its_place(self, member: Member) -> bool:
         """Whether no other process has taken the place of `member` since it called."""
@@ -262,6 +281,9 @@ class Members:
         """Raise `PeerError` when the place that the process asks for belongs to another one that is not gone."""
         holder = self._registry.get(message.role, message.index)
         if holder is None or holder.silent or holder.gave_up or has_ended(holder):
+            if holder is not None and holder.role == "model_worker":
+                self._on_silent(holder)
+                raise PeerError(f"{holder.name} has died, and the run goes back: start it again", status=GONE_BACK)
             return
         left = holder.last_heard.silent_at - now
         log.warning(
@@ -319,21 +341,17 @@ class Members:
         return message.model, f"{message.role}/{message.index} on {message.host}"
 
     def _check_beginning(self, message: Register, *, sender: str) -> None:
-        """The ledger and the trainer count from the same groups and versions, or not at all. A rollout worker has its
-        groups from the one, and brings them to the other, whose addresses it asks for once."""
-        elsewhere = message.joined_before not in ("", self._access.manager)
-        if elsewhere and message.role == "rollout":
-            raise PeerError(
-                f"{sender} sends its groups to the trainer of another controller, which is gone: start it again"
-            )
+        """The ledger and the trainer count from the same groups and versions, or not at all."""
         if message.role != "model_worker":
             return
-        if elsewhere:
+        if message.joined_before not in ("", self._access.lineage):
             raise PeerError(
-                f"{sender} has trained under another controller, which is gone: start the trainer again (--resume) to "
-                "continue from this one's checkpoint"
+                f"{sender} has trained in a lineage that the run has gone back behind: start it again with --resume",
+                status=GONE_BACK,
             )
         ours = self._resume_point.identity
+        if message.begins_from != ours and self._gone_back:
+            raise PeerError(f"{sender} begins from where the run no longer is: start it again", status=GONE_BACK)
         if message.begins_from != ours:
             raise ConfigError(
                 f"{sender} goes on from {message.begins_from or 'no checkpoint'}, and the controller from "
@@ -370,6 +388,11 @@ class Members:
             self._signals.silences.notify()
         if not member.gave_up:
             self._on_heard(member)
+
+
+def _resume_point(config: Config) -> ResumePoint:
+    folder = config.run.resume_from
+    return ResumePoint(checkpoint=Path(folder).name if folder else "", identity=progress.identity(config))
 
 
 def has_ended(member: Member) -> bool:

@@ -60,6 +60,8 @@ class Member:
         self.token = f"{self.name}.{secrets.token_hex(TOKEN_BYTES)}"
         """What it shows with each call."""
         self.last_heard = LastHeard(now=now, patience=patience)
+        self.lineage = ""
+        """The lineage of the run (`Access.lineage`) in which it registered last."""
         self.stats: dict[str, float] = {}
         """Figures of its last heartbeat."""
         self.waiting_for = ""

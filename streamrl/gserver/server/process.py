@@ -28,6 +28,7 @@ from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
 from streamrl.models import dense_layers, replays_routing, weights_fingerprint
 from streamrl.records import progress
+from streamrl.records.lineage import label_of
 from streamrl.transport.addresses import LOOPBACK, Listening, reach_towards, url_of
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
 from streamrl.transport.http import Hosts
@@ -268,4 +269,7 @@ def _seed(config: Config, index: int) -> int:
 def _initial_version(config: Config) -> str:
     """Return what the weights are called that a gserver of the run starts with."""
     begun = config.run.resume_from  # where prompts are is nothing to a gserver: its [data] is not compared
-    return INITIAL_WEIGHT_VERSION if begun is None else str(progress.read(Path(begun)).policy_version)
+    if begun is None:
+        return INITIAL_WEIGHT_VERSION
+    reached = progress.read(Path(begun))
+    return label_of(reached.policy_version, reached.lineage)

@@ -17,6 +17,7 @@ from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError, Refused
 from streamrl.gserver.server.engine import Engine
 from streamrl.gserver.server.receiver import CLOSING_SECONDS, in_thread
+from streamrl.records.lineage import version_of
 from streamrl.transport.addresses import Listening
 from streamrl.transport.collective import Broadcaster, backend_for
 from streamrl.transport.control import Broadcast, PublishBeginReply
@@ -41,7 +42,7 @@ class WeightSender:
     async def offer(self, message: OfferWeights) -> Broadcast:
         """Return what is served, and where to meet for it; raises `Refused` if that is another version."""
         served = await self._engine.served_weights()
-        if served.version != str(message.version):
+        if served.version != message.version:
             raise Refused(f"weights {message.version} were asked for, and {served.version!r} are served here")
         if message.group_name in self._offers:
             raise Refused(f"weight group {message.group_name} exists already; give every offer its own")
@@ -51,10 +52,10 @@ class WeightSender:
         carrier = Broadcaster(
             self._config, listening=self._listening, backend=backend, dtype=served.dtype, device=served.device
         )
-        carrier.prepare(message.version, served)
+        carrier.prepare(version_of(message.version), served)
         announced = await in_thread(carrier.announce)
         self._offers[message.group_name] = carrier
-        log.info("weights v%d (%s) are offered in %s", message.version, dtype_name(served.dtype), message.group_name)
+        log.info("weights v%s (%s) are offered in %s", message.version, dtype_name(served.dtype), message.group_name)
         return announced
 
     async def send(self, message: SendWeights) -> None:

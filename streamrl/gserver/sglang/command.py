@@ -15,8 +15,9 @@ import msgspec
 
 from streamrl.config import GserverConfig, LoraConfig
 from streamrl.gserver.sglang import entry
+from streamrl.records.lineage import version_of
 from streamrl.transport.addresses import LOOPBACK
-from streamrl.transport.generation import adapter_name
+from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, adapter_name
 from streamrl.transport.keys import GserverKeys
 from streamrl.transport.tls import CertificateFiles
 
@@ -104,7 +105,7 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
 
 def _lora_flags(launch: Launch, lora: LoraConfig) -> list[str]:
     flags = ["--enable-lora", f"--max-lora-rank={lora.rank}", "--lora-target-modules", *sorted(lora.target_modules)]
-    name = adapter_name(int(launch.weight_version)) if launch.weight_version.isdigit() else None
+    name = None if launch.weight_version == INITIAL_WEIGHT_VERSION else adapter_name(version_of(launch.weight_version))
     return flags if name is None or launch.adapter is None else [*flags, "--lora-paths", f"{name}={launch.adapter}"]
 
 

@@ -17,8 +17,10 @@ import msgspec
 from streamrl.config import LoraConfig
 from streamrl.errors import ConfigError, ModelError, PeerError, PeerLost
 from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor, monitoring
+from streamrl.records.lineage import version_of
 from streamrl.transport.generation import (
     ADAPTER_PREFIX,
+    INITIAL_WEIGHT_VERSION,
     AbortRequest,
     GenerationClient,
     LoadedAdapters,
@@ -183,7 +185,7 @@ async def _load_adapter(client: GenerationClient, url: str, adapter: Path | None
     for card in cards.data:
         if card.parent is not None and card.id.startswith(ADAPTER_PREFIX):
             await client.post(url, "/unload_lora_adapter", UnloadLoraAdapter(card.id), LoadedAdapters)
-    name = adapter_name(int(weight_version)) if weight_version.isdigit() else None
+    name = None if weight_version == INITIAL_WEIGHT_VERSION else adapter_name(version_of(weight_version))
     if adapter is not None and name is not None:
         try:
             await client.post(url, "/load_lora_adapter", LoadLoraAdapter(name, str(adapter)), LoadedAdapters)

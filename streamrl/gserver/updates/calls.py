@@ -117,10 +117,10 @@ class WeightCalls:
 
     # One gserver sends to another
 
-    async def offer(self, gserver: Gserver, *, group: str, version: int) -> Broadcast:
-        """Have the gserver prepare to send its weights in `group`, and return how; it refuses unless it serves
-        `version`."""
-        message = OfferWeights(group_name=group, version=version)
+    async def offer(self, gserver: Gserver, *, group: str, label: str) -> Broadcast:
+        """Have the gserver prepare to send its weights in `group`, and return how; it refuses unless it calls them
+        `label`."""
+        message = OfferWeights(group_name=group, version=label)
         return await self._client.post(gserver.address, "/offer_weights", message, Broadcast, timeout=self._timeout)
 
     async def send(self, gserver: Gserver, *, group: str, buckets: int) -> None:
@@ -159,12 +159,10 @@ class WeightCalls:
         )
         await self._post(gserver, "/update_weights_from_distributed", message)
 
-    async def load(self, gserver: Gserver, folder: str, *, version: int | None, flush_cache: bool) -> None:
-        """Have the gserver read the weights of `version` in `folder`: into its stage if it has one, else over those
-        that it serves; `version` is None then, and `name` tells it later."""
-        message = UpdateWeightsFromDisk(
-            model_path=folder, weight_version=None if version is None else str(version), flush_cache=flush_cache
-        )
+    async def load(self, gserver: Gserver, folder: str, *, label: str | None, flush_cache: bool) -> None:
+        """Have the gserver read the weights in `folder`, which it is to call `label`: into its stage if it has one,
+        else over those that it serves; `label` is None then, and `name` tells it later."""
+        message = UpdateWeightsFromDisk(model_path=folder, weight_version=label, flush_cache=flush_cache)
         await self._post(gserver, "/update_weights_from_disk", message)
 
     async def load_adapter(self, gserver: Gserver, folder: str, *, name: str) -> None:

@@ -30,6 +30,7 @@ from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.resync import CurrentWeights, Resyncs
 from streamrl.gserver.updates.states import Stage
 from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate, stages_weights
+from streamrl.records.lineage import FIRST, Lineage
 from streamrl.transport.control import (
     Broadcast,
     GserverPlaces,
@@ -83,6 +84,7 @@ class WeightUpdates:
             calls=calls,
             changed=changed,
             version=lambda: self.version,
+            label=lambda version: self._lineage.label(version),
             updating=lambda: self.under_way,
             on_unrecoverable=on_unrecoverable,
         )
@@ -92,8 +94,23 @@ class WeightUpdates:
         self._update: WeightUpdate | None = None
         self._running: asyncio.Task[PublishReply] | None = None
         self._beginning = asyncio.Lock()
+        self._lineage = FIRST
         self._distrusted = ""
         """The transfer that was found to be other weights than were trained: nothing that is staged of it counts."""
+
+    @property
+    def label(self) -> str:
+        """What gservers call the weights that they have to serve."""
+        return self._lineage.label(self.version)
+
+    async def rewind(self, lineage: Lineage) -> None:
+        """Abort what is under way, and count versions from the beginning of `lineage`, whose weights the publisher will
+        have."""
+        abort = self._until_ended(lambda update: update.abort("the run goes back to an earlier version"))
+        await asyncio.gather(self.resyncs.rewind(), abort)
+        self._lineage, self.version = lineage, lineage.policy_version
+        self._distrusted = ""
+        self.resyncs.closing = False
 
     @property
     def under_way(self) -> bool:
@@ -126,7 +143,7 @@ class WeightUpdates:
             if not members:
                 return PublishBeginReply(group_name="", world_size=1)
             members, first_buckets = self._resumed(message.weights, members)
-            base = _common_base(message.weights, members)
+            base = _common_base(message.weights, members, label=self._lineage.label)
             group = self._group_of(members, message)
             update = self._update = WeightUpdate(
                 version=message.version,
@@ -136,6 +153,7 @@ class WeightUpdates:
                 calls=self._calls,
                 config=self._config,
                 current=lambda: self.version,
+                label=self._lineage.label,
                 first_buckets=first_buckets,
                 base=base,
                 on_swapped=None if message.resync else self._swapped,
@@ -304,13 +322,13 @@ class WeightUpdates:
             self._calls.leave_group(group_of_sender(group.name, number), with_a_group_for_each)
 
 
-def _common_base(weights: Broadcast | Snapshot, members: list[Gserver]) -> int | None:
+def _common_base(weights: Broadcast | Snapshot, members: list[Gserver], *, label: Callable[[int], str]) -> int | None:
     """Return the version from which deltas may be sent, one that all `members` serve and can apply deltas to; None:
-    weights have to be sent whole."""
+    weights have to be sent whole. `label` returns what gservers call a version."""
     if not isinstance(weights, Broadcast) or weights.base is None:
         return None
     infos = [gserver.info for gserver in members]
-    able = all(info and info.applies_deltas and info.weight_version == str(weights.base) for info in infos)
+    able = all(info and info.applies_deltas and info.weight_version == label(weights.base) for info in infos)
     return weights.base if able else None
 
 

@@ -70,12 +70,14 @@ class Resyncs:
         calls: WeightCalls,
         changed: Wakeup,
         version: Callable[[], int],
+        label: Callable[[int], str],
         updating: Callable[[], bool],
         on_unrecoverable: Callable[[str], None],
     ) -> None:
-        """`version` returns the version that is served, `updating` whether an update by the publisher is under way: no
-        resync starts meanwhile. `changed` is notified when a gserver may have come to need a resync, or has had one.
-        `on_unrecoverable` is called with the reason why no live gserver can be brought to the current weights."""
+        """`version` returns the version that is served, `label` what gservers call a version, `updating` whether an
+        update by the publisher is under way: no resync starts meanwhile. `changed` is notified when a gserver may have
+        come to need a resync, or has had one. `on_unrecoverable` is called with the reason why no live gserver can be
+        brought to the current weights."""
         self.closing = False
         """Whether `close` was called: no resync starts any more."""
         self._config = config
@@ -83,6 +85,7 @@ class Resyncs:
         self._calls = calls
         self._changed = changed
         self._version = version
+        self._label = label
         self._updating = updating
         self._on_unrecoverable = on_unrecoverable
         self._current: CurrentWeights | None = None
@@ -160,8 +163,17 @@ class Resyncs:
                 f"{self._config.attempts} attempts each; the manager's log says why"
             )
 
+    async def rewind(self) -> None:
+        """End all resyncs: other weights are the current ones, and only the publisher has them."""
+        await self._end_all()
+        self._current = None
+        self._tried.clear()
+
     async def close(self) -> None:
         """Start no further resync, resume the gservers that one has paused, and wait until all have ended."""
+        await self._end_all()
+
+    async def _end_all(self) -> None:
         self.closing = True
         for gserver, task in self._running.items():
             if gserver in self._updates:
@@ -219,7 +231,7 @@ class Resyncs:
     async def _from_gserver(self, gserver: Gserver, sender: Gserver, current: CurrentWeights) -> None:
         group = self._new_name()
         try:
-            weights = await self._calls.offer(sender, group=group, version=current.version)
+            weights = await self._calls.offer(sender, group=group, label=self._label(current.version))
         except StreamRLError as failure:
             error = str(failure)
         else:
@@ -260,6 +272,7 @@ class Resyncs:
             calls=self._calls,
             config=self._config,
             current=self._version,
+            label=self._label,
         )
         return update
 

@@ -100,12 +100,14 @@ class WeightUpdate:
         calls: WeightCalls,
         config: WeightsConfig,
         current: Callable[[], int],
+        label: Callable[[int], str] = str,
         first_buckets: Sequence[int] = (),
         base: int | None = None,
         on_swapped: Callable[[int], None] | None = None,
     ) -> None:
         """`old_version` is what a gserver may serve that has not swapped. `current` returns the version that gservers
-        must serve to be given groups; it may pass `version` before this update ends. `first_buckets` and `base` are for
+        must serve to be given groups; it may pass `version` before this update ends. `label` returns what gservers call
+        the weights of a version. `first_buckets` and `base` are for
         a broadcast: the bucket with which each sender begins (empty: the first), and the version from which deltas are
         sent (None: weights are sent whole). `on_swapped` is called with `version` as soon as the first gserver serves
         it."""
@@ -117,6 +119,7 @@ class WeightUpdate:
         self.checksums: dict[str, str] = {}
         """Name → checksum of each weight as it was trained; known from the commit on."""
         self._old_version = old_version
+        self._label = label
         self._weights = weights
         self._first_buckets = first_buckets
         self._base = base
@@ -308,7 +311,7 @@ class WeightUpdate:
             case Step.SWAP:
                 if isinstance(self._weights, Broadcast):
                     await self._calls.end(gserver)
-                await self._calls.name(gserver, str(self.version))
+                await self._calls.name(gserver, self._label(self.version))
                 if _way(self._weights) == "adapter":
                     self._calls.unload_old_adapters(gserver, serves=_adapter(self.version))
             case Step.CLEAR:
@@ -346,8 +349,8 @@ class WeightUpdate:
                 group_name=self.group.name,
                 senders=senders,
                 first_buckets=list(self._first_buckets) or [0] * len(senders),
-                weight_version=str(self.version),
-                base=None if self._base is None else str(self._base),
+                weight_version=self._label(self.version),
+                base=None if self._base is None else self._label(self._base),
                 turns=turns_left(self._weights.turns, self._first_buckets),
             )
             await self._calls.receive_all(gserver, message, partial(self._note_received, gserver))
@@ -371,7 +374,7 @@ class WeightUpdate:
         await self._calls.load(
             gserver,
             files.folder,
-            version=self.version if stages_weights(gserver) else None,
+            label=self._label(self.version) if stages_weights(gserver) else None,
             flush_cache=self._flushes(gserver),
         )
 
@@ -390,9 +393,9 @@ class WeightUpdate:
 
     def _meaning(self, label: str) -> Serves:
         """Return which weights those are that a gserver calls `label`."""
-        if serves(label, self.version):
+        if serves(label, self._label(self.version)):
             return "new"
-        return "old" if serves(label, self._old_version) else "other"
+        return "old" if serves(label, self._label(self._old_version)) else "other"
 
 
 def _way(weights: Broadcast | Snapshot) -> Way:

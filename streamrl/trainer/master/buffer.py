@@ -186,6 +186,10 @@ class AsyncIOSequenceBuffer:
 
     # --- who waits for groups ---
 
+    def close(self) -> None:
+        """Forget the ledger: another buffer observes it from now on."""
+        self._ledger.observers.remove(self.wake)
+
     def wake(self) -> None:
         """Let all who wait look again: something here has changed, or something outside that they look at."""
         self._changed.set()

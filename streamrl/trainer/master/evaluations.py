@@ -38,11 +38,8 @@ class EvaluationRequests:
         A resumed run requests the evaluation of its checkpoint again if that `was_due` and got lost.
         """
         chosen = self._config.evaluation
-        if self._config.run.resume_from is None:
-            due = chosen.at_start
-        else:
-            due = was_due and not progress.evaluated(self._config.run_dir, policy_version=version)
-        if due:
+        due = chosen.at_start if self._config.run.resume_from is None else was_due
+        if due and not progress.evaluated(self._config.run_dir, policy_version=version):
             self.request(version)
 
     def request(self, version: int, *, training_over: bool = False) -> None:

@@ -15,6 +15,7 @@ from streamrl.config import Config
 from streamrl.ledger import Ledger
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch
+from streamrl.records.lineage import FIRST, Lineage
 from streamrl.transport.control import DataFacts
 
 # --- what is due ---
@@ -67,9 +68,10 @@ class RunControl:
 class History:
     """Begins empty, or where the checkpoint ends that the run goes on from."""
 
-    def __init__(self, config: Config, begun: progress.Progress | None) -> None:
-        """`begun`: where a run that is resumed begins."""
+    def __init__(self, config: Config, begun: progress.Progress | None, *, lineage: Lineage = FIRST) -> None:
+        """`begun`: where a run that is resumed begins. `lineage`: of the versions that are made from there on."""
         self._config = config
+        self._lineage = lineage
         self.policy_version = 0
         self.tokens_dropped = 0
         self.evaluation_due = False
@@ -101,6 +103,7 @@ class History:
         """Return how far the run has come, for a checkpoint."""
         return progress.Progress(
             policy_version=self.policy_version,
+            lineage=self._lineage.maker(self.policy_version),
             trained=ledger.trained_seqs.ranges(),
             rejected=ledger.rejected.ranges(),
             prompts=progress.prompts_digest(self._config),

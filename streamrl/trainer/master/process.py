@@ -21,6 +21,7 @@ from streamrl.ledger import ReadyGroups, Selection
 from streamrl.records import progress, rollouts_writer
 from streamrl.records.collapse import Health, advice
 from streamrl.records.evaluation import EvaluationReport
+from streamrl.records.lineage import FIRST, Lineage
 from streamrl.records.metrics import Final, StepReport, write_final
 from streamrl.records.sinks import MetricsWriter, start_sinks
 from streamrl.trainer.calls import EvaluateHook, SaveHook, Stored, Trained, WorkerSpec
@@ -59,9 +60,17 @@ class Master:
     _control: RunControl
     _data: DataFacts
 
-    def __init__(self, config: Config, *, pool: RolloutPool, channel: Requests, stored: asyncio.Queue[Stored]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        *,
+        pool: RolloutPool,
+        channel: Requests,
+        stored: asyncio.Queue[Stored],
+        lineage: Lineage = FIRST,
+    ) -> None:
         """`channel`: to the model workers, and in a synchronous graph to rollout workers; `stored`: the model workers'
-        notices of groups that arrived."""
+        notices of groups that arrived; `lineage`: of the versions that are made."""
         self._config = config
         self._pool = pool
         self._ledger = pool.ledger
@@ -74,7 +83,7 @@ class Master:
         self._buffer = AsyncIOSequenceBuffer(
             self._graph, pool.ledger, wait_warning_seconds=config.trainer.wait_warning_seconds
         )
-        self._history = History(config, begun)
+        self._history = History(config, begun, lineage=lineage)
         self._weights_at_rest = asyncio.Lock()
         """Held while weights may change, and while their publication is being set up."""
         self._workers = ModelWorkers(config, channel=channel)
@@ -193,6 +202,7 @@ class Master:
 
     async def close(self) -> None:
         """End what is under way, and the sinks."""
+        self._buffer.close()
         if self._publication is not None:
             self._publication.cancel()
             await asyncio.gather(self._publication, return_exceptions=True)
@@ -209,7 +219,6 @@ class Master:
         """
         run_dir = self._config.run_dir
         version = self._begun.policy_version if self._begun is not None else 0
-        progress.take_up(self._config)
         progress.rewind(run_dir, policy_version=version)
         rollouts_writer.rewind(run_dir, policy_version=version)
         recording.cut(run_dir, policy_version=version)

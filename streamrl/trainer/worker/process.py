@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import threading
 import time
 import traceback
@@ -26,10 +27,11 @@ import zmq
 
 from streamrl import essential
 from streamrl.architecture import read_architecture
+from streamrl.children import EXIT_GONE_BACK
 from streamrl.config import Config
 from streamrl.cuda_memory import gpu_identity
 from streamrl.device import compute_repeatably, compute_with, empty_cache, resolve_device, resolve_dtype
-from streamrl.errors import StreamRLError, TrainingError
+from streamrl.errors import GoneBack, StreamRLError, TrainingError
 from streamrl.models import routing_of, special_token_ids, vocab_size, weights_fingerprint
 from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset
@@ -152,7 +154,11 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             stack.push_async_callback(worker.close)
             await first_of(worker.work(channel), arrivals.report(channel))
 
-        await membership.until_over(work())
+        try:
+            await membership.until_over(work())
+        except GoneBack as gone_back:  # other ranks may be gone: nothing here is waited for
+            log.warning("%s: %s", membership.name, gone_back)
+            os._exit(EXIT_GONE_BACK)
 
 
 class Door:

@@ -145,7 +145,7 @@ def reply(*scores: TokenLogprob, version: str = "3", reason: FinishReason = SCOR
     ],
 )
 def test_only_an_answer_to_the_question_counts(answer: GenerateReply, problem: str) -> None:
-    score = read_scores(answer, question(3), gserver="gserver/0")
+    score = read_scores(answer, question(3), gserver="gserver/0", label="3")
     assert score.problem.startswith(problem)
     assert bool(score.problem) == bool(problem)
     assert score.logprobs == ([] if problem else [-1.0, -2.0])

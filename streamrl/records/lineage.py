@@ -1,0 +1,102 @@
+"""Lineages: which of the policy versions that a run has made belong to its present weights.
+
+A run whose controller or a model worker dies goes back to its latest checkpoint and makes the steps after it once more:
+a *rewind*. So does a run that is resumed. Each such beginning is a lineage with a number of its own, and a policy
+version is identified by its number and that of the lineage that made it. Of the steps after the checkpoint, those of
+the earlier lineage are abandoned: neither a checkpoint nor a gserver with their weights may be mistaken for the new
+ones.
+
+    run_dir/lineages.jsonl      one line for each `Lineage` after the first, oldest first
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from streamrl.records.files import read_records
+
+LINEAGES_FILE = "lineages.jsonl"
+
+
+class Lineage(msgspec.Struct, frozen=True):
+    """A beginning of the run, and where it begins."""
+
+    number: int = 0
+    policy_version: int = 0
+    """Of the weights that it begins with."""
+    parent: int = 0
+    """Number of the lineage that made these weights."""
+    time: float = 0.0
+    """Of its beginning, in seconds since the epoch."""
+    cause: str = ""
+    """The death that the run went back for; empty: the run was started, or resumed."""
+    steps_lost: int = 0
+    """Steps of earlier lineages that are made once more."""
+
+    def maker(self, policy_version: int) -> int:
+        """Return the number of the lineage that made `policy_version`, one that this lineage begins with or makes."""
+        return self.parent if policy_version <= self.policy_version else self.number
+
+    def label(self, policy_version: int) -> str:
+        """Return what a gserver calls the weights of `policy_version`; as `maker`."""
+        return label_of(policy_version, self.maker(policy_version))
+
+
+FIRST = Lineage()
+
+
+def label_of(policy_version: int, lineage: int) -> str:
+    """Return what a gserver calls the weights of a version that was made by the lineage with this number."""
+    return f"{policy_version}.{lineage}" if lineage else str(policy_version)
+
+
+def version_of(label: str) -> int:
+    """Return the policy version of weights that a gserver calls `label`; raises `ValueError` for other names."""
+    version, dot, lineage = label.partition(".")
+    if not (label.isascii() and version.isdigit()) or (dot and not lineage.isdigit()):
+        raise ValueError(f"{label!r} names no policy version")
+    return int(version)
+
+
+def read(run_dir: Path) -> list[Lineage]:
+    """Return the lineages of the run, oldest first; the first one has no record unless it began from a checkpoint."""
+    return read_records(run_dir / LINEAGES_FILE, Lineage)
+
+
+def begin(run_dir: Path, *, policy_version: int, parent: int, cause: str, steps_reached: int) -> Lineage:
+    """Record a further lineage, and return it.
+
+    `parent`: the lineage of the checkpoint that it begins from; `steps_reached`: the last step in the run's records.
+    """
+    before = read(run_dir)
+    lineage = Lineage(
+        number=1 + max([parent, *(each.number for each in before)]),
+        policy_version=policy_version,
+        parent=parent,
+        time=time.time(),
+        cause=cause,
+        steps_lost=max(0, steps_reached - policy_version),
+    )
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / LINEAGES_FILE).open("ab") as file:
+        file.write(msgspec.json.encode(lineage) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return lineage
+
+
+def in_history(lineages: Sequence[Lineage], *, policy_version: int, lineage: int) -> bool:
+    """Return whether the weights of `policy_version` that `lineage` made are an ancestor of the newest lineage's, or
+    its own."""
+    known = {each.number: each for each in lineages}
+    current = lineages[-1] if lineages else FIRST
+    while current.number != lineage:
+        if policy_version > current.policy_version or current.number not in known:
+            return False
+        current = known.get(current.parent, Lineage(number=current.parent))
+    return policy_version >= current.policy_version

@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 
 from streamrl import config as configuration
 from streamrl import essential
-from streamrl.children import EXIT_GONE_BACK
 from streamrl.config import Config
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.display import Display
@@ -51,6 +50,7 @@ from streamrl.launch.supervise import (
     save_and_end,
     tell_death,
     until_finished,
+    was_left_behind,
 )
 from streamrl.processor import avoid_broken_instructions
 from streamrl.transport.control import Status
@@ -250,15 +250,17 @@ class Launcher:
         """
         assert child.process is not None
         work, restarts = WORK_GOES_ON.get(child.process.role), self._restarts.get(child.process.role)
-        if child.exit_code == EXIT_GONE_BACK:
+        if was_left_behind(child):
             self._starting.append(essential.begin(self._start_again(child, 0.0), name=f"restart of {child.name}"))
             return True
         if status is None or any(process.pid == child.pid for process in status.processes):
             self._came_up.add(child.name)
         if work is None or restarts is None or child.name not in self._came_up:
             return False
-        if child.process.role == "controller" and (child.exit_code or 0) > 0:
-            return False  # it has ended the run
+        if child.process.role == "controller":
+            if (child.exit_code or 0) > 0:
+                return False  # it has ended the run
+            self._end_model_workers()
         await tell_death(child, client)
         now = time.monotonic()
         delay = restarts.allow(child.name, now=now)
@@ -294,6 +296,14 @@ class Launcher:
         of_other_launchers = told.keys() - ours
         silent = {name for name, state in told.items() if state == "silent"}
         return ((running | of_other_launchers) - silent | self._coming & ours) - {child.name}
+
+    def _end_model_workers(self) -> None:
+        """End the model workers of a controller that has died: those that hang do not hear of the next one."""
+        assert self._children is not None
+        for child in self._children.running:
+            if child.process is not None and child.process.role == "model_worker":
+                ending = child.end_by_force("the run goes back")
+                self._starting.append(asyncio.create_task(ending, name=f"end of {child.name}"))
 
     async def _start_again(self, child: Child, delay: float) -> None:
         assert self._children is not None

@@ -20,7 +20,6 @@ import msgspec
 
 from streamrl import config as configuration
 from streamrl import essential
-from streamrl.children import EXIT_GONE_BACK
 from streamrl.config import Config
 from streamrl.errors import PeerError, ProcessDied, StreamRLError
 from streamrl.launch.local import STATUS_SECONDS
@@ -46,6 +45,7 @@ from streamrl.launch.supervise import (
     restarts_of,
     tell_death,
     until_finished,
+    was_left_behind,
 )
 from streamrl.transport.control import AskPlace, Drain, Status
 from streamrl.transport.manager_client import ControlClient
@@ -127,8 +127,9 @@ async def run_trainer(
 
         async def goes_on(child: Child, status: Status | None) -> bool:
             assert child.process is not None
-            await tell_death(child, client)
-            left = child.exit_code == EXIT_GONE_BACK
+            left = was_left_behind(child)
+            if not left:
+                await tell_death(child, client)
             delay = 0.0 if left else restarts.allow(child.name, now=time.monotonic())
             if delay is None:
                 return False
@@ -141,6 +142,8 @@ async def run_trainer(
         try:
             for process in plan_trainer(config, share=share, gpus=visible_gpus()):
                 await start(process)
+            watching = essential.begin(end_who_is_silent(children, client), name="the watch over silence")
+            coming.add(watching)
             await until_finished(children, client=client, goes_on=goes_on)
         finally:
             for task in coming:

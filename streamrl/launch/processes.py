@@ -316,16 +316,16 @@ def command(
     resume: bool = False,
 ) -> list[str]:
     """Return the command line of `process`: the one to type by hand, completed by what the launcher knows already.
-    `resume`: it begins from the run's latest checkpoint."""
+    `resume`: it begins from the run's latest checkpoint, which then is its model folder, too."""
     words = [sys.executable, "-m", "streamrl", process.role.replace("_", "-"), str(config_file), *overrides]
     if manager_url is not None:
         words += ["--manager", manager_url]
     if process.role in ("gserver", "model_worker", "rollout"):
         words += ["--index", str(process.index)]
-    if model_dir is not None:
-        words += ["--model-dir", str(model_dir)]
     if resume:
         words.append("--resume")
+    elif model_dir is not None:
+        words += ["--model-dir", str(model_dir)]
     if advertise:
         words += ["--advertise", advertise]
     return words + _component_option(process.role, components)

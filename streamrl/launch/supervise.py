@@ -442,10 +442,16 @@ async def _end_controller(children: Children) -> None:
             await child.end_by_force("it has not answered for too long")
 
 
+def was_left_behind(child: Child) -> bool:
+    """Whether a process ended because the run goes back, which is no failure of its own."""
+    model_worker = child.process is not None and child.process.role == "model_worker"
+    return child.exit_code == EXIT_GONE_BACK or (model_worker and bool(child.ended_because))
+
+
 async def tell_death(child: Child, client: ControlClient) -> None:
     """Report to the controller that a model worker has died, so that the run goes back at once."""
     process = child.process
-    if process is None or process.role != "model_worker" or child.exit_code == EXIT_GONE_BACK:
+    if process is None or process.role != "model_worker":
         return
     try:
         await client.leave(Leave(role=process.role, index=process.index, pid=child.pid, death=child.reason()))

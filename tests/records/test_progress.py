@@ -133,7 +133,9 @@ def test_a_run_goes_on_from_where_it_has_gone_back_to(tmp_path: Path) -> None:
         save(run, f"step-{version:06d}", make_progress(version))
 
     def begin(checkpoint: Path) -> list[int]:
-        progress.begin_lineage(from_dict({"run": {"dir": str(tmp_path), "name": "run", "resume_from": str(checkpoint)}}))
+        progress.begin_lineage(
+            from_dict({"run": {"dir": str(tmp_path), "name": "run", "resume_from": str(checkpoint)}})
+        )
         return versions_of(run)
 
     assert begin(folders / "step-000040") == [20, 30, 40]

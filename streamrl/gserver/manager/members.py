@@ -78,6 +78,8 @@ class Members:
         self._open = open_to_others
         self._resume_point = _resume_point(config)
         self._gone_back = False
+        self._left_behind: list[Member] = []
+        """Model workers of earlier lineages that have to end."""
         self._model: tuple[str, str] | None = None
         """The fingerprint of the run's first weights, and who told it."""
         self._elastic = not config.trainer.synchronous
@@ -172,14 +174,15 @@ class Members:
         return self._resume_point
 
     async def silence(self, after: int) -> Silence:
-        """Return who is silent, as soon as that has changed since the number of changes `after`."""
+        """Return who is silent, and the model workers of earlier lineages, as soon as that has changed since the number
+        of changes `after`."""
         registry = self._registry
         await self._signals.silences.until(
             lambda: registry.silence_changes != after or self._state.over, timeout=self._long_poll
         )
         return Silence(
             changes=registry.silence_changes,
-            processes=[SilentProcess(m.role, m.index, m.pid, m.host) for m in registry.silent()],
+            processes=[SilentProcess(m.role, m.index, m.pid, m.host) for m in (*registry.silent(), *self._left_behind)],
             over=self._state.over,
         )
 
@@ -221,9 +224,12 @@ class Members:
         `gone_back`: after a death."""
         self._resume_point = _resume_point(config)
         self._gone_back = gone_back
+        self._model = None
         self._access.begin_lineage()
-        for member in self._registry.of("model_worker"):
+        self._left_behind += self._registry.of("model_worker")
+        for member in self._left_behind:
             self._registry.remove(member.role, member.index)
+        self._signals.silences.notify()
 
     def is_of_this_lineage(self, member: Member) -> bool:
         """Whether `member` has heard that the run has gone back, if it has."""

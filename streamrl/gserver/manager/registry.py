@@ -157,8 +157,8 @@ class Registry:
         member = self._members[role].pop(index, None)
         if member is not None:
             self._live[role] -= not member.silent
-            if member in self._silent:
-                del self._silent[member]
+            if member in self._silent or role == "model_worker":
+                self._silent.pop(member, None)
                 self.silence_changes += 1
             member.remove()
 

@@ -56,7 +56,7 @@ REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator", "model_work
 to its latest checkpoint, and another process takes the place."""
 UNHEARD_SECONDS = 30.0
 """A warning is logged when the controller has not reported for this long which processes are silent."""
-HUNG_SECONDS = 30.0
+HUNG_SECONDS = 15.0
 """After this long without a reply to anything the launcher ends the controller, which hangs, or was stopped."""
 TELL_SECONDS = 3.0
 """How long the controller may take to receive that the run has failed."""

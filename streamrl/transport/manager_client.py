@@ -86,9 +86,6 @@ PATIENCE_SECONDS = 120.0
 """How long after its first failure a call is tried again: a controller that has died is started again within that."""
 UNKNOWN = 401
 """HTTP status: what the caller shows is not known, or not any more."""
-MEMBERS_AGAIN = (HTTPStatus.CONFLICT, UNKNOWN)
-"""Refusals of a member's call that may pass: a controller that was started again learns of its members as they
-register again."""
 
 
 async def patiently(
@@ -293,6 +290,11 @@ class ControlClient:
         """Return the run as the manager sees it."""
         return await self._get("/status", Status)
 
+    @property
+    def _passing(self) -> Collection[int]:
+        """Refusals that may pass: a controller that was started again learns of its members as they register again."""
+        return (HTTPStatus.CONFLICT, UNKNOWN) if self.token else (HTTPStatus.CONFLICT,)
+
     async def _post(
         self, path: str, body: msgspec.Struct, reply: type[Reply], *, timeout: float | None = None
     ) -> Reply:
@@ -307,12 +309,12 @@ class ControlClient:
             lambda: self._post(path, message, reply),
             what=f"POST {path}",
             patience=PATIENCE_SECONDS,
-            again=MEMBERS_AGAIN,
+            again=self._passing,
         )
 
     async def _get_patiently(self, path: str, reply: type[Reply]) -> Reply:
         return await patiently(
-            lambda: self._get(path, reply), what=f"GET {path}", patience=PATIENCE_SECONDS, again=MEMBERS_AGAIN
+            lambda: self._get(path, reply), what=f"GET {path}", patience=PATIENCE_SECONDS, again=self._passing
         )
 
     async def heartbeat(self, message: Heartbeat, *, patience: float = 0.0) -> HeartbeatReply:

@@ -19,6 +19,7 @@ from streamrl.gserver.manager import core
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.process import Managing, managing
 from streamrl.machine import machine_identity, process_space
+from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.transport.control import (
     Admission,
@@ -206,6 +207,7 @@ async def managed(config: Config, *, host: str = "127.0.0.1") -> AsyncIterator[R
 
     async def serve() -> None:
         async with managing(config, host=host, port=0) as found:
+            await found.manager.begin(config, lineage=progress.begin_lineage(config))
             ready.set_result(found)
             await found.until_all_know_of_the_end()
         found.manager.raise_early_end()

@@ -129,21 +129,21 @@ def test_a_run_goes_on_from_where_it_has_gone_back_to(tmp_path: Path) -> None:
     """Whichever checkpoint that was, also one that it had abandoned before, or another run's."""
     run = tmp_path / "run"
     folders = run / "checkpoints"
+    prompts = progress.prompts_digest(from_dict({}))
     for version in (20, 30, 40):
-        save(run, f"step-{version:06d}", make_progress(version))
+        save(run, f"step-{version:06d}", make_progress(version, prompts=prompts))
 
     def begin(checkpoint: Path) -> list[int]:
-        progress.begin_lineage(
-            from_dict({"run": {"dir": str(tmp_path), "name": "run", "resume_from": str(checkpoint)}})
-        )
+        section = {"dir": str(tmp_path), "name": "run", "resume_from": str(checkpoint)}
+        progress.begin_lineage(from_dict({"run": section}))
         return versions_of(run)
 
     assert begin(folders / "step-000040") == [20, 30, 40]
     assert begin(folders / "step-000020") == [20]
-    save(run, "step-000024", make_progress(24, lineage=2))
+    save(run, "step-000024", make_progress(24, lineage=2, prompts=prompts))
     assert begin(folders / "step-000024") == [20, 24]
     assert begin(folders / "step-000040") == [20, 30, 40]
-    assert begin(save(tmp_path / "other", "step-000050", make_progress(50, lineage=7))) == []
+    assert begin(save(tmp_path / "other", "step-000050", make_progress(50, lineage=7, prompts=prompts))) == []
     assert lineages.read(run)[-1].number == 8
 
 
@@ -243,8 +243,9 @@ def test_a_restored_ledger_gives_out_what_is_still_open(data: st.DataObject) -> 
     assert admitted == still_open[:60]
     assert not any(ledger.accept(SampleMeta.of(make_group(seq), head=0)) for seq in trained)
     assert not any(ledger.reject(seq) for seq in rejected)
-    with pytest.raises(ValueError, match="cannot be restored"):
-        ledger.restore(policy_version=1, trained=[], rejected=[])
+    ledger.restore(policy_version=1, trained=[], rejected=[])
+    assert ledger.running == ledger.accepted == 0
+    assert [group.seq for group in ledger.admit("v", 60, now=0.0)] == list(range(60))
 
 
 def test_admission_goes_on_as_if_never_interrupted() -> None:
@@ -263,6 +264,7 @@ async def test_a_run_goes_on_with_another_size_of_its_batches(tmp_path: Path, gr
     config = from_dict({**sections, "run": {"dir": str(tmp_path), "resume_from": str(checkpoint)}})  # type: ignore[arg-type]
     client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
     manager = Manager(config, client=client, timeline=timeline, secret=Secret.make())
+    await manager.begin(config, lineage=progress.begin_lineage(config))
     ledger = manager.status().ledger
     assert (ledger.accepted, ledger.trained, ledger.room) == (800, 800, 5 * groups)
     await manager.close()

@@ -226,7 +226,7 @@ async def test_a_lost_call_is_made_again_and_the_log_says_which(path: str, caplo
         await client.close()
     assert manager.calls == [path.removeprefix("GET ")] * 3
     assert path in caplog.text
-    assert "is tried again for 30 s: the manager answered 500" in caplog.text
+    assert "is tried again for 120 s: the manager answered 500" in caplog.text
 
 
 async def test_a_call_that_goes_on_failing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from streamrl.transport import control
 from streamrl.transport.control import Admit, FailRun, FinishRun, Heartbeat, Register
 from streamrl.transport.keys import bearer
 from streamrl.transport.manager_client import PLACE_TAKEN, ControlClient
-from tests.gserver.harness import HERE, NO_PROCESS, Run, limit_trainer_patience, managed, small_config
+from tests.gserver.harness import HERE, NO_PROCESS, Run, managed, small_config
 
 
 async def status_of(run: Run, key: str, headers: dict[str, str], *, body: Any = None) -> int:
@@ -94,26 +94,25 @@ async def test_a_member_speaks_in_its_own_name_alone(tmp_path: Path) -> None:
 
 
 async def test_a_second_claimant_of_a_place_is_refused_and_named_unless_the_first_is_gone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limit_trainer_patience(monkeypatch, 1.0)
     async with managed(small_config(tmp_path, manager={"lease_seconds": 1.0})) as run:
-        me = Register("model_worker", 0, "tcp://a", run.config.digest(), os.getpid(), HERE, machine=machine_identity())
+        me = Register("rollout", 0, "tcp://a", run.config.digest(), os.getpid(), HERE, machine=machine_identity())
         async with run.member() as first, run.member() as second:
             token = (await first.register(me, patience=5.0)).token
             claim = msgspec.structs.replace(me, address="tcp://b", pid=os.getppid())
             beating = asyncio.create_task(keep_beating(first))
-            with pytest.raises(PeerError, match=f"model_worker/0 is process {os.getpid()} on {HERE}") as refusal:
+            with pytest.raises(PeerError, match=f"rollout/0 is process {os.getpid()} on {HERE}") as refusal:
                 await second.register(claim, patience=5.0)
             assert refusal.value.status == PLACE_TAKEN
-            assert f"process {os.getppid()} on {HERE} claims to be model_worker/0" in caplog.text
-            assert (await run.process("model_worker")).address == "tcp://a"
+            assert f"process {os.getppid()} on {HERE} claims to be rollout/0" in caplog.text
+            assert (await run.process("rollout")).address == "tcp://a"
             assert (await first.register(me, patience=5.0)).token == token, "the same process may say it again"
             beating.cancel()  # now its lease runs out, and the one who waits for that gets the place
             new = await second.register(claim, patience=5.0)
-            assert (await run.process("model_worker")).address == "tcp://b"
+            assert (await run.process("rollout")).address == "tcp://b"
             with pytest.raises(PeerError) as unknown:
-                await first.heartbeat(Heartbeat(role="model_worker", index=0, stats={}))
+                await first.heartbeat(Heartbeat(role="rollout", index=0, stats={}))
             assert unknown.value.status == 401, "it is nobody any more"
             assert new.token != token
 
@@ -160,7 +159,7 @@ def test_a_process_that_proc_hides_has_not_ended(
 
 async def keep_beating(client: ControlClient) -> None:
     while True:
-        await client.heartbeat(Heartbeat(role="model_worker", index=0, stats={}))
+        await client.heartbeat(Heartbeat(role="rollout", index=0, stats={}))
         await asyncio.sleep(0.1)
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.errors import StreamRLError
+from streamrl.errors import PeerError, StreamRLError
 from streamrl.gserver.manager import process
 from streamrl.transport.control import Admit, AskRoute, FinishRun
+from streamrl.transport.manager_client import GONE_BACK
 from tests.gserver.harness import Run, keep_beating, limit_trainer_patience, managed, small_config
 from tests.gserver.scripted import scripted
 
@@ -121,19 +122,21 @@ async def test_the_first_reason_stands(tmp_path: Path) -> None:
         assert (status.state, status.message) == ("failed", "the loss is not a number")
 
 
-async def test_a_silent_model_worker_ends_a_run_that_has_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_silence_of_a_model_worker_counts_as_its_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its machine is gone without a word, and the trainer waits for groups that would have come to it."""
     limit_trainer_patience(monkeypatch, 2.0)
     config = small_config(tmp_path, trainer={"data_parallel": 2}, manager={"lease_seconds": 2.0})
     async with managed(config) as run:
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout", "model_worker"))
-        await run.register("model_worker", 1)
-        await run.until(lambda status: status.processes[0].state == "silent")
-        assert (await run.client.status()).state == "joining"
         await everyone(run)
-        await run.register("model_worker", 1, pid=2)  # another may take its place before the run begins
-        status = await run.until(lambda status: status.state == "failed")
-        assert "model_worker/1 has been silent" in status.message
+        await run.register("model_worker", 1)
+        assert (await run.manager.death()).startswith("model_worker/1 is silent")
+        assert (await run.client.status()).state == "running"
+        with pytest.raises(PeerError, match="has died, and the run goes back") as refusal:
+            await run.register("model_worker", 1, pid=2)
+        assert refusal.value.status == GONE_BACK
         beating.cancel()
 
 

@@ -225,10 +225,10 @@ class Manager:
         self.members.begin_lineage(config, gone_back=bool(lineage.cause))
         self.lineage = lineage
         self._death = asyncio.get_running_loop().create_future()
-        self.groups.begin_from(begun)
         self.evaluations.forget()
         await self.comparisons.close()
-        await self.weights.rewind(lineage)
+        await self.weights.rewind(lineage)  # an update that has gone too far to be aborted still takes effect
+        self.groups.begin_from(begun)
         for gserver in self._fleet.all():
             gserver.handle(GserverEvent.UNREACHABLE)
             self._checks.start(gserver)

@@ -115,8 +115,8 @@ class Members:
         who = f"{message.role}/{message.index}"
         sender = f"{who} (process {message.pid} on {message.host})"
         self._config.check_shared(message.settings, message.config_digest, who=sender)
-        self._check_model(message, who=who)
         self._check_beginning(message, sender=sender)
+        self._check_model(message, who=who)
         self._check_address(message, sender=sender)
         now = time.monotonic()
         member = self._registry.registered(message)

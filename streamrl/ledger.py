@@ -133,6 +133,7 @@ class Ledger:
         """The η of admission: `max_staleness`, or less while a run is slowed. It does not affect groups that run."""
         self.lease_seconds = lease_seconds
         self.policy_version = 0
+        """The version that the gservers serve, by which groups are admitted. Only `advance` and `restore` change it."""
         self.next_seq = 0
         self._began = (0, 0)  # policy version, and groups trained on, where this process began
         self.ends_after: int | None = None
@@ -329,7 +330,7 @@ class Ledger:
         )
 
     def advance(self, version: int) -> None:
-        """Count from now on by policy version `version`."""
+        """Note that the gservers serve policy version `version`."""
         if version < self.policy_version:
             raise ValueError(f"policy version went back from {self.policy_version} to {version}")
         self.policy_version = version

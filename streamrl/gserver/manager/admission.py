@@ -239,16 +239,7 @@ class GroupCalls:
         ledger.observers.append(signals.admissions.wake)
         begun = progress.of_run(config)
         if begun is not None:
-            if begun.data_rows:
-                self._set_data(DataFacts(begun.data_rows, begun.data_digest))
-            ledger.restore(
-                policy_version=begun.policy_version,
-                trained=begun.trained_seqs(),
-                rejected=begun.rejected_seqs(),
-            )
-            watch = begun.watch.resumed(slow=config.algorithm.on_collapse == "slow")
-            ledger.admitted_staleness = watch.staleness(ledger.max_staleness)
-            log.info("the run goes on at version %d, after %d groups", begun.policy_version, begun.groups_trained)
+            self._restore(begun, slow=config.algorithm.on_collapse == "slow")
 
     def start(self) -> None:
         """Admit from now on, unless training is over."""
@@ -329,6 +320,18 @@ class GroupCalls:
         """Wait until a rollout worker has reported the facts of the training data."""
         await self._signals.data.until(lambda: self.data_rows > 0, timeout=None)
         return self._data
+
+    def _restore(self, begun: progress.Progress, *, slow: bool) -> None:
+        """Continue from a checkpoint; `slow`: a run that collapses is slowed. The trained version is restored by the
+        master's `History`."""
+        if begun.data_rows:
+            self._set_data(DataFacts(begun.data_rows, begun.data_digest))
+        ledger = self._ledger
+        ledger.restore(
+            policy_version=begun.policy_version, trained=begun.trained_seqs(), rejected=begun.rejected_seqs()
+        )
+        ledger.admitted_staleness = begun.watch.resumed(slow=slow).staleness(ledger.max_staleness)
+        log.info("the run continues at version %d, after %d groups", begun.policy_version, begun.groups_trained)
 
     def _compare_data(self, member: Member, data: DataFacts) -> None:
         if not self.data_rows:

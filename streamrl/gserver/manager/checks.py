@@ -14,23 +14,24 @@ from streamrl import essential
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState, serves
 from streamrl.gserver.updates.calls import PROBE_SECONDS, WeightCalls
+from streamrl.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
 
 class GserverChecks:
-    """Asks gservers what they can do and what they serve. `version` returns the current policy version; `on_checked` is
-    called after every check."""
+    """Asks gservers for their abilities and their weights' version, which is compared with the ledger's. Calls
+    `on_checked` after every check."""
 
     def __init__(
         self,
         *,
         calls: WeightCalls,
-        version: Callable[[], int],
+        ledger: Ledger,
         on_checked: Callable[[], None],
     ) -> None:
         self._calls = calls
-        self._version = version
+        self._ledger = ledger
         self._on_checked = on_checked
         self._running: dict[Gserver, asyncio.Task[None]] = {}
 
@@ -68,7 +69,8 @@ class GserverChecks:
     def _found(self, gserver: Gserver, label: str) -> None:
         """`gserver` calls its weights `label`."""
         unchecked = gserver.state is GserverState.UNCHECKED
-        if serves(label, self._version()):
+        version = self._ledger.policy_version
+        if serves(label, version):
             gserver.handle(GserverEvent.FOUND_CURRENT)
             if unchecked:
                 log.info("%s at %s takes groups", gserver.name, gserver.address)
@@ -78,5 +80,5 @@ class GserverChecks:
                 gserver.clear_failures()
                 log.info(
                     "%s serves weights %r instead of %d: it takes groups once it has them",
-                    *(gserver.name, label, self._version()),
+                    *(gserver.name, label, version),
                 )

@@ -33,7 +33,6 @@ from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.publication import WeightUpdates
 from streamrl.gserver.updates.update import UpdateRecord
 from streamrl.ledger import Ledger
-from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import PublicationEntry, Timeline
@@ -106,23 +105,23 @@ class Manager:
         )
         self._checks = GserverChecks(
             calls=calls,
-            version=lambda: self.ledger.policy_version,
+            ledger=self.ledger,
             on_checked=self._gserver_checked,
         )
         self.weights = WeightUpdates(
             config=config.weights,
+            ledger=self.ledger,
             fleet=self._fleet,
             changed=signals.gservers,
             calls=calls,
             on_version=self._version_served,
             on_record=self._update_ended,
             on_unrecoverable=lambda reason: self._state.end("failed", reason),
-            version=begun.policy_version if (begun := progress.of_run(config)) is not None else 0,
         )
         self.comparisons = Comparisons(
             fleet=self._fleet,
             client=client,
-            version=lambda: self.ledger.policy_version,
+            ledger=self.ledger,
             named_adapters=config.named_adapters,
         )
         self.model = ModelFiles(config)
@@ -134,7 +133,7 @@ class Manager:
             state=self._state,
             timeline=timeline,
             signals=signals,
-            policy_version=lambda: self.ledger.policy_version,
+            ledger=self.ledger,
             on_joined=self._joined,
             on_heard=self._heard,
             on_silent=self._fell_silent,
@@ -398,7 +397,6 @@ class Manager:
             log.warning("after %.0f s the run still waits for %s", self._config.manager.join_timeout_seconds, missing)
 
     def _version_served(self, version: int) -> None:
-        self.ledger.advance(version)
         self.comparisons.next_version(version)
         self.groups.start()
 

@@ -23,6 +23,7 @@ from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.run_state import RunState, Signals
+from streamrl.ledger import Ledger
 from streamrl.machine import process_space
 from streamrl.records import progress
 from streamrl.records.timeline import HeartbeatEntry, Timeline
@@ -66,7 +67,7 @@ class Members:
         state: RunState,
         timeline: Timeline,
         signals: Signals,
-        policy_version: Callable[[], int],
+        ledger: Ledger,
         on_joined: Callable[[Member], None],
         on_heard: Callable[[Member], None],
         on_silent: Callable[[Member], None],
@@ -91,7 +92,7 @@ class Members:
         self._state = state
         self._timeline = timeline
         self._signals = signals
-        self._policy_version = policy_version
+        self._ledger = ledger
         self._on_joined = on_joined
         self._on_heard = on_heard
         self._on_silent = on_silent
@@ -134,7 +135,7 @@ class Members:
             self._signals.deadlines.notify()
             self._signals.joined.notify()
         return self._access.grant(
-            member, policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds
+            member, policy_version=self._ledger.policy_version, heartbeat_seconds=self._heartbeat_seconds
         )
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
@@ -158,7 +159,7 @@ class Members:
             self._write_down(member)
         return HeartbeatReply(
             stop=self._state.over,
-            policy_version=self._policy_version(),
+            policy_version=self._ledger.policy_version,
             known=member is not None,
             leave=member is not None and member.leaves,
             unanswering=self._registry.unanswering(now=now) if message.role in ("rollout", "evaluator") else [],
@@ -229,7 +230,7 @@ class Members:
         """Add the last heartbeat of `member` to the timeline."""
         stats = member.stats
         if isinstance(member, Gserver) and member.serving:
-            stats = {**stats, "policy_version": float(self._policy_version())}
+            stats = {**stats, "policy_version": float(self._ledger.policy_version)}
         self._timeline.add(
             HeartbeatEntry(
                 time=time.time(),
@@ -312,7 +313,7 @@ class Members:
         brought up to it before it is given groups. With [model.lora] everybody begins with the base, which stays.
         """
         ours, theirs = self._resume_point.identity, message.begins_from
-        same_version = theirs.partition(",")[0] == f"version {self._policy_version()}"
+        same_version = theirs.partition(",")[0] == f"version {self._ledger.policy_version}"
         compared = message.role != "gserver" or not ours or theirs == ours or same_version or self._config.model.lora
         if not message.model or not compared:
             return None

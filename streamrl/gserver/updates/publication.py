@@ -1,8 +1,8 @@
 """The manager's end of a publication: the publisher begins an update, sends the weights, and commits.
 
-`WeightUpdates` owns the policy version, the weight group and the update in progress. It decides which gservers take
-part and in which group; `WeightUpdate` (`update.py`) carries the update through, and `Resyncs` (`resync.py`) brings
-those that it left behind to the same weights afterwards.
+`WeightUpdates` owns the weight group and the update in progress; the version that the gservers serve is the ledger's
+(`Ledger.policy_version`). It decides which gservers take part and in which group; `WeightUpdate` (`update.py`) carries
+the update through, and `Resyncs` (`resync.py`) brings the remaining gservers to the same weights afterwards.
 
 Invariants: at most one update by the publisher is under way. Except within the moments of a swap every gserver that is
 given groups serves the policy version.
@@ -30,6 +30,7 @@ from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.resync import CurrentWeights, Resyncs
 from streamrl.gserver.updates.states import Stage
 from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate, stages_weights
+from streamrl.ledger import Ledger
 from streamrl.transport.control import (
     Broadcast,
     GserverPlaces,
@@ -52,19 +53,18 @@ class WeightUpdates:
         self,
         *,
         config: WeightsConfig,
+        ledger: Ledger,
         fleet: Fleet,
         changed: Wakeup,
         calls: WeightCalls,
         on_version: Callable[[int], None],
         on_record: Callable[[UpdateRecord], None],
         on_unrecoverable: Callable[[str], None],
-        version: int = 0,
     ) -> None:
-        """`changed` is notified when a gserver is heard of, or may lack the current weights. `on_version` is called
-        with a new version as soon as the first gserver serves it, `on_record` with the record of every attempt that has
-        ended, `on_unrecoverable` with the reason why no live gserver can be brought to the current weights. `version`:
-        the one that gservers start with."""
-        self.version = version
+        """`changed` is notified when a gserver is heard of, or may lack the current weights. As soon as the first
+        gserver serves a new version, the ledger advances to it and `on_version` is called. `on_record` is called with
+        the record of every attempt that has ended, `on_unrecoverable` with the reason why no live gserver can be
+        brought to the current weights."""
         self.completed = 0
         """Updates that took effect."""
         self.failed = 0
@@ -72,6 +72,7 @@ class WeightUpdates:
         self.last: UpdateRecord | None = None
         """The latest attempt that has ended."""
         self._config = config
+        self._ledger = ledger
         self._fleet = fleet
         self._changed = changed
         self._calls = calls
@@ -82,7 +83,7 @@ class WeightUpdates:
             fleet=fleet,
             calls=calls,
             changed=changed,
-            version=lambda: self.version,
+            ledger=ledger,
             updating=lambda: self.under_way,
             on_unrecoverable=on_unrecoverable,
         )
@@ -130,12 +131,12 @@ class WeightUpdates:
             group = self._group_of(members, message)
             update = self._update = WeightUpdate(
                 version=message.version,
-                old_version=self.version,
+                old_version=self._ledger.policy_version,
                 weights=message.weights,
                 group=group,
                 calls=self._calls,
                 config=self._config,
-                current=lambda: self.version,
+                current=lambda: self._ledger.policy_version,
                 first_buckets=first_buckets,
                 base=base,
                 on_swapped=None if message.resync else self._swapped,
@@ -210,7 +211,7 @@ class WeightUpdates:
             self.resyncs.fail_if_unrecoverable()
 
     def _swapped(self, version: int) -> None:
-        self.version = version
+        self._ledger.advance(version)
         if self._update is not None:
             self._fleet.updated(self._update.group.members)
         self._on_version(version)
@@ -219,16 +220,16 @@ class WeightUpdates:
 
     async def _members_to_resync(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that only the publisher can bring to the version served, and that reply; perhaps none."""
-        lacking = self.resyncs.from_publisher() if message.version == self.version else []
+        lacking = self.resyncs.from_publisher() if message.version == self._ledger.policy_version else []
         live = await self._responding(lacking)
         self.resyncs.failed(gserver for gserver in lacking if gserver.unreachable)
         return live
 
     async def _members_of_update(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that reply now, at least one: wait for it if there is none. Raises as `begin` does."""
-        version = message.version
-        if version <= self.version:
-            raise PublicationError(f"version {version} cannot be published: the gservers are at {self.version}")
+        version, served = message.version, self._ledger.policy_version
+        if version <= served:
+            raise PublicationError(f"version {version} cannot be published: the gservers are at {served}")
         deadline = time.monotonic() + self._config.timeout_seconds
         seen = self._fleet.news
         while True:

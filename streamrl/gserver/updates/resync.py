@@ -36,6 +36,7 @@ from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import Wakeup
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.update import WeightGroup, WeightUpdate
+from streamrl.ledger import Ledger
 from streamrl.transport.control import Broadcast, Snapshot
 
 log = logging.getLogger(__name__)
@@ -67,22 +68,22 @@ class Resyncs:
         *,
         config: WeightsConfig,
         fleet: Fleet,
+        ledger: Ledger,
         calls: WeightCalls,
         changed: Wakeup,
-        version: Callable[[], int],
         updating: Callable[[], bool],
         on_unrecoverable: Callable[[str], None],
     ) -> None:
-        """`version` returns the version that is served, `updating` whether an update by the publisher is under way: no
-        resync starts meanwhile. `changed` is notified when a gserver may have come to need a resync, or has had one.
-        `on_unrecoverable` is called with the reason why no live gserver can be brought to the current weights."""
+        """`updating` returns whether an update by the publisher is under way: no resync starts until it has ended.
+        `changed` is notified when a gserver may have come to need a resync, or has had one. `on_unrecoverable` is
+        called with the reason why no live gserver can be brought to the current weights."""
         self.closing = False
         """Whether `close` was called: no resync starts any more."""
         self._config = config
         self._fleet = fleet
         self._calls = calls
         self._changed = changed
-        self._version = version
+        self._ledger = ledger
         self._updating = updating
         self._on_unrecoverable = on_unrecoverable
         self._current: CurrentWeights | None = None
@@ -125,7 +126,7 @@ class Resyncs:
         if self._updating() or self.closing:
             return []
         current = self._current
-        if current is None or current.version != self._version():
+        if current is None or current.version != self._ledger.policy_version:
             return self._lacking()
         if current.snapshot is not None and self._config.mode in ("shared_memory", "cuda_ipc"):
             return []
@@ -135,7 +136,7 @@ class Resyncs:
         """Begin to resync the gservers that lack the current weights, as far as there is a source for them."""
         self._changed.notify()
         current = self._current
-        if self._updating() or self.closing or current is None or current.version != self._version():
+        if self._updating() or self.closing or current is None or current.version != self._ledger.policy_version:
             return
         for gserver in self._lacking():
             if gserver.overtaken_resyncs >= MOST_OVERTAKEN and self._fleet.serving_count:
@@ -156,8 +157,8 @@ class Resyncs:
         if heard and len(failed) == len(heard) and not self._updating():
             names = ", ".join(g.name for g in failed)
             self._on_unrecoverable(
-                f"no gserver serves weights v{self._version()}, and {names} could not be brought to them in "
-                f"{self._config.attempts} attempts each; the manager's log says why"
+                f"no gserver serves weights v{self._ledger.policy_version}, and {names} could not be brought to them "
+                f"in {self._config.attempts} attempts each; see the controller's log"
             )
 
     async def close(self) -> None:
@@ -259,7 +260,7 @@ class Resyncs:
             group=WeightGroup(group, (gserver,)),
             calls=self._calls,
             config=self._config,
-            current=self._version,
+            current=lambda: self._ledger.policy_version,
         )
         return update
 

@@ -218,6 +218,16 @@ async def test_a_version_is_not_published_twice(tmp_path: Path) -> None:
             await begin_publication(run, 1)
 
 
+async def test_the_version_served_is_the_ledgers(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        run.manager.ledger.restore(policy_version=5, trained=range(10), rejected=())
+        with pytest.raises(PeerError, match="version 5 cannot be published: the gservers are at 5"):
+            await begin_publication(run, 5)
+        assert (await publish(run, 6)).done
+        assert run.manager.ledger.policy_version == 6
+        assert {gserver.weight_version for gserver in gservers} == {"6"}
+
+
 @pytest.mark.parametrize("path", COLLECTIVE)
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_gserver_that_fails_before_the_swap_rolls_the_update_back(

@@ -270,7 +270,7 @@ class GroupCalls:
         name, count, ticket = member.name, message.count, message.ticket
 
         def attempt() -> list[Admission] | None:
-            if not self._members.has_its_place(member):
+            if member.gone:
                 return []  # its leases would be those of the process that is called so now, which renews them
             if not self._admitting:
                 return None

@@ -65,7 +65,7 @@ class Comparisons:
         """Ask `gserver`, unless it has replied or does not serve the version in question; one whose request failed is
         asked again."""
         question = self._asked
-        if question is None or question.version != self._ledger.policy_version or not gserver.takes_groups:
+        if question is None or question.version != self._ledger.policy_version or not gserver.serving:
             return
         before = self._scores.get(question.version, {}).get(gserver)
         if gserver in self._running or (before is not None and not before.problem):

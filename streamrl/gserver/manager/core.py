@@ -23,7 +23,8 @@ from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.comparisons import Comparisons
 from streamrl.gserver.manager.elastic import ElasticPools
 from streamrl.gserver.manager.evaluations import Evaluations
-from streamrl.gserver.manager.gserver import Gserver, GserverState
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberState
 from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
@@ -74,8 +75,6 @@ class Manager:
         long_poll_seconds: float = LONG_POLL_SECONDS,
         trainer_patience_seconds: float = TRAINER_PATIENCE_SECONDS,
     ) -> None:
-        self.pause_seconds_total = 0.0
-        """Sum of the longest pauses of generation of all updates."""
         lease = config.manager.lease_seconds
         self._config = config
         self._client = client
@@ -92,7 +91,7 @@ class Manager:
             in_order=config.staleness.over_age == "wait",
         )
         self._fleet = Fleet(on_capacity=signals.capacity)
-        self._admissions = Admissions(
+        self.admissions = Admissions(
             ledger=self.ledger,
             fleet=self._fleet,
             group_size=config.rollout.group_size,
@@ -149,7 +148,7 @@ class Manager:
         self.groups = GroupCalls(
             config=config,
             ledger=self.ledger,
-            admissions=self._admissions,
+            admissions=self.admissions,
             rerouting=rerouting,
             members=self.members,
             state=self._state,
@@ -181,11 +180,6 @@ class Manager:
         self._last_step: StepReport | None = None
         self._architecture: Architecture | None = None
 
-    @property
-    def admitted(self) -> int:
-        """Groups given out, those given out again included."""
-        return self._admissions.admitted
-
     def raise_early_end(self) -> None:
         """Raise `StreamRLError` if the run has failed, `RunStopped` if it was stopped before its last step."""
         if self._state.name == "failed":
@@ -203,7 +197,7 @@ class Manager:
         """Enter the process that this manager runs in as a member of the run."""
         granted = self.members.enter(message)
         for member in self._registry.of("controller"):
-            member.told = True
+            member.end_reported = True
         return granted
 
     async def data(self) -> DataFacts:
@@ -266,8 +260,8 @@ class Manager:
     async def wait_until_told(self, *, timeout: float) -> None:
         """Wait until the run is over and every live member knows, at most `timeout` seconds after its end."""
         await self._signals.told.until(lambda: self._state.over, timeout=None)
-        if not await self._signals.told.until(lambda: not self._registry.untold(), timeout=timeout):
-            names = ", ".join(m.name for m in self._registry.untold())
+        if not await self._signals.told.until(lambda: not self._registry.unaware_of_end(), timeout=timeout):
+            names = ", ".join(m.name for m in self._registry.unaware_of_end())
             log.warning("the manager leaves although these did not ask whether the run is over: %s", names)
 
     def status(self) -> Status:
@@ -282,7 +276,7 @@ class Manager:
             publication=self.weights.status(),
             data_rows=self.groups.data_rows,
             waiting=len(self._signals.admissions) + len(self._signals.routes),
-            given_up=self._admissions.given_up,
+            given_up=self.admissions.given_up,
             evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
             model=self._architecture,
             now=time.monotonic(),
@@ -293,7 +287,7 @@ class Manager:
         while True:
             now = time.monotonic()
             self.members.notice_silence(now=now)
-            self._admissions.expire(now=now)
+            self.admissions.expire(now=now)
             if self._join_deadline is not None and now >= self._join_deadline:
                 self._joining_took_too_long()
             deadlines = (self._registry.next_silence(), self.ledger.next_expiry(), self._join_deadline)
@@ -326,7 +320,7 @@ class Manager:
             self._fleet.news += 1
             self._signals.gservers.notify()
         elif member.role == "rollout":
-            self._admissions.worker_replaced(member.name)
+            self.admissions.worker_replaced(member.name)
         elif member.role == "evaluator":
             self.evaluations.lost(member.name)
         if self._state.name == "joining" and not waits_for_members(self._registry, self._config):
@@ -349,12 +343,11 @@ class Manager:
         now = member.last_heard.at
         if member.role == "rollout":
             self.ledger.renew(member.name, now=now)
-        elif isinstance(member, Gserver) and self._fleet.is_member(member):
+        elif isinstance(member, Gserver) and member.takes_part:
             self._fleet.news += 1
             self._fleet.measured(member, member.stats, now=now)
-            if member.state is GserverState.UNCHECKED or member.unreachable:
+            if member.state in (MemberState.UNCHECKED, MemberState.SUSPECT):
                 self._checks.start(member)
-            self.weights.resyncs.heard(member)
             self.comparisons.look_at(member)
             self._signals.gservers.notify()
 
@@ -401,7 +394,6 @@ class Manager:
         self.groups.start()
 
     def _update_ended(self, record: UpdateRecord) -> None:
-        self.pause_seconds_total += record.pause_seconds
         self._start_if_served()  # all may have begun without the weights that the run goes on from
         self._timeline.add(
             PublicationEntry(

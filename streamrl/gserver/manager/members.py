@@ -21,6 +21,7 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, PeerError
 from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberState
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.run_state import RunState, Signals
 from streamrl.ledger import Ledger
@@ -161,7 +162,7 @@ class Members:
             stop=self._state.over,
             policy_version=self._ledger.policy_version,
             known=member is not None,
-            leave=member is not None and member.leaves,
+            leave=member is not None and member.state is MemberState.LEAVING,
             unanswering=self._registry.unanswering(now=now) if message.role in ("rollout", "evaluator") else [],
         )
 
@@ -211,13 +212,9 @@ class Members:
         self._hear(member, now=time.monotonic())
         return member
 
-    def has_its_place(self, member: Member) -> bool:
-        """Whether no other process has taken the place of `member` since it called."""
-        return self._access.has_its_place(member)
-
     def tell_over(self, member: Member) -> None:
         """Note that `member` is told, in the reply that is under way, that the run is over."""
-        member.told = True
+        member.end_reported = True
         self._signals.told.notify()
 
     def notice_silence(self, *, now: float) -> None:
@@ -229,7 +226,7 @@ class Members:
     def _write_down(self, member: Member) -> None:
         """Add the last heartbeat of `member` to the timeline."""
         stats = member.stats
-        if isinstance(member, Gserver) and member.serving:
+        if member.role == "gserver" and member.state in (MemberState.SERVING, MemberState.DRAINING):
             stats = {**stats, "policy_version": float(self._ledger.policy_version)}
         self._timeline.add(
             HeartbeatEntry(
@@ -262,7 +259,7 @@ class Members:
     def _check_free(self, message: Register, *, now: float) -> None:
         """Raise `PeerError` when the place that the process asks for belongs to another one that is not gone."""
         holder = self._registry.get(message.role, message.index)
-        if holder is None or holder.silent or holder.gave_up or has_ended(holder):
+        if holder is None or holder.silent or has_ended(holder):
             return
         left = holder.last_heard.silent_at - now
         log.warning(
@@ -356,7 +353,7 @@ class Members:
             and any(
                 other.stats.get("groups_done_total", 0.0) > 0
                 for other in self._registry.of("rollout")
-                if other is not member and not other.silent and not other.draining
+                if other is not member and other.state is MemberState.SERVING
             )
         )
 
@@ -369,7 +366,7 @@ class Members:
             log.warning("%s is heard of again", member.name)
             self._signals.deadlines.notify()
             self._signals.silences.notify()
-        if not member.gave_up:
+        if member.state is not MemberState.GAVE_UP:
             self._on_heard(member)
 
 

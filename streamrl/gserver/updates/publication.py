@@ -24,6 +24,7 @@ import msgspec
 from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberEvent
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import Wakeup
 from streamrl.gserver.updates.calls import WeightCalls
@@ -69,6 +70,8 @@ class WeightUpdates:
         """Updates that took effect."""
         self.failed = 0
         """Attempts that were rolled back."""
+        self.pause_seconds_total = 0.0
+        """Sum of the longest pauses of generation of all attempts."""
         self.last: UpdateRecord | None = None
         """The latest attempt that has ended."""
         self._config = config
@@ -131,12 +134,11 @@ class WeightUpdates:
             group = self._group_of(members, message)
             update = self._update = WeightUpdate(
                 version=message.version,
-                old_version=self._ledger.policy_version,
                 weights=message.weights,
                 group=group,
                 calls=self._calls,
                 config=self._config,
-                current=lambda: self._ledger.policy_version,
+                ledger=self._ledger,
                 first_buckets=first_buckets,
                 base=base,
                 on_swapped=None if message.resync else self._swapped,
@@ -184,6 +186,7 @@ class WeightUpdates:
     async def _run(self, update: WeightUpdate, message: PublishBegin) -> PublishReply:
         reply = await update.run()
         record = self.last = update.record
+        self.pause_seconds_total += record.pause_seconds
         if record.done:
             self.completed += 1
             log.info("weights v%d served after a pause of %.3f s", record.version, record.pause_seconds)
@@ -200,15 +203,11 @@ class WeightUpdates:
             snapshot = message.weights if isinstance(message.weights, Snapshot) else None
             self.resyncs.weights_served(CurrentWeights(update.version, snapshot, update.checksums))
         elif not record.done and message.resync:
-            self.resyncs.failed(update.group.members)
+            for gserver in update.group.members:
+                gserver.handle(MemberEvent.RESYNC_FAILED)
         self._on_record(record)
-        asyncio.get_running_loop().call_soon(self._after_update, update)  # when this task has ended
+        asyncio.get_running_loop().call_soon(self.resyncs.start)  # when this task has ended
         return reply
-
-    def _after_update(self, update: WeightUpdate) -> None:
-        self.resyncs.start()
-        if not update.lost:
-            self.resyncs.fail_if_unrecoverable()
 
     def _swapped(self, version: int) -> None:
         self._ledger.advance(version)
@@ -221,9 +220,7 @@ class WeightUpdates:
     async def _members_to_resync(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that only the publisher can bring to the version served, and that reply; perhaps none."""
         lacking = self.resyncs.from_publisher() if message.version == self._ledger.policy_version else []
-        live = await self._responding(lacking)
-        self.resyncs.failed(gserver for gserver in lacking if gserver.unreachable)
-        return live
+        return await self._responding(lacking)
 
     async def _members_of_update(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that reply now, at least one: wait for it if there is none. Raises as `begin` does."""
@@ -255,7 +252,7 @@ class WeightUpdates:
         """Ask `gservers` what they can do; return those that reply, still have their place in the run, and have not
         begun to be resynced meanwhile."""
         replied = await asyncio.gather(*(self._responds(g) for g in gservers))
-        live = [g for g, lives in zip(gservers, replied, strict=True) if lives and self._fleet.is_member(g)]
+        live = [g for g, lives in zip(gservers, replied, strict=True) if lives and g.takes_part]
         return [g for g in live if g.address not in self.resyncs.addresses]
 
     async def _responds(self, gserver: Gserver) -> bool:
@@ -263,7 +260,7 @@ class WeightUpdates:
             gserver.info = await self._calls.info(gserver)
         except StreamRLError as error:
             log.warning("%s is left out of weight updates until it replies: %s", gserver.name, error)
-            gserver.unreachable = True
+            gserver.handle(MemberEvent.UNREACHABLE)
             return False
         return True
 
@@ -298,7 +295,7 @@ class WeightUpdates:
 
     def _destroy(self, group: WeightGroup) -> None:
         """Have the members of `group` leave it, in the background."""
-        members = [gserver for gserver in group.members if self._fleet.is_member(gserver)]
+        members = [gserver for gserver in group.members if gserver.takes_part]
         self._calls.leave_group(group.name, members)
         with_a_group_for_each = [gserver for gserver in members if not stages_weights(gserver)]
         for number in range(1, group.senders):

@@ -23,7 +23,8 @@ from common import write_results
 from rich.console import Console
 from rich.table import Table
 
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, Route, Work
+from streamrl.gserver.manager.gserver import Gserver, Route, Work
+from streamrl.gserver.manager.member_states import MemberEvent
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.transport.generation import ServerInfo
 
@@ -118,7 +119,7 @@ def simulate(slowness: list[float], groups: int, policy: Policy, *, seed: int = 
     for index, factor in enumerate(slowness):
         gserver = Gserver(index, f"simulated-{index}")
         gserver.info = ServerInfo(max_running_requests=CAPACITY)
-        gserver.handle(GserverEvent.FOUND_CURRENT)
+        gserver.handle(MemberEvent.FOUND_CURRENT)
         fleet.join(gserver)
         servers.append(Simulated(factor))
     now, next_beat, seq = 0.0, HEARTBEAT, 0

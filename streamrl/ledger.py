@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from streamrl.records.lineage import FIRST, Lineage
 from streamrl.seqs import SeqQueue, SeqSet
 from streamrl.types import SampleMeta
 
@@ -132,7 +133,10 @@ class Ledger:
         self.admitted_staleness = max_staleness
         """The η of admission: `max_staleness`, or less while a run is slowed. It does not affect groups that run."""
         self.lease_seconds = lease_seconds
+        self.lineage = FIRST
+        """The one in which policy versions are counted."""
         self.policy_version = 0
+        """The version that the gservers serve, by which groups are admitted. Only `advance` and `restore` change it."""
         self.next_seq = 0
         self._began = (0, 0)  # policy version, and groups trained on, where this process began
         self.ends_after: int | None = None
@@ -155,8 +159,8 @@ class Ledger:
         self._held = 0  # groups in state accepted
         self._first_open = 0  # all below are closed
 
-    def restore(self, *, policy_version: int, trained: Iterable[int], rejected: Iterable[int]) -> None:
-        """Continue from the end of a step, whatever was admitted since.
+    def restore(self, lineage: Lineage, *, trained: Iterable[int], rejected: Iterable[int]) -> None:
+        """Continue from the end of the step at which `lineage` begins, whatever was admitted since.
 
         All leases end. All other sequence numbers that were ever handed out are returned to be admitted again.
         """
@@ -166,8 +170,8 @@ class Ledger:
         self._returned = SeqQueue()
         self._held = self._first_open = 0
         self.trained_seqs, self.rejected = SeqSet(trained), SeqSet(rejected)
-        self.policy_version = policy_version
-        self._began = (policy_version, len(self.trained_seqs))
+        self.lineage, self.policy_version = lineage, lineage.policy_version
+        self._began = (lineage.policy_version, len(self.trained_seqs))
         ends = [ranges[-1][1] for closed in (self.trained_seqs, self.rejected) if (ranges := closed.ranges())]
         self.next_seq = max([self.next_seq, *ends])
         for seq in range(self.next_seq):
@@ -333,7 +337,7 @@ class Ledger:
         )
 
     def advance(self, version: int) -> None:
-        """Count from now on by policy version `version`."""
+        """Note that the gservers serve policy version `version`."""
         if version < self.policy_version:
             raise ValueError(f"policy version went back from {self.policy_version} to {version}")
         self.policy_version = version

@@ -26,7 +26,8 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.gserver.embedded.scheduler import prefill_budget
 from streamrl.gserver.manager.admission import Admissions
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, Work
+from streamrl.gserver.manager.gserver import Gserver, Work
+from streamrl.gserver.manager.member_states import MemberEvent
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
 from streamrl.records.metrics import mean_age
@@ -451,7 +452,7 @@ class _Run:
         for index in range(config.gserver.count):
             gserver = Gserver(index, str(index))
             gserver.info = ServerInfo(max_running_requests=config.gserver.max_running)
-            gserver.handle(GserverEvent.FOUND_CURRENT)
+            gserver.handle(MemberEvent.FOUND_CURRENT)
             self._fleet.join(gserver)
             self._gservers[gserver.address] = _Gserver(self, index)
         self._groups: dict[int, _Group] = {}

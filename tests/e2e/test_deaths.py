@@ -85,7 +85,9 @@ def test_whatever_dies_the_run_reaches_its_last_step_by_itself(tmp_path: Path) -
     died: list[str] = []
     for death in range(DEATHS):
         made = min(5 + 8 * death, last - 20)
-        until(lambda: not process.running or has_made(run_dir, made), f"step {made} after {died}", seconds=200)
+        until(
+            lambda made=made: not process.running or has_made(run_dir, made), f"step {made} after {died}", seconds=200
+        )
         assert process.running, process.output[-6000:]
         time.sleep(chance.uniform(0.0, 2.0))
         role = STOPPED.get(death) or VICTIMS[death % len(VICTIMS)]

@@ -18,6 +18,7 @@ from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch, Health
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
+from streamrl.records.lineage import Lineage
 from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
 from streamrl.records.timeline import Timeline
@@ -236,21 +237,21 @@ def test_a_restored_ledger_gives_out_what_is_still_open(data: st.DataObject) -> 
     trained = data.draw(st.sets(st.integers(0, 40)))
     rejected = sorted(data.draw(st.sets(st.integers(0, 40))) - trained)
     ledger = Ledger(groups_per_batch=20, max_staleness=2, lease_seconds=1)
-    ledger.restore(policy_version=100, trained=trained, rejected=rejected)
+    ledger.restore(Lineage(policy_version=100), trained=trained, rejected=rejected)
     assert ledger.accepted == len(trained)
     admitted = [group.seq for group in ledger.admit("w", 60, now=0.0)]
     still_open = [seq for seq in range(200) if seq not in trained and seq not in set(rejected)]
     assert admitted == still_open[:60]
     assert not any(ledger.accept(SampleMeta.of(make_group(seq), head=0)) for seq in trained)
     assert not any(ledger.reject(seq) for seq in rejected)
-    ledger.restore(policy_version=1, trained=[], rejected=[])
+    ledger.restore(Lineage(policy_version=1), trained=[], rejected=[])
     assert ledger.running == ledger.accepted == 0
     assert [group.seq for group in ledger.admit("v", 60, now=0.0)] == list(range(60))
 
 
 def test_admission_goes_on_as_if_never_interrupted() -> None:
     ledger = Ledger(groups_per_batch=8, max_staleness=1, lease_seconds=1)
-    ledger.restore(policy_version=3, trained=range(24), rejected=[])
+    ledger.restore(Lineage(policy_version=3), trained=range(24), rejected=[])
     assert ledger.room == 16
 
 
@@ -288,7 +289,7 @@ def test_batches_of_another_size_are_fed_to_the_last_and_never_more_than_stalene
     rejected = sorted(data.draw(st.sets(st.integers(0, had + 5), max_size=4)))
     trained = [seq for seq in range(had + 20) if seq not in rejected][:had]
     ledger = Ledger(groups_per_batch=now, max_staleness=staleness, lease_seconds=1)
-    ledger.restore(policy_version=batches, trained=trained, rejected=rejected)
+    ledger.restore(Lineage(policy_version=batches), trained=trained, rejected=rejected)
     ledger.ends_after = had + len(rejected) + more
     closed, steps = had + len(rejected), 0
     held: list[int] = []

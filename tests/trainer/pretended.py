@@ -24,6 +24,7 @@ from streamrl.config import Config
 from streamrl.errors import PeerLost
 from streamrl.ledger import Ledger
 from streamrl.records import progress
+from streamrl.records.lineage import Lineage
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
     BeingScored,
@@ -498,9 +499,8 @@ class Manager(Signal):
         begun = progress.of_run(config)
         if begun:
             self.version = begun.policy_version
-            self.ledger.restore(
-                policy_version=self.version, trained=begun.trained_seqs(), rejected=begun.rejected_seqs()
-            )
+            lineage = Lineage(policy_version=self.version)
+            self.ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs())
 
     def serve(self, version: int) -> None:
         self.version = version

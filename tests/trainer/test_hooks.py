@@ -14,6 +14,7 @@ from streamrl.trainer.graph import MFC, downstream, graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.executor import FunctionExecutor
+from streamrl.trainer.master.history import History
 from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.types import SampleMeta
 from tests.groups import admitted_ledger
@@ -61,6 +62,8 @@ async def follow(begin):
     ledger = admitted_ledger(count=10_000)
     buffer = AsyncIOSequenceBuffer(graph, ledger)
     former = BatchFormer(config)
+    history = History(config, None)
+    history.policy_version = begin
     executor = FunctionExecutor(
         graph=graph,
         buffer=buffer,
@@ -69,13 +72,14 @@ async def follow(begin):
         stored=asyncio.Queue(),
         former=former,
         config=config,
-        policy_version=begin,
+        history=history,
         weights_at_rest=asyncio.Lock(),
     )
     arrivals = asyncio.create_task(executor.run_arrivals())
     rng = np.random.default_rng(0)
     found = []
     for version in range(begin, begin + STEPS):
+        history.policy_version = version
         buffer.put_batch([SampleMeta.of(random_group(2 * version + i, rng), head=0) for i in range(2)])
         batch, _ = await buffer.take_batch(
             lambda ready, version=version: former.select(
@@ -83,7 +87,7 @@ async def follow(begin):
             ),
             lambda _: "a batch",
         )
-        await executor.execute_step(batch, policy_version=version)
+        await executor.execute_step(batch)
         buffer.trained_on(meta.seq for meta in batch)
         found += [(version, call) for call in workers.calls]
         workers.calls.clear()

@@ -122,10 +122,6 @@ class Access:
             return member
         return OWNER if hmac.compare_digest(token.encode(errors="replace"), self._shown) else None
 
-    def has_its_place(self, member: Member) -> bool:
-        """Whether no other process has taken the place of `member` since it was told by its token."""
-        return self._registry.get(member.role, member.index) is member
-
 
 def check_speaker(member: Member, allowed: Allowed, message: msgspec.Struct) -> None:
     """Raise `PeerError` (403) when `message` speaks for somebody else than `member`, who sent it."""

@@ -26,6 +26,7 @@ from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState, Signals, WaitingQueue
 from streamrl.ledger import Group, Ledger
+from streamrl.records.lineage import Lineage
 from streamrl.records.progress import Progress
 from streamrl.transport.control import (
     Admission,
@@ -239,21 +240,20 @@ class GroupCalls:
         self._slows = config.algorithm.on_collapse == "slow"
         ledger.observers.append(signals.admissions.wake)
 
-    def begin_from(self, begun: Progress | None) -> None:
-        """Take all groups back, and count from `begun`, or from nothing; nothing is admitted before `start`."""
+    def begin(self, lineage: Lineage, begun: Progress | None) -> None:
+        """Take all groups back, and count from `begun`, where `lineage` begins, or from nothing; nothing is admitted
+        before `start`."""
         self._admitting = self._training_over = False
         if begun is None:
-            self._ledger.restore(policy_version=0, trained=(), rejected=())
+            self._ledger.restore(lineage, trained=(), rejected=())
             self._ledger.admitted_staleness = self._ledger.max_staleness
             return
         if begun.data_rows:
             self._set_data(DataFacts(begun.data_rows, begun.data_digest))
-        self._ledger.restore(
-            policy_version=begun.policy_version, trained=begun.trained_seqs(), rejected=begun.rejected_seqs()
-        )
+        self._ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs())
         watch = begun.watch.resumed(slow=self._slows)
         self._ledger.admitted_staleness = watch.staleness(self._ledger.max_staleness)
-        log.info("the run goes on at version %d, after %d groups", begun.policy_version, begun.groups_trained)
+        log.info("the run continues at version %d, after %d groups", begun.policy_version, begun.groups_trained)
 
     def start(self) -> None:
         """Admit from now on, unless training is over."""
@@ -284,7 +284,7 @@ class GroupCalls:
         name, count, ticket = member.name, message.count, message.ticket
 
         def attempt() -> list[Admission] | None:
-            if not self._members.has_its_place(member):
+            if member.gone:
                 return []  # its leases would be those of the process that is called so now, which renews them
             if not self._members.is_of_this_lineage(member):
                 return []  # it registers again first

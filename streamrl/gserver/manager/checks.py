@@ -1,7 +1,7 @@
-"""Finds out what a gserver serves before it is given groups: on joining, after silence, after a failure.
+"""Asks a gserver for the version of its weights before it is given groups: on joining, after silence, after a failure.
 
-Invariant: at most one check of a gserver goes on; a gserver that does not reply stays unchecked, and its next heartbeat
-brings the next check. So does that of one which did not reply when a weight update began.
+Invariant: at most one check of a gserver is under way. A gserver that does not reply is suspect; its next heartbeat
+starts the next check.
 """
 
 from __future__ import annotations
@@ -12,25 +12,27 @@ from collections.abc import Callable
 
 from streamrl import essential
 from streamrl.errors import StreamRLError
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState, serves
+from streamrl.gserver.manager.gserver import Gserver, serves
+from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.updates.calls import PROBE_SECONDS, WeightCalls
+from streamrl.ledger import Ledger
 
 log = logging.getLogger(__name__)
 
 
 class GserverChecks:
-    """Asks gservers what they can do and what they serve. `label` returns what they call the current weights;
-    `on_checked` is called after every check."""
+    """Asks gservers for their abilities and their weights' version, which is compared with the ledger's. Calls
+    `on_checked` after every check."""
 
     def __init__(
         self,
         *,
         calls: WeightCalls,
-        label: Callable[[], str],
+        ledger: Ledger,
         on_checked: Callable[[], None],
     ) -> None:
         self._calls = calls
-        self._label = label
+        self._ledger = ledger
         self._on_checked = on_checked
         self._running: dict[Gserver, asyncio.Task[None]] = {}
 
@@ -53,30 +55,28 @@ class GserverChecks:
     async def _check(self, gserver: Gserver) -> None:
         try:
             gserver.info = await self._calls.info(gserver)
-            if gserver.stuck:
+            if gserver.state is MemberState.SUSPECT:
                 await self._calls.resume(gserver, timeout=PROBE_SECONDS)
-                gserver.stuck = False
             label = await self._calls.label(gserver)
         except StreamRLError as error:
             log.warning("%s takes no groups until it replies: %s", gserver.name, error)
-            gserver.unreachable = True
-            gserver.handle(GserverEvent.UNREACHABLE)
+            gserver.handle(MemberEvent.UNREACHABLE)
         else:
             self._found(gserver, label)
         self._on_checked()
 
     def _found(self, gserver: Gserver, label: str) -> None:
         """`gserver` calls its weights `label`."""
-        unchecked = gserver.state is GserverState.UNCHECKED
-        if serves(label, self._label()):
-            gserver.handle(GserverEvent.FOUND_CURRENT)
+        unchecked = gserver.state in (MemberState.UNCHECKED, MemberState.SUSPECT)
+        wanted = self._ledger.lineage.label(self._ledger.policy_version)
+        if serves(label, wanted):
+            gserver.handle(MemberEvent.FOUND_CURRENT)
             if unchecked:
                 log.info("%s at %s takes groups", gserver.name, gserver.address)
         else:
-            gserver.handle(GserverEvent.FOUND_OUTDATED)
+            gserver.handle(MemberEvent.FOUND_OUTDATED)
             if unchecked:
-                gserver.clear_failures()
                 log.info(
                     "%s serves weights %r instead of %r: it takes groups once it has them",
-                    *(gserver.name, label, self._label()),
+                    *(gserver.name, label, wanted),
                 )

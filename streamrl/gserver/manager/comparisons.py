@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
 
 import msgspec
 
@@ -22,6 +21,7 @@ from streamrl import essential
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, serves
 from streamrl.gserver.manager.routing import Fleet
+from streamrl.ledger import Ledger
 from streamrl.transport.control import Compare, Done, Scores
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams, adapter_name
 
@@ -30,24 +30,14 @@ NO_MODEL = "simulated"
 
 
 class Comparisons:
-    """Asks gservers for scores and keeps them."""
+    """Asks gservers for scores under the ledger's policy version, and keeps them."""
 
-    def __init__(
-        self,
-        *,
-        fleet: Fleet,
-        client: GenerationClient,
-        version: Callable[[], int],
-        label: Callable[[int], str] = str,
-        named_adapters: bool = False,
-    ) -> None:
-        """`version` returns the policy version that is served, `label` what gservers call a version. `named_adapters`:
-        as in `Config`."""
-        self._label = label
+    def __init__(self, *, fleet: Fleet, client: GenerationClient, ledger: Ledger, named_adapters: bool = False) -> None:
+        """`named_adapters`: as in `Config`."""
         self._named_adapters = named_adapters
         self._fleet = fleet
         self._client = client
-        self._version = version
+        self._ledger = ledger
         self._asked: Compare | None = None
         """The latest question; what it is about may not be served yet."""
         self._scores: dict[int, dict[Gserver, Scores]] = {}
@@ -75,7 +65,7 @@ class Comparisons:
         """Ask `gserver`, unless it has replied or does not serve the version in question; one whose request failed is
         asked again."""
         question = self._asked
-        if question is None or question.version != self._version() or not gserver.takes_groups:
+        if question is None or question.version != self._ledger.policy_version or not gserver.serving:
             return
         before = self._scores.get(question.version, {}).get(gserver)
         if gserver in self._running or (before is not None and not before.problem):
@@ -113,7 +103,9 @@ class Comparisons:
             except StreamRLError as error:
                 score = Scores(gserver.name, problem=str(error))
             else:
-                score = read_scores(reply, question, gserver=gserver.name, label=self._label(question.version))
+                score = read_scores(
+                    reply, question, gserver=gserver.name, label=self._ledger.lineage.label(question.version)
+                )
         score = msgspec.structs.replace(score, seconds=time.monotonic() - began)
         self._scores.setdefault(question.version, {})[gserver] = score
         self._running.pop(gserver, None)

@@ -23,7 +23,8 @@ from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.comparisons import Comparisons
 from streamrl.gserver.manager.elastic import ElasticPools
 from streamrl.gserver.manager.evaluations import Evaluations
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberState
 from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
@@ -35,7 +36,7 @@ from streamrl.gserver.updates.update import UpdateRecord
 from streamrl.ledger import Ledger
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
-from streamrl.records.lineage import FIRST, Lineage
+from streamrl.records.lineage import Lineage
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import PublicationEntry, Timeline
 from streamrl.transport.control import (
@@ -76,8 +77,6 @@ class Manager:
         long_poll_seconds: float = LONG_POLL_SECONDS,
         trainer_patience_seconds: float = TRAINER_PATIENCE_SECONDS,
     ) -> None:
-        self.pause_seconds_total = 0.0
-        """Sum of the longest pauses of generation of all updates."""
         lease = config.manager.lease_seconds
         self._config = config
         self._client = client
@@ -94,7 +93,7 @@ class Manager:
             in_order=config.staleness.over_age == "wait",
         )
         self._fleet = Fleet(on_capacity=signals.capacity)
-        self._admissions = Admissions(
+        self.admissions = Admissions(
             ledger=self.ledger,
             fleet=self._fleet,
             group_size=config.rollout.group_size,
@@ -107,11 +106,12 @@ class Manager:
         )
         self._checks = GserverChecks(
             calls=calls,
-            label=lambda: self.weights.label,
+            ledger=self.ledger,
             on_checked=self._gserver_checked,
         )
         self.weights = WeightUpdates(
             config=config.weights,
+            ledger=self.ledger,
             fleet=self._fleet,
             changed=signals.gservers,
             calls=calls,
@@ -122,8 +122,7 @@ class Manager:
         self.comparisons = Comparisons(
             fleet=self._fleet,
             client=client,
-            version=lambda: self.ledger.policy_version,
-            label=lambda version: self.lineage.label(version),
+            ledger=self.ledger,
             named_adapters=config.named_adapters,
         )
         self.model = ModelFiles(config)
@@ -135,7 +134,7 @@ class Manager:
             state=self._state,
             timeline=timeline,
             signals=signals,
-            policy_version=lambda: self.ledger.policy_version,
+            ledger=self.ledger,
             on_joined=self._joined,
             on_heard=self._heard,
             on_silent=self._fell_silent,
@@ -151,7 +150,7 @@ class Manager:
         self.groups = GroupCalls(
             config=config,
             ledger=self.ledger,
-            admissions=self._admissions,
+            admissions=self.admissions,
             rerouting=rerouting,
             members=self.members,
             state=self._state,
@@ -180,18 +179,11 @@ class Manager:
             on_left=self._left,
             on_died=self._worker_died,
         )
-        self.lineage = FIRST
-        """The present one."""
         self._death: asyncio.Future[str] | None = None
         """Of a model worker of this lineage, in words, once one has died."""
         self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
         self._last_step: StepReport | None = None
         self._architecture: Architecture | None = None
-
-    @property
-    def admitted(self) -> int:
-        """Groups given out, those given out again included."""
-        return self._admissions.admitted
 
     def raise_early_end(self) -> None:
         """Raise `StreamRLError` if the run has failed, `RunStopped` if it was stopped before its last step."""
@@ -211,7 +203,7 @@ class Manager:
         self._registry.remove("controller", 0)  # as it was in the lineage before
         granted = self.members.enter(message)
         for member in self._registry.of("controller"):
-            member.told = True
+            member.end_reported = True
         return granted
 
     async def begin(self, config: Config, *, lineage: Lineage) -> None:
@@ -223,14 +215,13 @@ class Manager:
         """
         begun = progress.of_run(config)
         self.members.begin_lineage(config, gone_back=bool(lineage.cause))
-        self.lineage = lineage
         self._death = asyncio.get_running_loop().create_future()
         self.evaluations.forget()
         await self.comparisons.close()
-        await self.weights.rewind(lineage)  # an update that has gone too far to be aborted still takes effect
-        self.groups.begin_from(begun)
+        await self.weights.end_all()  # an update that has gone too far to be aborted still takes effect
+        self.groups.begin(lineage, begun)
         for gserver in self._fleet.all():
-            gserver.handle(GserverEvent.UNREACHABLE)
+            gserver.forget_updates()
             self._checks.start(gserver)
 
     async def death(self) -> str:
@@ -298,8 +289,8 @@ class Manager:
     async def wait_until_told(self, *, timeout: float) -> None:
         """Wait until the run is over and every live member knows, at most `timeout` seconds after its end."""
         await self._signals.told.until(lambda: self._state.over, timeout=None)
-        if not await self._signals.told.until(lambda: not self._registry.untold(), timeout=timeout):
-            names = ", ".join(m.name for m in self._registry.untold())
+        if not await self._signals.told.until(lambda: not self._registry.unaware_of_end(), timeout=timeout):
+            names = ", ".join(m.name for m in self._registry.unaware_of_end())
             log.warning("the manager leaves although these did not ask whether the run is over: %s", names)
 
     def status(self) -> Status:
@@ -314,7 +305,7 @@ class Manager:
             publication=self.weights.status(),
             data_rows=self.groups.data_rows,
             waiting=len(self._signals.admissions) + len(self._signals.routes),
-            given_up=self._admissions.given_up,
+            given_up=self.admissions.given_up,
             evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
             model=self._architecture,
             now=time.monotonic(),
@@ -325,7 +316,7 @@ class Manager:
         while True:
             now = time.monotonic()
             self.members.notice_silence(now=now)
-            self._admissions.expire(now=now)
+            self.admissions.expire(now=now)
             if self._join_deadline is not None and now >= self._join_deadline:
                 self._joining_took_too_long()
             deadlines = (self._registry.next_silence(), self.ledger.next_expiry(), self._join_deadline)
@@ -358,7 +349,7 @@ class Manager:
             self._fleet.news += 1
             self._signals.gservers.notify()
         elif member.role == "rollout":
-            self._admissions.worker_replaced(member.name)
+            self.admissions.worker_replaced(member.name)
         elif member.role == "evaluator":
             self.evaluations.lost(member.name)
         if self._state.name == "joining" and not waits_for_members(self._registry, self._config):
@@ -381,12 +372,11 @@ class Manager:
         now = member.last_heard.at
         if member.role == "rollout":
             self.ledger.renew(member.name, now=now)
-        elif isinstance(member, Gserver) and self._fleet.is_member(member):
+        elif isinstance(member, Gserver) and member.takes_part:
             self._fleet.news += 1
             self._fleet.measured(member, member.stats, now=now)
-            if member.state is GserverState.UNCHECKED or member.unreachable:
+            if member.state in (MemberState.UNCHECKED, MemberState.SUSPECT):
                 self._checks.start(member)
-            self.weights.resyncs.heard(member)
             self.comparisons.look_at(member)
             self._signals.gservers.notify()
 
@@ -417,7 +407,7 @@ class Manager:
     def _start_if_served(self) -> None:
         """Admit groups from now on if there are as many gservers with current weights as were configured, or any after
         the run has gone back."""
-        if self._fleet.serving_count >= (1 if self.lineage.cause else self._config.gserver.count):
+        if self._fleet.serving_count >= (1 if self.ledger.lineage.cause else self._config.gserver.count):
             self.groups.start()
 
     def _joining_took_too_long(self) -> None:
@@ -428,12 +418,10 @@ class Manager:
             log.warning("after %.0f s the run still waits for %s", self._config.manager.join_timeout_seconds, missing)
 
     def _version_served(self, version: int) -> None:
-        self.ledger.advance(version)
         self.comparisons.next_version(version)
         self.groups.start()
 
     def _update_ended(self, record: UpdateRecord) -> None:
-        self.pause_seconds_total += record.pause_seconds
         self._start_if_served()  # all may have begun without the weights that the run goes on from
         self._timeline.add(
             PublicationEntry(

@@ -1,10 +1,10 @@
 """Elastic pools: numbers for processes that join a running run, and the way out for those that are to leave it.
 
-A rollout worker that is asked to leave starts no further group and finishes those that it has. A gserver is given no
-further group; when nothing runs there, or after `manager.drain_seconds`, what still runs is aborted, which hands it
-over with its tokens: the gserver stays paused, so the requests that go on find it gone and another takes them.
+A rollout worker that is asked to leave starts no further group and finishes its own. A gserver is given no further
+group and leaves when nothing runs there. After `manager.drain_seconds`, or if it lacks the current weights, its
+requests are aborted, which hands them over with their tokens: the gserver stays paused, another one continues them.
 
-Invariant: a gserver is told to leave only when no weight update is under way, and takes part in none afterwards.
+Invariant: a gserver is asked to leave only when no weight update is under way, and takes part in none afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable
 
 from streamrl.config import Config
 from streamrl.errors import PeerError, StreamRLError
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import Signals
@@ -25,6 +26,9 @@ from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.transport.control import AskPlace, Done, Drain, Leave, Place, Role
 
 log = logging.getLogger(__name__)
+
+ASKED_TO_LEAVE = (MemberState.DRAINING, MemberState.HANDING_OVER, MemberState.LEAVING)
+"""A further `drain` changes nothing."""
 
 
 class ElasticPools:
@@ -55,7 +59,7 @@ class ElasticPools:
         self._promised: dict[tuple[Role, int], tuple[float, Member | None]] = {}
         """Numbers given out → until when they are kept for who asked, and who had the place then: another has joined
         under it since, or none."""
-        self._draining: dict[Gserver, asyncio.Task[None]] = {}
+        self._draining: set[asyncio.Task[None]] = set()
 
     async def place(self, message: AskPlace) -> Place:
         """Give out a number beyond the configured ones, which belong to the processes that the run was planned with.
@@ -93,13 +97,15 @@ class ElasticPools:
             raise PeerError("in a synchronous graph the master deals groups to a fixed set of rollout workers")
         if member.silent:
             self._remove(member)
-        elif not member.draining:
-            member.drain()
+        elif member.state not in ASKED_TO_LEAVE:
+            member.handle(MemberEvent.DRAINED)
             log.info("%s is asked to leave", member.name)
             if isinstance(member, Gserver):
-                self._draining[member] = asyncio.create_task(self._empty(member), name=f"drain {member.name}")
+                task = asyncio.create_task(self._empty(member), name=f"drain {member.name}")
+                self._draining.add(task)
+                task.add_done_callback(self._draining.discard)
             else:
-                member.leaves = True
+                member.handle(MemberEvent.EMPTIED)  # it finishes its groups by itself
         return Done()
 
     async def left(self, message: Leave) -> Done:
@@ -115,9 +121,9 @@ class ElasticPools:
 
     async def close(self) -> None:
         """Stop waiting for gservers to be empty."""
-        for task in self._draining.values():
+        for task in self._draining:
             task.cancel()
-        await asyncio.gather(*self._draining.values(), return_exceptions=True)
+        await asyncio.gather(*self._draining, return_exceptions=True)
 
     def _configured_count(self, role: Role, what: str) -> int:
         """Return how many of `role` are configured; raises `PeerError` for roles whose number is fixed."""
@@ -137,29 +143,26 @@ class ElasticPools:
         return kept_until > now and member is before
 
     async def _empty(self, gserver: Gserver) -> None:
-        """Let `gserver` finish or hand over, then have it told to leave."""
+        """Let `gserver` finish or hand over its requests before it leaves."""
+        until, seconds = self._signals.gservers.until, self._config.manager.drain_seconds
         try:
-            seconds = self._config.manager.drain_seconds
-            finished = await self._signals.gservers.until(
-                lambda: not gserver.load.routed.requests or not self._fleet.is_member(gserver), timeout=seconds
+            await until(
+                lambda: not gserver.load.routed.requests or gserver.state is not MemberState.DRAINING, timeout=seconds
             )
-            await self._signals.gservers.until(lambda: not self._updating(), timeout=None)
-            if self._fleet.is_member(gserver):
-                gserver.handle(GserverEvent.EMPTIED)
-                if not finished:
-                    log.info(
-                        "%s hands over %d requests after %.0f s", gserver.name, gserver.load.routed.requests, seconds
-                    )
+            await until(lambda: not self._updating(), timeout=None)
+            if requests := gserver.load.routed.requests:
+                gserver.handle(MemberEvent.OVERDUE)
+                if gserver.state is MemberState.HANDING_OVER:
+                    log.info("%s hands over %d requests", gserver.name, requests)
                     await self._hand_over(gserver)
         finally:
-            gserver.leaves = True
-            self._draining.pop(gserver, None)
+            gserver.handle(MemberEvent.EMPTIED)
 
     async def _hand_over(self, gserver: Gserver) -> None:
         try:
             await self._calls.pause(gserver, "abort")
         except StreamRLError as error:
-            log.warning("%s is told to leave with what it runs, which begins anew elsewhere: %s", gserver.name, error)
+            log.warning("%s is asked to leave with its requests, which start again elsewhere: %s", gserver.name, error)
 
     def _remove(self, member: Member) -> None:
         self._registry.remove(member.role, member.index)

@@ -1,39 +1,21 @@
-"""One gserver: its record, the state machine of its life, and how much work it has.
+"""One gserver: its record, and how much work it has.
 
-The record is the one that the registry has of the process; everybody else (routing, checks, weight updates, resync,
-status) reads its `state` and tells it what happened (`Gserver.handle`). Which state follows is decided here alone, by
-`TRANSITIONS`; docs/manager.md draws them, and a test compares the two. Pure, no I/O.
+The record is the registry's of the process, with its place in the life of a member (`member_states.py`); routing,
+checks, weight updates, resync and status read its `state` and report events to it (`Gserver.handle`). Pure, no I/O.
 
-    joins        FOUND_CURRENT, UPDATED
-    ──▶ UNCHECKED ──────────────────────▶ SERVING
-         ▲   │  ▲                          │  │ ▲
-         │   │  └───── UNREACHABLE ────────┘  │ │ UPDATED
-         │   │ FOUND_OUTDATED, UPDATE_FAILED  │ │
-         │   └───────────▶ EVICTED ◀──────────┘ │
-         │                  │  └────────────────┘
-         │                  │  PASSED_OVER, UPDATE_FAILED
-         │ RETURNED         ▼ FELL_SILENT (from each of the three)
-         └─────────────── SILENT
-
-Beside that, one that was asked to leave (`draining`) is given no group; once it is EMPTIED it is LEAVING, and GONE when
-it has left or when another process has its place.
-
-Invariants: groups are given to SERVING gservers that do not drain, and to no others; GONE is final; whoever is
-silent has to be checked before it serves again.
-
-Its load: the manager counts what it has routed to a gserver; heartbeats tell what really runs and waits there. Between
-two heartbeats the estimate is what was measured plus what was routed since. Invariant: the estimate never exceeds what
-is routed there, and what was routed a moment before a measurement is not forgotten by it. Times, in seconds, are
-passed in.
+Its load: the manager counts the requests that it has routed to a gserver; heartbeats report those that run or wait
+there. Between two heartbeats the estimate is the last measurement plus all requests routed since. Invariant: the
+estimate never exceeds the requests that are routed there, and a measurement does not forget requests that were routed a
+moment before it. Times, in seconds, are passed in.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any, NamedTuple
 
+from streamrl.gserver.manager.member_states import OUT, MemberEvent, MemberState
 from streamrl.gserver.manager.registry import Member
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, ServerInfo
 
@@ -49,84 +31,6 @@ FORGET = 0.99
 """Factor on the concurrency of the speed with each measurement at a lower one, so that an old one fades."""
 LEAST_BUSY_SECONDS = 0.05
 """Less computing between two heartbeats says nothing about speed."""
-
-
-# --- states ---
-
-
-class GserverState(Enum):
-    """What the manager knows about a gserver."""
-
-    UNCHECKED = "unchecked"
-    """Registered; what it serves is not known, or not any more. It is checked."""
-    SERVING = "serving"
-    """Serves the current weights: takes groups."""
-    EVICTED = "evicted"
-    """Serves other weights, or failed in a weight update: waits until it has the current ones."""
-    SILENT = "silent"
-    """Nothing was heard of it for too long, or it said that it gives up."""
-    LEAVING = "leaving"
-    """Was drained and has no work left: it only has to be told to leave."""
-    LEAVING_SILENT = "leaving, silent"
-    """Fell silent while it was leaving."""
-    GONE = "gone"
-    """Has left, or another process has its place."""
-
-
-class GserverEvent(Enum):
-    """What can happen to a gserver."""
-
-    FOUND_CURRENT = "found current"
-    """A check found that it serves the current weights."""
-    FOUND_OUTDATED = "found outdated"
-    """A check found that it serves other weights."""
-    UNREACHABLE = "unreachable"
-    """It did not reply to a check, or its generation could not be resumed."""
-    UPDATED = "updated"
-    """A weight update or a resync has brought it to the current weights."""
-    UPDATE_FAILED = "update failed"
-    """A weight update or a resync failed on it."""
-    PASSED_OVER = "passed over"
-    """Others serve newer weights now, which did not go to it."""
-    FELL_SILENT = "fell silent"
-    RETURNED = "returned"
-    """It is heard of again after silence."""
-    EMPTIED = "emptied"
-    """Nothing is left to do on one that drains."""
-    REMOVED = "removed"
-    """It has left, or another process has taken its place."""
-
-
-_STATE, _EVENT = GserverState, GserverEvent
-
-TRANSITIONS: dict[GserverEvent, dict[GserverState, GserverState]] = {
-    _EVENT.FOUND_CURRENT: {_STATE.UNCHECKED: _STATE.SERVING},
-    _EVENT.FOUND_OUTDATED: {_STATE.UNCHECKED: _STATE.EVICTED},
-    _EVENT.UNREACHABLE: {_STATE.SERVING: _STATE.UNCHECKED},
-    _EVENT.UPDATED: {_STATE.UNCHECKED: _STATE.SERVING, _STATE.EVICTED: _STATE.SERVING},
-    _EVENT.UPDATE_FAILED: {_STATE.UNCHECKED: _STATE.EVICTED, _STATE.SERVING: _STATE.EVICTED},
-    _EVENT.PASSED_OVER: {_STATE.SERVING: _STATE.EVICTED},
-    _EVENT.FELL_SILENT: {
-        _STATE.UNCHECKED: _STATE.SILENT,
-        _STATE.SERVING: _STATE.SILENT,
-        _STATE.EVICTED: _STATE.SILENT,
-        _STATE.LEAVING: _STATE.LEAVING_SILENT,
-    },
-    _EVENT.RETURNED: {_STATE.SILENT: _STATE.UNCHECKED, _STATE.LEAVING_SILENT: _STATE.LEAVING},
-    _EVENT.EMPTIED: {
-        _STATE.UNCHECKED: _STATE.LEAVING,
-        _STATE.SERVING: _STATE.LEAVING,
-        _STATE.EVICTED: _STATE.LEAVING,
-        _STATE.SILENT: _STATE.LEAVING_SILENT,
-    },
-    _EVENT.REMOVED: {state: _STATE.GONE for state in _STATE if state is not _STATE.GONE},
-}
-"""What happens → state → the state that follows; in a state that is not named it changes nothing."""
-
-
-def next_state(state: GserverState, event: GserverEvent) -> GserverState:
-    """Return the state of a gserver in `state` after `event`."""
-    return TRANSITIONS[event].get(state, state)
 
 
 # --- load ---
@@ -265,23 +169,15 @@ class Gserver(Member):
     def __init__(self, index: int, address: str, **facts: Any) -> None:
         """`facts`: as of a `Member`."""
         super().__init__("gserver", index, address, **facts)
-        self.state = GserverState.UNCHECKED
-        """Changes by `handle` alone."""
         self.on_change: Callable[[Gserver], None] = lambda gserver: None
         """Called after changes that routing depends on; set by the fleet that it joins."""
         self.routes: set[Route] = set()
         """Groups and prompts of evaluations that were routed to it and are still in flight."""
         self.load = GserverLoad()
-        self.stuck = False
-        """Its generation was paused and could not be resumed."""
-        self.unreachable = False
-        """It did not reply when it was asked last: it is asked again, beside everything else, when it is heard of."""
         self.failed_version: int | None = None
         """The last weight update that failed because of it."""
         self.failed_resyncs = 0
-        """How often in a row it could not be resynced to the current weights, though it lived on."""
-        self.resync_failed = False
-        """Its last resync failed, and it has not been heard of since: it may have died of it."""
+        """How often in a row it could not be resynced to the current weights."""
         self.overtaken_resyncs = 0
         """How often it was resynced to weights that were no longer the current ones, since it last took part in an
         update."""
@@ -292,51 +188,38 @@ class Gserver(Member):
         an SGLang server has loaded beside its model."""
         self._info: ServerInfo | None = None
 
-    def handle(self, event: GserverEvent) -> None:
-        """Change its state, now that `event` has happened."""
-        state = next_state(self.state, event)
-        if state is not self.state:
-            self.state = state
-            self.on_change(self)
+    def handle(self, event: MemberEvent) -> None:
+        """Change its state, now that `event` has happened, and count failed resyncs in a row."""
+        before = self.state
+        super().handle(event)
+        if event is MemberEvent.RESYNC_FAILED:
+            self.failed_resyncs += 1
+        if self.state is before:
+            return
+        if self.serving or event is MemberEvent.RETURNED:
+            self.failed_resyncs = 0
+        self.on_change(self)
+
+    def forget_updates(self) -> None:
+        """The run has gone back: it is checked before it takes groups, and its failed updates count no more."""
+        self.handle(MemberEvent.UNREACHABLE)
+        self.failed_version = None
+        self.failed_resyncs = self.overtaken_resyncs = 0
 
     @property
     def serving(self) -> bool:
-        """Whether it serves the current weights."""
-        return self.state is GserverState.SERVING
+        """Whether it takes groups, and so serves the current weights."""
+        return self.state is MemberState.SERVING
 
     @property
-    def evicted(self) -> bool:
-        """Whether it waits for the current weights."""
-        return self.state is GserverState.EVICTED
+    def lacks_weights(self) -> bool:
+        """Whether it serves other weights than the current ones, or may do so."""
+        return self.state in (MemberState.EVICTED, MemberState.SUSPECT)
 
     @property
-    def takes_groups(self) -> bool:
-        """Whether it may be given groups when it has capacity."""
-        return self.serving and not self.draining
-
-    @property
-    def silent(self) -> bool:
-        """Whether nothing was heard of it for too long, or it gave up."""
-        return self.state in (GserverState.SILENT, GserverState.LEAVING_SILENT)
-
-    def fall_silent(self) -> None:
-        self.handle(GserverEvent.FELL_SILENT)
-
-    def return_from_silence(self) -> None:
-        self.handle(GserverEvent.RETURNED)
-
-    def drain(self) -> None:
-        """It is asked to leave: it finishes what it has, still takes weights, and is given nothing more."""
-        super().drain()
-        self.on_change(self)
-
-    def remove(self) -> None:
-        self.handle(GserverEvent.REMOVED)
-
-    def clear_failures(self) -> None:
-        """Forget failed resyncs: they were to another version."""
-        self.failed_resyncs = 0
-        self.resync_failed = False
+    def takes_part(self) -> bool:
+        """Whether it has a part in routing and weight updates."""
+        return self.state not in OUT
 
     @property
     def info(self) -> ServerInfo | None:
@@ -346,7 +229,6 @@ class Gserver(Member):
     @info.setter
     def info(self, info: ServerInfo) -> None:
         self._info = info
-        self.unreachable = False
         self.load.most_requests = info.max_running_requests or 0
         self.load.most_tokens = info.max_total_num_tokens or 0
         self.on_change(self)

@@ -127,7 +127,7 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     async def handle(call: Call) -> Answer:
         key = f"{call.method} {call.path}"
         try:
-            if call.member is not None and not manager.access.has_its_place(call.member):
+            if call.member is not None and call.member.gone:
                 return _refuse(401, f"{key}: {_WRONG_KEY}")  # lost while the body came
             return await calls[key].handler(call)
         except WireError as error:
@@ -220,7 +220,8 @@ def _status(manager: Manager) -> Handler:
 
 def _metrics(manager: Manager) -> Handler:
     async def handle(request: Call) -> Answer:
-        content = render(manager.status(), admitted=manager.admitted, pause_seconds_total=manager.pause_seconds_total)
+        admitted, paused = manager.admissions.admitted, manager.weights.pause_seconds_total
+        content = render(manager.status(), admitted=admitted, pause_seconds_total=paused)
         return Answer(content, content_type="text/plain; version=0.0.4; charset=utf-8")
 
     return handle

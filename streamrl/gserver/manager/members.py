@@ -22,8 +22,10 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, PeerError
 from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberState
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.run_state import RunState, Signals
+from streamrl.ledger import Ledger
 from streamrl.machine import process_space
 from streamrl.records import progress
 from streamrl.records.timeline import HeartbeatEntry, Timeline
@@ -67,7 +69,7 @@ class Members:
         state: RunState,
         timeline: Timeline,
         signals: Signals,
-        policy_version: Callable[[], int],
+        ledger: Ledger,
         on_joined: Callable[[Member], None],
         on_heard: Callable[[Member], None],
         on_silent: Callable[[Member], None],
@@ -92,7 +94,7 @@ class Members:
         self._state = state
         self._timeline = timeline
         self._signals = signals
-        self._policy_version = policy_version
+        self._ledger = ledger
         self._on_joined = on_joined
         self._on_heard = on_heard
         self._on_silent = on_silent
@@ -136,7 +138,7 @@ class Members:
             self._signals.joined.notify()
         member.lineage = self._access.lineage
         return self._access.grant(
-            member, policy_version=self._policy_version(), heartbeat_seconds=self._heartbeat_seconds
+            member, policy_version=self._ledger.policy_version, heartbeat_seconds=self._heartbeat_seconds
         )
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
@@ -160,10 +162,10 @@ class Members:
             self._write_down(member)
         return HeartbeatReply(
             stop=self._state.over,
-            policy_version=self._policy_version(),
+            policy_version=self._ledger.policy_version,
             known=member is not None,
             lineage=self._access.lineage,
-            leave=member is not None and member.leaves,
+            leave=member is not None and member.state is MemberState.LEAVING,
             unanswering=self._registry.unanswering(now=now) if message.role in ("rollout", "evaluator") else [],
         )
 
@@ -235,13 +237,9 @@ class Members:
         """Whether `member` has heard that the run has gone back, if it has."""
         return member.lineage == self._access.lineage
 
-    def has_its_place(self, member: Member) -> bool:
-        """Whether no other process has taken the place of `member` since it called."""
-        return self._access.has_its_place(member)
-
     def tell_over(self, member: Member) -> None:
         """Note that `member` is told, in the reply that is under way, that the run is over."""
-        member.told = True
+        member.end_reported = True
         self._signals.told.notify()
 
     def notice_silence(self, *, now: float) -> None:
@@ -253,8 +251,8 @@ class Members:
     def _write_down(self, member: Member) -> None:
         """Add the last heartbeat of `member` to the timeline."""
         stats = member.stats
-        if isinstance(member, Gserver) and member.serving:
-            stats = {**stats, "policy_version": float(self._policy_version())}
+        if member.role == "gserver" and member.state in (MemberState.SERVING, MemberState.DRAINING):
+            stats = {**stats, "policy_version": float(self._ledger.policy_version)}
         self._timeline.add(
             HeartbeatEntry(
                 time=time.time(),
@@ -286,7 +284,7 @@ class Members:
     def _check_free(self, message: Register, *, now: float) -> None:
         """Raise `PeerError` when the place that the process asks for belongs to another one that is not gone."""
         holder = self._registry.get(message.role, message.index)
-        if holder is None or holder.silent or holder.gave_up or has_ended(holder):
+        if holder is None or holder.silent or has_ended(holder):
             if holder is not None and holder.role == "model_worker":
                 self._on_silent(holder)
                 raise PeerError(f"{holder.name} has died, and the run goes back: start it again", status=GONE_BACK)
@@ -340,7 +338,7 @@ class Members:
         brought up to it before it is given groups. With [model.lora] everybody begins with the base, which stays.
         """
         ours, theirs = self._resume_point.identity, message.begins_from
-        same_version = theirs.partition(",")[0] == f"version {self._policy_version()}"
+        same_version = theirs.partition(",")[0] == f"version {self._ledger.policy_version}"
         compared = message.role != "gserver" or not ours or theirs == ours or same_version or self._config.model.lora
         if not message.model or not compared:
             return None
@@ -379,7 +377,7 @@ class Members:
             and any(
                 other.stats.get("groups_done_total", 0.0) > 0
                 for other in self._registry.of("rollout")
-                if other is not member and not other.silent and not other.draining
+                if other is not member and other.state is MemberState.SERVING
             )
         )
 
@@ -392,7 +390,7 @@ class Members:
             log.warning("%s is heard of again", member.name)
             self._signals.deadlines.notify()
             self._signals.silences.notify()
-        if not member.gave_up:
+        if member.state is not MemberState.GAVE_UP:
             self._on_heard(member)
 
 

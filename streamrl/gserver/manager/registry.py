@@ -1,4 +1,4 @@
-"""Who takes part in the run: one record for each process that registered, and who of them is silent.
+"""The members of the run: one record for each process that registered, with its state (`member_states.py`).
 
 Pure: times are passed in, in seconds on the caller's clock. Invariant: a place (role and index) belongs to one process
 at a time; another process that registers under it is another record.
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import get_args
 
+from streamrl.gserver.manager.member_states import SILENT_STATES, MemberEvent, MemberState, next_state
 from streamrl.records.timeline import FrequentFailure
 from streamrl.transport.control import Register, Role
 from streamrl.transport.credentials import LONGEST_INDEX
@@ -24,7 +25,7 @@ TELL_LEASES = 2.0
 
 
 class Member:
-    """A registered process. A gserver's record is a `Gserver` (`gserver.py`), whose silence is one of its states."""
+    """A registered process. A gserver's record is a `Gserver` (`gserver.py`)."""
 
     def __init__(
         self,
@@ -45,6 +46,8 @@ class Member:
         """`host` as it calls itself; `machine`, `process_space`, `gpu`: as in `Register`; `patience`: seconds without a
         word after which it counts as silent."""
         self.role: Role = role
+        self.state = MemberState.UNCHECKED if role == "gserver" else MemberState.SERVING
+        """Changes by `handle` alone."""
         self.index = index
         self.address = address
         self.pid = pid
@@ -66,15 +69,8 @@ class Member:
         """Figures of its last heartbeat."""
         self.waiting_for = ""
         self.failure: FrequentFailure | None = None
-        self.gave_up = False
-        """It said that it ends; it stays silent, whatever it says until then."""
-        self.told = False
-        """Whether it has been told that the run is over."""
-        self.draining = False
-        """It was asked to leave while the run goes on, and finishes what it has."""
-        self.leaves = False
-        """It is told to leave at its next heartbeat."""
-        self._silent = False
+        self.end_reported = False
+        """Whether a reply to it has reported the end of the run."""
 
     @property
     def name(self) -> str:
@@ -83,23 +79,17 @@ class Member:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing was heard of it for too long."""
-        return self._silent
+        """Whether nothing was heard of it for too long, or it gave up."""
+        return self.state in SILENT_STATES
 
-    def fall_silent(self) -> None:
-        """Nothing was heard of it for too long, or it gave up."""
-        self._silent = True
+    @property
+    def gone(self) -> bool:
+        """Whether it has left, or another process has its place."""
+        return self.state is MemberState.GONE
 
-    def return_from_silence(self) -> None:
-        """It is heard of again."""
-        self._silent = False
-
-    def drain(self) -> None:
-        """It is asked to leave while the run goes on."""
-        self.draining = True
-
-    def remove(self) -> None:
-        """It has left, or another process has its place."""
+    def handle(self, event: MemberEvent) -> None:
+        """Change its state, now that `event` has happened."""
+        self.state = next_state(self.state, event, serves_weights=self.role == "gserver")
 
 
 class Registry:
@@ -160,7 +150,7 @@ class Registry:
             if member in self._silent or role == "model_worker":
                 self._silent.pop(member, None)
                 self.silence_changes += 1
-            member.remove()
+            member.handle(MemberEvent.REMOVED)
 
     def get(self, role: Role, index: int) -> Member | None:
         """Return the process that has this place, if one has."""
@@ -195,32 +185,26 @@ class Registry:
         }
         return [*self._replaced, *(member.address for member in self._silent if member.role == "gserver")]
 
-    def untold(self) -> list[Member]:
-        """Return the members who live and do not know yet that the run is over."""
-        return [member for member in self._all() if not member.silent and not member.told]
+    def unaware_of_end(self) -> list[Member]:
+        """Return the live members to which no reply has reported the end of the run."""
+        return [member for member in self._all() if not member.silent and not member.end_reported]
 
     def hear(self, member: Member, *, now: float) -> bool:
-        """Note that `member` said something; return whether it had been silent. One that gave up stays so."""
+        """Note that `member` was heard of; return whether that has ended its silence."""
         member.last_heard.hear(now=now)
-        if not member.silent or member.gave_up:
-            return False
-        member.return_from_silence()
-        if self.get(member.role, member.index) is member:
-            self._live[member.role] += 1
-            self._silent.pop(member, None)
-            self.silence_changes += 1
-        return True
+        was_silent = member.silent
+        self._handle(member, MemberEvent.RETURNED)
+        return was_silent and not member.silent
 
     def give_up(self, member: Member) -> None:
-        """Note that `member` says that it ends; whoever takes its place is another process."""
-        member.gave_up = True
-        self._fall_silent(member)
+        """Note that `member` has reported that it ends; another process takes its place."""
+        self._handle(member, MemberEvent.GAVE_UP)
 
     def notice_silence(self, *, now: float) -> list[Member]:
         """Mark members that have not been heard of for too long as silent; return the newly silent."""
         gone = [member for member in self._all() if not member.silent and member.last_heard.is_silent(now=now)]
         for member in gone:
-            self._fall_silent(member)
+            self._handle(member, MemberEvent.FELL_SILENT)
         return gone
 
     def next_silence(self) -> float | None:
@@ -236,9 +220,16 @@ class Registry:
         for members in self._members.values():
             yield from members.values()
 
-    def _fall_silent(self, member: Member) -> None:
-        if not member.silent:
-            member.fall_silent()
+    def _handle(self, member: Member, event: MemberEvent) -> None:
+        """Pass `event` on to `member`, and count it among the silent or the live members."""
+        was_silent = member.silent
+        member.handle(event)
+        if member.silent is was_silent or member.gone:
+            return
+        self.silence_changes += 1
+        if member.silent:
             self._live[member.role] -= 1
             self._silent[member] = None
-            self.silence_changes += 1
+        else:
+            self._live[member.role] += 1
+            del self._silent[member]

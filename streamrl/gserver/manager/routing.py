@@ -3,8 +3,8 @@
 All requests of a group, siblings and turns alike, go to one gserver, so that they share its prompt cache; a new group
 goes to the gserver that has the least to do for its speed (`gserver.py`), among those with capacity. Pure, no I/O.
 
-Invariants: only a gserver that serves the current weights, does not drain and is not full is given a group; no call
-looks at all gservers or all groups, except those that say so.
+Invariants: only a gserver that is serving and not full is given a group; no call looks at all gservers or all groups
+unless its docstring mentions it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ import heapq
 from collections.abc import Callable, Collection
 from typing import Generic, TypeVar
 
-from streamrl.gserver.manager.gserver import NO_WORK, Gserver, GserverEvent, GserverState, Route, Work
+from streamrl.gserver.manager.gserver import NO_WORK, Gserver, Route, Work
+from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 
 Item = TypeVar("Item")
 
 ONE_REQUEST = Work(1, 0)
 LEAST_SPEED = 1e-3
 """Tokens per second; so that a gserver that stands still is the last choice, and no more."""
-OUT = (GserverState.LEAVING, GserverState.LEAVING_SILENT, GserverState.GONE)
-"""In these states a gserver has no part in routing and weight updates any more."""
 SLACK = 64
 """Outdated entries that a heap keeps beside twice the number of valid ones."""
 
@@ -50,10 +49,6 @@ class Fleet:
         gserver.on_change = self._refresh
         self._refresh(gserver)
 
-    def is_member(self, gserver: Gserver) -> bool:
-        """Whether it has not left and no other process took its place."""
-        return self._gservers.get(gserver.index) is gserver
-
     def all(self) -> list[Gserver]:
         """Return all gservers, by index."""
         return [self._gservers[index] for index in sorted(self._gservers)]
@@ -81,20 +76,19 @@ class Fleet:
         return self.news != news
 
     def candidates(self, version: int) -> list[Gserver]:
-        """Return whom a weight update to `version` should reach: all that are not silent; looks at all.
+        """Return the gservers for a weight update to `version`: all that are not silent; looks at all.
 
-        Those that failed an earlier attempt at the same version, or did not reply when they were asked last, come only
-        if there is no other.
+        Those that failed an earlier attempt at the same version, or are suspect, come only if there is no other.
         """
         heard = [gserver for gserver in self.all() if not gserver.silent]
-        reached = [gserver for gserver in heard if not gserver.unreachable] or heard
+        reached = [gserver for gserver in heard if gserver.state is not MemberState.SUSPECT] or heard
         return [gserver for gserver in reached if gserver.failed_version != version] or reached
 
     def updated(self, members: Collection[Gserver]) -> None:
         """Note that only `members` have, or are about to have, the current weights; looks at all."""
         for gserver in self.all():
             if gserver not in members:
-                gserver.handle(GserverEvent.PASSED_OVER)
+                gserver.handle(MemberEvent.PASSED_OVER)
 
     def measured(self, gserver: Gserver, stats: dict[str, float], *, now: float) -> None:
         """Take in the `stats` of a heartbeat of `gserver`."""
@@ -167,15 +161,15 @@ class Fleet:
 
     def _refresh(self, gserver: Gserver) -> None:
         """Bring what is indexed here up to the state and load of `gserver`."""
-        if gserver.state in OUT:
+        member = gserver.takes_part
+        if not member:
             self._drop(gserver)
-        member = self.is_member(gserver)
         had_capacity = gserver.index in self._with_capacity
-        if member and gserver.takes_groups:
+        if gserver.serving:
             self._serving[gserver.address] = gserver
         elif self._serving.get(gserver.address) is gserver:
             del self._serving[gserver.address]
-        if member and gserver.takes_groups and not gserver.load.full:
+        if gserver.serving and not gserver.load.full:
             self._with_capacity.put(gserver.index, self._cost(gserver), gserver)
             if not had_capacity:
                 self._on_capacity()
@@ -183,7 +177,7 @@ class Fleet:
             self._with_capacity.remove(gserver.index)
 
     def _drop(self, gserver: Gserver) -> None:
-        if self.is_member(gserver):
+        if self._gservers.get(gserver.index) is gserver:
             del self._gservers[gserver.index]
             self._speed_sum -= self._speeds.pop(gserver.index, 0.0)
 

@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 from streamrl.architecture import Architecture
 from streamrl.config import Config
 from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberState
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState
@@ -22,6 +23,19 @@ from streamrl.records.evaluation import scalars
 from streamrl.records.metrics import StepReport
 from streamrl.transport.control import NO_EVALUATOR, EvaluationStatus, LedgerStatus, ProcessStatus, Role, Status
 
+_STATUS_WORDS: dict[MemberState, Literal["live", "silent", "evicted", "draining"]] = {
+    MemberState.UNCHECKED: "evicted",
+    MemberState.SERVING: "live",
+    MemberState.EVICTED: "evicted",
+    MemberState.SUSPECT: "evicted",
+    MemberState.SILENT: "silent",
+    MemberState.GAVE_UP: "silent",
+    MemberState.DRAINING: "draining",
+    MemberState.HANDING_OVER: "draining",
+    MemberState.LEAVING: "draining",
+    MemberState.LEAVING_SILENT: "silent",
+}
+"""State → its word in /status; a member that is gone is not part of it."""
 _LEDGER_GAUGES = ("policy_version", "max_staleness", "accepted", "running", "returned", "room")
 _LEDGER_COUNTERS = ("rejected", "given_up", "dropped", "expired")
 
@@ -119,17 +133,9 @@ def _process(member: Member, *, now: float) -> ProcessStatus:
         silent_seconds=member.last_heard.seconds(now=now),
         stats=_stats(member),
         waiting_for=member.waiting_for,
-        state=_state(member),
+        state=_STATUS_WORDS[member.state],
         failure=member.failure,
     )
-
-
-def _state(member: Member) -> Literal["live", "silent", "evicted", "draining"]:
-    if member.silent:
-        return "silent"
-    if member.draining:
-        return "draining"
-    return "evicted" if isinstance(member, Gserver) and not member.serving else "live"
 
 
 def _stats(member: Member) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The manager's end of a publication: the publisher begins an update, sends the weights, and commits.
 
-`WeightUpdates` owns the policy version, the weight group and the update in progress. It decides which gservers take
-part and in which group; `WeightUpdate` (`update.py`) carries the update through, and `Resyncs` (`resync.py`) brings
-those that it left behind to the same weights afterwards.
+`WeightUpdates` owns the weight group and the update in progress; the version that the gservers serve is the ledger's
+(`Ledger.policy_version`). It decides which gservers take part and in which group; `WeightUpdate` (`update.py`) carries
+the update through, and `Resyncs` (`resync.py`) brings the remaining gservers to the same weights afterwards.
 
 Invariants: at most one update by the publisher is under way. Except within the moments of a swap every gserver that is
 given groups serves the policy version.
@@ -24,13 +24,14 @@ import msgspec
 from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberEvent
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import Wakeup
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.resync import CurrentWeights, Resyncs
 from streamrl.gserver.updates.states import Stage
 from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate, stages_weights
-from streamrl.records.lineage import FIRST, Lineage
+from streamrl.ledger import Ledger
 from streamrl.transport.control import (
     Broadcast,
     GserverPlaces,
@@ -53,26 +54,28 @@ class WeightUpdates:
         self,
         *,
         config: WeightsConfig,
+        ledger: Ledger,
         fleet: Fleet,
         changed: Wakeup,
         calls: WeightCalls,
         on_version: Callable[[int], None],
         on_record: Callable[[UpdateRecord], None],
         on_unrecoverable: Callable[[str], None],
-        version: int = 0,
     ) -> None:
-        """`changed` is notified when a gserver is heard of, or may lack the current weights. `on_version` is called
-        with a new version as soon as the first gserver serves it, `on_record` with the record of every attempt that has
-        ended, `on_unrecoverable` with the reason why no live gserver can be brought to the current weights. `version`:
-        the one that gservers start with."""
-        self.version = version
+        """`changed` is notified when a gserver is heard of, or may lack the current weights. As soon as the first
+        gserver serves a new version, the ledger advances to it and `on_version` is called. `on_record` is called with
+        the record of every attempt that has ended, `on_unrecoverable` with the reason why no live gserver can be
+        brought to the current weights."""
         self.completed = 0
         """Updates that took effect."""
         self.failed = 0
         """Attempts that were rolled back."""
+        self.pause_seconds_total = 0.0
+        """Sum of the longest pauses of generation of all attempts."""
         self.last: UpdateRecord | None = None
         """The latest attempt that has ended."""
         self._config = config
+        self._ledger = ledger
         self._fleet = fleet
         self._changed = changed
         self._calls = calls
@@ -83,8 +86,7 @@ class WeightUpdates:
             fleet=fleet,
             calls=calls,
             changed=changed,
-            version=lambda: self.version,
-            label=lambda version: self._lineage.label(version),
+            ledger=ledger,
             updating=lambda: self.under_way,
             on_unrecoverable=on_unrecoverable,
         )
@@ -94,23 +96,14 @@ class WeightUpdates:
         self._update: WeightUpdate | None = None
         self._running: asyncio.Task[PublishReply] | None = None
         self._beginning = asyncio.Lock()
-        self._lineage = FIRST
         self._distrusted = ""
         """The transfer that was found to be other weights than were trained: nothing that is staged of it counts."""
 
-    @property
-    def label(self) -> str:
-        """What gservers call the weights that they have to serve."""
-        return self._lineage.label(self.version)
-
-    async def rewind(self, lineage: Lineage) -> None:
-        """Abort what is under way, and count versions from the beginning of `lineage`, whose weights the publisher will
-        have."""
+    async def end_all(self) -> None:
+        """Abort what is under way, and wait for its end: the run goes back to an earlier version."""
         abort = self._until_ended(lambda update: update.abort("the run goes back to an earlier version"))
-        await asyncio.gather(self.resyncs.rewind(), abort)
-        self._lineage, self.version = lineage, lineage.policy_version
+        await asyncio.gather(self.resyncs.end_all(), abort)
         self._distrusted = ""
-        self.resyncs.closing = False
 
     @property
     def under_way(self) -> bool:
@@ -143,17 +136,15 @@ class WeightUpdates:
             if not members:
                 return PublishBeginReply(group_name="", world_size=1)
             members, first_buckets = self._resumed(message.weights, members)
-            base = _common_base(message.weights, members, label=self._lineage.label)
+            base = _common_base(message.weights, members, label=self._ledger.lineage.label)
             group = self._group_of(members, message)
             update = self._update = WeightUpdate(
                 version=message.version,
-                old_version=self.version,
                 weights=message.weights,
                 group=group,
                 calls=self._calls,
                 config=self._config,
-                current=lambda: self.version,
-                label=self._lineage.label,
+                ledger=self._ledger,
                 first_buckets=first_buckets,
                 base=base,
                 on_swapped=None if message.resync else self._swapped,
@@ -201,6 +192,7 @@ class WeightUpdates:
     async def _run(self, update: WeightUpdate, message: PublishBegin) -> PublishReply:
         reply = await update.run()
         record = self.last = update.record
+        self.pause_seconds_total += record.pause_seconds
         if record.done:
             self.completed += 1
             log.info("weights v%d served after a pause of %.3f s", record.version, record.pause_seconds)
@@ -217,18 +209,14 @@ class WeightUpdates:
             snapshot = message.weights if isinstance(message.weights, Snapshot) else None
             self.resyncs.weights_served(CurrentWeights(update.version, snapshot, update.checksums))
         elif not record.done and message.resync:
-            self.resyncs.failed(update.group.members)
+            for gserver in update.group.members:
+                gserver.handle(MemberEvent.RESYNC_FAILED)
         self._on_record(record)
-        asyncio.get_running_loop().call_soon(self._after_update, update)  # when this task has ended
+        asyncio.get_running_loop().call_soon(self.resyncs.start)  # when this task has ended
         return reply
 
-    def _after_update(self, update: WeightUpdate) -> None:
-        self.resyncs.start()
-        if not update.lost:
-            self.resyncs.fail_if_unrecoverable()
-
     def _swapped(self, version: int) -> None:
-        self.version = version
+        self._ledger.advance(version)
         if self._update is not None:
             self._fleet.updated(self._update.group.members)
         self._on_version(version)
@@ -237,16 +225,14 @@ class WeightUpdates:
 
     async def _members_to_resync(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that only the publisher can bring to the version served, and that reply; perhaps none."""
-        lacking = self.resyncs.from_publisher() if message.version == self.version else []
-        live = await self._responding(lacking)
-        self.resyncs.failed(gserver for gserver in lacking if gserver.unreachable)
-        return live
+        lacking = self.resyncs.from_publisher() if message.version == self._ledger.policy_version else []
+        return await self._responding(lacking)
 
     async def _members_of_update(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that reply now, at least one: wait for it if there is none. Raises as `begin` does."""
-        version = message.version
-        if version <= self.version:
-            raise PublicationError(f"version {version} cannot be published: the gservers are at {self.version}")
+        version, served = message.version, self._ledger.policy_version
+        if version <= served:
+            raise PublicationError(f"version {version} cannot be published: the gservers are at {served}")
         deadline = time.monotonic() + self._config.timeout_seconds
         seen = self._fleet.news
         while True:
@@ -272,7 +258,7 @@ class WeightUpdates:
         """Ask `gservers` what they can do; return those that reply, still have their place in the run, and have not
         begun to be resynced meanwhile."""
         replied = await asyncio.gather(*(self._responds(g) for g in gservers))
-        live = [g for g, lives in zip(gservers, replied, strict=True) if lives and self._fleet.is_member(g)]
+        live = [g for g, lives in zip(gservers, replied, strict=True) if lives and g.takes_part]
         return [g for g in live if g.address not in self.resyncs.addresses]
 
     async def _responds(self, gserver: Gserver) -> bool:
@@ -280,7 +266,7 @@ class WeightUpdates:
             gserver.info = await self._calls.info(gserver)
         except StreamRLError as error:
             log.warning("%s is left out of weight updates until it replies: %s", gserver.name, error)
-            gserver.unreachable = True
+            gserver.handle(MemberEvent.UNREACHABLE)
             return False
         return True
 
@@ -315,7 +301,7 @@ class WeightUpdates:
 
     def _destroy(self, group: WeightGroup) -> None:
         """Have the members of `group` leave it, in the background."""
-        members = [gserver for gserver in group.members if self._fleet.is_member(gserver)]
+        members = [gserver for gserver in group.members if gserver.takes_part]
         self._calls.leave_group(group.name, members)
         with_a_group_for_each = [gserver for gserver in members if not stages_weights(gserver)]
         for number in range(1, group.senders):

@@ -3,20 +3,20 @@
 A gserver lacks the current weights if it joined late, came back, or failed in an update. Three sources are tried in
 this order:
 
-- *files*, where the current weights lie in files that it can read: the gserver reads them at once;
-- *another gserver* that serves them, where it cannot: it sends them in a process group of two, to one gserver
-  at a time and beside its requests (`gserver/server/sender.py`);
-- *the publisher*, where no gserver can send them: the master hears that it is needed (`from_publisher`) and has the
+- *files*, if the current weights lie in files that it can read: the gserver reads them at once;
+- *another gserver* that serves them, if it cannot: it sends them in a process group of two, to one gserver at a time,
+  while it generates (`gserver/server/sender.py`);
+- *the publisher*, if no gserver can send them: the master learns that it is needed (`from_publisher`) and has the
   weights published once more, to those gservers alone (`PublishBegin.resync`).
 
-`Resyncs` owns what is known of the current weights, who failed to be resynced, and one task for each gserver that is
-being resynced from the first two sources; each task is a weight update with this one member (`update.py`).
+`Resyncs` owns the current weights' location and checksums, and one task for each gserver that is being resynced from
+the first two sources; each task is a weight update with this one member (`update.py`).
 
-Invariants: a gserver is resynced at most `weights.attempts` times to one version, then waits for the next. A failure
-counts only when the gserver has been heard of since: one that died of it falls silent, and has not failed. Attempts in
-which another gserver sent do not count, for that one may be to blame; each of those is tried once, and at most
-`weights.attempts` of them. One that newer weights have overtaken `MOST_OVERTAKEN` times, since they come faster than it
-is resynced, is left to the next update, which takes it along; while it is being resynced none does.
+Invariants: a gserver is resynced at most `weights.attempts` times to one version, then waits for the next. After a
+failure it is suspect until a check has reached it: one that has died falls silent, and has not failed. Attempts in
+which another gserver sent do not count, since the sender may be to blame; each sender is tried once, and at most
+`weights.attempts` senders. A gserver that newer weights have overtaken `MOST_OVERTAKEN` times, since they come faster
+than it is resynced, waits for the next update, which includes it; no update includes a gserver that is being resynced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,10 +32,12 @@ from streamrl import essential
 from streamrl.config import WeightsConfig
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import Wakeup
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.update import WeightGroup, WeightUpdate
+from streamrl.ledger import Ledger
 from streamrl.transport.control import Broadcast, Snapshot
 
 log = logging.getLogger(__name__)
@@ -67,25 +69,22 @@ class Resyncs:
         *,
         config: WeightsConfig,
         fleet: Fleet,
+        ledger: Ledger,
         calls: WeightCalls,
         changed: Wakeup,
-        version: Callable[[], int],
-        label: Callable[[int], str],
         updating: Callable[[], bool],
         on_unrecoverable: Callable[[str], None],
     ) -> None:
-        """`version` returns the version that is served, `label` what gservers call a version, `updating` whether an
-        update by the publisher is under way: no resync starts meanwhile. `changed` is notified when a gserver may have
-        come to need a resync, or has had one. `on_unrecoverable` is called with the reason why no live gserver can be
-        brought to the current weights."""
+        """`updating` returns whether an update by the publisher is under way: no resync starts until it has ended.
+        `changed` is notified when a gserver may have come to need a resync, or has had one. `on_unrecoverable` is
+        called with the reason why no live gserver can be brought to the current weights."""
         self.closing = False
         """Whether `close` was called: no resync starts any more."""
         self._config = config
         self._fleet = fleet
         self._calls = calls
         self._changed = changed
-        self._version = version
-        self._label = label
+        self._ledger = ledger
         self._updating = updating
         self._on_unrecoverable = on_unrecoverable
         self._current: CurrentWeights | None = None
@@ -108,37 +107,28 @@ class Resyncs:
         self._current = current
         self._tried.clear()
         for gserver in self._fleet.all():
-            gserver.clear_failures()
-
-    def heard(self, gserver: Gserver) -> None:
-        """Note a heartbeat of `gserver`: if its resync has failed, it did not die of it, so the failure counts."""
-        if gserver.resync_failed:
-            gserver.resync_failed = False
-            gserver.failed_resyncs += 1
-            self.start()
-            self.fail_if_unrecoverable()
-
-    def failed(self, gservers: Iterable[Gserver]) -> None:
-        """Note that the publisher could not resync `gservers`."""
-        for gserver in gservers:
-            gserver.resync_failed = True
+            gserver.failed_resyncs = 0
 
     def from_publisher(self) -> list[Gserver]:
         """Return the gservers that lack the current weights and can get them from the publisher alone."""
         if self._updating() or self.closing:
             return []
         current = self._current
-        if current is None or current.version != self._version():
+        if current is None or current.version != self._ledger.policy_version:
             return self._lacking()
         if current.snapshot is not None and self._config.mode in ("shared_memory", "cuda_ipc"):
             return []
         return [g for g in self._lacking() if not current.readable_by(g) and not self._able_to_send(g)]
 
     def start(self) -> None:
-        """Begin to resync the gservers that lack the current weights, as far as there is a source for them."""
+        """Begin to resync the gservers that lack the current weights, as far as there is a source for them; call
+        `on_unrecoverable` if all live ones have failed as often as they may."""
         self._changed.notify()
+        if self._updating() or self.closing:
+            return
+        self._fail_if_unrecoverable()
         current = self._current
-        if self._updating() or self.closing or current is None or current.version != self._version():
+        if current is None or current.version != self._ledger.policy_version:
             return
         for gserver in self._lacking():
             if gserver.overtaken_resyncs >= MOST_OVERTAKEN and self._fleet.serving_count:
@@ -152,28 +142,25 @@ class Resyncs:
                     sender = self._senders[gserver] = min(free, key=lambda g: g.load.requests)
                     self._begin(gserver, partial(self._from_gserver, gserver, sender, current))
 
-    def fail_if_unrecoverable(self) -> None:
-        """Call `on_unrecoverable` if every live gserver has failed to take the current weights as often as it may."""
+    def _fail_if_unrecoverable(self) -> None:
         heard = [g for g in self._fleet.all() if not g.silent]
-        failed = [g for g in heard if g.failed_resyncs >= self._config.attempts]
-        if heard and len(failed) == len(heard) and not self._updating():
+        failed = [g for g in heard if g.state is MemberState.EVICTED and g.failed_resyncs >= self._config.attempts]
+        if heard and len(failed) == len(heard):
             names = ", ".join(g.name for g in failed)
             self._on_unrecoverable(
-                f"no gserver serves weights v{self._version()}, and {names} could not be brought to them in "
-                f"{self._config.attempts} attempts each; the manager's log says why"
+                f"no gserver serves weights v{self._ledger.policy_version}, and {names} could not be brought to them "
+                f"in {self._config.attempts} attempts each; see the controller's log"
             )
 
-    async def rewind(self) -> None:
-        """End all resyncs: other weights are the current ones, and only the publisher has them."""
-        await self._end_all()
+    async def end_all(self) -> None:
+        """Resume the gservers that a resync has paused, wait until all have ended, and forget the current weights."""
+        await self.close()
         self._current = None
         self._tried.clear()
+        self.closing = False
 
     async def close(self) -> None:
         """Start no further resync, resume the gservers that one has paused, and wait until all have ended."""
-        await self._end_all()
-
-    async def _end_all(self) -> None:
         self.closing = True
         for gserver, task in self._running.items():
             if gserver in self._updates:
@@ -185,13 +172,10 @@ class Resyncs:
     def _lacking(self) -> list[Gserver]:
         """Return the live gservers that do not serve the current weights and may be resynced now."""
         busy = self.addresses
-        others = self._fleet.serving_count
         return [
             gserver
             for gserver in self._fleet.all()
-            if gserver.evicted
-            and not (gserver.unreachable and others)  # it is heard of when it can be reached
-            and not gserver.resync_failed
+            if gserver.state is MemberState.EVICTED
             and gserver.failed_resyncs < self._config.attempts
             and gserver.address not in busy
         ]
@@ -212,26 +196,26 @@ class Resyncs:
         try:
             await resync()
         finally:
-            if gserver.evicted and self._current is not resynced_to:
+            if gserver.lacks_weights and self._current is not resynced_to:
                 gserver.overtaken_resyncs += 1
             del self._running[gserver]
             self._senders.pop(gserver, None)
             self._updates.pop(gserver, None)
             self._fleet.news += 1
             self.start()
-            self.fail_if_unrecoverable()
 
     async def _from_files(self, gserver: Gserver, current: CurrentWeights, snapshot: Snapshot) -> None:
         update = self._update(gserver, current, snapshot, group=self._new_name())
         update.commit("", current.checksums)
         reply = await update.run()
         _report(gserver, current, source=f"the files in {snapshot.folder}", error=reply.error)
-        gserver.resync_failed = self._still_lacks(gserver, current)
+        if self._still_lacks(gserver, current):
+            gserver.handle(MemberEvent.RESYNC_FAILED)
 
     async def _from_gserver(self, gserver: Gserver, sender: Gserver, current: CurrentWeights) -> None:
         group = self._new_name()
         try:
-            weights = await self._calls.offer(sender, group=group, label=self._label(current.version))
+            weights = await self._calls.offer(sender, group=group, label=self._ledger.lineage.label(current.version))
         except StreamRLError as failure:
             error = str(failure)
         else:
@@ -266,19 +250,17 @@ class Resyncs:
     ) -> WeightUpdate:
         update = self._updates[gserver] = WeightUpdate(
             version=current.version,
-            old_version=current.version,
             weights=weights,
             group=WeightGroup(group, (gserver,)),
             calls=self._calls,
             config=self._config,
-            current=self._version,
-            label=self._label,
+            ledger=self._ledger,
         )
         return update
 
     def _still_lacks(self, gserver: Gserver, current: CurrentWeights) -> bool:
         """Whether `current` are still the current weights and `gserver` does not serve them."""
-        return gserver.evicted and self._current is current
+        return gserver.lacks_weights and self._current is current
 
     def _new_name(self) -> str:
         return f"resync-{next(self._numbers)}"

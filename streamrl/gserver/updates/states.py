@@ -211,11 +211,6 @@ class UpdateStates(Generic[Who]):
         return frozenset(self._blamed)
 
     @property
-    def lost(self) -> bool:
-        """Whether a gserver did not reply at all."""
-        return any(member.health is MemberHealth.LOST for member in self._members.values())
-
-    @property
     def outstanding(self) -> list[Action[Who]]:
         """The actions whose outcome is awaited; any other that was returned before no longer matters."""
         return [member.now for member in self._members.values() if member.now is not None]

@@ -21,7 +21,8 @@ import msgspec
 from streamrl import essential
 from streamrl.config import WeightsConfig
 from streamrl.errors import DeadlineExceeded, PeerLost, StreamRLError
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, serves
+from streamrl.gserver.manager.gserver import Gserver, serves
+from streamrl.gserver.manager.member_states import MemberEvent
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.states import (
     ORDER,
@@ -35,6 +36,7 @@ from streamrl.gserver.updates.states import (
     Way,
     plan_for,
 )
+from streamrl.ledger import Ledger
 from streamrl.transport.control import Broadcast, PublishReply, Snapshot, group_of_sender, turns_left
 from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup, Meeting, ReceiveWeights, adapter_name
 
@@ -94,23 +96,19 @@ class WeightUpdate:
         self,
         *,
         version: int,
-        old_version: int,
         weights: Broadcast | Snapshot,
         group: WeightGroup,
         calls: WeightCalls,
         config: WeightsConfig,
-        current: Callable[[], int],
-        label: Callable[[int], str] = str,
+        ledger: Ledger,
         first_buckets: Sequence[int] = (),
         base: int | None = None,
         on_swapped: Callable[[int], None] | None = None,
     ) -> None:
-        """`old_version` is what a gserver may serve that has not swapped. `current` returns the version that gservers
-        must serve to be given groups; it may pass `version` before this update ends. `label` returns what gservers call
-        the weights of a version. `first_buckets` and `base` are for
-        a broadcast: the bucket with which each sender begins (empty: the first), and the version from which deltas are
-        sent (None: weights are sent whole). `on_swapped` is called with `version` as soon as the first gserver serves
-        it."""
+        """`ledger` has the version that gservers must serve to be given groups; it may pass `version` before this
+        update ends. `first_buckets` and `base` are for a broadcast: the bucket with which each sender begins (empty:
+        the first), and the version from which deltas are sent (None: weights are sent whole). `on_swapped` is called
+        with `version` as soon as the first gserver serves it."""
         self.version = version
         self.group = group
         self.record = UpdateRecord(
@@ -118,15 +116,14 @@ class WeightUpdate:
         )
         self.checksums: dict[str, str] = {}
         """Name → checksum of each weight as it was trained; known from the commit on."""
-        self._old_version = old_version
-        self._label = label
+        self._ledger = ledger
+        self._old_version = ledger.policy_version
         self._weights = weights
         self._first_buckets = first_buckets
         self._base = base
         self._calls = calls
         self._config = config
         self._on_swapped = on_swapped
-        self._current = current
         self._states: UpdateStates[Gserver] = UpdateStates(
             {
                 gserver: plan_for(
@@ -148,11 +145,6 @@ class WeightUpdate:
         self._paused_at: dict[Gserver, float] = {}
         self._swap_told = False
         self._ended = asyncio.Event()
-
-    @property
-    def lost(self) -> bool:
-        """Whether a gserver did not reply at all."""
-        return self._states.lost
 
     def status(self) -> dict[str, Any]:
         """Return the state of the update and of each gserver in it, to be shown."""
@@ -215,9 +207,8 @@ class WeightUpdate:
             self._swap_told = True
             if self._on_swapped is not None:
                 self._on_swapped(self.version)
-        for gserver in self._states.swapped if self.version == self._current() else ():
-            if not gserver.stuck:
-                gserver.handle(GserverEvent.UPDATED)
+        for gserver in self._states.swapped if self.version == self._ledger.policy_version else ():
+            gserver.handle(MemberEvent.UPDATED)
         self.record.error = self._states.reason
         if self.record.error:
             self.group.broken = True
@@ -232,7 +223,7 @@ class WeightUpdate:
 
     def _conclude(self) -> None:
         for gserver in self._states.evicted:
-            gserver.handle(GserverEvent.UPDATE_FAILED)
+            gserver.handle(MemberEvent.UPDATE_FAILED)
         for gserver in self._states.blamed:
             gserver.failed_version = self.version
         self.record.done = self._states.done
@@ -271,22 +262,22 @@ class WeightUpdate:
             self._failed(action, error)
             return
         if action.step is Step.RESUME:
-            gserver.stuck = False
+            gserver.handle(MemberEvent.RESUMED)
             now = time.monotonic()
             since = self._paused_at.pop(gserver, now)  # now: cut off before its pause was asked for
             self.record.pause_seconds = max(self.record.pause_seconds, now - since)
         self._begin(self._states.succeeded(action))
 
     def _failed(self, action: Action[Gserver], error: Exception) -> None:
-        gserver = action.who
+        gserver, health = action.who, _health_of(error)
         if action.step is Step.RESUME:
             log.warning("%s could not be resumed and takes no groups until it can: %s", gserver.name, error)
-            gserver.stuck = True
-            gserver.handle(GserverEvent.UNREACHABLE)
         elif action.step is Step.CLEAR:
             log.warning("%s: requests could not be aborted: %s", gserver.name, error)
+        if action.step is Step.RESUME or health is MemberHealth.LOST:
+            gserver.handle(MemberEvent.UNREACHABLE)
         stage = self._states.stages()[gserver].value
-        self._begin(self._states.failed(action, _health_of(error), f"{gserver.name} while {stage}: {error}"))
+        self._begin(self._states.failed(action, health, f"{gserver.name} while {stage}: {error}"))
 
     async def _call(self, step: Step, gserver: Gserver) -> None:
         match step:
@@ -311,7 +302,7 @@ class WeightUpdate:
             case Step.SWAP:
                 if isinstance(self._weights, Broadcast):
                     await self._calls.end(gserver)
-                await self._calls.name(gserver, self._label(self.version))
+                await self._calls.name(gserver, self._ledger.lineage.label(self.version))
                 if _way(self._weights) == "adapter":
                     self._calls.unload_old_adapters(gserver, serves=_adapter(self.version))
             case Step.CLEAR:
@@ -349,8 +340,8 @@ class WeightUpdate:
                 group_name=self.group.name,
                 senders=senders,
                 first_buckets=list(self._first_buckets) or [0] * len(senders),
-                weight_version=self._label(self.version),
-                base=None if self._base is None else self._label(self._base),
+                weight_version=self._ledger.lineage.label(self.version),
+                base=None if self._base is None else self._ledger.lineage.label(self._base),
                 turns=turns_left(self._weights.turns, self._first_buckets),
             )
             await self._calls.receive_all(gserver, message, partial(self._note_received, gserver))
@@ -374,7 +365,7 @@ class WeightUpdate:
         await self._calls.load(
             gserver,
             files.folder,
-            label=self._label(self.version) if stages_weights(gserver) else None,
+            label=self._ledger.lineage.label(self.version) if stages_weights(gserver) else None,
             flush_cache=self._flushes(gserver),
         )
 
@@ -393,9 +384,9 @@ class WeightUpdate:
 
     def _meaning(self, label: str) -> Serves:
         """Return which weights those are that a gserver calls `label`."""
-        if serves(label, self._label(self.version)):
+        if serves(label, self._ledger.lineage.label(self.version)):
             return "new"
-        return "old" if serves(label, self._label(self._old_version)) else "other"
+        return "old" if serves(label, self._ledger.lineage.label(self._old_version)) else "other"
 
 
 def _way(weights: Broadcast | Snapshot) -> Way:

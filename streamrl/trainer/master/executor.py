@@ -36,6 +36,7 @@ from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer, Shares
 from streamrl.trainer.master.figures import Span
+from streamrl.trainer.master.history import History
 from streamrl.trainer.master.synchronous import SynchronousGeneration
 from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.trainer.redistributor import Transfer, concerning
@@ -153,15 +154,15 @@ class FunctionExecutor:
         stored: asyncio.Queue[Stored],
         former: BatchFormer,
         config: Config,
-        policy_version: int,
+        history: History,
         weights_at_rest: asyncio.Lock,
     ) -> None:
-        """`stored`: notices of the workers' StreamDatasets. `policy_version`: from which the run begins.
+        """`stored`: notices of the workers' StreamDatasets. `history` has the policy version that calls are made at.
         `weights_at_rest`: held while no other task may change weights or begin to publish them, as in `execute_step`.
         """
         self._weights_at_rest = weights_at_rest
         trainer = config.trainer
-        self._policy_version = policy_version
+        self._history = history
         self._graph = graph
         self._buffer = buffer
         self._workers = workers
@@ -174,7 +175,7 @@ class FunctionExecutor:
                 buffer=buffer,
                 former=former,
                 trainer=trainer,
-                policy_version=policy_version,
+                policy_version=history.policy_version,
                 kept_per_step=config.metrics.rollouts_per_step,
             )
             for source in ("arrivals", "batch")
@@ -231,7 +232,6 @@ class FunctionExecutor:
         self,
         batch: Sequence[SampleMeta],
         *,
-        policy_version: int,
         compared: Sibling | None = None,
         lr_scale: float = 1.0,
     ) -> StepResult:
@@ -239,6 +239,7 @@ class FunctionExecutor:
 
         `compared` and `lr_scale`: see `TrainStep`.
         """
+        policy_version = self._history.policy_version
         trained: list[Trained] = []
 
         async def run(mfc: MFC) -> Span:
@@ -259,7 +260,6 @@ class FunctionExecutor:
 
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(run(mfc), name=mfc.name) for mfc in self._graph.reading("batch")]
-        self._policy_version = policy_version + 1
         spans = [task.result() for task in running]
         self._spans += spans
         return StepResult(spans, trained)
@@ -270,10 +270,11 @@ class FunctionExecutor:
             metas = await self._buffer.get_batch_for_rpc(mfc)
             begin = time.time()
             undisturbed: AbstractAsyncContextManager[None] = nullcontext()
-            if call.gives_weights(self._policy_version):  # ranks that gather them cannot do so for a publication, too
+            if call.gives_weights(self._history.policy_version):
+                # ranks that gather weights for this call cannot gather them for a publication at the same time
                 undisturbed = self._weights_at_rest
             async with undisturbed:
-                compute = await call.infer(metas, policy_version=self._policy_version)
+                compute = await call.infer(metas, policy_version=self._history.policy_version)
             self._spans.append(Span(mfc.name, begin, time.time(), compute))
 
 

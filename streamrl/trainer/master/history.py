@@ -73,6 +73,8 @@ class History:
         self._config = config
         self._lineage = lineage
         self.policy_version = 0
+        """The newest version that was trained: completed training steps. The version that gservers serve, which follows
+        with its publication, is the ledger's."""
         self.tokens_dropped = 0
         self.evaluation_due = False
         """Whether an evaluation of this version was due."""
@@ -83,7 +85,7 @@ class History:
         self._began = time.time()
         self._seconds_before = 0.0
         if begun is not None:
-            self._go_on(begun)
+            self._restore(begun)
 
     @property
     def train_seconds(self) -> float:
@@ -93,11 +95,6 @@ class History:
     def begin(self) -> None:
         """Count time from here: the models are loaded."""
         self._began = time.time()
-
-    def add_step(self, *, reward: float) -> None:
-        """Note that a step is done, with a batch of this mean reward: the policy is a new version."""
-        self.policy_version += 1
-        self.rewards.append(reward)
 
     def reached(self, ledger: Ledger, *, data: DataFacts) -> progress.Progress:
         """Return how far the run has come, for a checkpoint."""
@@ -117,7 +114,7 @@ class History:
             watch=self.watch,
         )
 
-    def _go_on(self, begun: progress.Progress) -> None:
+    def _restore(self, begun: progress.Progress) -> None:
         self.policy_version = begun.policy_version
         self.tokens_dropped = begun.tokens_dropped
         self.evaluation_due = begun.evaluation_due

@@ -95,7 +95,7 @@ class Master:
             stored=stored,
             former=self._former,
             config=config,
-            policy_version=self._history.policy_version,
+            history=self._history,
             weights_at_rest=self._weights_at_rest,
         )
         self._begun = begun
@@ -340,17 +340,17 @@ class Master:
         comparison = self._comparison = self._compare(batch, version=version)
         result = await self._executor.execute_step(
             batch,
-            policy_version=version,
             compared=comparison.response if comparison is not None else None,
             lr_scale=self._history.watch.lr_scale,
         )
+        self._history.policy_version += 1
         held = self._buffer.trained_on(meta.seq for meta in batch)
         await self._workers.clear(held, come_again=False)
         end = time.time()
         if self._publication is not None:
             await self._publication
         figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
-        self._history.add_step(reward=figures["reward_mean"])
+        self._history.rewards.append(figures["reward_mean"])
         figures |= self._look_after(figures)
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)

@@ -7,23 +7,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from streamrl.gserver.manager.admission import MAX_DEATHS, Admissions
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent, GserverState
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
 from streamrl.types import SampleMeta
 from tests.groups import make_group
 
-SERVING = GserverState.SERVING
-HAPPENED: dict[GserverState, list[GserverEvent]] = {
-    GserverState.UNCHECKED: [],
-    GserverState.SERVING: [GserverEvent.FOUND_CURRENT],
-    GserverState.EVICTED: [GserverEvent.FOUND_OUTDATED],
-    GserverState.SILENT: [GserverEvent.FELL_SILENT],
+SERVING = MemberState.SERVING
+HAPPENED: dict[MemberState, list[MemberEvent]] = {
+    MemberState.UNCHECKED: [],
+    MemberState.SERVING: [MemberEvent.FOUND_CURRENT],
+    MemberState.EVICTED: [MemberEvent.FOUND_OUTDATED],
+    MemberState.SILENT: [MemberEvent.FELL_SILENT],
 }
 """How a gserver that has joined comes into each state."""
 
 
-def fleet_of(*states: GserverState) -> Fleet:
+def fleet_of(*states: MemberState) -> Fleet:
     fleet = Fleet()
     for index, state in enumerate(states):
         gserver = Gserver(index, f"http://g{index}")
@@ -35,7 +36,7 @@ def fleet_of(*states: GserverState) -> Fleet:
 
 
 @given(st.lists(st.sampled_from(sorted(HAPPENED, key=str)), max_size=5), st.integers(0, 40))
-def test_load_is_even_and_only_on_those_that_serve(states: list[GserverState], groups: int) -> None:
+def test_load_is_even_and_only_on_those_that_serve(states: list[MemberState], groups: int) -> None:
     fleet = fleet_of(*states)
     for _ in range(groups):
         fleet.assign(now=0.0)
@@ -46,7 +47,7 @@ def test_load_is_even_and_only_on_those_that_serve(states: list[GserverState], g
 
 
 def test_an_update_reaches_all_that_are_heard_of_but_not_who_failed_it_before() -> None:
-    fleet = fleet_of(SERVING, GserverState.EVICTED, GserverState.UNCHECKED, GserverState.SILENT)
+    fleet = fleet_of(SERVING, MemberState.EVICTED, MemberState.UNCHECKED, MemberState.SILENT)
     assert [g.index for g in fleet.candidates(5)] == [0, 1, 2]
     fleet.all()[1].failed_version = 5
     assert [g.index for g in fleet.candidates(5)] == [0, 2]
@@ -54,14 +55,15 @@ def test_an_update_reaches_all_that_are_heard_of_but_not_who_failed_it_before() 
     for gserver in fleet.all():
         gserver.failed_version = 5
     assert [g.index for g in fleet.candidates(5)] == [0, 1, 2]
-    fleet.all()[0].unreachable = True
+    fleet.all()[0].handle(MemberEvent.UNREACHABLE)
     assert [g.index for g in fleet.candidates(5)] == [1, 2]
     for gserver in fleet.all():
-        gserver.unreachable = True
+        gserver.handle(MemberEvent.UNREACHABLE)
     assert [g.index for g in fleet.candidates(5)] == [0, 1, 2]
 
 
-FINAL = (GserverEvent.EMPTIED, GserverEvent.REMOVED)
+FINAL = (MemberEvent.REMOVED, MemberEvent.GAVE_UP, MemberEvent.DRAINED)
+"""They take a gserver out of the fleet, at once or later."""
 
 
 def accept(ledger: Ledger, seq: int) -> None:
@@ -149,8 +151,8 @@ class AdmissionsMachine(RuleBasedStateMachine):
     def advance(self) -> None:
         self.ledger.advance(self.ledger.policy_version + 1)
 
-    @rule(index=st.integers(0, 1), event=st.sampled_from([e for e in GserverEvent if e not in FINAL]))
-    def happen(self, index: int, event: GserverEvent) -> None:
+    @rule(index=st.integers(0, 1), event=st.sampled_from([e for e in MemberEvent if e not in FINAL]))
+    def happen(self, index: int, event: MemberEvent) -> None:
         self.fleet.all()[index].handle(event)
 
     @invariant()

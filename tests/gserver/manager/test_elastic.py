@@ -116,6 +116,35 @@ async def test_what_does_not_finish_is_handed_over(tmp_path: Path) -> None:
         assert (await run.client.route(AskRoute(worker=0, seq=0, failed=first.url))).gserver == second.url
 
 
+async def test_one_that_misses_an_update_while_it_drains_hands_over_at_once(tmp_path: Path) -> None:
+    """Its requests would continue under old weights for the rest of `manager.drain_seconds`."""
+    async with managed(small_config(tmp_path, gserver={"count": 2})) as run, scripted(2) as (first, second):
+        await joined(run, first, second)
+        await run.admit(2)
+        await run.client.drain(Drain(role="gserver", index=0))
+        first.faults["/end_weight_update"] = ["refuse"]
+        reply = await publish(run, 1)
+        assert (reply.done, reply.evicted) == (True, [0])
+        await told_to_leave(run, 0)
+        assert first.paused
+        assert (await run.process("gserver", 0)).state == "draining"
+        assert (await publish(run, 2)).done
+        assert (first.weight_version, second.weight_version) == ("default", "2")
+
+
+async def test_one_that_falls_silent_while_it_drains_is_asked_to_leave_when_it_returns(tmp_path: Path) -> None:
+    config = small_config(tmp_path, gserver={"count": 2}, manager={"lease_seconds": 2.0})
+    async with managed(config) as run, scripted(2) as gservers:
+        await joined(run, *gservers)
+        await run.admit(2)
+        await run.client.drain(Drain(role="gserver", index=0))
+        await run.until(
+            lambda status: [p.state for p in status.processes if (p.role, p.index) == ("gserver", 0)] == ["silent"]
+        )
+        assert (await run.beat("gserver", 0)).leave
+        assert (await run.process("gserver", 0)).state == "draining"
+
+
 async def test_a_silent_gserver_is_drained_at_once(tmp_path: Path) -> None:
     config = small_config(tmp_path, manager={"lease_seconds": 0.2})
     async with managed(config) as run, scripted() as (gserver,):

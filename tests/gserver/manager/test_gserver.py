@@ -1,4 +1,4 @@
-"""The life of a gserver: its state machine under any order of events, and as docs/manager.md draws it."""
+"""The life of a member: its state machine under any order of events, and as docs/manager.md draws it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from streamrl.gserver.manager.gserver import TRANSITIONS, Gserver, GserverEvent, GserverState, next_state, serves
+from streamrl.gserver.manager.elastic import ASKED_TO_LEAVE
+from streamrl.gserver.manager.gserver import Gserver, serves
+from streamrl.gserver.manager.member_states import (
+    SILENT_STATES,
+    TRANSITIONS,
+    MemberEvent,
+    MemberState,
+    next_state,
+)
+from streamrl.gserver.manager.registry import Member
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "manager.md"
-SILENT = (GserverState.SILENT, GserverState.LEAVING_SILENT)
 
 
 def test_weights_are_known_by_their_label() -> None:
@@ -23,79 +31,104 @@ def test_weights_are_known_by_their_label() -> None:
     assert not serves("6", "7")
 
 
-@given(st.sampled_from(GserverState), st.lists(st.sampled_from(GserverEvent)))
-def test_whatever_happens_in_whatever_state(state: GserverState, events: list[GserverEvent]) -> None:
+@given(st.sampled_from(MemberState), st.lists(st.sampled_from(MemberEvent)))
+def test_every_event_in_every_state(state: MemberState, events: list[MemberEvent]) -> None:
     for event in events:
         before, state = state, next_state(state, event)
-        assert next_state(state, event) is state, "said twice, it happened once"
-        if before is GserverState.GONE:
-            assert state is GserverState.GONE
-        if before in SILENT and state is not before:
-            assert event in (GserverEvent.RETURNED, GserverEvent.EMPTIED, GserverEvent.REMOVED)
-        if state is GserverState.SERVING and before is not state:
-            assert event in (GserverEvent.FOUND_CURRENT, GserverEvent.UPDATED), "only with the current weights"
-            assert before in (GserverState.UNCHECKED, GserverState.EVICTED)
+        assert next_state(state, event) is state, "an event that is reported twice counts once"
+        if before is MemberState.GONE:
+            assert state is MemberState.GONE
+        if before in SILENT_STATES and state is not before:
+            assert event in (MemberEvent.RETURNED, MemberEvent.GAVE_UP, MemberEvent.REMOVED)
+        if before is MemberState.GAVE_UP:
+            assert state in (MemberState.GAVE_UP, MemberState.GONE)
+        if before in ASKED_TO_LEAVE and state is not before:
+            assert state in (*ASKED_TO_LEAVE, *SILENT_STATES, MemberState.GONE), "there is no way back"
+        if state is MemberState.SERVING and before is not state:
+            assert event in (MemberEvent.FOUND_CURRENT, MemberEvent.UPDATED), "only with the current weights"
+            assert before in (MemberState.UNCHECKED, MemberState.SUSPECT, MemberState.EVICTED)
+        if state is MemberState.DRAINING and before is not state:
+            assert before is MemberState.SERVING, "it has the current weights"
         match event:
-            case GserverEvent.REMOVED:
-                assert state is GserverState.GONE
-            case GserverEvent.FELL_SILENT:
-                assert state in (*SILENT, GserverState.GONE)
-            case GserverEvent.RETURNED:
-                assert state not in SILENT
-            case GserverEvent.EMPTIED:
-                assert state in (GserverState.LEAVING, GserverState.LEAVING_SILENT, GserverState.GONE)
-            case GserverEvent.UPDATE_FAILED | GserverEvent.PASSED_OVER | GserverEvent.UNREACHABLE:
-                assert state is not GserverState.SERVING
+            case MemberEvent.REMOVED:
+                assert state is MemberState.GONE
+            case MemberEvent.FELL_SILENT | MemberEvent.GAVE_UP:
+                assert state in (*SILENT_STATES, MemberState.GONE)
+            case MemberEvent.RETURNED:
+                assert state not in SILENT_STATES or state is MemberState.GAVE_UP
+            case MemberEvent.DRAINED:
+                assert state in (*ASKED_TO_LEAVE, *SILENT_STATES, MemberState.GONE)
+            case MemberEvent.EMPTIED:
+                assert state not in (MemberState.DRAINING, MemberState.HANDING_OVER)
+            case MemberEvent.UPDATE_FAILED | MemberEvent.PASSED_OVER | MemberEvent.UNREACHABLE:
+                assert state not in (MemberState.SERVING, MemberState.DRAINING)
 
 
 def test_every_event_has_its_transitions_and_every_state_is_reached() -> None:
-    assert set(TRANSITIONS) == set(GserverEvent)
-    reached = {GserverState.UNCHECKED}
-    while more := {follows for moves in TRANSITIONS.values() for before, follows in moves.items() if before in reached}:
-        if more <= reached:
-            break
-        reached |= more
-    assert reached == set(GserverState)
+    assert set(TRANSITIONS) == set(MemberEvent)
+    assert reached_from(MemberState.UNCHECKED, set(MemberEvent), serves_weights=True) == set(MemberState)
+
+
+def test_other_processes_have_some_of_the_states_of_a_gserver() -> None:
+    """The events are those that the manager reports of a process that is no gserver."""
+    events = {
+        *(MemberEvent.FELL_SILENT, MemberEvent.RETURNED, MemberEvent.GAVE_UP),
+        *(MemberEvent.DRAINED, MemberEvent.EMPTIED, MemberEvent.REMOVED),
+    }
+    of_weights = {MemberState.UNCHECKED, MemberState.SUSPECT, MemberState.EVICTED, MemberState.HANDING_OVER}
+    assert reached_from(MemberState.SERVING, events, serves_weights=False) == set(MemberState) - of_weights
+    worker = Member("rollout", 0)
+    for event, state in [
+        (MemberEvent.FELL_SILENT, MemberState.SILENT),
+        (MemberEvent.RETURNED, MemberState.SERVING),
+        (MemberEvent.DRAINED, MemberState.DRAINING),
+        (MemberEvent.EMPTIED, MemberState.LEAVING),
+        (MemberEvent.GAVE_UP, MemberState.GAVE_UP),
+    ]:
+        worker.handle(event)
+        assert worker.state is state
+
+
+def reached_from(state: MemberState, events: set[MemberEvent], *, serves_weights: bool) -> set[MemberState]:
+    reached: set[MemberState] = set()
+    ahead = {state}
+    while ahead:
+        reached |= ahead
+        follows = {next_state(b, event, serves_weights=serves_weights) for b in ahead for event in events}
+        ahead = follows - reached
+    return reached
 
 
 class Life(RuleBasedStateMachine):
-    """The record of one gserver: what it says of itself follows from what happened."""
+    """The record of one gserver: its properties follow from its events."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gserver = Gserver(0, "http://g0")
-        self.told: list[tuple[GserverState, bool]] = []
-        self.gserver.on_change = lambda gserver: self.told.append((gserver.state, gserver.draining))
+        self.changes: list[MemberState] = []
+        self.gserver.on_change = lambda gserver: self.changes.append(gserver.state)
+        self.failures_in_a_row = 0
 
-    @rule(event=st.sampled_from(GserverEvent))
-    def happen(self, event: GserverEvent) -> None:
-        before, told = self.gserver.state, len(self.told)
-        self.gserver.handle(event)
-        assert self.gserver.state is next_state(before, event)
-        assert len(self.told) - told == (self.gserver.state is not before), "heard of exactly when it changes"
-
-    @rule()
-    def fall_silent(self) -> None:
-        self.gserver.fall_silent()
-        assert self.gserver.silent or self.gserver.state is GserverState.GONE
-
-    @rule()
-    def return_from_silence(self) -> None:
-        was_silent = self.gserver.silent
-        self.gserver.return_from_silence()
-        assert not self.gserver.silent
-        assert not (was_silent and self.gserver.serving), "it is checked first"
-
-    @rule()
-    def drain(self) -> None:
-        self.gserver.drain()
-        assert self.told[-1] == (self.gserver.state, True)
+    @rule(event=st.sampled_from(MemberEvent))
+    def happen(self, event: MemberEvent) -> None:
+        gserver, before, changes = self.gserver, self.gserver.state, len(self.changes)
+        gserver.handle(event)
+        assert gserver.state is next_state(before, event)
+        assert len(self.changes) - changes == (gserver.state is not before), "on_change is called once for a change"
+        if event is MemberEvent.RETURNED and before is MemberState.SILENT:
+            assert not gserver.serving, "it is checked first"
+        if event is MemberEvent.RESYNC_FAILED:
+            self.failures_in_a_row += 1
+        if gserver.state is not before and (gserver.serving or event is MemberEvent.RETURNED):
+            self.failures_in_a_row = 0
+        assert gserver.failed_resyncs == self.failures_in_a_row
 
     @invariant()
-    def groups_are_given_to_whom_serves_and_stays(self) -> None:
+    def groups_are_given_only_to_one_that_takes_part(self) -> None:
         gserver = self.gserver
-        assert gserver.takes_groups == (gserver.state is GserverState.SERVING and not gserver.draining)
-        assert not (gserver.takes_groups and gserver.silent)
+        assert gserver.serving == (gserver.state is MemberState.SERVING)
+        assert not (gserver.serving and (gserver.silent or gserver.lacks_weights or not gserver.takes_part))
+        assert not (gserver.gone and gserver.takes_part)
 
 
 TestLife = Life.TestCase
@@ -103,7 +136,7 @@ TestLife = Life.TestCase
 
 def drawn() -> set[tuple[str, str, str]]:
     """Event, state before and state after, of each transition in the document's table."""
-    section = DOCUMENT.read_text().split("<!-- states of a gserver -->")[1].split("<!-- end of states -->")[0]
+    section = DOCUMENT.read_text().split("<!-- states of a member -->")[1].split("<!-- end of states -->")[0]
     found = set()
     for event, before, after in re.findall(r"^\| (.+?) \| .+? \| (.+?) \| (.+?) \|$", section, re.MULTILINE)[1:]:
         found |= {(event, state, after) for state in before.split(" or ")}

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from streamrl.gserver.manager.gserver import AHEAD, Gserver, GserverEvent, GserverLoad, Route, Work
+from streamrl.gserver.manager.gserver import AHEAD, Gserver, GserverLoad, Route, Work
+from streamrl.gserver.manager.member_states import MemberEvent
 from streamrl.gserver.manager.routing import Fleet, LeastLoadedHeap
 from streamrl.transport.generation import ServerInfo
 
@@ -17,7 +18,7 @@ def fleet_of(count: int, *, capacity: int = 0, tokens: int = 0) -> Fleet:
         gserver = Gserver(index, f"http://g{index}")
         fleet.join(gserver)
         gserver.info = ServerInfo(max_running_requests=capacity or None, max_total_num_tokens=tokens or None)
-        gserver.handle(GserverEvent.FOUND_CURRENT)
+        gserver.handle(MemberEvent.FOUND_CURRENT)
     return fleet
 
 
@@ -74,7 +75,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule(requests=st.integers(1, 6), tokens=st.integers(0, 600), avoid=st.integers(-1, 2))
     def assign(self, requests: int, tokens: int, avoid: int) -> None:
-        open_before = {g.index for g in self.fleet.all() if g.takes_groups and not g.load.full and g.index != avoid}
+        open_before = {g.index for g in self.fleet.all() if g.serving and not g.load.full and g.index != avoid}
         route = self.fleet.assign(Work(requests, tokens), now=self.now, avoid=f"http://g{avoid}")
         assert (route is not None) == bool(open_before)
         if route is not None:
@@ -102,11 +103,11 @@ class FleetMachine(RuleBasedStateMachine):
         route = data.draw(st.sampled_from(list(self.work)))
         before = route.gserver
         choice = self.fleet.reassign(route, now=self.now, avoid=f"http://g{avoid}")
-        if before.takes_groups and before.index != avoid:
+        if before.serving and before.index != avoid:
             assert choice is before, "where its cache is"
         elif choice is not None:
             assert choice.index != avoid
-            assert choice.takes_groups
+            assert choice.serving
             assert route.gserver is choice
             work, had = route.work, self.work[route]
             assert work == had or (not had.tokens and work.requests == had.requests)
@@ -117,25 +118,21 @@ class FleetMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 2), running=st.integers(0, 20), seconds=st.sampled_from([0.1, 1.0]))
     def heartbeat(self, index: int, running: int, seconds: float) -> None:
         self.now += seconds
-        if self.fleet.is_member(self.gservers[index]):
+        if self.gservers[index].takes_part:
             self.fleet.measured(self.gservers[index], {"running": running, "queued": 0.0}, now=self.now)
 
-    @rule(index=st.integers(0, 2), event=st.sampled_from(GserverEvent))
-    def happen(self, index: int, event: GserverEvent) -> None:
+    @rule(index=st.integers(0, 2), event=st.sampled_from(MemberEvent))
+    def happen(self, index: int, event: MemberEvent) -> None:
         self.gservers[index].handle(event)
-
-    @rule(index=st.integers(0, 2))
-    def drain(self, index: int) -> None:
-        self.gservers[index].drain()
 
     @rule(index=st.integers(0, 2))
     def replace(self, index: int) -> None:
         """Another process takes the place and begins to serve; what was routed to the one before stays there."""
-        self.gservers[index].remove()
+        self.gservers[index].handle(MemberEvent.REMOVED)
         gserver = Gserver(index, f"http://g{index}")
         gserver.info = ServerInfo(max_running_requests=self.CAPACITY, max_total_num_tokens=4000)
         self.fleet.join(gserver)
-        gserver.handle(GserverEvent.FOUND_CURRENT)
+        gserver.handle(MemberEvent.FOUND_CURRENT)
         self.gservers[index] = gserver
         self.known.append(gserver)
 
@@ -151,8 +148,8 @@ class FleetMachine(RuleBasedStateMachine):
 
     @invariant()
     def capacity_is_known_of_exactly_while_there_is_some(self) -> None:
-        assert self.fleet.has_capacity == any(g.takes_groups and not g.load.full for g in self.fleet.all())
-        assert self.fleet.serving() == [g for g in self.fleet.all() if g.takes_groups]
+        assert self.fleet.has_capacity == any(g.serving and not g.load.full for g in self.fleet.all())
+        assert self.fleet.serving() == [g for g in self.fleet.all() if g.serving]
 
 
 FleetMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
@@ -187,13 +184,13 @@ def test_capacity_that_becomes_free_is_told() -> None:
     fleet.join(gserver)
     gserver.info = ServerInfo(max_running_requests=1)
     assert told == []
-    gserver.handle(GserverEvent.FOUND_CURRENT)
+    gserver.handle(MemberEvent.FOUND_CURRENT)
     assert len(told) == 1
     route = fleet.assign(Work(2, 0), now=0.0)
     assert route is not None
     fleet.change(route, Work(1, 0), now=0.0)
     assert len(told) == 2
-    gserver.drain()
+    gserver.handle(MemberEvent.DRAINED)
     fleet.release(route)
     assert len(told) == 2
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from streamrl.errors import PeerError
+from streamrl.records.lineage import Lineage
 from streamrl.transport.control import PublishReply, Status
 from streamrl.transport.generation import MIXED_WEIGHTS, StagedWeights
 from tests.gserver.harness import (
@@ -216,6 +217,16 @@ async def test_a_version_is_not_published_twice(tmp_path: Path) -> None:
         assert (await publish(run, 1)).done
         with pytest.raises(PeerError, match="version 1 cannot be published: the gservers are at 1"):
             await begin_publication(run, 1)
+
+
+async def test_the_version_served_is_the_ledgers(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        run.manager.ledger.restore(Lineage(policy_version=5), trained=range(10), rejected=())
+        with pytest.raises(PeerError, match="version 5 cannot be published: the gservers are at 5"):
+            await begin_publication(run, 5)
+        assert (await publish(run, 6)).done
+        assert run.manager.ledger.policy_version == 6
+        assert {gserver.weight_version for gserver in gservers} == {"6"}
 
 
 @pytest.mark.parametrize("path", COLLECTIVE)

@@ -8,6 +8,7 @@ from streamrl.config import WeightsConfig
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.update import WeightGroup, WeightUpdate
+from streamrl.ledger import Ledger
 from streamrl.transport.control import Snapshot
 from streamrl.transport.generation import GenerationClient
 from tests.gserver.scripted import scripted
@@ -20,12 +21,11 @@ async def test_an_update_that_is_left_before_its_pause_was_asked_for_ends() -> N
         gserver = Gserver(0, peer.url)
         update = WeightUpdate(
             version=1,
-            old_version=0,
             weights=Snapshot(folder="/weights/v1"),
             group=WeightGroup("g", (gserver,)),
             calls=WeightCalls(client, timeout=2.0),
             config=config,
-            current=lambda: 0,
+            ledger=Ledger(groups_per_batch=1, max_staleness=0, lease_seconds=1.0),
         )
         update.commit("", {})
         running = asyncio.create_task(update.run())

@@ -11,6 +11,7 @@ from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.executor import FunctionExecutor
+from streamrl.trainer.master.history import History
 from streamrl.trainer.master.workers import ModelWorkers
 from streamrl.transport.synchronous import GenerateGroups, GroupsGenerated, GroupsScored
 from streamrl.types import SampleMeta
@@ -64,7 +65,7 @@ def executor_of(graph):
         stored=stored,
         former=BatchFormer(config),
         config=config,
-        policy_version=0,
+        history=History(config, None),
         weights_at_rest=asyncio.Lock(),
     )
     return executor, buffer, channel, stored

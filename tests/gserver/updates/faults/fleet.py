@@ -102,8 +102,8 @@ class FaultyFleet:
         while True:
             await self.run.manager.resync_needed()
             async with self._publisher_lock:
-                weights = self.run.manager.weights
-                if weights.version == self.version and weights.resyncs.from_publisher():
+                manager = self.run.manager
+                if manager.ledger.policy_version == self.version and manager.weights.resyncs.from_publisher():
                     self.asked_again += 1
                     await self.publisher.publish(self.version, FixedWeights(self.weights(self.version)), resync=True)
 

@@ -124,7 +124,7 @@ class _ControlledRun:
         """
         stored: asyncio.Queue[Stored] = asyncio.Queue()
         async with AsyncExitStack() as stack:
-            channel = await self._open_channel(stack, stored)
+            channel = await self._open_channel(config, stack, stored)
             lineage = progress.begin_lineage(config, cause=cause)
             await self._manager.begin(config, lineage=lineage)
             master = self._master = Master(config, pool=self._manager, channel=channel, stored=stored, lineage=lineage)
@@ -168,8 +168,11 @@ class _ControlledRun:
                 f"(trainer.restarts){first}"
             )
 
-    async def _open_channel(self, stack: AsyncExitStack, stored: asyncio.Queue[Stored]) -> RequestChannel[Stored]:
-        """Return the channel of a lineage, at which the controller registers with its own manager."""
+    async def _open_channel(
+        self, config: Config, stack: AsyncExitStack, stored: asyncio.Queue[Stored]
+    ) -> RequestChannel[Stored]:
+        """Return the channel of the lineage that begins as `config` says; the controller registers with its own manager
+        as its end."""
         manager, encrypted = self._manager, self._encrypted
         keys = CurveKeys.make()
         channel = _channel(stored, self._listening, keys=keys if encrypted else None)
@@ -178,7 +181,7 @@ class _ControlledRun:
             doorkeeper = Doorkeeper(channel.context, lambda key: _is_member(manager, key))
             doorkeeper.start()
             stack.callback(doorkeeper.stop)
-        granted = manager.enter(_registration(self._config, channel.endpoint, keys=keys, encrypted=encrypted))
+        granted = manager.enter(_registration(config, channel.endpoint, keys=keys, encrypted=encrypted))
         channel.admit(Verifier("controller", key=bytes.fromhex(granted.verification_key), encrypted=encrypted))
         return channel
 

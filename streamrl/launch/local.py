@@ -64,7 +64,6 @@ STATUS_SECONDS = 5.0
 WORK_GOES_ON: Mapping[PlanRole, str] = {
     "gserver": "its requests go on at others",
     "rollout": "its prompts go to others",
-    "evaluator": "its evaluation is made anew",
 }
 """Roles whose processes are replaced when they die, and what becomes of the work."""
 

@@ -43,7 +43,7 @@ MOST_DOUBLINGS = 64
 """The delay before a restart is not doubled more often than this: after a thousand times no float holds it."""
 LEAVE_SECONDS = 10.0
 """How long processes may take to leave by themselves once the run is over."""
-REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator")
+REPLACED: Collection[PlanRole] = ("gserver", "rollout")
 """Roles whose work others do when a process is lost, until another takes its place."""
 UNHEARD_SECONDS = 30.0
 """A warning is logged when the controller has not reported for this long which processes are silent."""

@@ -161,7 +161,7 @@ class Members:
             policy_version=self._policy_version(),
             known=member is not None,
             leave=member is not None and member.leaves,
-            unanswering=self._registry.unanswering(now=now) if message.role in ("rollout", "evaluator") else [],
+            unanswering=self._registry.unanswering(now=now) if message.role == "rollout" else [],
         )
 
     async def resume_point(self) -> ResumePoint:

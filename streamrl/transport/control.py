@@ -16,7 +16,7 @@ and joins with it; each role has a token for its own calls.
 | GET /model/part | all | bytes of one of these files |
 | GET /topology | rollout, model worker | waits until the named processes are registered; their addresses |
 | POST /member | model worker | whether a CURVE key belongs to a member that may send to the caller |
-| POST /admit | rollout | waits for room in the ledger, or for a held-out prompt; sequence numbers, each with a gserver |
+| POST /admit | rollout | waits for room in the ledger, or for a held-out prompt; sequence numbers and gservers |
 | POST /route | rollout | another gserver for a group whose gserver failed |
 | POST /in_flight | rollout | how many requests of its groups still run |
 | POST /reject | rollout | a group is given up |

@@ -75,7 +75,8 @@ class EvaluationRequests:
                 f"evaluation.end_timeout_seconds = {seconds:g}"
             )
             if (status := self._pool.status().evaluation) is not None:
-                missed += f" ({status.prompts_done} of {status.prompts or 'an unknown number of'} prompts are done)"
+                done = f"{status.prompts_done} of {status.prompts} prompts are done"
+                missed += f" ({done if status.prompts else 'no rollout worker has opened the held-out data'})"
             log.warning("%s", missed)
             return f"; {missed}"
         return ""

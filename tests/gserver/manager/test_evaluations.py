@@ -282,7 +282,7 @@ def test_what_is_forgotten_may_be_requested_again_and_its_results_are_refused() 
     assert played.status == EvaluationStatus(None, None, done=0, left_out=0, last=None, prompts=2)
     played.evaluations.request(2)
     again = played.taken()
-    with pytest.raises(PeerError, match="no evaluation .* runs"):
+    with pytest.raises(PeerError, match=r"no evaluation .* runs"):
         played.end(admission)
     assert (again.seq, played.status.prompts_done) == (0, 0)
 
@@ -338,9 +338,8 @@ class Evaluating(RuleBasedStateMachine):
         super().__init__()
         self.played = Played(gservers=2, rows=3, max_concurrent=2)
         self.requested = 0
-        self.given: list[tuple[str, Admission]] = []
+        self.given: list[Admission] = []
         self.counted: set[tuple[str, int]] = set()
-        self.failed: set[tuple[str, int]] = set()
         self.holders: dict[tuple[str, int], str] = {}
 
     @rule()
@@ -358,7 +357,7 @@ class Evaluating(RuleBasedStateMachine):
             prompt = (admission.evaluation, admission.seq)
             assert prompt not in self.holders.keys() | self.counted
             self.holders[prompt] = worker
-            self.given.append((worker, admission))
+            self.given.append(admission)
 
     @rule(worker=workers, lost=st.booleans())
     def lose(self, worker: str, lost: bool) -> None:
@@ -376,7 +375,7 @@ class Evaluating(RuleBasedStateMachine):
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         """From any worker that ever had it, also twice, also long after it was lost."""
-        _, admission = data.draw(st.sampled_from(self.given))
+        admission = data.draw(st.sampled_from(self.given))
         prompt = (admission.evaluation, admission.seq)
         before = self.played.status
         try:

@@ -272,7 +272,7 @@ class RolloutConfig(Section, frozen=True):
     """A longer response is asked for in parts: the death of its gserver costs no more than one."""
     restarts: NonNegative = 3
     """How often `streamrl run` replaces a rollout worker that died within
-    `restart_window_seconds`; after that the run goes on without it for a while, if there are others, or stops."""
+    `restart_window_seconds`; after that the run continues without it for a while, if there are others, or stops."""
     restart_window_seconds: PositiveFloat = 3600.0
     restart_delay_seconds: PositiveFloat = 1.0
     """Before the first replacement; each further one waits twice as long, a minute at most."""

@@ -1,7 +1,7 @@
 """`streamrl launch kubernetes`: a run as Kubernetes manifests, handed to kubectl or shown.
 
-Jobs for the controller and the trainer, which end; Deployments for gservers and rollout workers, whose pods may
-leave and return during the run. Processes find the controller by its Service. All mount one claim with the
+Jobs for the controller and the trainer, which end; Deployments for gservers and rollout workers: their pods may leave
+and return during the run. Processes find the controller by its Service. All mount one claim with the
 run's folder. A pod that is started again continues from the run's latest checkpoint.
 """
 

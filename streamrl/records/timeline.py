@@ -59,7 +59,7 @@ def error_kind(error: str) -> str:
 
 
 def most_frequent(failures: Iterable[FrequentFailure]) -> FrequentFailure | None:
-    """Return the most frequent of `failures`, those of one kind added up; None if there are none."""
+    """Return the most frequent of `failures` and add up the counts of each kind; None if there are none."""
     found: dict[str, FrequentFailure] = {}
     for failure in failures:
         kind = error_kind(failure.error)

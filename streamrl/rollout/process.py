@@ -1,7 +1,7 @@
 """A rollout worker as a process: it joins the run, and opens everything that groups are made with.
 
-`serve_until_over` joins the run, does the work until it or the run ends, and closes what the work has opened;
-`Workshop` is open for training and for evaluations alike.
+`serve_until_over` joins the run, does the work until it or the run ends, and closes everything at exit. `Workshop` is
+shared by training and evaluations.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ async def serve_until_over(
 ) -> None:
     """Do `work` as rollout worker `index` until it ends, the run is over, or the task is cancelled.
 
-    Joins the run first and leaves it at the end, after closing what the work has opened. An error of the work is told
-    to the manager, which stops the run, and raised; so is the loss of the manager. `advertise`: see `reach_towards`.
+    Joins the run first and leaves it at the end, after closing `Joined.at_exit`. An error of the work is reported to
+    the manager, which stops the run, and raised; so is the loss of the manager. `advertise`: see `reach_towards`.
     """
     reach = reach_towards(manager_url, advertise=advertise)
     async with AsyncExitStack() as at_exit:

@@ -125,7 +125,7 @@ class RolloutWorker:
         joined.activity.on_wait(self._show_wait)
 
     async def run(self, calls: SynchronousRollout | None = None) -> None:
-        """Make groups until the manager says stop; raises what has to stop the run.
+        """Make groups until the run is over; raises errors that have to stop it.
 
         Groups start whenever `rollout.max_concurrent_groups` allows, or with `calls` when the master calls for them.
         A worker that is asked to leave before the end of the run starts no more, and sees those that it has to their

@@ -136,8 +136,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     leave: bool = False
     """The run goes on without this process: finish what is at hand, and leave."""
     unanswering: list[str] = []
-    """To rollout workers: addresses of gservers from which no answer is to be expected. What they were asked for is
-    to go on elsewhere."""
+    """To rollout workers: addresses of gservers that are silent or replaced. Their requests continue elsewhere."""
 
 
 class SilentProcess(msgspec.Struct, frozen=True):

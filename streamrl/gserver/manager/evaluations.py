@@ -1,4 +1,4 @@
-"""Evaluations on held-out prompts, which rollout workers make at low priority beside the groups of training.
+"""Evaluations on held-out prompts, which rollout workers make in addition to training, at low priority.
 
 `Evaluations` owns the evaluation that runs, its prompts and their results, and the evaluation that waits. Pure: times
 are passed in.
@@ -163,7 +163,7 @@ class Evaluations:
         Raises `PeerError` if there is no such prompt, `WireError` for figures that cannot be.
         """
         if result.evaluation == self._last_id:
-            return  # sent again, or by another of those that made the prompt
+            return  # sent again, or the prompt was made twice
         running, seq = self._running, result.seq
         if running is None or running.task.id != result.evaluation:
             raise PeerError(f"no evaluation {result.evaluation!r} runs: its prompts count no more", status=404)

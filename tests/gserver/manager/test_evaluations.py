@@ -42,7 +42,7 @@ QUIET = 0.1
 
 
 def gserver_of(index: int, *, most_requests: int = 0) -> Gserver:
-    """One that serves; `most_requests`: what it runs together, 0: any number."""
+    """One that serves; `most_requests`: its slots, 0: any number."""
     gserver = Gserver(index, f"http://g{index}")
     gserver.info = ServerInfo(max_running_requests=most_requests)
     gserver.handle(GserverEvent.FOUND_CURRENT)
@@ -145,7 +145,7 @@ def test_no_more_prompts_are_under_way_than_the_configuration_allows_over_all_wo
 def test_training_groups_that_lack_a_place_come_first_but_not_for_ever() -> None:
     played = Played(gservers=2, most_requests=1, max_concurrent=99)
     played.evaluations.request(1)
-    played.taken(begun=10, wait=True)  # the first one waits for nobody
+    played.taken(begun=10, wait=True)  # the first one has its turn at once
     begun = [played.take(begun=10 + groups, wait=True) is not None for groups in range(2 * GROUPS_BETWEEN + 1)]
     assert [number for number, has in enumerate(begun) if has] == [GROUPS_BETWEEN, 2 * GROUPS_BETWEEN]
 
@@ -214,7 +214,7 @@ def test_a_prompt_moves_to_another_gserver_with_its_load_as_long_as_its_worker_m
         ("rollout/0", admission.evaluation, 5),
     ):
         assert moved(*stranger, "http://g1") == "http://g0"
-        assert played.load == [0, 3]  # it finds a gserver, which counts for nobody
+        assert played.load == [0, 3]  # it finds a gserver, whose load does not change
 
 
 def test_the_prompts_of_a_lost_worker_go_to_others_and_its_late_results_count() -> None:

@@ -154,6 +154,16 @@ async def test_a_prompt_that_fails_is_rejected_alone(tmp_path: Path, model_dir: 
         await on.finish()
 
 
+async def test_a_row_at_which_the_data_function_raises_is_rejected_alone(tmp_path: Path, model_dir: Path) -> None:
+    config = configure(tmp_path, data={"path": "tests.rollout.user_code:row_of_some", "shuffle": False}, prompts=4)
+    async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        report = await on.evaluate()
+        assert (report.prompts, report.rejected) == (3, 1)
+        assert report.failure is not None
+        assert (report.failure.error, report.failure.example) == ("ValueError: row 2 is broken", "seq 2")
+        await on.finish()
+
+
 async def test_a_held_out_sample_that_fails_is_made_again(tmp_path: Path, model_dir: Path) -> None:
     config = configure(tmp_path, prompts=4)
     rollout = msgspec.structs.replace(config.rollout, sibling_retries=1, on_failed_sibling="shrink")

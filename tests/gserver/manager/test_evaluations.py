@@ -511,6 +511,51 @@ async def test_an_evaluation_goes_from_the_master_to_rollout_workers_and_back(tm
         assert (await run.client.status()).ledger.next_seq == 0
 
 
+async def test_a_held_out_prompt_has_its_turn_though_groups_take_every_place(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path, trainer={"batch_groups": 100})) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        for worker in (0, 1):
+            await run.register("rollout", worker)
+        await run.until_live(0)
+        run.manager._fleet.all()[0].info = ServerInfo(max_running_requests=1)  # one group fills it
+        (running,) = await run.admit_seqs(1)
+        groups = {asyncio.create_task(run.admit_seqs(1, worker=worker)): worker for worker in (0, 1)}
+        await asyncio.sleep(QUIET)  # both wait, as one of them will at any time
+        run.manager.evaluate(0, training_over=False)
+        await take(run)  # the first prompt has its turn at once
+        prompt = asyncio.create_task(take(run))
+        for begun in range(1, GROUPS_BETWEEN + 1):
+            await still_waits(prompt)
+            run.take(running)
+            done, _ = await asyncio.wait(groups, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+            (admitted,) = done
+            (running,) = admitted.result()
+            worker = groups.pop(admitted)
+            if begun < GROUPS_BETWEEN:
+                groups[asyncio.create_task(run.admit_seqs(1, worker=worker))] = worker
+        assert (await asyncio.wait_for(prompt, 5)).seq == 1  # sooner than its long poll ends
+        for task in groups:
+            task.cancel()
+
+
+async def test_a_held_out_prompt_takes_a_place_as_soon_as_no_group_waits_for_it(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path, staleness={"max_staleness": 0})) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        await run.register("rollout")
+        await run.until_live(0)
+        record = run.manager._fleet.all()[0]
+        run.manager.evaluate(0, training_over=False)
+        await take(run)
+        assert await run.admit_seqs(1) == [0]
+        record.info = ServerInfo(max_running_requests=1)  # it is full
+        group, prompt = asyncio.create_task(run.admit_seqs(1)), asyncio.create_task(take(run))
+        await still_waits(group)
+        run.manager._signals.held_out.wake()  # looked at before the group that waits
+        record.info = ServerInfo(max_running_requests=100)
+        assert await asyncio.wait_for(group, 30) == [1]  # the last one that the ledger has room for
+        assert (await asyncio.wait_for(prompt, 5)).seq == 1  # sooner than its long poll ends
+
+
 async def test_a_prompt_whose_reply_was_lost_is_given_again_under_its_ticket(tmp_path: Path) -> None:
     async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
         await run.register("gserver", address=gserver.url)

@@ -161,7 +161,7 @@ def measure(*, workers: int, gservers: int, seconds: float) -> dict[str, Any]:
 async def probe(config: Config, url: str, *, seconds: float) -> list[float]:
     """Return the seconds that the controller took for each heartbeat of a process that is no member."""
     client = ControlClient.of(config, url)
-    message = Heartbeat(role="evaluator", index=0, stats={})
+    message = Heartbeat(role="gserver", index=1_000_000, stats={})
     latencies = []
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -186,7 +186,6 @@ def controller(
 ) -> None:
     """Start the controller, which all others join. Prints its URL, and at the end a report of the run."""
 
-    from streamrl import config as configuration
     from streamrl.launch.role import from_latest, run_controller
 
     settings = [*(overrides or ()), *(["--resume"] if resume else [])]
@@ -196,10 +195,7 @@ def controller(
     def tell(url: str) -> None:
         console = _console()
         console.print(f"the controller listens at {url}; join it with", markup=False, soft_wrap=True)
-        roles = ["gserver", "trainer", "rollout"]
-        if configuration.load(config, overrides or ()).evaluation.enabled:
-            roles.append("evaluator")
-        for role in roles:
+        for role in ("gserver", "trainer", "rollout"):
             words = shlex.join(["streamrl", role, str(config), *settings, "--manager", url])
             console.print(f"  {words}", markup=False, soft_wrap=True)
 
@@ -222,23 +218,22 @@ def controller(
     raise typer.Exit(code)
 
 
-def _refuse(name: str) -> None:
+def _refuse(name: str, *, why: str) -> None:
     """Add the hidden command `name` of earlier versions, which names the command that replaces it."""
 
     def refuse() -> None:
         from streamrl.errors import ConfigError
 
-        raise ConfigError(
-            f"there is no `streamrl {name}` any more: manager and master are one process, which "
-            "`streamrl controller CONFIG` starts"
-        )
+        raise ConfigError(f"there is no `streamrl {name}` any more: {why}")
 
     anything = {"allow_extra_args": True, "ignore_unknown_options": True}
     app.command(name, hidden=True, context_settings=anything)(refuse)
 
 
-_refuse("manager")
-_refuse("master")
+ONE_CONTROLLER = "manager and master are one process, which `streamrl controller CONFIG` starts"
+_refuse("manager", why=ONE_CONTROLLER)
+_refuse("master", why=ONE_CONTROLLER)
+_refuse("evaluator", why="rollout workers make evaluations, and `streamrl rollout CONFIG` starts these")
 
 
 @app.command(rich_help_panel=POOLS)
@@ -279,22 +274,6 @@ def rollout(
         _pool("rollout", count, index, config, overrides, manager, resume, advertise)
     overrides = _from_where(config, overrides, resume, manager=manager)
     _member("rollout", index, config, overrides, manager, model_dir, component, advertise)
-
-
-@app.command(rich_help_panel=POOLS)
-def evaluator(
-    config: ConfigFile,
-    overrides: Overrides = None,
-    *,
-    manager: ManagerUrl,
-    resume: Resume = False,
-    advertise: Advertise = "",
-    model_dir: ModelDir = None,
-    component: Component = None,
-) -> None:
-    """Start the evaluator, if the configuration has an \\[evaluation]."""
-    overrides = _from_where(config, overrides, resume, manager=manager)
-    _member("evaluator", 0, config, overrides, manager, model_dir, component, advertise)
 
 
 @app.command(rich_help_panel=POOLS)

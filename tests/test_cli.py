@@ -84,7 +84,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_help_of_commands() -> None:
-    commands = ("run", "gserver", "trainer", "evaluator")
+    commands = ("run", "gserver", "trainer", "rollout")
     _, *pages = several(*([command, "--help"] for command in commands)).split("Usage: ")
     for command, page in zip(commands, pages, strict=True):
         assert page.startswith(f"streamrl {command} ")
@@ -200,14 +200,21 @@ def test_a_run_that_cannot_begin_leaves_no_folder_and_reports_nothing(config: Pa
     assert not (tmp_path / "runs" / "trial").exists()
 
 
-@pytest.mark.parametrize("words", [["manager", "CONFIG", "--port", "7000"], ["master", "--manager", "http://h:1"]])
-def test_a_command_of_before_names_the_one_that_replaces_it(words: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["manager", "CONFIG", "--port", "7000"], cli.ONE_CONTROLLER),
+        (["master", "--manager", "http://h:1"], cli.ONE_CONTROLLER),
+        (
+            ["evaluator", "CONFIG", "--manager", "http://h:1"],
+            "rollout workers make evaluations, and `streamrl rollout CONFIG` starts these",
+        ),
+    ],
+)
+def test_a_command_of_before_names_the_one_that_replaces_it(words: list[str], instead: str) -> None:
     done = streamrl(*words)
     assert done.returncode == 2
-    assert done.stderr == (
-        f"error: there is no `streamrl {words[0]}` any more: manager and master are one process, which "
-        "`streamrl controller CONFIG` starts\n"
-    )
+    assert done.stderr == f"error: there is no `streamrl {words[0]}` any more: {instead}\n"
 
 
 def test_the_controller_needs_the_packages_of_the_sinks(config: Path, tmp_path: Path) -> None:

@@ -210,8 +210,7 @@ class AgentConfig(Section, frozen=True):
     """Where a rollout worker serves its agents; empty: `remote` ones at the address by which others reach this worker,
     and its own at the loopback address."""
     port: Port = 0
-    """Port of rollout worker 0; worker 1 has the next one, and so on, and the evaluator the one before. 0: any free
-    ones."""
+    """Port of rollout worker 0; worker 1 has the next one, and so on. 0: any free ones."""
     api_key_env: str = ""
     """Name of the environment variable with the key that whoever asks for an episode must show; empty: none. Agents
     have keys of their own, one for each episode."""
@@ -272,8 +271,8 @@ class RolloutConfig(Section, frozen=True):
     tokens_per_request: Positive = 4096
     """A longer response is asked for in parts: the death of its gserver costs no more than one."""
     restarts: NonNegative = 3
-    """How often `streamrl run` replaces a rollout worker (or the evaluator) that died within
-    `restart_window_seconds`; after that the run goes on without it for a while, if there are others, or stops."""
+    """How often `streamrl run` replaces a rollout worker that died within
+    `restart_window_seconds`; after that the run continues without it for a while, if there are others, or stops."""
     restart_window_seconds: PositiveFloat = 3600.0
     restart_delay_seconds: PositiveFloat = 1.0
     """Before the first replacement; each further one waits twice as long, a minute at most."""
@@ -556,7 +555,7 @@ class SlurmConfig(Section, frozen=True):
     options: list[str] = []
     """Options of sbatch for all nodes, each as `--name=value`: partition, time, account."""
     trainer: SlurmNodesConfig = SlurmNodesConfig()
-    """Nodes of the model workers; the controller and the evaluator are on the first one."""
+    """Nodes of the model workers; the controller is on the first one."""
     gserver: SlurmNodesConfig = SlurmNodesConfig()
     rollout: SlurmNodesConfig = SlurmNodesConfig(nodes=0)
 

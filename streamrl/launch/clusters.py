@@ -19,7 +19,7 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, StreamRLError
 from streamrl.launch.processes import PlanRole, ProcessPlan, plan, threads_of
 
-PoolName = Literal["controller", "trainer", "gserver", "rollout", "evaluator"]
+PoolName = Literal["controller", "trainer", "gserver", "rollout"]
 """Processes that one command, `streamrl NAME`, starts on each of their machines."""
 
 MEMBERS: Mapping[PoolName, Sequence[PlanRole]] = {
@@ -27,7 +27,6 @@ MEMBERS: Mapping[PoolName, Sequence[PlanRole]] = {
     "trainer": ("model_worker",),
     "gserver": ("gserver",),
     "rollout": ("rollout",),
-    "evaluator": ("evaluator",),
 }
 COUNTED_BY: Mapping[PoolName, str] = {
     "trainer": "the layout in [trainer]",
@@ -48,8 +47,7 @@ class Needs(msgspec.Struct, frozen=True):
 def pools(config: Config, *, gpus: Sequence[str] = ()) -> dict[PoolName, list[ProcessPlan]]:
     """Return the processes of each pool of a run. `gpus` is empty where `run.device = "auto"` is to mean the CPU."""
     processes = plan(config, gpus=gpus)
-    found = {name: [p for p in processes if p.role in roles] for name, roles in MEMBERS.items()}
-    return {name: members for name, members in found.items() if members}
+    return {name: [p for p in processes if p.role in roles] for name, roles in MEMBERS.items()}
 
 
 def needs(processes: Iterable[ProcessPlan], config: Config) -> Needs:
@@ -79,7 +77,7 @@ def on_one_machine(
 def _cores(role: PlanRole, config: Config) -> int:
     if role == "gserver" and config.gserver.engine == "sglang":
         return config.gserver.threads * config.gserver.sglang.tensor_parallel
-    if role not in ("rollout", "evaluator"):
+    if role != "rollout":
         return threads_of(role, config)
     agents = config.rollout.agent.processes if config.rollout.agent.used else 0
     return 1 + config.rollout.reward.processes + agents

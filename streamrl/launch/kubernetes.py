@@ -1,7 +1,7 @@
 """`streamrl launch kubernetes`: a run as Kubernetes manifests, handed to kubectl or shown.
 
-Jobs for the controller and the trainer, which end; Deployments for gservers, rollout workers and the evaluator, whose
-pods may leave and return during the run. Processes find the controller by its Service. All mount one claim with the
+Jobs for the controller and the trainer, which end; Deployments for gservers and rollout workers: their pods may leave
+and return during the run. Processes find the controller by its Service. All mount one claim with the
 run's folder. A pod that is started again continues from the run's latest checkpoint.
 """
 
@@ -45,7 +45,7 @@ def manifests(config: Config) -> list[Manifest]:
             raise ConfigError(f"launch.kubernetes.{key} is not set: {_WHAT_FOR[key]}")
     found = pools(config)
     made = _Made(config)
-    whole: list[Manifest] = [
+    return [
         made.object("v1", "Secret", "secret", type="Opaque", stringData={VARIABLE: Secret.make().revealed}),
         made.object("v1", "ConfigMap", "config", data={"config.toml": made.settings()}),
         made.object(
@@ -59,9 +59,6 @@ def manifests(config: Config) -> list[Manifest]:
         made.deployment("gserver", found["gserver"]),
         made.deployment("rollout", found["rollout"]),
     ]
-    if "evaluator" in found:
-        whole.append(made.deployment("evaluator", found["evaluator"]))
-    return whole
 
 
 _WHAT_FOR: Mapping[str, str] = {

@@ -68,7 +68,6 @@ STATUS_SECONDS = 5.0
 WORK_GOES_ON: Mapping[PlanRole, str] = {
     "gserver": "its requests go on at others",
     "rollout": "its prompts go to others",
-    "evaluator": "its evaluation is made anew",
     "model_worker": "the run goes back to its latest checkpoint",
     "controller": "the run goes back to its latest checkpoint",
 }

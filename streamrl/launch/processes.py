@@ -27,7 +27,7 @@ SGLANG_MEMORY = "--mem-fraction-static"
 """SGLang's flag: which part of the free memory its weights and its key-value cache may take."""
 DEALT_SHARE = 0.8
 """Part of a GPU's memory that its users get in equal parts; the rest is for what none of them counts."""
-PlanRole = Literal["controller", "gserver", "model_worker", "rollout", "evaluator"]
+PlanRole = Literal["controller", "gserver", "model_worker", "rollout"]
 
 COMPONENTS: Mapping[str, str] = {
     "checkpoint": "streamrl.models:ensure_checkpoint",
@@ -35,12 +35,11 @@ COMPONENTS: Mapping[str, str] = {
     "gserver": "streamrl.gserver.server.process:serve",
     "model_worker": "streamrl.trainer.worker.process:serve",
     "rollout": "streamrl.rollout.worker:serve",
-    "evaluator": "streamrl.rollout.evaluator:serve",
 }
 """What runs in a process of each role, and what makes the model folder: `module:function`."""
 
 STOP_ORDER: Sequence[frozenset[PlanRole]] = (
-    frozenset({"rollout", "evaluator"}),
+    frozenset({"rollout"}),
     frozenset({"controller", "model_worker"}),
     frozenset({"gserver"}),
 )
@@ -127,7 +126,6 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
         *planner.gservers(range(config.gserver.count)),
         *planner.model_workers(range(config.trainer.workers)),
         *(planner.one("rollout", index) for index in range(config.rollout.workers)),
-        *(planner.one("evaluator", index) for index in range(config.evaluation.enabled)),
     ]
 
 

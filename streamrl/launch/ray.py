@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 GROUPS: Sequence[tuple[str, Sequence[PlanRole], str]] = (
     ("trainer", ("controller", "model_worker"), "PACK"),
     ("gserver", ("gserver",), "SPREAD"),
-    ("rollout", ("rollout", "evaluator"), "SPREAD"),
+    ("rollout", ("rollout",), "SPREAD"),
 )
 """Placement groups: what they are called, whose bundles they hold, and Ray's strategy."""
 PLACE_WARNING_SECONDS = 30.0

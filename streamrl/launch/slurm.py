@@ -88,15 +88,12 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
         return f'step {where} --nodes={nodes} --ntasks={nodes} --output="$logs/{name}-%N.log" \\\n    {command}'
 
     def pool(name: PoolName) -> str:
-        nodes = 1 if name == "evaluator" else next(nodes.count for nodes in layout if name in nodes.pools)
+        nodes = next(nodes.count for nodes in layout if name in nodes.pools)
         count = f" --count {len(found[name]) // nodes}" if name in ("gserver", "rollout") else ""
         command = f'"${{streamrl[@]}}" {name} "$config" --manager "$manager"{count} --resume'
         if name == "trainer" and nodes > 1:
             command = f"bash -c '\"$@\" --nodes {nodes} --node $SLURM_PROCID' _ {command}"
-        begun = step(name, command, nodes=nodes)
-        if name == "evaluator":
-            return f"until {begun}\ndo sleep 10; done &"
-        return f"{{ {begun} \\\n    || lost {name}; }} &"
+        return f"{{ {step(name, command, nodes=nodes)} \\\n    || lost {name}; }} &"
 
     controller = '"${streamrl[@]}" controller "$config" --host "$address" --port "$port" --resume'
     lines = [
@@ -167,16 +164,15 @@ def _layout(config: Config, found: dict[PoolName, list[ProcessPlan]]) -> list[No
     def nodes_of(names: Sequence[PoolName], asked: SlurmNodesConfig, *, key: str) -> Nodes:
         processes: list[ProcessPlan] = []
         for name in names:
-            if name in ("controller", "evaluator"):
-                processes += found.get(name, [])
+            if name == "controller":
+                processes += found[name]
             else:
                 setting = f"launch.slurm.{key}.nodes"
                 processes += on_one_machine(name, found[name], asked.nodes, setting=setting)
         needed = needs(processes, config)
-        here = [name for name in names if name in found]
-        return Nodes(here, asked.nodes, asked.options, needed.cores, needed.gpus)
+        return Nodes(names, asked.nodes, asked.options, needed.cores, needed.gpus)
 
-    layout = [nodes_of(["controller", "trainer", "evaluator"], trainer, key="trainer")]
+    layout = [nodes_of(["controller", "trainer"], trainer, key="trainer")]
     if not rollout.nodes:
         return [*layout, nodes_of(["gserver", "rollout"], gserver, key="gserver")]
     return [*layout, nodes_of(["gserver"], gserver, key="gserver"), nodes_of(["rollout"], rollout, key="rollout")]

@@ -51,7 +51,7 @@ MOST_DOUBLINGS = 64
 """The delay before a restart is not doubled more often than this: after a thousand times no float holds it."""
 LEAVE_SECONDS = 10.0
 """How long processes may take to leave by themselves once the run is over."""
-REPLACED: Collection[PlanRole] = ("gserver", "rollout", "evaluator", "model_worker")
+REPLACED: Collection[PlanRole] = ("gserver", "rollout", "model_worker")
 """Roles whose processes are ended when the controller hears nothing of them: others do their work, or the run goes back
 to its latest checkpoint, and another process takes the place."""
 UNHEARD_SECONDS = 30.0
@@ -310,7 +310,7 @@ class Restarts:
 def restarts_of(config: Config, role: PlanRole) -> Restarts:
     """Return how often, and how soon, processes of `role` are started again."""
     settings: GserverConfig | RolloutConfig | TrainerConfig = config.trainer
-    if role in ("gserver", "rollout", "evaluator"):
+    if role in ("gserver", "rollout"):
         settings = config.gserver if role == "gserver" else config.rollout
     return Restarts(
         most=settings.max_restarts if isinstance(settings, GserverConfig) else settings.restarts,

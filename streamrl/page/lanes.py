@@ -18,7 +18,7 @@ from streamrl.records.timeline import PublicationEntry
 
 MOST_PIECES = 1500
 """More pieces in a lane's window are drawn as shares."""
-ROLE_ORDER = ("gserver", "rollout", "evaluator", "controller", "model_worker")
+ROLE_ORDER = ("gserver", "rollout", "controller", "model_worker")
 SILENT_BEATS = 8.0
 """A process that misses this many usual heartbeats in a row counts as away in between."""
 

@@ -53,7 +53,7 @@ SAME_COSTS = (
     "rollout.reward.function",
 )
 """Keys of what costs depend on, and no simulation changes."""
-ROLES = ("controller", "model_worker", "gserver", "rollout", "evaluator")
+ROLES = ("controller", "model_worker", "gserver", "rollout")
 LEAST_CORES = 0.5
 """Cores that a run is assumed to get at least, whatever else its machine does."""
 NOTABLE_WAIT_SECONDS = 0.005

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from streamrl.records.timeline import FrequentFailure
+
 EVALUATIONS_FILE = "evaluations.jsonl"
 
 
@@ -37,6 +39,8 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     """In tokens."""
     cut_share: float | None
     """Responses that reached the limit of tokens, as a share."""
+    failure: FrequentFailure | None = None
+    """The most frequent error of the prompts that failed; None: none did."""
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:

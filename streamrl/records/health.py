@@ -17,7 +17,7 @@ from streamrl.config import Config
 from streamrl.config.trainer import ASYNCHRONOUS
 from streamrl.records.collapse import HEALTHY, LARGEST_GRADIENT, SMALLEST_SAMPLE, Health, advice
 from streamrl.records.evaluation import EvaluationReport
-from streamrl.records.timeline import FrequentFailure
+from streamrl.records.timeline import FrequentFailure, most_frequent
 
 Severity = Literal["bad", "warning", "note"]
 """bad: the run fails, or learns something wrong. warning: it is likely to, or wastes a good part of what it does. note:
@@ -301,7 +301,7 @@ def _data(run: RunFigures) -> Iterator[Finding]:
 def _failures(run: RunFigures) -> Iterator[Finding]:
     """Groups, responses and held-out prompts that failed, with the most frequent error."""
     rollout = (run.config or Config()).rollout
-    cause = _most_frequent(run, "rollout/")
+    cause = most_frequent(failure for name, failure in run.failures.items() if name.startswith("rollout/"))
     limit = REJECTED if cause is None else FAILING
     why = "the logs of the rollout workers have the errors" if cause is None else f"most often {cause}"
     done, rejected = (_sum(run, "rollout/", f"groups_{what}_total") for what in ("done", "rejected"))
@@ -332,22 +332,11 @@ def _failures(run: RunFigures) -> Iterator[Finding]:
         )
     last = run.evaluations[-1] if run.evaluations else None
     failed = last.rejected / max(1, last.rejected + last.prompts) if last is not None else 0.0
-    cause = _most_frequent(run, "evaluator/")
+    cause = last.failure if last is not None else None
     if last is not None and failed > (REJECTED if cause is None else FAILING):
         because = "" if cause is None else f": most often {cause}"
         text = f"{failed:.0%} of the held-out prompts failed at version {last.policy_version}{because}"
         yield Finding("warning", "evaluation", text, [] if cause is None else _against(cause))
-
-
-def _most_frequent(run: RunFigures, role: str) -> FrequentFailure | None:
-    """Return the most frequent error of all processes of `role`; the count of an error is over all of them."""
-    found: dict[str, FrequentFailure] = {}
-    for name, failure in run.failures.items():
-        if name.startswith(role):
-            before = found.get(failure.error, failure)
-            count = failure.count + (before.count if before is not failure else 0)
-            found[failure.error] = msgspec.structs.replace(before, count=count)
-    return max(found.values(), key=lambda failure: failure.count, default=None)
 
 
 def _against(cause: FrequentFailure | None) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -40,13 +41,31 @@ class FrequentFailure(msgspec.Struct, frozen=True):
     error: str
     """The exception in one line, as it was raised first."""
     count: int
-    """How often it was raised. Errors count as one if they differ in numbers and quoted text alone."""
+    """How often it was raised, or another one of its kind (`error_kind`)."""
     example: str
     """The row that it was raised for first, its prompt and its answer, shortened."""
 
     def __str__(self) -> str:
         times = "once" if self.count == 1 else f"{self.count} times"
         return f"{self.error} ({times}, first for {self.example})"
+
+
+_FIGURES = re.compile(r"""\d+|'[^']*'|"[^"]*\"""")
+
+
+def error_kind(error: str) -> str:
+    """Return `error` without numbers and quoted text: errors of one kind count as one."""
+    return _FIGURES.sub("", error)
+
+
+def most_frequent(failures: Iterable[FrequentFailure]) -> FrequentFailure | None:
+    """Return the most frequent of `failures` and add up the counts of each kind; None if there are none."""
+    found: dict[str, FrequentFailure] = {}
+    for failure in failures:
+        kind = error_kind(failure.error)
+        known = found.get(kind)
+        found[kind] = failure if known is None else msgspec.structs.replace(known, count=known.count + failure.count)
+    return max(found.values(), key=lambda failure: failure.count, default=None)
 
 
 class HeartbeatEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="heartbeat"):

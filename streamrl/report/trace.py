@@ -25,13 +25,12 @@ from streamrl.report.reading import Records
 
 TRAINER, UPDATES, FIRST_PROCESS = 1, 2, 3
 """Numbers of the trace's processes."""
-ROLES = ("controller", "gserver", "rollout", "evaluator", "model_worker")
+ROLES = ("controller", "gserver", "rollout", "model_worker")
 """In which order processes stand below each other; others come after them."""
 GAUGES = {
     "controller": ("ledger_room", "groups_running", "groups_untrained", "admissions_waiting", "groups_held"),
     "gserver": ("running", "queued"),
     "rollout": ("groups_running", "requests_in_flight"),
-    "evaluator": ("groups_running", "requests_in_flight"),
     "model_worker": ("groups_held",),
 }
 """Role → figures of its heartbeats that are drawn as curves."""

@@ -1,9 +1,8 @@
-"""What a rollout worker or an evaluator is doing: counts for its heartbeats, what it waits for, reasons for its log."""
+"""Activity of a rollout worker: counts for its heartbeats, its present wait, and errors for its log."""
 
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 import msgspec
 
 from streamrl.errors import RewardError
-from streamrl.records.timeline import FrequentFailure
+from streamrl.records.timeline import FrequentFailure, error_kind
 from streamrl.transport.seldom import Seldom
 
 log = logging.getLogger(__name__)
@@ -25,8 +24,6 @@ MOST_FAILURES = 64
 """Errors that are counted, each by itself."""
 LONGEST_ERROR = 240
 """Characters of an error that are shown."""
-_FIGURES = re.compile(r"""\d+|'[^']*'|"[^"]*\"""")
-"""Numbers and quoted text: errors that differ in these alone count as one."""
 
 GENERATION, PLAYING, BEFORE_PLAYING, BEFORE_SCORING, SCORING, RETRYING, PUSHING = STAGES = (
     "generation",
@@ -48,7 +45,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 class Activity:
-    """Counters of one process. Whoever does the work enters and leaves its stages here."""
+    """Counters of one kind of work, for training or for evaluations; the work enters and leaves its stages here."""
 
     def __init__(self, *, idle: str) -> None:
         """`idle`: what the process waits for when nothing is under way."""
@@ -87,7 +84,7 @@ class Activity:
         self._waiting_for = ""
         self._reasons = Seldom(log)
         self._failures: dict[str, FrequentFailure] = {}
-        """Error without its figures → how often it was raised, and for which row first."""
+        """By kind of error."""
         self.describe_row: Callable[[int], str] = "seq {}".format
         """Returns a short form of the row of a sequence number."""
 
@@ -184,15 +181,15 @@ class Activity:
         self._interruptions += interruptions
 
     def done(self, *, mean_reward: float) -> None:
-        """Count a group that is stored with the trainer, or a held-out prompt that was evaluated."""
+        """Count a group that is stored with the trainer."""
         self.groups_done += 1
         self._rewards.append(mean_reward)
 
-    def rejected(self, seq: int, reason: BaseException, *, what: str = "group") -> None:
+    def rejected(self, seq: int, reason: BaseException) -> None:
         """Count a group that was given up, and log why. The failure of a reward was counted with its response."""
         self.groups_rejected += 1
         self.failed(seq, reason)
-        self.log_reason(f"{what} {seq} is rejected", reason)
+        self.log_reason(f"group {seq} is rejected", reason)
 
     def failed(self, seq: int, reason: BaseException) -> None:
         """Count the failure of a sibling or a group among the frequent ones, unless `unscored` has counted it."""
@@ -210,7 +207,7 @@ class Activity:
 
     def _count_failure(self, seq: int, reason: BaseException) -> None:
         error = in_one_line(reason)
-        kind = _FIGURES.sub("", error)
+        kind = error_kind(error)
         if (known := self._failures.get(kind)) is not None:
             self._failures[kind] = msgspec.structs.replace(known, count=known.count + 1)
         elif len(self._failures) < MOST_FAILURES:

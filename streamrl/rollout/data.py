@@ -97,7 +97,7 @@ class PromptSource:
         """Return which row `seq` is, with the end of its last message and the beginning of its answer, for people."""
         try:
             prompt = self.prompt(seq)
-        except DataError:
+        except Exception:  # tolerance point: a data function of the user's may raise anything
             return f"seq {seq}"
         asked = str(prompt.messages[-1]["content"])
         answer = "" if prompt.answer is None else f", answer {str(prompt.answer)[:EXCERPT]!r}"

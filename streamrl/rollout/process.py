@@ -1,7 +1,7 @@
-"""What rollout workers and evaluators have in common as processes: joining a run, and making groups.
+"""A rollout worker as a process: it joins the run, and opens everything that groups are made with.
 
-`serve_until_over` joins the run, does the work until it or the run ends, and closes what the work has opened;
-`open_group_maker` builds what turns sequence numbers into scored groups.
+`serve_until_over` joins the run, does the work until it or the run ends, and closes everything at exit. `Workshop` is
+shared by training and evaluations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import Workflow, load_workflow
 from streamrl.transport.addresses import Reach, is_loopback, reach_towards
-from streamrl.transport.control import Role
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.http import Hosts
 from streamrl.transport.keys import read_key
@@ -40,6 +39,10 @@ from streamrl.transport.tls import client_context, server_context
 
 PATIENCE_REQUESTS = 2
 """A response is given up when no token has come for this many times `rollout.request_timeout_seconds`."""
+
+
+class RunOver(Exception):
+    """Ends the task groups of a rollout worker, and the groups in them."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,16 @@ class Joined:
 async def serve_until_over(
     config: Config,
     *,
-    role: Role,
     index: int,
     manager_url: str,
     advertise: str,
     activity: Activity,
     work: Callable[[Joined], Coroutine[Any, Any, None]],
 ) -> None:
-    """Do `work` as `role`/`index` until it ends, the run is over, or the task is cancelled.
+    """Do `work` as rollout worker `index` until it ends, the run is over, or the task is cancelled.
 
-    Joins the run first and leaves it at the end, after closing what the work has opened. An error of the work is told
-    to the manager, which stops the run, and raised; so is the loss of the manager. `advertise`: see `reach_towards`.
+    Joins the run first and leaves it at the end, after closing `Joined.at_exit`. An error of the work is reported to
+    the manager, which stops the run, and raised; so is the loss of the manager. `advertise`: see `reach_towards`.
     """
     reach = reach_towards(manager_url, advertise=advertise)
     async with AsyncExitStack() as at_exit:
@@ -77,7 +79,7 @@ async def serve_until_over(
         at_exit.push_async_callback(control.close)
         membership = Membership(
             control,
-            role=role,
+            role="rollout",
             index=index,
             address="",
             config=config,
@@ -90,24 +92,63 @@ async def serve_until_over(
         await membership.until_over(work(joined))
 
 
-async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -> tuple[GroupMaker, PromptSource]:
-    """Start the reward processes, load data and tokenizer, and return what makes groups; all is closed at exit.
+@dataclass(frozen=True)
+class Workshop:
+    """Tokenizer, reward processes, workflow and connections of a rollout worker, for training and for evaluations."""
 
-    Raises `DataError`, `ConfigError`, `ModelError` or `RewardError` when one of them cannot be had.
+    joined: Joined
+    model_dir: Path
+    chat: ChatTokenizer
+    rewards: RewardPool | None
+    """None if no reward function scores in training."""
+    workflow: Workflow
+    client: GenerationClient
+
+    def group_maker(
+        self, config: Config, *, prompts: PromptSource, rewards: RewardPool | None, activity: Activity
+    ) -> GroupMaker:
+        """Return what makes groups of `prompts`, as `config` samples and scores."""
+        activity.describe_row = prompts.describe
+        membership = self.joined.membership
+        generator = Generator(
+            self.client,
+            sampling=config.rollout.sampling,
+            seed=config.run.seed,
+            patience=PATIENCE_REQUESTS * config.rollout.request_timeout_seconds,
+            tokens_per_request=config.rollout.tokens_per_request,
+            decode=self.chat.decode,
+            eos_token_ids=eos_token_ids(self.model_dir),
+            policy_version=lambda: membership.policy_version,
+            named_adapters=config.named_adapters,
+            return_routed_experts=replays_routing(config, self.model_dir),
+        )
+        return GroupMaker(
+            config,
+            worker=membership.name,
+            prompts=prompts,
+            workflow=self.workflow,
+            chat=self.chat,
+            generator=generator,
+            rewards=rewards,
+            activity=activity,
+        )
+
+
+async def open_workshop(config: Config, *, joined: Joined, model_dir: Path) -> tuple[Workshop, PromptSource]:
+    """Start the reward processes, load tokenizer and training data; return the workshop and the training prompts.
+
+    All is closed at exit. Raises `DataError`, `ConfigError`, `ModelError` or `RewardError` when one of them cannot be
+    had.
     """
     joined.membership.waiting_for = "reward processes and tokenizer"
-    rewards = RewardPool.of(config) if config.reward_function_scores else None
-    if rewards is not None:
-        joined.at_exit.push_async_callback(rewards.close)
+    async with asyncio.TaskGroup() as starting:
+        starting_rewards = starting.create_task(start_rewards(config, joined.at_exit))
+        loading = starting.create_task(asyncio.to_thread(load_data, config, model_dir))
+    if (rewards := starting_rewards.result()) is not None:
         pool = rewards
         joined.activity.reward_busy_seconds = lambda: pool.busy_seconds
         joined.activity.reward_calls_at_once = lambda: pool.calls_at_once
-    async with asyncio.TaskGroup() as starting:
-        if rewards is not None:
-            starting.create_task(rewards.start())
-        loading = starting.create_task(asyncio.to_thread(load_data, config, model_dir))
     chat, prompts = loading.result()
-    joined.activity.describe_row = prompts.describe
     workflow = await _open_workflow(config, joined=joined, chat=chat, model_dir=model_dir)
     client = GenerationClient(
         timeout=config.rollout.request_timeout_seconds,
@@ -116,29 +157,17 @@ async def open_group_maker(config: Config, *, joined: Joined, model_dir: Path) -
     )
     joined.at_exit.push_async_callback(client.close)
     joined.membership.on_unanswering = client.give_up
-    generator = Generator(
-        client,
-        sampling=config.rollout.sampling,
-        seed=config.run.seed,
-        patience=PATIENCE_REQUESTS * config.rollout.request_timeout_seconds,
-        tokens_per_request=config.rollout.tokens_per_request,
-        decode=chat.decode,
-        eos_token_ids=eos_token_ids(model_dir),
-        policy_version=lambda: joined.membership.policy_version,
-        named_adapters=config.named_adapters,
-        return_routed_experts=replays_routing(config, model_dir),
-    )
-    maker = GroupMaker(
-        config,
-        worker=joined.membership.name,
-        prompts=prompts,
-        workflow=workflow,
-        chat=chat,
-        generator=generator,
-        rewards=rewards,
-        activity=joined.activity,
-    )
-    return maker, prompts
+    return Workshop(joined, model_dir, chat, rewards, workflow, client), prompts
+
+
+async def start_rewards(config: Config, at_exit: AsyncExitStack) -> RewardPool | None:
+    """Return reward processes that are ready, and closed at exit; None if no reward function scores."""
+    if not config.reward_function_scores:
+        return None
+    rewards = RewardPool.of(config)
+    at_exit.push_async_callback(rewards.close)
+    await rewards.start()
+    return rewards
 
 
 async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer, model_dir: Path) -> Workflow:
@@ -175,7 +204,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer,
         leases=agents if isinstance(agents, RemoteAgents) else None,
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
         listening=listening,
-        port=port_for_agents(agent.port, joined.membership.role, joined.membership.index),
+        port=agent.port + joined.membership.index if agent.port else 0,  # of one machine, each its own
         hosts=Hosts([agent.host, listening.announced, *config.security.host_names]),
         tls=server_context(None, config.security) if config.security.certificate and agent.remote else None,
     )
@@ -191,16 +220,6 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer,
         renderer=renderer,
         model=model,
     )
-
-
-def port_for_agents(port: int, role: Role, index: int) -> int:
-    """Return at which port a process serves its agents, where `rollout.agent.port` is `port`.
-
-    Rollout workers from there on, however many join; evaluators, which may be on the same machine, before it.
-    """
-    if not port:
-        return 0
-    return port + index if role == "rollout" else port - 1 - index
 
 
 def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:

@@ -20,7 +20,8 @@ from streamrl.errors import DataError, StreamRLError, first_error
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCount
 from streamrl.rollout.groups import GroupMaker
-from streamrl.rollout.process import Joined, open_group_maker, serve_until_over
+from streamrl.rollout.held_out import HeldOutPrompts
+from streamrl.rollout.process import Joined, RunOver, open_workshop, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
 from streamrl.transport.control import Admission, Admit, AskRoute, DataFacts, FailRun, Reject
 from streamrl.transport.push_pull import GroupPusher
@@ -40,19 +41,21 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     synchronous = config.trainer.synchronous
 
     async def work(joined: Joined) -> None:
-        maker, prompts = await open_group_maker(config, joined=joined, model_dir=model_dir)
+        workshop, prompts = await open_workshop(config, joined=joined, model_dir=model_dir)
+        maker = workshop.group_maker(config, prompts=prompts, rewards=workshop.rewards, activity=joined.activity)
         data = DataFacts(len(prompts), await asyncio.to_thread(prompts.digest))
+        held_out = HeldOutPrompts(config, joined=joined, workshop=workshop) if config.evaluation.enabled else None
         gone_back = joined.membership.gone_back
         while True:
             gone_back.clear()
-            making, _ = await first_of(_make_groups(config, joined, maker=maker, data=data), gone_back.wait())
+            groups = _make_groups(config, joined, maker=maker, data=data, held_out=held_out)
+            making, _ = await first_of(groups, gone_back.wait())
             if not making.cancelled():
                 return
             log.warning("%s: the run has gone back; groups under way are dropped", joined.membership.name)
 
     await serve_until_over(
         config,
-        role="rollout",
         index=index,
         manager_url=manager_url,
         advertise=advertise,
@@ -61,12 +64,14 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     )
 
 
-async def _make_groups(config: Config, joined: Joined, *, maker: GroupMaker, data: DataFacts) -> None:
+async def _make_groups(
+    config: Config, joined: Joined, *, maker: GroupMaker, data: DataFacts, held_out: HeldOutPrompts | None
+) -> None:
     """Make groups for the present model workers until the manager says stop."""
     async with AsyncExitStack() as stack:
         pusher = await _open_stream(config, joined)
         stack.push_async_callback(pusher.close)
-        worker = RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data=data)
+        worker = RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data=data, held_out=held_out)
         calls = None
         if config.trainer.synchronous:
             calls = await _open_calls(config, joined, worker)
@@ -114,8 +119,11 @@ class RolloutWorker:
         maker: GroupMaker,
         pusher: GroupPusher,
         data: DataFacts,
+        held_out: HeldOutPrompts | None = None,
     ) -> None:
+        """`held_out`: None if the configuration asks for no evaluation."""
         self._config = config
+        self._held_out = held_out
         self._data = data
         self._membership = joined.membership
         self._control = joined.control
@@ -134,25 +142,30 @@ class RolloutWorker:
         joined.activity.on_wait(self._show_wait)
 
     async def run(self, calls: SynchronousRollout | None = None) -> None:
-        """Make groups until the manager says stop; raises what has to stop the run.
+        """Make groups until the run is over; raises errors that have to stop it.
 
         Groups start whenever `rollout.max_concurrent_groups` allows, or with `calls` when the master calls for them.
         A worker that is asked to leave before the end of the run starts no more, and sees those that it has to their
-        end.
+        end, held-out prompts included.
         """
         try:
             async with self._groups:
                 reporting = self._groups.create_task(self._reports.run(), name="requests in flight")
+                held_out = self._held_out.run() if self._held_out is not None else None
+                evaluating = self._groups.create_task(held_out, name="held-out prompts") if held_out else None
                 if calls is not None:
                     await calls.run()
                 elif not await self._start_until_asked_to_leave():
                     await self._finish_groups()
+                    if evaluating is not None:
+                        self._show_wait("held-out prompts to finish, then it leaves")
+                        await evaluating
                     reporting.cancel()
                     log.info("%s leaves the run, as it was asked to", self._membership.name)
                     return
-                raise _RunOver
+                raise RunOver
         except BaseExceptionGroup as errors:
-            _, failures = errors.split(_RunOver)
+            _, failures = errors.split(RunOver)
             if failures is not None:
                 raise first_error(failures) from None
             log.info("%s: the run is over", self._membership.name)
@@ -279,7 +292,3 @@ class RolloutWorker:
 
     def _show_wait(self, waiting_for: str) -> None:
         self._membership.waiting_for = waiting_for
-
-
-class _RunOver(Exception):
-    """Ends the task group and the groups in it."""

@@ -16,13 +16,11 @@ and joins with it; each role has a token for its own calls.
 | GET /model/part | all | bytes of one of these files |
 | GET /topology | rollout, model worker | waits until the named processes are registered; their addresses |
 | POST /member | model worker | whether a CURVE key belongs to a member that may send to the caller |
-| POST /admit | rollout | waits for room in the ledger; sequence numbers with a gserver for each |
+| POST /admit | rollout | waits for room in the ledger, or for a held-out prompt; sequence numbers and gservers |
 | POST /route | rollout | another gserver for a group whose gserver failed |
 | POST /in_flight | rollout | how many requests of its groups still run |
 | POST /reject | rollout | a group is given up |
-| POST /evaluation/next | evaluator | waits for the next evaluation |
-| POST /evaluation/route | evaluator | a gserver for a prompt, another one if that failed |
-| POST /evaluation | evaluator | the report of an evaluation |
+| POST /evaluation | rollout | the result of a held-out prompt |
 | POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
 | GET /publish/places | model worker | on which machines and GPUs the gservers are |
 | POST /compare | model worker | the gservers that serve a version are to score a response |
@@ -36,7 +34,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -50,7 +48,7 @@ LONG_POLL_SECONDS = 20.0
 
 # --- members: registration, heartbeats, addresses, the end of the run ---
 
-Role = Literal["gserver", "rollout", "evaluator", "controller", "model_worker"]
+Role = Literal["gserver", "rollout", "controller", "model_worker"]
 
 
 class Register(msgspec.Struct, frozen=True):
@@ -98,7 +96,7 @@ class RegisterReply(msgspec.Struct, frozen=True):
     verification_key: str = ""
     """For a receiver on ZMQ: what it knows credentials and permits by; hexadecimal."""
     gserver_key: str = ""
-    """For those who generate: what gservers ask for."""
+    """For rollout workers: the key that gservers require."""
     lineage: str = ""
     """Tells the lineage of the run from all others."""
 
@@ -140,8 +138,7 @@ class HeartbeatReply(msgspec.Struct, frozen=True):
     leave: bool = False
     """The run goes on without this process: finish what is at hand, and leave."""
     unanswering: list[str] = []
-    """To those who generate: addresses of gservers from which no answer is to be expected. What they were asked for is
-    to go on elsewhere."""
+    """To rollout workers: addresses of gservers that are silent or replaced. Their requests continue elsewhere."""
 
 
 class SilentProcess(msgspec.Struct, frozen=True):
@@ -280,9 +277,9 @@ class ModelPart(msgspec.Struct, frozen=True):
 
 
 class DataFacts(msgspec.Struct, frozen=True):
-    """The training data, which are the same for all rollout workers of a run."""
+    """The training data, or the held-out data, which are the same for all rollout workers of a run."""
 
-    rows: int
+    rows: Annotated[int, msgspec.Meta(ge=0)]
     """0: no worker has reported its data yet."""
     digest: str = ""
     """Fingerprint of prompts in files; empty for those that a function or a task generates."""
@@ -295,7 +292,9 @@ class Admit(msgspec.Struct, frozen=True):
     count: int
     """How many groups the worker can start."""
     data: DataFacts = DataFacts(rows=0)
-    """The worker's training data."""
+    """The worker's training data, or its held-out data."""
+    held_out: bool = False
+    """Whether it asks for a held-out prompt, and not for groups to train on."""
     ticket: str = ""
     """Names the call, so that asking again after a lost answer gives the same groups; set by the client."""
 
@@ -310,6 +309,8 @@ class Admission(msgspec.Struct, frozen=True):
     """Shown with the group: `seq` was leased to this worker."""
     name: str = ""
     """The gserver's, for people."""
+    evaluation: str = ""
+    """`id` of the `EvaluationTask` whose held-out prompt `seq` is; empty: the group is trained on."""
 
 
 class AdmitReply(msgspec.Struct, frozen=True):
@@ -329,6 +330,8 @@ class AskRoute(msgspec.Struct, frozen=True):
     seq: int
     failed: str
     """URL of the gserver that failed."""
+    evaluation: str = ""
+    """As in `Admission`."""
 
 
 class RouteReply(msgspec.Struct, frozen=True):
@@ -369,56 +372,38 @@ class Reject(msgspec.Struct, frozen=True):
     reason: str
 
 
-# --- evaluations: asked for by the master, made by the evaluator, reported back ---
+# --- evaluations: held-out prompts, made by rollout workers ---
+
+
+class HeldOutResult(msgspec.Struct, frozen=True):
+    """The figures of the responses to one held-out prompt, or its error."""
+
+    worker: int
+    evaluation: str
+    """As in `Admission`."""
+    seq: int
+    rewards: list[float] = []
+    """`[samples]` reward of each response."""
+    lengths: list[int] = []
+    """Sampled tokens of each trajectory: of an agent's response there may be several."""
+    cut: int = 0
+    """How many trajectories reached the limit of tokens."""
+    oldest_version: int = 0
+    """Oldest and newest policy version among those that sampled a token."""
+    newest_version: int = 0
+    error: str = ""
+    """Why the prompt failed; empty: it did not. A failed prompt has no figures."""
+    row: str = ""
+    """The row of a prompt that failed, shortened."""
 
 
 class EvaluationTask(msgspec.Struct, frozen=True):
-    """An evaluation on its way from the master to an evaluator."""
+    """An evaluation of the policy on all held-out prompts."""
 
     policy_version: int
     step: int
     id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """Never given twice, by whichever manager: an evaluator may outlive the manager that gave it this task."""
-
-
-class NextEvaluation(msgspec.Struct, frozen=True):
-    """Ask for the next evaluation."""
-
-    evaluator: int
-    """Index of the evaluator."""
-
-
-class NextEvaluationReply(msgspec.Struct, frozen=True):
-    """The evaluation that the evaluator is to make."""
-
-    task: EvaluationTask | None
-    """None after a long poll without one."""
-    stop: bool
-
-
-class EvaluationRoute(msgspec.Struct, frozen=True):
-    """Ask for a gserver for a held-out prompt; the reply is a `RouteReply`."""
-
-    evaluator: int
-    prompt: int
-    """Its number within the evaluation."""
-    failed: str = ""
-    """URL of the gserver that failed; empty when the prompt begins."""
-    done: list[int] = []
-    """Prompts that have ended since the last call: their gservers are free of them."""
-
-
-class EvaluationResult(msgspec.Struct, frozen=True):
-    """What an evaluation found."""
-
-    evaluator: int
-    task: str
-    """`id` of the `EvaluationTask`."""
-    report: EvaluationReport
-
-
-NO_EVALUATOR = "no evaluator has joined the run; start one: streamrl evaluator CONFIG --manager URL"
-"""Why evaluations are not made, in logs and in the status."""
+    """Unique: a result that was meant for another evaluation does not count in this one."""
 
 
 class EvaluationStatus(msgspec.Struct, frozen=True):
@@ -427,9 +412,14 @@ class EvaluationStatus(msgspec.Struct, frozen=True):
     running: EvaluationTask | None
     waiting: EvaluationTask | None
     done: int
+    """Evaluations that were reported."""
     left_out: int
     """Evaluations that were not made because a later one was due."""
     last: EvaluationReport | None
+    prompts: int = 0
+    """Held-out prompts of an evaluation; 0: not known yet."""
+    prompts_done: int = 0
+    """Those of the running evaluation that are done, or failed."""
 
 
 # --- publication: the two ends of a weight update ---

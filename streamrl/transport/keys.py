@@ -54,7 +54,7 @@ class GserverKeys(NamedTuple):
     """What one gserver asks its callers for; empty: nothing."""
 
     generation: str = ""
-    """Key of those who have it generate, and look at it: rollout workers and evaluators."""
+    """Key for generation requests and status: rollout workers have it."""
     control: str = ""
     """Key of those who change it: the manager."""
 

@@ -32,21 +32,18 @@ from streamrl.transport.control import (
     Compare,
     Done,
     Drain,
-    EvaluationResult,
-    EvaluationRoute,
     FailRun,
     FinishRun,
     GserverPlaces,
     Heartbeat,
     HeartbeatReply,
+    HeldOutResult,
     InFlight,
     InFlightReply,
     IsMember,
     Leave,
     ModelListing,
     ModelPart,
-    NextEvaluation,
-    NextEvaluationReply,
     Peer,
     Place,
     PublishBegin,
@@ -249,16 +246,8 @@ class ControlClient:
         """Give a group up."""
         await self._post_patiently("/reject", message, Done)
 
-    async def next_evaluation(self, message: NextEvaluation) -> NextEvaluationReply:
-        """Return the evaluation to be made next; none after a long poll without one."""
-        return await self._post_patiently("/evaluation/next", message, NextEvaluationReply)
-
-    async def evaluation_route(self, message: EvaluationRoute) -> RouteReply:
-        """Return a gserver for a held-out prompt, or none after a long poll."""
-        return await self._post_patiently("/evaluation/route", message, RouteReply)
-
-    async def evaluation_result(self, message: EvaluationResult) -> None:
-        """Report what an evaluation found."""
+    async def held_out_result(self, message: HeldOutResult) -> None:
+        """Send the result of a held-out prompt."""
         await self._post_patiently("/evaluation", message, Done)
 
     async def gserver_places(self) -> GserverPlaces:

@@ -74,7 +74,27 @@ def test_a_run_of_epochs_is_evaluated_from_its_start_to_its_end(tmp_path: Path) 
     wait_until_gone(run_dir, seconds=10)
 
 
-def test_a_killed_evaluator_is_replaced_and_a_resumed_run_goes_on_evaluating(tmp_path: Path) -> None:
+def test_a_synchronous_graph_is_evaluated_from_its_start_to_its_end(tmp_path: Path) -> None:
+    run_dir = tmp_path / "synchronous"
+    settings = overrides(
+        tmp_path,
+        "synchronous",
+        **SMALL,
+        trainer__graph="synchronous",
+        staleness__max_staleness=0,
+        run__total_train_steps=4,
+        evaluation__at_start="true",
+        evaluation__at_end="true",
+        evaluation__prompts=16,
+    )
+    run(COPY_SCRATCH, settings)
+    assert_exactly_once(run_dir)
+    found = evaluations(run_dir)
+    assert [evaluation["policy_version"] for evaluation in found] == [0, 4]
+    assert [(evaluation["prompts"], evaluation["rejected"]) for evaluation in found] == [(16, 0)] * 2
+
+
+def test_an_evaluation_survives_its_rollout_worker_and_a_resumed_run_goes_on_evaluating(tmp_path: Path) -> None:
     run_dir = tmp_path / "resumed"
     settings = overrides(
         tmp_path,
@@ -89,13 +109,13 @@ def test_a_killed_evaluator_is_replaced_and_a_resumed_run_goes_on_evaluating(tmp
     )
     process = start(COPY_SCRATCH, settings)
     wait_for_steps(run_dir, 3)
-    process_of(run_dir, "evaluator").kill()
+    process_of(run_dir, "rollout").kill()
     wait_for_steps(run_dir, 24)
     process.end()
     for victim in processes_of(run_dir):
         victim.kill()
     wait_until_gone(run_dir, seconds=10)
-    assert "its evaluation is made anew" in process.said
+    assert "its prompts go to others" in process.said
 
     run(COPY_SCRATCH, [*settings, "--resume"])
     assert_exactly_once(run_dir)

@@ -150,7 +150,7 @@ def test_pools_started_by_hand_form_a_run_that_refuses_another_configuration(tmp
         stranger = by_hand("rollout", "--manager", url, "trainer.lr=1e-5")
         assert stranger.exit_code() == 1
         assert "another configuration" in stranger.said
-        members = [by_hand(role, "--manager", url) for role in ("rollout", "evaluator", "trainer", "gserver")]
+        members = [by_hand(role, "--manager", url) for role in ("rollout", "trainer", "gserver")]
         for member in [*members, controller]:
             member.ends_well()
     finally:

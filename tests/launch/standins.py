@@ -26,8 +26,7 @@ from streamrl.transport.control import Done, FinishRun, LedgerStatus, ProcessSta
 log = logging.getLogger("streamrl.standin")
 
 COMPONENTS = {
-    role: f"tests.launch.standins:{role}"
-    for role in ("checkpoint", "controller", "gserver", "model_worker", "rollout", "evaluator")
+    role: f"tests.launch.standins:{role}" for role in ("checkpoint", "controller", "gserver", "model_worker", "rollout")
 }
 
 
@@ -90,11 +89,10 @@ async def controller(config: Config, *, host: str, port: int, advertise: str, on
     _note(config, "controller")
     try:
         if action == "finish":
-            members = 4 + config.evaluation.enabled
             starts = 1 + (config.data.args.get("rollout") == "die-once")  # nobody is replaced once the run is over
             while (  # noqa: ASYNC110
                 not (config.run_dir / "model_worker0.pid").exists()  # the last command of some tests
-                or len(list(config.run_dir.glob("*.pid"))) < members
+                or len(list(config.run_dir.glob("*.pid"))) < 4
                 or _starts(config, "rollout") < starts
             ):
                 await asyncio.sleep(0.05)
@@ -124,10 +122,6 @@ async def rollout(config: Config, *, manager_url: str, index: int = 0, model_dir
     await _member(config, "rollout", manager_url, index)
 
 
-async def evaluator(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str) -> None:
-    await _member(config, "evaluator", manager_url, index)
-
-
 async def _member(config: Config, role: str, manager_url: str, index: int) -> None:
     import aiohttp
 
@@ -143,7 +137,7 @@ def joined(config: Config) -> list[tuple[Any, int, int]]:
     """Role, number and id of the processes that have joined, as the controller has them."""
     found = [
         (role, int(file.stem.removeprefix(role)), int(file.read_text() or 0))
-        for role in ("gserver", "rollout", "evaluator")
+        for role in ("gserver", "rollout")
         for file in config.run_dir.glob(f"{role}*.pid")
         if config.data.args.get(role) != "die-first"
     ]

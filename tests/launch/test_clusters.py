@@ -96,7 +96,7 @@ def test_manifests_are_what_kubernetes_publishes(version: str, tmp_path: Path) -
         "Service/my-run-7-controller",
         *(f"Job/my-run-7-{name}" for name in ("controller", "trainer")),
         # ends well when the run has failed, too: a Job would not begin it again with the run
-        *(f"Deployment/my-run-7-{name}" for name in ("gserver", "rollout", "evaluator")),
+        *(f"Deployment/my-run-7-{name}" for name in ("gserver", "rollout")),
     }
     by_name = {f"{each['kind']} {each['metadata']['labels']['streamrl/pool']}": each for each in read}
     trainer = by_name["Job trainer"]["spec"]
@@ -138,7 +138,7 @@ def test_the_commands_of_pods_are_commands_of_streamrl(tmp_path: Path) -> None:
         if each["kind"] in ("Job", "Deployment")
     ]
     assert [command[:2] for command in commands] == [
-        ["streamrl", name] for name in ("controller", "trainer", "gserver", "rollout", "evaluator")
+        ["streamrl", name] for name in ("controller", "trainer", "gserver", "rollout")
     ]
     script = (
         "import sys\nfrom streamrl import cli\nfrom streamrl.errors import ConfigError\n"

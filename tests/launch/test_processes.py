@@ -63,7 +63,7 @@ def test_every_process_once_and_gpus_in_turn(gservers: int, model_workers: int, 
         ["controller"] + ["gserver"] * gservers + ["model_worker"] * model_workers + ["rollout"] * workers
     )
     assert len({p.name for p in processes}) == len(processes)
-    assert {p.role for p in processes} == frozenset().union(*STOP_ORDER) - {"evaluator"}
+    assert {p.role for p in processes} == frozenset().union(*STOP_ORDER)
     used = [gpu for p in processes for gpu in p.gpus]
     if gpus > 1:
         assert len(used) == gservers + model_workers
@@ -77,13 +77,6 @@ def test_ipv6_addresses_are_shown_as_urls_have_them() -> None:
     processes = plan(from_dict({"manager": {"host": "::1"}}))
     shown = {process.address for process in processes} - {"-"}
     assert shown == {"http://[::1]:free port", "tcp://[::1]:free port"}
-
-
-def test_an_evaluator_is_started_if_there_is_something_to_evaluate() -> None:
-    (evaluator,) = [p for p in plan(from_dict({"evaluation": {"at_end": True}})) if p.role == "evaluator"]
-    words = command(evaluator, config_file=Path("c.toml"), manager_url="http://m:1", model_dir=Path("d"))
-    assert words[1:] == ["-m", "streamrl", "evaluator", "c.toml", "--manager", "http://m:1", "--model-dir", "d"]
-    assert evaluator.role in frozenset().union(*STOP_ORDER)
 
 
 def test_threads_reach_the_environment() -> None:

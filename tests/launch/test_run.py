@@ -75,10 +75,10 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 
 
 def test_normal_end(launch: Callable[..., Launched]) -> None:
-    run = launch("evaluation.at_end=true")
+    run = launch("evaluation.at_end=true")  # which has no process of its own
     assert run.ends() == 0, run.said()
     assert alive(run.pids()) == []
-    assert set(run.pids()) == {*MEMBERS, "evaluator0"}
+    assert set(run.pids()) == set(MEMBERS)
     assert (run.run_dir / "config.toml").exists()
     assert (run.run_dir / "summary.json").exists()
     logs = {file.stem for file in (run.run_dir / "logs").iterdir()}
@@ -88,7 +88,6 @@ def test_normal_end(launch: Callable[..., Launched]) -> None:
         "gserver-0",
         "model_worker-0",
         "rollout-0",
-        "evaluator-0",
     }
 
 
@@ -244,15 +243,6 @@ def test_rollout_worker_that_dies_again_and_again_stops_the_run(launch: Callable
     assert run.ends() == 1
     assert len((run.run_dir / "starts.txt").read_text().split()) == 3
     assert "rollout 0: something broke" in run.said()
-    assert alive(run.pids()) == []
-
-
-def test_an_evaluator_that_dies_is_replaced_but_not_for_ever(launch: Callable[..., Launched]) -> None:
-    settings = ("evaluation.at_end=true", "rollout.restarts=1", "rollout.restart_delay_seconds=0.01")
-    run = launch('data.args={controller="wait", evaluator="die"}', *settings)
-    assert run.ends() == 1
-    assert "its evaluation is made anew, and it is started again (1 of 1" in " ".join(run.said().split())
-    assert "evaluator 0: something broke" in run.said()
     assert alive(run.pids()) == []
 
 

@@ -307,7 +307,7 @@ def test_the_script_is_one_that_bash_reads() -> None:
     assert ["--job-name=it's"] in options
     assert ["--chdir=/some where"] in options  # one word each, for sbatch too
     assert re.findall(r"#SBATCH --gpus-per-node=(\d)", text) == ["4", "1"]
-    assert "until step" in text
+    assert "evaluator" not in text  # rollout workers make evaluations
     assert "-lt 5 ]" in text
 
 

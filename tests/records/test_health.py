@@ -294,18 +294,12 @@ def test_what_is_to_be_changed_is_what_the_error_names():
 def test_errors_are_counted_over_all_workers():
     other = msgspec.structs.replace(KEY_ERROR, count=5, example="row 9")
     frequent = msgspec.structs.replace(TIMEOUT, count=7)
-    (found,) = findings(
-        failing(failures={"rollout/0": KEY_ERROR, "rollout/1": frequent, "rollout/2": other, "evaluator/0": TIMEOUT})
-    )
+    (found,) = findings(failing(failures={"rollout/0": KEY_ERROR, "rollout/1": frequent, "rollout/2": other}))
     assert "KeyError: 'level' (8 times, first for row 12" in found.text
 
 
 def test_held_out_prompts_that_failed_have_their_error():
-    (found,) = findings(
-        healthy(
-            evaluations=[make_report(3, cut_share=0.0, rejected=1, prompts=19)], failures={"evaluator/0": KEY_ERROR}
-        )
-    )
+    (found,) = findings(healthy(evaluations=[make_report(3, cut_share=0.0, rejected=1, prompts=19, failure=KEY_ERROR)]))
     assert found.text.startswith("5% of the held-out prompts failed at version 3: most often KeyError: 'level' (3")
 
 

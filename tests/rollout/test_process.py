@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,8 @@ import pytest
 from streamrl import config as configuration
 from streamrl.errors import ConfigError
 from streamrl.models import ensure_checkpoint, vocab_size
-from streamrl.rollout.process import _open_workflow, load_data, port_for_agents
+from streamrl.rollout.process import _open_workflow, load_data
 from streamrl.transport.addresses import Reach
-from streamrl.transport.control import Role
 from tests.ipv6 import IPV6
 from tests.rollout.characters import make_chat
 
@@ -36,9 +36,12 @@ def test_a_stop_string_that_the_model_cannot_say_is_refused(tmp_path: Path) -> N
         load_data(config, ensure_checkpoint(config, cache=tmp_path))
 
 
-def joined_at(reach: Reach, at_exit: AsyncExitStack) -> Any:
+def joined_at(reach: Reach, at_exit: AsyncExitStack, *, index: int = 0) -> Any:
     return SimpleNamespace(
-        membership=SimpleNamespace(role="rollout", index=0), reach=reach, activity=SimpleNamespace(), at_exit=at_exit
+        membership=SimpleNamespace(role="rollout", index=index),
+        reach=reach,
+        activity=SimpleNamespace(),
+        at_exit=at_exit,
     )
 
 
@@ -73,7 +76,13 @@ async def test_agents_of_a_machine_that_may_have_no_ipv4_address_ask_at_one_of_i
         assert await status_at(workflow._url) == 401
 
 
-def test_rollout_workers_and_evaluators_of_one_machine_serve_their_agents_at_ports_of_their_own() -> None:
-    places: list[tuple[Role, int]] = [("rollout", 0), ("rollout", 1), ("evaluator", 0)]
-    assert [port_for_agents(8800, role, index) for role, index in places] == [8800, 8801, 8799]
-    assert [port_for_agents(0, role, index) for role, index in places] == [0, 0, 0]
+async def test_rollout_workers_of_one_machine_serve_their_agents_at_ports_of_their_own(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] - 1  # worker 1 would have the next one
+    settings = {"agent": {"command": ["true"], "renderer": "template", "port": port}}
+    config = configuration.from_dict({"model": MODEL, "rollout": settings})
+    async with AsyncExitStack() as at_exit:
+        joined = joined_at(Reach(announced="127.0.0.1", local="127.0.0.1"), at_exit, index=1)
+        model_dir = ensure_checkpoint(config, cache=tmp_path)
+        workflow: Any = await _open_workflow(config, joined=joined, chat=make_chat(), model_dir=model_dir)
+        assert urlsplit(workflow._url).port == port + 1

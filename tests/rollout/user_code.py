@@ -39,6 +39,12 @@ def row(index: int, seed: int, *, word: str = "item") -> dict[str, Any]:
     return {"prompt": f"{word} {index} of {seed}", "answer": str(index), "level": index % 3}
 
 
+def row_of_some(index: int, seed: int) -> dict[str, Any]:
+    if index == 2:
+        raise ValueError("row 2 is broken")
+    return row(index, seed)
+
+
 def no_row(index: int, seed: int) -> Any:
     return "not a row"
 

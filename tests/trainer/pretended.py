@@ -484,7 +484,6 @@ class Manager(Signal):
         self.evaluated: list[tuple[int, bool, int]] = []
         """Each evaluation that was requested: version, whether training was over, and the version that was served."""
         self.report_evaluation: Callable[[Any], None] = lambda report: None
-        self.has_evaluator = True
         self.evaluating: set[asyncio.Task[None]] = set()
         self.ledger.observers.append(self.wake)
         self.lacking: set[str] = set()

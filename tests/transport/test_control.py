@@ -26,14 +26,11 @@ from streamrl.transport.control import (
     AdmitReply,
     AskRoute,
     Done,
-    EvaluationResult,
-    EvaluationRoute,
     FinishRun,
     HeartbeatReply,
+    HeldOutResult,
     InFlight,
     InFlightReply,
-    NextEvaluation,
-    NextEvaluationReply,
     Register,
     RegisterReply,
     Reject,
@@ -43,7 +40,6 @@ from streamrl.transport.control import (
 from streamrl.transport.group_sockets import closed_after_forming, possible
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
-from tests.evaluations import make_report
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -189,16 +185,12 @@ CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
     "/reject": lambda client: client.reject(REJECT),
     "/in_flight": lambda client: client.in_flight(InFlight(worker=0, groups=[])),
     "/route": lambda client: client.route(AskRoute(worker=0, seq=1, failed="http://g")),
-    "/evaluation": lambda client: client.evaluation_result(EvaluationResult(0, 0, make_report(1))),
-    "/evaluation/next": lambda client: client.next_evaluation(NextEvaluation(evaluator=0)),
-    "/evaluation/route": lambda client: client.evaluation_route(EvaluationRoute(evaluator=0, prompt=1)),
+    "/evaluation": lambda client: client.held_out_result(HeldOutResult(0, "id", 0, [1.0], [3])),
     "/topology": lambda client: client.topology("controller", 1, patience=5.0),
 }
 REPLIES: dict[str, msgspec.Struct] = {
     "/in_flight": InFlightReply(pause_seconds=0.02),
     "/route": RouteReply(gserver="http://h"),
-    "/evaluation/next": NextEvaluationReply(None, stop=False),
-    "/evaluation/route": RouteReply(gserver="http://h"),
     "/topology": Topology(complete=True, peers=[]),
 }
 

@@ -494,7 +494,7 @@ def test_a_port_in_use_is_an_error_at_once() -> None:
         (b"rollout/0 1 - " + b"0" * 32 + b" raw", "'rollout/0', whose credential is not of this run"),
         (shown_by("rollout", 0, to="model_worker", key=b"x" * 32).credential.encode() + b" raw", "not of this run"),
         (shown_by("rollout", 0, to="controller").credential.encode() + b" raw", "or not for this socket"),
-        (shown_by("evaluator", 0, to="model_worker").credential.encode() + b" raw", "evaluator/0, who has nothing to"),
+        (shown_by("gserver", 0, to="model_worker").credential.encode() + b" raw", "gserver/0, who has nothing to"),
         (shown_by("rollout", 0, to="model_worker").credential.encode(), "whose credential is not of this run"),
     ],
 )

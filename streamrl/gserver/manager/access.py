@@ -53,9 +53,7 @@ ALLOWED: Mapping[str, Allowed] = {
     "POST /in_flight": Allowed(frozenset({"rollout"}), "worker"),
     "POST /reject": Allowed(frozenset({"rollout"}), "worker"),
     "POST /fail_run": Allowed(frozenset({"rollout"}), "worker"),
-    "POST /evaluation/next": Allowed(frozenset({"evaluator"}), "evaluator"),
-    "POST /evaluation/route": Allowed(frozenset({"evaluator"}), "evaluator"),
-    "POST /evaluation": Allowed(frozenset({"evaluator"}), "evaluator"),
+    "POST /evaluation": Allowed(frozenset({"rollout"}), "worker"),
     "POST /publish/begin": Allowed(frozenset({"model_worker"})),
     "POST /publish/commit": Allowed(frozenset({"model_worker"})),
     "GET /publish/places": Allowed(frozenset({"model_worker"})),
@@ -101,7 +99,7 @@ class Access:
             },
             verification_key=self._keys[member.role].hex() if member.role in self._keys else "",
             lineage=self.lineage,
-            gserver_key=self._gserver_key if member.role in ("rollout", "evaluator") else "",
+            gserver_key=self._gserver_key if member.role == "rollout" else "",
         )
 
     def begin_lineage(self) -> None:

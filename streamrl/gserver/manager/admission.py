@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 
 from streamrl.config import Config
 from streamrl.gserver.manager.checks import GserverChecks
+from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver, Route, Work
 from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member
@@ -35,6 +36,7 @@ from streamrl.transport.control import (
     AskRoute,
     DataFacts,
     Done,
+    HeldOutResult,
     InFlight,
     InFlightReply,
     Reject,
@@ -105,18 +107,21 @@ class Admissions:
             gserver = route.gserver
             admissions.append(Admission(seq=group.seq, gserver=gserver.address, permit=permit, name=gserver.name))
         self.admitted += len(admissions)
+        self.remember(worker, ticket, admissions)
+        return admissions
+
+    def remember(self, worker: str, ticket: str, admissions: list[Admission]) -> None:
+        """Note that `worker` was given `admissions` under `ticket`."""
         if ticket and admissions:
             remembered = self._tickets.setdefault(worker, OrderedDict())
             remembered[ticket] = admissions
             if len(remembered) > REMEMBERED_TICKETS:
                 remembered.popitem(last=False)
-        return admissions
 
     def reroute(self, worker: str, seq: int, *, avoid: str, now: float) -> Gserver | None:
         """Return another gserver for `seq`; its load moves along only while `worker` holds the lease."""
-        if self._ledger.holder(seq) == worker:
-            return self._fleet.reassign(self._ledger.groups[seq].route, now=now, avoid=avoid)
-        return next((g for g in self._fleet.serving() if g.address != avoid), None)
+        route = self._ledger.groups[seq].route if self._ledger.holder(seq) == worker else None
+        return self._fleet.reassign(route, now=now, avoid=avoid)
 
     def in_flight(self, worker: str, seq: int, work: Work, *, now: float) -> None:
         """Note what `worker` says is in flight of `seq`; it counts while `worker` holds the lease."""
@@ -207,7 +212,7 @@ class Rerouting:
 
 
 class GroupCalls:
-    """The calls about groups: admit, route, reject, in flight.
+    """The calls about groups and held-out prompts: admit, route, reject, in flight, and the result of a held-out one.
 
     `live_workers` returns how many rollout workers share the room. Nothing is admitted before `start`.
     """
@@ -218,6 +223,7 @@ class GroupCalls:
         config: Config,
         ledger: Ledger,
         admissions: Admissions,
+        evaluations: Evaluations,
         rerouting: Rerouting,
         members: Members,
         state: RunState,
@@ -226,9 +232,11 @@ class GroupCalls:
         long_poll_seconds: float,
     ) -> None:
         self._data = DataFacts(rows=0)
+        self._held_out_data = DataFacts(rows=0)
         self._epochs = config.run.total_train_epochs
         self._ledger = ledger
         self._admissions = admissions
+        self._evaluations = evaluations
         self._rerouting = rerouting
         self._members = members
         self._state = state
@@ -275,19 +283,21 @@ class GroupCalls:
             self._signals.admissions.wake()
 
     async def admit(self, message: Admit) -> AdmitReply:
-        """Start groups, as soon as there is room in the ledger and a gserver with capacity; none after a long poll, and
-        none at once for who asks for none, to tell how many rows its data have."""
+        """Start groups, as soon as there is room in the ledger and a gserver with capacity, or a held-out prompt, once
+        one may begin; none after a long poll, and none at once for a count of 0, which only reports the data."""
         member = self._members.caller("rollout", message.worker)
         if message.data.rows:
-            self._compare_data(member, message.data)
+            self._compare_data(member, message.data, held_out=message.held_out)
 
-        name, count, ticket = member.name, message.count, message.ticket
+        name, count, ticket, held_out = member.name, message.count, message.ticket, message.held_out
 
         def attempt() -> list[Admission] | None:
             if member.gone:
                 return []  # its leases would be those of the process that is called so now, which renews them
             if not self._members.is_of_this_lineage(member):
                 return []  # it registers again first
+            if held_out:
+                return self._take_held_out(member, ticket)
             if not self._admitting:
                 return None
             workers, now = self._live_workers(), time.monotonic()
@@ -296,7 +306,9 @@ class GroupCalls:
         # What was given already is not waited for in line: others there may wait for these very groups to end.
         found = self._admissions.given(name, ticket)
         if found is None and count and not self._state.over:
-            found = await self._signals.admissions.find(attempt, timeout=self._long_poll)
+            queue = self._signals.held_out if held_out else self._signals.admissions
+            found = await queue.find(attempt, timeout=self._long_poll)
+            self._signals.held_out.wake()  # a group that has begun, or waits no more, leaves a place or a turn
         if self._state.over:
             self._members.tell_over(member)
             found = None
@@ -307,10 +319,14 @@ class GroupCalls:
         member = self._members.caller("rollout", message.worker)
         if self._state.over:
             return RouteReply(gserver="")
-        found = await self._rerouting.find(
-            lambda avoid: self._admissions.reroute(member.name, message.seq, avoid=avoid, now=time.monotonic()),
-            failed=message.failed,
-        )
+
+        def choose(avoid: str) -> Gserver | None:
+            name, seq, now = member.name, message.seq, time.monotonic()
+            if message.evaluation:
+                return self._evaluations.reroute(name, message.evaluation, seq, avoid=avoid, now=now)
+            return self._admissions.reroute(name, seq, avoid=avoid, now=now)
+
+        found = await self._rerouting.find(choose, failed=message.failed)
         return RouteReply(gserver="" if self._state.over else found)
 
     async def in_flight(self, message: InFlight) -> InFlightReply:
@@ -327,6 +343,27 @@ class GroupCalls:
         self._admissions.reject(f"rollout/{message.worker}", message.seq, message.reason)
         return Done()
 
+    async def held_out_result(self, message: HeldOutResult) -> Done:
+        """Count the result of a held-out prompt; raises as `Evaluations.count`."""
+        self._members.caller("rollout", message.worker)
+        self._evaluations.count(message)
+        self._signals.held_out.wake()
+        return Done()
+
+    def _take_held_out(self, member: Member, ticket: str) -> list[Admission] | None:
+        """Return a held-out prompt for `member`, or the one that it has under `ticket`; None if none may begin now."""
+        if member.silent:
+            return []  # others make its prompts
+        if given := self._admissions.given(member.name, ticket):
+            return given
+        wait = self._admitting and self._ledger.room > 0 and len(self._signals.admissions) > 0
+        begun, now = self._admissions.admitted, time.monotonic()
+        prompt = self._evaluations.take(member.name, groups_begun=begun, groups_wait=wait, now=now)
+        if prompt is None:
+            return None
+        self._admissions.remember(member.name, ticket, [prompt])
+        return [prompt]
+
     @property
     def data_rows(self) -> int:
         """Rows of the training data; 0: not known yet."""
@@ -337,16 +374,20 @@ class GroupCalls:
         await self._signals.data.until(lambda: self.data_rows > 0, timeout=None)
         return self._data
 
-    def _compare_data(self, member: Member, data: DataFacts) -> None:
-        if not self.data_rows:
+    def _compare_data(self, member: Member, data: DataFacts, *, held_out: bool) -> None:
+        known = self._held_out_data if held_out else self._data
+        if not known.rows and held_out:
+            self._held_out_data = data
+            self._evaluations.set_rows(data.rows)
+        elif not known.rows:
             self._set_data(data)
             self._signals.data.notify()
-        elif data != self._data:
+        elif data != known:
             self._state.end(
                 "failed",
-                f"{member.name} has {data.rows} rows of training data (fingerprint {data.digest}), the run has "
-                f"{self.data_rows} ({self._data.digest}): sequence numbers would mean other prompts; give all workers "
-                "the same data set, also when the run is resumed",
+                f"{member.name} has {data.rows} rows of {'held-out' if held_out else 'training'} data (fingerprint "
+                f"{data.digest}), the run has {known.rows} ({known.digest}): sequence numbers would mean other "
+                "prompts; give all workers the same data set, also when the run is resumed",
             )
 
     def _set_data(self, data: DataFacts) -> None:

@@ -141,6 +141,7 @@ class Manager:
             long_poll_seconds=long_poll_seconds,
             open_to_others=open_to_others,
         )
+        self.evaluations = Evaluations(config.evaluation, fleet=self._fleet)
         rerouting = Rerouting(
             fleet=self._fleet,
             checks=self._checks,
@@ -151,22 +152,12 @@ class Manager:
             config=config,
             ledger=self.ledger,
             admissions=self.admissions,
+            evaluations=self.evaluations,
             rerouting=rerouting,
             members=self.members,
             state=self._state,
             signals=signals,
             live_workers=lambda: self._registry.live("rollout"),
-            long_poll_seconds=long_poll_seconds,
-        )
-        self.evaluations = Evaluations(
-            fleet=self._fleet,
-            samples=config.evaluation.samples,
-            changed=signals.evaluations,
-            rerouting=rerouting,
-            members=self.members,
-            state=self._state,
-            on_training_over=self.groups.stop,
-            evaluators=lambda: self._registry.count("evaluator"),
             long_poll_seconds=long_poll_seconds,
         )
         self.elastic = ElasticPools(
@@ -251,17 +242,16 @@ class Manager:
         self.groups.limit_staleness(report.admitted_staleness)
 
     def evaluate(self, version: int, *, training_over: bool) -> None:
-        """Have `version`, which the gservers serve, evaluated; `training_over`: the run ends after that."""
-        self.evaluations.request(version, training_over=training_over)
+        """Have `version`, which the gservers serve, evaluated once; `training_over`: the run ends after that, so no
+        further group starts."""
+        if training_over:
+            self.groups.stop()
+        self.evaluations.request(version)
+        self._signals.held_out.wake()
 
     def on_evaluation(self, take: Callable[[EvaluationReport], None]) -> None:
         """Have `take` called with each report of an evaluation."""
         self.evaluations.on_report = take
-
-    @property
-    def has_evaluator(self) -> bool:
-        """Whether a process that makes evaluations takes part in the run."""
-        return self._registry.count("evaluator") > 0
 
     def finish(self, reason: str, *, stopped: bool) -> None:
         """End the run. `stopped`: by request, before its last step."""
@@ -350,8 +340,7 @@ class Manager:
             self._signals.gservers.notify()
         elif member.role == "rollout":
             self.admissions.worker_replaced(member.name)
-        elif member.role == "evaluator":
-            self.evaluations.lost(member.name)
+            self._take_back_held_out(member, lost=True)
         if self._state.name == "joining" and not waits_for_members(self._registry, self._config):
             self._state.name = "running"
             log.info("all processes have joined")
@@ -385,8 +374,8 @@ class Manager:
         if member.role == "gserver":
             if not self._fleet.serving_count:
                 log.error("no gserver is left to generate; the run waits for one to (re)join")
-        elif member.role == "evaluator":
-            self.evaluations.lost(member.name)
+        elif member.role == "rollout":
+            self._take_back_held_out(member, lost=True)
         elif member.role == "model_worker":
             # a call to a model worker that is gone fails; but what lacks the groups that come to it may never call it
             self._worker_died(f"{member.name} is silent, for {member.last_heard.seconds(now=time.monotonic()):.0f} s")
@@ -395,7 +384,13 @@ class Manager:
         if self._death is not None and not self._death.done():
             self._death.set_result(how)
 
+    def _take_back_held_out(self, member: Member, *, lost: bool) -> None:
+        """Have others make the held-out prompts of `member`; `lost`: it has not left by request."""
+        self.evaluations.give_back(member.name, lost=lost)
+        self._signals.held_out.wake()
+
     def _left(self, member: Member) -> None:
+        self._take_back_held_out(member, lost=False)
         self._signals.told.notify()
         self._signals.deadlines.notify()
 

@@ -1,233 +1,269 @@
-"""Evaluations on held-out prompts, between the master that requests them and the evaluator that makes them.
+"""Evaluations on held-out prompts, which rollout workers make in addition to training, at low priority.
 
-Owns the queue of evaluations and the routes of the prompts under way. Invariants: at most one evaluation is under way
-and at most one waits, the latest that was asked for; each is reported at most once. Prompts of an
-evaluation are no groups of the ledger; the fleet counts them as load until the evaluator says that they are done, or is
-gone.
+`Evaluations` owns the evaluation that runs, its prompts and their results, and the evaluation that waits. Pure: times
+are passed in.
+
+Invariants: at most one evaluation runs, and at most one waits, the latest that was requested; each is reported at most
+once; at most `evaluation.max_concurrent` prompts are under way over all rollout workers; a prompt counts once, however
+often its result arrives. A held-out prompt is no group of the ledger, but its gserver has it as load until it ends.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
 
-from streamrl.gserver.manager.admission import Rerouting
+import numpy as np
+
+from streamrl.config import EvaluationConfig
+from streamrl.errors import PeerError, WireError
 from streamrl.gserver.manager.gserver import Gserver, Route, Work
-from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.routing import Fleet
-from streamrl.gserver.manager.run_state import RunState, Wakeup
-from streamrl.records.evaluation import EvaluationReport
-from streamrl.transport.control import (
-    NO_EVALUATOR,
-    Done,
-    EvaluationResult,
-    EvaluationRoute,
-    EvaluationStatus,
-    EvaluationTask,
-    NextEvaluation,
-    NextEvaluationReply,
-    RouteReply,
-)
+from streamrl.records.evaluation import EvaluationReport, in_words, mean_pass_at
+from streamrl.records.timeline import FrequentFailure, most_frequent
+from streamrl.transport.control import Admission, EvaluationStatus, EvaluationTask, HeldOutResult
+from streamrl.types import LARGEST_REWARD
 
 log = logging.getLogger(__name__)
 
+GROUPS_BETWEEN = 3
+"""After so many training groups a held-out prompt may begin although training could take every place."""
+MAX_LOSSES = 3
+"""A prompt fails after it was lost with so many rollout workers: it may well be the cause of their end."""
+MOST = 2**31
+"""No response has more tokens, and no run more policy versions."""
+
+
+@dataclass
+class _Running:
+    """The evaluation that runs."""
+
+    task: EvaluationTask
+    began: float
+    given: int = 0
+    """Prompts below this number were given out."""
+    returned: set[int] = field(default_factory=set)
+    """Prompts to be given out again."""
+    under_way: dict[int, tuple[str, Route]] = field(default_factory=dict)
+    """Prompt → the rollout worker that makes it, and its route."""
+    results: dict[int, HeldOutResult] = field(default_factory=dict)
+    losses: Counter[int] = field(default_factory=Counter)
+    """Prompt → how many rollout workers were lost with it."""
+
 
 class Evaluations:
-    """The manager's calls about evaluations."""
+    """Gives out the held-out prompts of one evaluation after another, and collects their results.
 
-    def __init__(
-        self,
-        *,
-        fleet: Fleet,
-        samples: int,
-        changed: Wakeup,
-        rerouting: Rerouting,
-        members: Members,
-        state: RunState,
-        on_training_over: Callable[[], None],
-        evaluators: Callable[[], int],
-        long_poll_seconds: float,
-    ) -> None:
-        """`samples`: responses to each prompt. `on_training_over` is called when the master waits for nothing but the
-        last evaluation. `evaluators`: how many have joined."""
-        self._evaluators = evaluators
-        self._queue = EvaluationQueue(evaluators=evaluators)
+    A prompt begins at a gserver with a place that no training group waits for; or, once `GROUPS_BETWEEN` training
+    groups have begun since the last prompt did, at the gserver with the least to do, though that be full. So training
+    comes first, and an evaluation ends even if training could always take every place.
+    """
+
+    def __init__(self, config: EvaluationConfig, *, fleet: Fleet, clock: Callable[[], float] = time.time) -> None:
+        """`clock` returns seconds since the epoch."""
+        self._config = config
         self._fleet = fleet
-        self._prompt = Work(samples, 0)
-        self._changed = changed
-        self._rerouting = rerouting
-        self._members = members
-        self._state = state
-        self._on_training_over = on_training_over
-        self._long_poll = long_poll_seconds
+        self._clock = clock
+        self._prompts = 0
+        """Held-out prompts of each evaluation; 0: not known yet."""
         self.on_report: Callable[[EvaluationReport], None] = lambda report: None
         """Called with each report, once."""
-        self._routes: dict[str, dict[int, Route]] = {}
-        """Evaluator → its prompts that have a gserver, each with its route."""
-
-    def request(self, version: int, *, training_over: bool) -> None:
-        """Queue an evaluation of `version`, which the gservers serve; at most one of each version is made.
-
-        `training_over`: the run ends after it, so no further group starts.
-        """
-        if training_over:
-            self._on_training_over()
-        self._queue.ask(version)
-        self._changed.notify()
-
-    async def next(self, message: NextEvaluation) -> NextEvaluationReply:
-        """Wait for an evaluation for the evaluator, for a long poll at most."""
-        member = self._members.caller("evaluator", message.evaluator)
-        await self._changed.until(
-            lambda: self._state.over or self._queue.has_for(member.name) or member.silent, timeout=self._long_poll
-        )
-        if self._state.over:
-            self._members.tell_over(member)
-            return NextEvaluationReply(task=None, stop=True)
-        return NextEvaluationReply(task=None if member.silent else self._queue.take(member.name), stop=False)
-
-    async def route(self, message: EvaluationRoute) -> RouteReply:
-        """Free the gservers of prompts that are done, and find one for the prompt that begins, or lost its own."""
-        member = self._members.caller("evaluator", message.evaluator)
-        self._release(member.name, message.done)
-        if self._state.over:
-            return RouteReply(gserver="")
-        found = await self._rerouting.find(
-            lambda avoid: self._assign(member.name, message.prompt, avoid=avoid), failed=message.failed
-        )
-        return RouteReply(gserver=found)
-
-    async def result(self, message: EvaluationResult) -> Done:
-        """Take in what an evaluation found; none of its prompts is under way any more."""
-        member = self._members.caller("evaluator", message.evaluator)
-        self._release(member.name, list(self._routes.get(member.name, ())))
-        if self._queue.done(message.task, message.report):
-            self.on_report(message.report)
-        self._changed.notify()
-        return Done()
+        self._running: _Running | None = None
+        self.forget()
 
     def forget(self) -> None:
-        """Forget all evaluations that were asked for: the run has gone back."""
-        for evaluator in list(self._routes):
-            self._release(evaluator, list(self._routes[evaluator]))
-        self._queue = EvaluationQueue(evaluators=self._evaluators)
-
-    def lost(self, evaluator: str) -> None:
-        """Take back what `evaluator` had, which fell silent, or whose place another process took."""
-        self._release(evaluator, list(self._routes.get(evaluator, ())))
-        self._queue.give_back(evaluator)
-        self._changed.notify()
-
-    def status(self) -> EvaluationStatus:
-        """Return which evaluation is under way, which waits, and what was found last."""
-        return self._queue.status()
-
-    def _assign(self, evaluator: str, prompt: int, *, avoid: str) -> Gserver | None:
-        """Find a gserver for `prompt`, whether it begins or lost the one that it had."""
-        route = self._fleet.assign(self._prompt, now=time.monotonic(), avoid=avoid)
-        if route is None:
-            return None
-        self._release(evaluator, [prompt])
-        self._routes.setdefault(evaluator, {})[prompt] = route
-        return route.gserver
-
-    def _release(self, evaluator: str, prompts: Iterable[int]) -> None:
-        routes = self._routes.get(evaluator, {})
-        for prompt in prompts:
-            if (route := routes.pop(prompt, None)) is not None:
-                self._fleet.release(route)
-
-
-class EvaluationQueue:
-    """Takes evaluations from the master, gives them to an evaluator, and keeps what it reports. Pure."""
-
-    def __init__(self, *, evaluators: Callable[[], int]) -> None:
-        """`evaluators`: how many have joined the run."""
-        self._evaluators = evaluators
-        self.reports: list[EvaluationReport] = []
-        """In order of arrival."""
-        self._versions: set[int] = set()
-        """The policy versions that were asked for."""
-        self._left_out = 0
-        """How many were not made because a later one was due."""
-        self._running: EvaluationTask | None = None
-        self._owner = ""
-        """The evaluator that has the running one."""
+        """Forget all evaluations, those that run, wait, and were made; later results of their prompts are refused."""
+        for _, route in self._running.under_way.values() if self._running is not None else ():
+            self._fleet.release(route)
+        self._running = None
         self._waiting: EvaluationTask | None = None
+        self._versions: set[int] = set()
+        """The policy versions that were requested."""
+        self._left_out = self._done = 0
+        self._last: EvaluationReport | None = None
+        self._last_id = ""
+        """Of the evaluation that was reported last."""
+        self._groups_before = -math.inf
+        """Training groups that had begun when the last prompt began."""
 
-    def ask(self, version: int) -> None:
-        """Queue an evaluation that is due, unless one of the same version was requested before.
+    def set_rows(self, rows: int) -> None:
+        """Note how many rows the held-out data have."""
+        self._prompts = rows if self._config.prompts is None else min(self._config.prompts, rows)
 
-        One that still waits gives way to it.
-        """
+    def request(self, version: int) -> None:
+        """Queue an evaluation of `version`, unless one was requested before; one that still waits gives way to it."""
         if version in self._versions:
             return
         self._versions.add(version)
-        task = EvaluationTask(version, step=version)
         if self._running is not None:
-            log.info(
-                "the evaluation of version %d waits for that of version %d to end",
-                *(task.policy_version, self._running.policy_version),
+            running = self._running.task.policy_version
+            log.info("the evaluation of version %d waits for that of version %d to end", version, running)
+        if self._waiting is not None:
+            self._left_out += 1
+            log.warning(
+                "the evaluation of version %d is left out for that of version %d: it had not begun; evaluate less "
+                "often, or fewer prompts, or raise evaluation.max_concurrent",
+                *(self._waiting.policy_version, version),
             )
-        self._wait(task)
+        self._waiting = EvaluationTask(version, step=version)
 
-    def has_for(self, owner: str) -> bool:
-        """Return whether `take` would return a task to `owner`."""
-        return self._waiting is not None if self._running is None else self._owner == owner
+    def take(self, worker: str, *, groups_begun: int, groups_wait: bool, now: float) -> Admission | None:
+        """Return a prompt for `worker` to make, with its gserver; None: none may begin now.
 
-    def take(self, owner: str) -> EvaluationTask | None:
-        """Return the next evaluation, or None if there is none for `owner`.
-
-        An owner that asks while its own evaluation is under way has lost it, and gets it again.
+        `groups_begun`: groups of training that have begun in the run; `groups_wait`: whether some lack only a gserver
+        with capacity to begin.
         """
-        if self._running is None:
-            self._running, self._waiting, self._owner = self._waiting, None, owner
-        return self._running if self._owner == owner else None
+        turn = groups_begun - self._groups_before >= GROUPS_BETWEEN
+        if not self._has_prompt or (groups_wait and not turn):
+            return None
+        route = self._fleet.assign(Work(self._config.samples, 0), now=now, full=turn)
+        if route is None:
+            return None
+        self._groups_before = groups_begun
+        running = self._running = self._running or self._begin()
+        seq = min(running.returned, default=running.given)
+        running.returned.discard(seq)
+        running.given = max(running.given, seq + 1)
+        running.under_way[seq] = worker, route
+        gserver = route.gserver
+        return Admission(seq=seq, gserver=gserver.address, name=gserver.name, evaluation=running.task.id)
 
-    def give_back(self, owner: str) -> None:
-        """Queue the evaluation of `owner`, which is gone, once more, unless a later one waits already."""
-        if self._running is None or self._owner != owner:
+    def reroute(self, worker: str, evaluation: str, seq: int, *, avoid: str, now: float) -> Gserver | None:
+        """Return another gserver for a prompt; its load moves along only while `worker` makes it."""
+        running = self._running
+        here = running is not None and running.task.id == evaluation
+        holder, route = running.under_way.get(seq, ("", None)) if running is not None and here else ("", None)
+        return self._fleet.reassign(route if holder == worker else None, now=now, avoid=avoid)
+
+    def give_back(self, worker: str, *, lost: bool) -> None:
+        """Take back the prompts of `worker`, for others to make. `lost`: it is silent, or was replaced; a prompt that
+        was lost `MAX_LOSSES` times fails."""
+        running = self._running
+        if running is None:
             return
-        lost, self._running = self._running, None
-        log.warning("%s was lost in the evaluation of version %d", owner, lost.policy_version)
-        if self._waiting is None:
-            self._wait(lost)
-        else:
-            self._leave_out(lost, self._waiting)
+        for seq in [seq for seq, (holder, _) in running.under_way.items() if holder == worker]:
+            self._fleet.release(running.under_way.pop(seq)[1])
+            running.losses[seq] += lost
+            if running.losses[seq] < MAX_LOSSES:
+                running.returned.add(seq)
+                continue
+            error = f"{MAX_LOSSES} rollout workers were lost with it"
+            log.error("held-out prompt %d is given up: %s", seq, error)
+            running.results[seq] = HeldOutResult(0, running.task.id, seq, error=error, row=f"prompt {seq}")
+        self._report_if_done(running)
 
-    def done(self, task: str, report: EvaluationReport) -> bool:
-        """Take in the report of the evaluation with the id `task`; return False if it was reported or left out before,
-        or was another manager's."""
-        if self._running is not None and self._running.id == task:
-            self._running = None
-        elif self._waiting is not None and self._waiting.id == task:
-            self._waiting = None  # given back too early: its evaluator had only been silent
-        else:
-            return False
-        self.reports.append(report)
-        return True
+    def count(self, result: HeldOutResult) -> None:
+        """Count the result of a prompt, unless it was counted before; also if its worker was taken for lost.
+
+        Raises `PeerError` if there is no such prompt, `WireError` for figures that cannot be.
+        """
+        if result.evaluation == self._last_id:
+            return  # sent again, or the prompt was made twice
+        running, seq = self._running, result.seq
+        if running is None or running.task.id != result.evaluation:
+            raise PeerError(f"no evaluation {result.evaluation!r} runs: its prompts count no more", status=404)
+        if not 0 <= seq < running.given:
+            raise PeerError(f"held-out prompt {seq} was not given out; those below {running.given} were", status=400)
+        check_result(result, samples=self._config.samples)
+        if seq not in running.results:
+            running.returned.discard(seq)
+            if seq in running.under_way:
+                self._fleet.release(running.under_way.pop(seq)[1])
+            running.results[seq] = result
+            self._report_if_done(running)
 
     def status(self) -> EvaluationStatus:
-        """Return where the evaluations are."""
+        """Return which evaluation runs, which waits, and the last report."""
+        running = self._running
         return EvaluationStatus(
-            running=self._running,
+            running=None if running is None else running.task,
             waiting=self._waiting,
-            done=len(self.reports),
+            done=self._done,
             left_out=self._left_out,
-            last=self.reports[-1] if self.reports else None,
+            last=self._last,
+            prompts=self._prompts,
+            prompts_done=0 if running is None else len(running.results),
         )
 
-    def _wait(self, task: EvaluationTask) -> None:
-        if self._waiting is not None:
-            self._leave_out(self._waiting, task)
-        self._waiting = task
+    @property
+    def _has_prompt(self) -> bool:
+        """Whether a prompt is left that may be given out."""
+        running = self._running
+        if running is None:
+            return self._waiting is not None and self._prompts > 0
+        left = bool(running.returned) or running.given < self._prompts
+        return left and len(running.under_way) < self._config.max_concurrent
 
-    def _leave_out(self, task: EvaluationTask, later: EvaluationTask) -> None:
-        self._left_out += 1
-        late = "it had not begun; evaluate less often, or fewer prompts, or raise evaluation.max_concurrent"
-        log.warning(
-            "the evaluation of version %d is left out for that of version %d: %s",
-            *(task.policy_version, later.policy_version),
-            late if self._evaluators() else NO_EVALUATOR,
-        )
+    def _begin(self) -> _Running:
+        """Return the evaluation that waits, which begins now."""
+        task, self._waiting = self._waiting, None
+        assert task is not None, "one waits, as the caller has checked"
+        log.info("evaluation of version %d: %d prompts", task.policy_version, self._prompts)
+        return _Running(task, began=self._clock())
+
+    def _report_if_done(self, running: _Running) -> None:
+        if len(running.results) < self._prompts:
+            return
+        self._running = None
+        self._done += 1
+        self._last_id = running.task.id
+        results = [running.results[seq] for seq in sorted(running.results)]
+        self._last = report_of(running.task, results, self._config, began=running.began, ended=self._clock())
+        log.info("%s", in_words(self._last))
+        self.on_report(self._last)
+
+
+def check_result(result: HeldOutResult, *, samples: int) -> None:
+    """Raise `WireError` for a result that no prompt with `samples` responses can have."""
+    rewards, lengths = result.rewards, result.lengths
+    problem = ""
+    if result.error:
+        problem = "a failed prompt has no figures" if rewards or lengths else ""
+    elif len(rewards) != samples:
+        problem = f"{len(rewards)} rewards, not evaluation.samples = {samples}"
+    elif not all(abs(reward) <= LARGEST_REWARD for reward in rewards):  # NaN fails, too
+        problem = f"rewards {rewards}: each is at most {LARGEST_REWARD:g} in magnitude"
+    elif len(lengths) < samples or not all(1 <= length <= MOST for length in lengths):
+        problem = f"lengths {lengths}: there are {samples} or more, each from 1 to {MOST}"
+    elif not 0 <= result.cut <= len(lengths):
+        problem = f"{result.cut} of {len(lengths)} trajectories were cut"
+    elif not 0 <= result.oldest_version <= result.newest_version <= MOST:
+        problem = f"policy versions from {result.oldest_version} to {result.newest_version}"
+    if problem:
+        raise WireError(f"result of held-out prompt {result.seq}: {problem}")
+
+
+def report_of(
+    task: EvaluationTask, results: Sequence[HeldOutResult], config: EvaluationConfig, *, began: float, ended: float
+) -> EvaluationReport:
+    """Return the report of `task`, which took from `began` to `ended`, in seconds since the epoch.
+
+    Prompts that failed are counted, and enter no other figure.
+    """
+    made = [result for result in results if not result.error]
+    failures = [FrequentFailure(result.error, 1, result.row) for result in results if result.error]
+    rewards = [reward for result in made for reward in result.rewards]
+    lengths = [length for result in made for length in result.lengths]
+    least = np.float32(config.pass_reward)  # rewards have that precision, too
+    passed = [int((np.array(result.rewards, np.float32) >= least).sum()) for result in made]
+    return EvaluationReport(
+        policy_version=task.policy_version,
+        step=task.step,
+        time=ended,
+        seconds=ended - began,
+        oldest_version=min((result.oldest_version for result in made), default=None),
+        newest_version=max((result.newest_version for result in made), default=None),
+        prompts=len(made),
+        samples=config.samples,
+        rejected=len(failures),
+        reward_mean=fmean(rewards) if rewards else None,
+        pass_at=mean_pass_at(passed, samples=config.samples),
+        response_length_mean=fmean(lengths) if lengths else None,
+        cut_share=sum(result.cut for result in made) / len(lengths) if lengths else None,
+        failure=most_frequent(failures),
+    )

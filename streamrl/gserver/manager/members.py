@@ -166,7 +166,7 @@ class Members:
             known=member is not None,
             lineage=self._access.lineage,
             leave=member is not None and member.state is MemberState.LEAVING,
-            unanswering=self._registry.unanswering(now=now) if message.role in ("rollout", "evaluator") else [],
+            unanswering=self._registry.unanswering(now=now) if message.role == "rollout" else [],
         )
 
     async def resume_point(self) -> ResumePoint:

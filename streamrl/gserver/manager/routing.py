@@ -100,12 +100,16 @@ class Fleet:
         for other in self.all() if first else [gserver]:  # those whose speed is not known count as average from now on
             self._refresh(other)
 
-    def assign(self, work: Work = ONE_REQUEST, *, now: float, avoid: str = "") -> Route | None:
+    def assign(self, work: Work = ONE_REQUEST, *, now: float, avoid: str = "", full: bool = False) -> Route | None:
         """Route `work` to the gserver with the least to do, not at the address `avoid`; None: none has capacity.
 
-        A `work` without tokens is taken to have as many as others have on average.
+        A `work` without tokens is taken to have as many as others have on average. `full`: looks at all for one without
+        capacity if none has any.
         """
         choice = self._least_loaded(avoid)
+        if choice is None and full:
+            others = (gserver for gserver in self._serving.values() if gserver.address != avoid)
+            choice = min(others, key=self._cost, default=None)
         return self.assign_to(choice, work, now=now) if choice is not None else None
 
     def assign_to(self, gserver: Gserver, work: Work, *, now: float) -> Route:
@@ -115,11 +119,14 @@ class Fleet:
         self.change(route, self._with_tokens(work), now=now)
         return route
 
-    def reassign(self, route: Route, *, now: float, avoid: str = "") -> Gserver | None:
+    def reassign(self, route: Route | None, *, now: float, avoid: str = "") -> Gserver | None:
         """Route what `route` has in flight to another gserver than that at `avoid`; None: none has capacity.
 
-        The one that has it keeps it if it takes groups and is not to be avoided.
+        The one that has it keeps it if it takes groups and is not to be avoided. Work that is not accounted for has no
+        route, and goes to any that takes groups.
         """
+        if route is None:
+            return next((gserver for gserver in self.serving() if gserver.address != avoid), None)
         gserver = route.gserver
         if gserver.address != avoid and self._serving.get(gserver.address) is gserver:
             return gserver  # where it has its slots and its cache

@@ -120,31 +120,29 @@ class Signals:
     """A gserver was heard of."""
     data: Wakeup = field(default_factory=Wakeup)
     """The size of the data set is known."""
-    evaluations: Wakeup = field(default_factory=Wakeup)
-    """One is due, done, or free again."""
     told: Wakeup = field(default_factory=Wakeup)
     """One more knows that the run is over, or is gone."""
     deadlines: Wakeup = field(default_factory=Wakeup)
     """One may have moved closer."""
     admissions: WaitingQueue[list[Admission]] = field(default_factory=WaitingQueue)
     """Calls that wait for room in the ledger and a gserver with capacity, to start groups."""
+    held_out: WaitingQueue[list[Admission]] = field(default_factory=WaitingQueue)
+    """Calls that wait for a held-out prompt and a gserver for it."""
     routes: WaitingQueue[Gserver] = field(default_factory=WaitingQueue)
     """Calls that wait for a gserver with capacity, for groups that lost theirs."""
 
     def capacity(self) -> None:
-        """A gserver may have capacity again: for running groups first."""
+        """A gserver may have capacity again: for running groups first, for held-out prompts last."""
         self.routes.wake()
         self.admissions.wake()
+        self.held_out.wake()
 
     def over(self) -> None:
         """The run is over: wake everyone who waits."""
-        for wakeup in (
-            *(self.joined, self.silences, self.gservers, self.data),
-            *(self.evaluations, self.told, self.deadlines),
-        ):
+        for wakeup in (self.joined, self.silences, self.gservers, self.data, self.told, self.deadlines):
             wakeup.notify()
-        self.routes.close()
-        self.admissions.close()
+        for queue in (self.routes, self.admissions, self.held_out):
+            queue.close()
 
 
 class RunState:

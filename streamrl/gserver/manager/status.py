@@ -21,7 +21,7 @@ from streamrl.gserver.manager.run_state import RunState
 from streamrl.ledger import Ledger
 from streamrl.records.evaluation import scalars
 from streamrl.records.metrics import StepReport
-from streamrl.transport.control import NO_EVALUATOR, EvaluationStatus, LedgerStatus, ProcessStatus, Role, Status
+from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Role, Status
 
 _STATUS_WORDS: dict[MemberState, Literal["live", "silent", "evicted", "draining"]] = {
     MemberState.UNCHECKED: "evicted",
@@ -45,7 +45,6 @@ def waits_for_members(registry: Registry, config: Config) -> str:
     wanted: dict[Role, int] = {
         "gserver": config.gserver.count,
         "rollout": config.rollout.workers,
-        "evaluator": int(config.evaluation.enabled),
         "model_worker": config.trainer.workers,
     }
     missing = []
@@ -110,9 +109,7 @@ def _waits_for(
 ) -> str:
     reasons = []
     if state.name == "joining":
-        missing = waits_for_members(registry, config)
-        # all others work without it
-        reasons.append(f"waits for {missing} to join" + (f": {NO_EVALUATOR}" if missing == "evaluator/0" else ""))
+        reasons.append(f"waits for {waits_for_members(registry, config)} to join")
     elif not fleet.serving_count:
         reasons.append("waits for a gserver: none takes groups")
     elif waiting and ledger.room and not fleet.has_capacity:

@@ -13,7 +13,6 @@ from streamrl.config import Config
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.trainer.master.rollout_pool import RolloutPool
-from streamrl.transport.control import NO_EVALUATOR
 
 log = logging.getLogger(__name__)
 
@@ -55,15 +54,13 @@ class EvaluationRequests:
         version = self._newest_request
         if version is not None and version not in self._reported:
             log.warning(
-                "the run ends before the evaluation of version %d is done: %s",
-                *(version, "set evaluation.at_end to wait for it" if self._pool.has_evaluator else NO_EVALUATOR),
+                "the run ends before the evaluation of version %d is done: set evaluation.at_end to wait for it",
+                version,
             )
 
     async def wait_for(self, version: int) -> str:
         """Wait for the report of `version`; return what to add to the reason of the run's end, empty if all is well."""
         seconds = self._config.evaluation.end_timeout_seconds
-        if version not in self._reported and not self._pool.has_evaluator:
-            log.warning("the run waits up to %g s for the evaluation of version %d: %s", seconds, version, NO_EVALUATOR)
         try:
             async with asyncio.timeout(seconds):
                 while version not in self._reported:
@@ -74,9 +71,10 @@ class EvaluationRequests:
                 f"the evaluation of version {version} was not finished within "
                 f"evaluation.end_timeout_seconds = {seconds:g}"
             )
-            if not self._pool.has_evaluator:
-                return f"; {missed}: no evaluator has joined the run"
-            log.warning("%s; the evaluator's log shows how far it is, and whether it waits for a gserver", missed)
+            if (status := self._pool.status().evaluation) is not None:
+                done = f"{status.prompts_done} of {status.prompts} prompts are done"
+                missed += f" ({done if status.prompts else 'no rollout worker has opened the held-out data'})"
+            log.warning("%s", missed)
             return f"; {missed}"
         return ""
 

@@ -47,14 +47,14 @@ def test_the_documented_table_of_calls_is_the_one_that_is_enforced() -> None:
     assert documented.pop("GET /health") == {"anyone"}
     assert documented.keys() == ALLOWED.keys()
     for key, (roles, _) in ALLOWED.items():
-        assert documented[key] == ({"owner"} if not roles else {"all"} if len(roles) == 5 else set(roles)), key
+        assert documented[key] == ({"owner"} if not roles else {"all"} if len(roles) == 4 else set(roles)), key
 
 
 async def test_every_call_is_refused_to_those_whose_it_is_not(tmp_path: Path) -> None:
     """No call but those that look is open to a stranger; a member's token is good for the calls of its role alone."""
     async with managed(small_config(tmp_path)) as run:
         tokens = {}
-        for role in ("gserver", "rollout", "evaluator", "model_worker"):
+        for role in ("gserver", "rollout", "model_worker"):
             reply = await run.register(role, address="http://127.0.0.1:1" if role == "gserver" else "")
             tokens[role] = bearer(reply.token)
         strangers = ({}, bearer("0" * 64), bearer(""), {"Authorization": "Basic eDp5"}, bearer("rollout/0." + "0" * 64))

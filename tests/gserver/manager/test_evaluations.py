@@ -1,55 +1,473 @@
-"""The manager's calls about evaluations, over real HTTP; their queue, under any order of its calls."""
+"""Evaluations: the decision in virtual time and under any order of its calls; the calls over real HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
+import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from streamrl.config import Config
-from streamrl.errors import PeerError
-from streamrl.gserver.manager.evaluations import EvaluationQueue
-from streamrl.transport import manager_client
+from streamrl.config import Config, EvaluationConfig
+from streamrl.errors import PeerError, StreamRLError, WireError
+from streamrl.gserver.manager.evaluations import GROUPS_BETWEEN, MAX_LOSSES, Evaluations, check_result, report_of
+from streamrl.gserver.manager.gserver import Gserver, GserverEvent
+from streamrl.gserver.manager.routing import Fleet
+from streamrl.records.evaluation import EvaluationReport, pass_at_k
 from streamrl.transport.control import (
-    NO_EVALUATOR,
+    Admission,
     Admit,
-    EvaluationResult,
-    EvaluationRoute,
+    AskRoute,
+    DataFacts,
+    EvaluationStatus,
     EvaluationTask,
-    NextEvaluation,
+    HeldOutResult,
+    Leave,
 )
-from tests.evaluations import make_report
-from tests.gserver.harness import Run, managed, small_config
+from streamrl.transport.generation import ServerInfo
+from streamrl.transport.keys import bearer
+from tests.gserver.harness import NO_PROCESS, Run, managed, small_config
 from tests.gserver.scripted import scripted
 
 QUIET = 0.1
 """Seconds in which a call that has to wait must not return."""
-NEXT = NextEvaluation(evaluator=0)
+
+
+def gserver_of(index: int, *, most_requests: int = 0) -> Gserver:
+    """One that serves; `most_requests`: its slots, 0: any number."""
+    gserver = Gserver(index, f"http://g{index}")
+    gserver.info = ServerInfo(max_running_requests=most_requests)
+    gserver.handle(GserverEvent.FOUND_CURRENT)
+    return gserver
+
+
+class Played:
+    """Evaluations on a fleet, with a clock that the test sets."""
+
+    def __init__(self, *, gservers: int = 1, most_requests: int = 0, rows: int = 10, **evaluation: Any) -> None:
+        self.config = EvaluationConfig(**{"every_steps": 1, "max_concurrent": 4} | evaluation)
+        self.fleet = Fleet()
+        for index in range(gservers):
+            self.fleet.join(gserver_of(index, most_requests=most_requests))
+        self.now = 1000.0
+        self.reports: list[EvaluationReport] = []
+        self.evaluations = Evaluations(self.config, fleet=self.fleet, clock=lambda: self.now)
+        self.evaluations.on_report = self.reports.append
+        self.evaluations.set_rows(rows)
+
+    @property
+    def load(self) -> list[int]:
+        """Requests that are routed to each gserver."""
+        return [gserver.load.routed.requests for gserver in self.fleet.all()]
+
+    @property
+    def status(self) -> EvaluationStatus:
+        return self.evaluations.status()
+
+    def take(self, worker: str = "rollout/0", *, begun: int = 0, wait: bool = False) -> Admission | None:
+        return self.evaluations.take(worker, groups_begun=begun, groups_wait=wait, now=0.0)
+
+    def taken(self, worker: str = "rollout/0", **groups: Any) -> Admission:
+        admission = self.take(worker, **groups)
+        assert admission is not None
+        return admission
+
+    def end(self, admission: Admission, **fields: Any) -> HeldOutResult:
+        result = result_of(admission, samples=self.config.samples, **fields)
+        self.evaluations.count(result)
+        return result
+
+    def make_all(self) -> None:
+        while (admission := self.take()) is not None:
+            self.end(admission)
+
+
+def result_of(admission: Admission, *, samples: int = 1, **fields: Any) -> HeldOutResult:
+    figures = {"rewards": [1.0] * samples, "lengths": [3] * samples, "oldest_version": 1, "newest_version": 2}
+    return HeldOutResult(0, admission.evaluation, admission.seq, **({} if "error" in fields else figures) | fields)
+
+
+# --- the decision ---
+
+
+def test_an_evaluation_from_its_request_to_its_report() -> None:
+    played = Played(rows=2, samples=2, temperature=1.0, max_concurrent=8)
+    assert played.take() is None  # none was requested
+    played.evaluations.request(7)
+    task = played.status.waiting
+    assert task is not None
+    first, second = played.taken(), played.taken()
+    assert played.take() is None  # there are two prompts
+    assert [(a.seq, a.evaluation, a.gserver, a.name) for a in (first, second)] == [
+        (seq, task.id, "http://g0", "gserver/0") for seq in (0, 1)
+    ]
+    assert played.load == [4]
+    played.now += 5
+    played.end(second, rewards=[0.0, 2.0], cut=1)
+    assert (played.load, played.status.prompts_done, played.reports) == ([2], 1, [])
+    played.end(first, error="KeyError: 'x'", row="row 3")
+    (report,) = played.reports
+    assert (report.policy_version, report.step, report.seconds) == (7, 7, 5.0)
+    assert (report.prompts, report.rejected, report.reward_mean, report.cut_share) == (1, 1, 1.0, 0.5)
+    assert report.failure is not None
+    assert (report.failure.error, report.failure.example) == ("KeyError: 'x'", "row 3")
+    assert played.load == [0]
+    assert (played.status.done, played.status.last, played.status.running) == (1, report, None)
+
+
+def test_rows_beyond_the_wanted_prompts_are_not_tried_and_without_rows_nothing_begins() -> None:
+    played = Played(rows=0, prompts=3)
+    played.evaluations.request(1)
+    assert played.take() is None
+    played.evaluations.set_rows(10)
+    played.make_all()
+    assert played.reports[0].prompts == 3
+
+
+def test_no_more_prompts_are_under_way_than_the_configuration_allows_over_all_workers() -> None:
+    played = Played(max_concurrent=3)
+    played.evaluations.request(1)
+    taken = [played.taken(f"rollout/{number}") for number in range(3)]
+    assert played.take("rollout/3") is None
+    played.end(taken[1])
+    assert played.taken("rollout/3").seq == 3
+    assert played.take("rollout/0") is None
+
+
+def test_training_groups_that_lack_a_place_come_first_but_not_for_ever() -> None:
+    played = Played(gservers=2, most_requests=1, max_concurrent=99)
+    played.evaluations.request(1)
+    played.taken(begun=10, wait=True)  # the first one has its turn at once
+    begun = [played.take(begun=10 + groups, wait=True) is not None for groups in range(2 * GROUPS_BETWEEN + 1)]
+    assert [number for number, has in enumerate(begun) if has] == [GROUPS_BETWEEN, 2 * GROUPS_BETWEEN]
+
+
+def test_a_place_that_training_leaves_is_taken_at_once_and_a_full_gserver_only_in_turn() -> None:
+    played = Played(gservers=2, most_requests=4, max_concurrent=99, rows=99)
+    played.evaluations.request(1)
+    taken = 0
+    while played.take(begun=0) is not None:
+        taken += 1
+    assert taken == 2 * 5  # each gserver has some waiting, so that no slot is empty (gserver.AHEAD)
+    assert not played.fleet.has_capacity
+    assert played.take(begun=GROUPS_BETWEEN - 1) is None
+    assert played.taken(begun=GROUPS_BETWEEN).gserver == "http://g0"
+    assert played.taken(begun=2 * GROUPS_BETWEEN).gserver == "http://g1"  # the one with the least to do
+    assert played.load == [6, 6]
+
+
+def test_an_evaluation_ends_though_training_takes_every_place_that_is_free() -> None:
+    """Generation is the bottleneck: of ten slots none is ever left, and a group waits at any time."""
+    played = Played(most_requests=10, rows=40, max_concurrent=4)
+    played.evaluations.request(1)
+    routes, begun, shares = [], 0, []
+    made: list[Admission] = []
+    for tick in range(1000):
+        while (route := played.fleet.assign(now=float(tick))) is not None:  # training is first in line
+            routes.append(route)
+            begun += 1
+        if (admission := played.take(begun=begun, wait=True)) is not None:
+            made.append(admission)
+        shares.append(len(made) / (len(made) + len(routes)))
+        if routes:
+            played.fleet.release(routes.pop(0))
+        if made and tick % 4 == 0:
+            played.end(made.pop(0))
+        if played.reports:
+            break
+    assert played.reports
+    assert played.reports[0].prompts == 40
+    assert max(shares) < 0.3  # training keeps most of the gserver
+    assert begun >= 39 * GROUPS_BETWEEN
+
+
+def test_without_a_gserver_nothing_begins() -> None:
+    played = Played(gservers=0)
+    played.evaluations.request(1)
+    assert played.take(begun=99) is None
+    assert played.status.running is None
+
+
+def test_a_prompt_moves_to_another_gserver_with_its_load_as_long_as_its_worker_makes_it() -> None:
+    played = Played(gservers=2, samples=3, temperature=1.0)
+    played.evaluations.request(1)
+    admission = played.taken()
+    assert played.load == [3, 0]
+
+    def moved(worker: str, evaluation: str, seq: int, avoid: str) -> str | None:
+        found = played.evaluations.reroute(worker, evaluation, seq, avoid=avoid, now=0.0)
+        return found.address if found is not None else None
+
+    assert moved("rollout/0", admission.evaluation, 0, "http://g0") == "http://g1"
+    assert played.load == [0, 3]
+    for stranger in (
+        ("rollout/1", admission.evaluation, 0),
+        ("rollout/0", "another", 0),
+        ("rollout/0", admission.evaluation, 5),
+    ):
+        assert moved(*stranger, "http://g1") == "http://g0"
+        assert played.load == [0, 3]  # it finds a gserver, whose load does not change
+
+
+def test_the_prompts_of_a_lost_worker_go_to_others_and_its_late_results_count() -> None:
+    played = Played(rows=3)
+    played.evaluations.request(1)
+    lost = [played.taken("rollout/0"), played.taken("rollout/0")]
+    played.evaluations.give_back("rollout/0", lost=True)
+    assert played.load == [0]
+    again = played.taken("rollout/1")
+    assert again.seq == 0
+    for admission in lost:
+        played.end(admission)
+    assert played.load == [0]
+    assert played.taken("rollout/1").seq == 2
+    played.end(again)  # made twice, counted once
+    assert played.status.prompts_done == 2
+
+
+def test_a_prompt_that_is_lost_again_and_again_fails_but_not_for_workers_that_leave() -> None:
+    played = Played(rows=1)
+    played.evaluations.request(1)
+    for _ in range(5):
+        played.taken()
+        played.evaluations.give_back("rollout/0", lost=False)
+    for _ in range(MAX_LOSSES):
+        assert not played.reports
+        assert played.taken().seq == 0
+        played.evaluations.give_back("rollout/0", lost=True)
+    (report,) = played.reports
+    assert (report.prompts, report.rejected) == (0, 1)
+    assert report.failure is not None
+    assert report.failure.error == f"{MAX_LOSSES} rollout workers were lost with it"
+
+
+def test_one_evaluation_waits_and_the_latest_wins(caplog: pytest.LogCaptureFixture) -> None:
+    played = Played(rows=1)
+    with caplog.at_level(logging.INFO):
+        played.evaluations.request(1)
+        admission = played.taken()
+        for version in (2, 3, 3, 1):
+            played.evaluations.request(version)
+    assert "the evaluation of version 2 waits for that of version 1 to end" in caplog.text
+    assert (
+        "the evaluation of version 2 is left out for that of version 3: it had not begun; evaluate less often, or "
+        "fewer prompts, or raise evaluation.max_concurrent"
+    ) in caplog.text
+    status = played.status
+    assert status.waiting is not None
+    assert (status.waiting.policy_version, status.left_out) == (3, 1)
+    assert played.take() is None
+    played.end(admission)
+    played.make_all()
+    assert [report.policy_version for report in played.reports] == [1, 3]
+
+
+def test_what_is_forgotten_may_be_requested_again_and_its_results_are_refused() -> None:
+    played = Played(rows=2)
+    played.evaluations.request(1)
+    played.make_all()
+    played.evaluations.request(2)
+    admission = played.taken()
+    played.evaluations.request(3)
+    played.evaluations.forget()
+    assert played.load == [0]
+    assert played.status == EvaluationStatus(None, None, done=0, left_out=0, last=None, prompts=2)
+    played.evaluations.request(2)
+    again = played.taken()
+    with pytest.raises(PeerError, match=r"no evaluation .* runs"):
+        played.end(admission)
+    assert (again.seq, played.status.prompts_done) == (0, 0)
+
+
+GOOD = HeldOutResult(0, "", 0, rewards=[1.0, 0.5], lengths=[3, 4, 5], cut=1, oldest_version=0, newest_version=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"rewards": [1.0]}, r"1 rewards, not evaluation\.samples = 2"),
+        ({"rewards": [1.0] * 3}, r"3 rewards, not evaluation\.samples = 2"),
+        ({"rewards": [1.0, math.nan]}, "rewards .*: each is at most"),
+        ({"rewards": [1.0, math.inf]}, "rewards .*: each is at most"),
+        ({"rewards": [-1e300, 1.0]}, "rewards .*: each is at most"),
+        ({"lengths": [3]}, r"lengths \[3\]: there are 2 or more"),
+        ({"lengths": [3, 0]}, "each from 1 to"),
+        ({"lengths": [3, 2**70]}, "each from 1 to"),
+        ({"cut": -1}, "-1 of 3 trajectories were cut"),
+        ({"cut": 4}, "4 of 3 trajectories were cut"),
+        ({"oldest_version": -1}, "policy versions from -1 to 2"),
+        ({"oldest_version": 3}, "policy versions from 3 to 2"),
+        ({"newest_version": 2**70}, "policy versions from 0 to"),
+        ({"error": "no"}, "a failed prompt has no figures"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused_by_name_and_change_nothing(fields: dict[str, Any], problem: str) -> None:
+    check_result(GOOD, samples=2)
+    played = Played(samples=2, temperature=1.0)
+    played.evaluations.request(1)
+    admission = played.taken()
+    hostile = msgspec.structs.replace(GOOD, evaluation=admission.evaluation, **fields)
+    with pytest.raises(WireError, match=f"result of held-out prompt 0: .*{problem}"):
+        played.evaluations.count(hostile)
+    assert (played.status.prompts_done, played.load) == (0, [2])
+
+
+@pytest.mark.parametrize("seq", [-1, 1, 10**9])
+def test_a_result_of_a_prompt_that_was_not_given_out_is_refused(seq: int) -> None:
+    played = Played()
+    played.evaluations.request(1)
+    admission = played.taken()
+    with pytest.raises(PeerError, match=rf"held-out prompt {seq} was not given out; those below 1 were"):
+        played.end(msgspec.structs.replace(admission, seq=seq))
+    assert played.status.prompts_done == 0
+
+
+workers = st.sampled_from(["rollout/0", "rollout/1"])
+
+
+class Evaluating(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.played = Played(gservers=2, rows=3, max_concurrent=2)
+        self.requested = 0
+        self.given: list[Admission] = []
+        self.counted: set[tuple[str, int]] = set()
+        self.holders: dict[tuple[str, int], str] = {}
+
+    @rule()
+    def request(self) -> None:
+        self.played.evaluations.request(self.requested)
+        self.requested += 1
+        waiting = self.played.status.waiting
+        assert waiting is not None
+        assert waiting.policy_version == self.requested - 1  # the latest wins
+
+    @rule(worker=workers, begun=st.integers(0, 9), wait=st.booleans())
+    def take(self, worker: str, begun: int, wait: bool) -> None:
+        admission = self.played.take(worker, begun=begun, wait=wait)
+        if admission is not None:
+            prompt = (admission.evaluation, admission.seq)
+            assert prompt not in self.holders.keys() | self.counted
+            self.holders[prompt] = worker
+            self.given.append(admission)
+
+    @rule(worker=workers, lost=st.booleans())
+    def lose(self, worker: str, lost: bool) -> None:
+        self.played.evaluations.give_back(worker, lost=lost)
+        self.holders = {prompt: holder for prompt, holder in self.holders.items() if holder != worker}
+
+    @rule()
+    def forget(self) -> None:
+        self.played.evaluations.forget()
+        self.played.reports.clear()
+        self.requested = 0
+        self.holders.clear()
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """From any worker that ever had it, also twice, also long after it was lost."""
+        admission = data.draw(st.sampled_from(self.given))
+        prompt = (admission.evaluation, admission.seq)
+        before = self.played.status
+        try:
+            self.played.end(admission)
+        except StreamRLError:
+            assert before == self.played.status
+            return
+        self.counted.add(prompt)
+        self.holders.pop(prompt, None)
+
+    @invariant()
+    def every_evaluation_is_in_one_place(self) -> None:
+        status = self.played.status
+        under_way = [task for task in (status.running, status.waiting) if task is not None]
+        assert status.done + status.left_out + len(under_way) == self.requested
+        reported = [report.policy_version for report in self.played.reports]
+        assert len(set(reported)) == len(reported) == status.done
+        assert not set(reported) & {task.policy_version for task in under_way}
+        assert status.last == (self.played.reports[-1] if self.played.reports else None)
+        assert all(report.prompts + report.rejected == 3 for report in self.played.reports)
+
+    @invariant()
+    def the_load_is_that_of_the_prompts_under_way(self) -> None:
+        assert sum(self.played.load) == len(self.holders) <= 2
+
+
+TestEvaluating = Evaluating.TestCase
+
+prompt_figures = st.lists(
+    st.tuples(
+        st.lists(st.sampled_from([0.0, 0.1, 0.7, 1.0]), min_size=3, max_size=3),  # rewards
+        st.lists(st.integers(1, 5), min_size=3, max_size=3),  # lengths
+        st.integers(0, 3),  # cut
+        st.integers(18, 24),  # version
+    ),
+    max_size=6,
+)
+
+
+@given(prompt_figures, st.sampled_from([0.1, 0.7, 1.0]), st.integers(0, 3))
+def test_the_figures_of_an_evaluation_are_those_of_plain_counting(
+    figures: list[tuple[list[float], list[int], int, int]], pass_reward: float, rejected: int
+) -> None:
+    as_float32 = [(np.array(r, np.float32).tolist(), lengths, cut, v) for r, lengths, cut, v in figures]
+    results = [
+        HeldOutResult(0, "", seq, rewards=r, lengths=lengths, cut=cut, oldest_version=v, newest_version=v)
+        for seq, (r, lengths, cut, v) in enumerate(as_float32)
+    ]
+    results += [HeldOutResult(0, "", 99, error="no") for _ in range(rejected)]
+    task, config = EvaluationTask(20, step=20), EvaluationConfig(samples=3, pass_reward=pass_reward)
+    report = report_of(task, results, config, began=7.0, ended=9.0)
+    assert (report.policy_version, report.step, report.time, report.seconds) == (20, 20, 9.0, 2.0)
+    assert (report.prompts, report.samples, report.rejected) == (len(figures), 3, rejected)
+    assert (report.failure is None) == (rejected == 0)
+    if not figures:
+        assert report.reward_mean is report.oldest_version is report.cut_share is report.response_length_mean is None
+        assert report.pass_at == {}
+        return
+    rewards = [reward for r, _, _, _ in figures for reward in r]
+    lengths = [length for _, many, _, _ in figures for length in many]
+    versions = [version for _, _, _, version in figures]
+    assert report.reward_mean == pytest.approx(sum(rewards) / len(rewards))
+    assert report.response_length_mean == pytest.approx(sum(lengths) / len(lengths))
+    assert report.cut_share == pytest.approx(sum(cut for _, _, cut, _ in figures) / len(lengths))
+    assert (report.oldest_version, report.newest_version) == (min(versions), max(versions))
+    passed = [sum(reward >= pass_reward for reward in r) for r, _, _, _ in figures]
+    for k in (1, 2, 3):
+        assert report.pass_at[k] == pytest.approx(sum(pass_at_k(3, c, k) for c in passed) / len(passed))
+
+
+# --- the calls ---
 
 
 def evaluating(folder: Path, **sections: dict[str, Any]) -> Config:
-    return small_config(folder, **({"evaluation": {"every_steps": 1}} | sections))
+    return small_config(folder, **({"evaluation": {"every_steps": 1, "prompts": 3}} | sections))
 
 
-async def ask(run: Run, version: int) -> None:
-    run.manager.evaluate(version, training_over=False)
+ROWS = DataFacts(rows=9)
 
 
-async def take(run: Run) -> EvaluationTask:
-    task = (await asyncio.wait_for(run.client.next_evaluation(NEXT), 30)).task
-    assert task is not None
-    return task
+async def ask(run: Run, *, worker: int = 0, data: DataFacts = ROWS) -> list[Admission]:
+    message = Admit(worker=worker, count=1, data=data, held_out=True)
+    return (await asyncio.wait_for(run.client.admit(message), 30)).admissions
 
 
-async def tell(run: Run, task: EvaluationTask) -> None:
-    report = make_report(task.policy_version)
-    await run.client.evaluation_result(EvaluationResult(evaluator=0, task=task.id, report=report))
+async def take(run: Run, *, worker: int = 0) -> Admission:
+    (admission,) = await ask(run, worker=worker)
+    return admission
+
+
+async def end(run: Run, admission: Admission, **fields: Any) -> None:
+    await run.client.held_out_result(result_of(admission, **fields))
 
 
 async def still_waits(task: asyncio.Task[Any]) -> None:
@@ -61,131 +479,162 @@ async def load(run: Run, index: int) -> int:
     return int((await run.process("gserver", index)).stats["groups_in_flight"])
 
 
-async def test_an_evaluation_goes_from_the_master_to_the_evaluator_and_back(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path)) as run:
-        await run.register("evaluator")
-        waiting = asyncio.create_task(run.client.next_evaluation(NEXT))
+async def test_an_evaluation_goes_from_the_master_to_rollout_workers_and_back(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("rollout")
+        waiting = asyncio.create_task(take(run))
         await still_waits(waiting)
-        await ask(run, 3)
-        task = (await asyncio.wait_for(waiting, 30)).task
-        assert task is not None
-        assert (task.policy_version, task.step) == (3, 3)
-        await ask(run, 4)
-        await ask(run, 5)
+        run.manager.evaluate(3, training_over=False)
+        await still_waits(waiting)  # there is no gserver
+        await run.register("gserver", address=gserver.url)
+        first = await asyncio.wait_for(waiting, 30)
+        for version in (4, 5):
+            run.manager.evaluate(version, training_over=False)
         status = (await run.client.status()).evaluation
         assert status is not None
-        assert (status.running, status.left_out, status.last) == (task, 1, None)
-        assert await take(run) == task  # whoever asks again has lost it
-        assert run.reports == []
-        await tell(run, task)
-        assert run.reports == [make_report(3)]
-        await tell(run, task)  # the answer was lost: told again, counted once
-        assert (await take(run)).policy_version == 5
+        assert status.running is not None
+        assert (status.running.policy_version, status.left_out, status.prompts, status.last) == (3, 1, 3, None)
+        for admission in (first, await take(run), await take(run)):
+            await end(run, admission)
+            await end(run, admission)  # the reply was lost: sent again, counted once
+        assert [(report.policy_version, report.prompts) for report in run.reports] == [(3, 3)]
+        await end(run, await take(run), error="KeyError: 'x'")
         status = (await run.client.status()).evaluation
         assert status is not None
-        assert (status.done, status.last) == (1, make_report(3))
-        assert run.reports == [make_report(3)]
+        assert status.running is not None
+        assert (status.running.policy_version, status.prompts_done, status.done) == (5, 1, 1)
         async with aiohttp.ClientSession() as session, session.get(f"{run.url}/metrics") as response:
             text = await response.text()
         assert "streamrl_evaluations_total 1.0" in text
         assert "streamrl_evaluations_left_out_total 1.0" in text
-        assert 'streamrl_evaluation_metric{metric="pass@4"} 0.6' in text
+        assert 'streamrl_evaluation_metric{metric="pass@1"} 1.0' in text
+        assert (await run.client.status()).ledger.next_seq == 0
 
 
-async def test_prompts_go_to_the_least_loaded_gserver_and_are_no_groups_of_the_ledger(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path, gserver={"count": 2})) as run, scripted(2) as gservers:
+async def test_a_held_out_prompt_has_its_turn_though_groups_take_every_place(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path, trainer={"batch_groups": 100})) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        for worker in (0, 1):
+            await run.register("rollout", worker)
+        await run.until_live(0)
+        run.manager._fleet.all()[0].info = ServerInfo(max_running_requests=1)  # one group fills it
+        (running,) = await run.admit_seqs(1)
+        groups = {asyncio.create_task(run.admit_seqs(1, worker=worker)): worker for worker in (0, 1)}
+        await asyncio.sleep(QUIET)  # both wait, as one of them will at any time
+        run.manager.evaluate(0, training_over=False)
+        await take(run)  # the first prompt has its turn at once
+        prompt = asyncio.create_task(take(run))
+        for begun in range(1, GROUPS_BETWEEN + 1):
+            await still_waits(prompt)
+            run.take(running)
+            done, _ = await asyncio.wait(groups, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+            (admitted,) = done
+            (running,) = admitted.result()
+            worker = groups.pop(admitted)
+            if begun < GROUPS_BETWEEN:
+                groups[asyncio.create_task(run.admit_seqs(1, worker=worker))] = worker
+        assert (await asyncio.wait_for(prompt, 5)).seq == 1  # sooner than its long poll ends
+        for task in groups:
+            task.cancel()
+
+
+async def test_a_held_out_prompt_takes_a_place_as_soon_as_no_group_waits_for_it(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path, staleness={"max_staleness": 0})) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        await run.register("rollout")
+        await run.until_live(0)
+        record = run.manager._fleet.all()[0]
+        run.manager.evaluate(0, training_over=False)
+        await take(run)
+        assert await run.admit_seqs(1) == [0]
+        record.info = ServerInfo(max_running_requests=1)  # it is full
+        group, prompt = asyncio.create_task(run.admit_seqs(1)), asyncio.create_task(take(run))
+        await still_waits(group)
+        run.manager._signals.held_out.wake()  # looked at before the group that waits
+        record.info = ServerInfo(max_running_requests=100)
+        assert await asyncio.wait_for(group, 30) == [1]  # the last one that the ledger has room for
+        assert (await asyncio.wait_for(prompt, 5)).seq == 1  # sooner than its long poll ends
+
+
+async def test_a_prompt_whose_reply_was_lost_is_given_again_under_its_ticket(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        await run.register("rollout")
+        run.manager.evaluate(3, training_over=False)
+        message = Admit(worker=0, count=1, data=ROWS, held_out=True, ticket="a")
+        replies = [(await run.manager.groups.admit(message)).admissions for _ in range(2)]
+        assert replies[0] == replies[1] != []
+        assert (await take(run)).seq == 1
+
+
+async def test_prompts_and_groups_share_the_gservers_and_move_when_one_fails(tmp_path: Path) -> None:
+    config = evaluating(tmp_path, gserver={"count": 2}, evaluation={"every_steps": 1})
+    async with managed(config) as run, scripted(2) as gservers:
         for index, gserver in enumerate(gservers):
             await run.register("gserver", index, address=gserver.url)
         await run.register("rollout")
-        await run.register("evaluator")
         await run.until_live(0, 1)
-
-        async def route(prompt: int, *, failed: str = "", done: tuple[int, ...] = ()) -> int:
-            message = EvaluationRoute(evaluator=0, prompt=prompt, failed=failed, done=list(done))
-            found = (await run.client.evaluation_route(message)).gserver
-            return [gserver.url for gserver in gservers].index(found)
-
-        assert [await route(prompt) for prompt in range(4)] == [0, 1, 0, 1]
-        assert [admission.gserver for admission in await run.admit(2)] == [gservers[0].url, gservers[1].url]
+        run.manager.evaluate(0, training_over=False)
+        urls = [gserver.url for gserver in gservers]
+        prompts = [await take(run) for _ in range(4)]
+        assert [urls.index(prompt.gserver) for prompt in prompts] == [0, 1, 0, 1]
+        assert [admission.gserver for admission in await run.admit(2)] == urls
         assert (await load(run, 0), await load(run, 1)) == (3, 3)
-        assert await route(4, done=(0, 2)) == 0
-        assert (await load(run, 0), await load(run, 1)) == (2, 3)
-        assert await route(4, failed=gservers[0].url) == 1
-        assert (await load(run, 0), await load(run, 1)) == (1, 4)
-        ledger = (await run.client.status()).ledger
-        assert (ledger.next_seq, ledger.running, ledger.room) == (2, 2, 2)
-        await ask(run, 0)
-        await tell(run, await take(run))
-        assert (await load(run, 0), await load(run, 1)) == (1, 1)
+        moved = AskRoute(worker=0, seq=0, failed=urls[0], evaluation=prompts[0].evaluation)
+        assert (await run.client.route(moved)).gserver == urls[1]
+        assert (await load(run, 0), await load(run, 1)) == (2, 4)
+        group = AskRoute(worker=0, seq=0, failed=urls[0])
+        assert (await run.client.route(group)).gserver == urls[1]
+        assert (await load(run, 0), await load(run, 1)) == (1, 5)
+        for prompt in prompts:
+            await end(run, prompt)
+        assert (await load(run, 0), await load(run, 1)) == (0, 2)
 
 
-async def test_the_evaluation_of_an_evaluator_that_was_replaced_is_made_anew(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
+@pytest.mark.parametrize("how", ["replaced", "silent", "left"])
+async def test_the_prompts_of_a_worker_that_is_gone_go_to_another(tmp_path: Path, how: str) -> None:
+    lease = {"manager": {"lease_seconds": 0.5}} if how == "silent" else {}
+    async with managed(evaluating(tmp_path, **lease)) as run, scripted() as (gserver,):
         await run.register("gserver", address=gserver.url)
-        await run.register("evaluator", pid=1)
-        await run.until_live(0)
-        await ask(run, 7)
-        task = await take(run)
-        await run.client.evaluation_route(EvaluationRoute(evaluator=0, prompt=0))
-        assert await load(run, 0) == 1
-        await run.register("evaluator", pid=2)
-        assert await load(run, 0) == 0
-        assert await take(run) == task
+        await run.register("rollout", pid=1)
+        run.manager.evaluate(7, training_over=False)
+        prompt = await take(run)
+        if how == "replaced":
+            await run.register("rollout", pid=2)
+        elif how == "left":
+            await run.client.leave(Leave(role="rollout", index=0, pid=NO_PROCESS + 1))
+        else:
+            await run.until(lambda status: any(p.role == "rollout" and p.state == "silent" for p in status.processes))
+            await run.register("gserver", address=gserver.url, pid=2)
+        await run.register("rollout", 1)
+        assert (await take(run, worker=1)).seq == prompt.seq == 0
+        if how == "silent":
+            await end(run, prompt)  # it had only been silent
+            assert run.manager.evaluations.status().prompts_done == 1
 
 
-async def test_a_silent_evaluator_loses_its_evaluation_but_its_late_report_counts(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path, manager={"lease_seconds": 0.3})) as run:
-        await run.register("evaluator")
-        await ask(run, 7)
-        task = await take(run)
-        await run.until(lambda status: status.evaluation is not None and status.evaluation.waiting == task)
-        await tell(run, task)
-        status = (await run.client.status()).evaluation
-        assert status is not None
-        assert (status.done, status.running, status.waiting) == (1, None, None)
-
-
-async def test_a_report_of_what_an_earlier_manager_asked_for_does_not_count(
-    tmp_path: Path,
-) -> None:
-    async with managed(evaluating(tmp_path)) as earlier:
-        await earlier.register("evaluator")
-        await ask(earlier, 3)
-        old = await take(earlier)
+async def test_the_end_of_the_run_ends_every_wait(tmp_path: Path) -> None:
     async with managed(evaluating(tmp_path)) as run:
-        await run.register("evaluator")
-        await ask(run, 9)
-        await tell(run, old)
-        task = await take(run)
-        assert task.policy_version == 9
-        await tell(run, old)
-        status = (await run.client.status()).evaluation
-        assert status is not None
-        assert (status.running, status.done) == (task, 0)
-
-
-async def test_the_end_of_the_run_is_told_to_everyone_who_waits(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path)) as run:
-        await run.register("evaluator")
-        waiting = asyncio.create_task(run.client.next_evaluation(NEXT))
+        await run.register("rollout")
+        message = Admit(worker=0, count=1, data=ROWS, held_out=True)
+        waiting = asyncio.create_task(run.client.admit(message))
         await still_waits(waiting)
         run.manager.finish("done", stopped=False)
-        assert (await asyncio.wait_for(waiting, 30)).stop
-        assert (await run.client.evaluation_route(EvaluationRoute(evaluator=0, prompt=0))).gserver == ""
+        reply = await asyncio.wait_for(waiting, 30)
+        assert (reply.admissions, reply.stop) == ([], True)
 
 
-async def test_once_training_is_over_no_group_is_started_any_more(tmp_path: Path) -> None:
+async def test_once_training_is_over_no_group_starts_and_the_evaluation_has_the_gservers(tmp_path: Path) -> None:
     async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
         await run.register("gserver", address=gserver.url)
         await run.register("rollout")
-        await run.register("evaluator")
         await run.until_live(0)
-        await ask(run, 4)
         assert await run.admit_seqs(1) == [0]
         run.manager.evaluate(4, training_over=True)
         admission = asyncio.create_task(run.client.admit(Admit(worker=0, count=1)))
         await still_waits(admission)
-        await tell(run, await take(run))
+        for _ in range(3):
+            await end(run, await take(run))
         run.manager.evaluate(4, training_over=True)  # the same version again: it was made
         status = (await run.client.status()).evaluation
         assert status is not None
@@ -194,104 +643,40 @@ async def test_once_training_is_over_no_group_is_started_any_more(tmp_path: Path
         assert (await asyncio.wait_for(admission, 30)).stop
 
 
-async def test_strangers_get_nothing_and_a_run_without_evaluation_has_no_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(manager_client, "PATIENCE_SECONDS", 0.3)  # they are asked again, since they may register yet
+async def test_hostile_results_are_refused_by_name_over_the_wire_too(tmp_path: Path) -> None:
+    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
+        await run.register("gserver", address=gserver.url)
+        token = (await run.register("rollout")).token
+        await run.register("rollout", 1)
+        run.manager.evaluate(7, training_over=False)
+        prompt = await take(run)
+        good = msgspec.to_builtins(result_of(prompt))
+        async with run.member(token) as member, aiohttp.ClientSession(headers=bearer(token)) as session:
+            with pytest.raises(PeerError, match="no evaluation 'stranger' runs") as refusal:
+                await member.held_out_result(msgspec.convert(good | {"evaluation": "stranger"}, HeldOutResult))
+            assert refusal.value.status == 404
+            with pytest.raises(PeerError, match="speaks in the name of rollout/1"):
+                await member.held_out_result(msgspec.convert(good | {"worker": 1}, HeldOutResult))
+            for hostile, status in (
+                (good | {"seq": 5}, 400),
+                (good | {"rewards": [1.0, 1.0]}, 400),
+                (good | {"rewards": [None]}, 400),  # how JSON has a NaN
+                (good | {"rewards": "1.0"}, 400),
+                (good | {"lengths": []}, 400),
+                (good, 200),
+            ):
+                async with session.post(f"{run.url}/evaluation", data=msgspec.json.encode(hostile)) as response:
+                    assert response.status == status, await response.text()
+            overflow = msgspec.json.encode(good).replace(b"[1.0]", b"[1e999]")
+            async with session.post(f"{run.url}/evaluation", data=overflow) as response:
+                assert response.status == 400
+            rows = {"worker": 0, "count": 1, "held_out": True, "data": {"rows": -1}}
+            async with session.post(f"{run.url}/admit", data=msgspec.json.encode(rows)) as response:
+                assert response.status == 400
+        assert run.manager.evaluations.status().prompts_done == 1
+
+
+async def test_a_run_without_evaluation_has_no_figures_of_one(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
-        with pytest.raises(PeerError, match="evaluator/0 is not registered"):
-            await run.client.next_evaluation(NEXT)
         status = await run.client.status()
         assert status.evaluation is None
-        assert "evaluator" not in status.message
-
-
-async def test_a_run_with_evaluation_waits_for_its_evaluator_to_join(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path)) as run:
-        assert "evaluator/0" in (await run.client.status()).message
-
-
-async def test_without_an_evaluator_the_log_and_the_status_show_how_to_start_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = small_config(tmp_path, evaluation={"every_steps": 1}, rollout={"workers": 1}, gserver={"count": 1})
-    async with managed(config) as run, scripted() as (gserver,):
-        await run.register("gserver", address=gserver.url)
-        for role in ("rollout", "model_worker"):
-            await run.register(role)
-        assert (await run.client.status()).message == f"waits for evaluator/0 to join: {NO_EVALUATOR}"
-        for version in (1, 2):
-            await ask(run, version)
-        assert f"the evaluation of version 1 is left out for that of version 2: {NO_EVALUATOR}" in caplog.text
-        await run.register("evaluator")
-        await ask(run, 3)
-    assert NO_EVALUATOR.startswith("no evaluator has joined the run")
-    assert "streamrl evaluator CONFIG --manager URL" in NO_EVALUATOR
-    assert "version 2 is left out for that of version 3: it had not begun; evaluate less often" in caplog.text
-
-
-owners = st.sampled_from(["evaluator/0", "evaluator/1"])
-
-
-class Evaluating(RuleBasedStateMachine):
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue = EvaluationQueue(evaluators=lambda: 1)
-        self.asked = 0
-        self.given: list[tuple[str, EvaluationTask]] = []
-
-    @rule()
-    def ask(self) -> None:
-        self.queue.ask(self.asked)
-        self.asked += 1
-        waiting = self.queue.status().waiting
-        assert waiting is not None
-        assert waiting.policy_version == self.asked - 1  # the latest wins
-
-    @rule(owner=owners)
-    def take(self, owner: str) -> None:
-        had, has = self.queue.status(), self.queue.has_for(owner)
-        task = self.queue.take(owner)
-        assert has == (task is not None)
-        if task is not None:
-            assert task in (had.running, had.waiting)
-            self.given.append((owner, task))
-
-    @rule(owner=owners)
-    def lose(self, owner: str) -> None:
-        self.queue.give_back(owner)
-        if self.queue.status().running is not None:
-            assert self.queue.take(owner) is None
-
-    @precondition(lambda self: self.given)
-    @rule(data=st.data())
-    def report(self, data: st.DataObject) -> None:
-        """From anyone who ever had it, also twice, also long after it was lost."""
-        _, task = data.draw(st.sampled_from(self.given))
-        before = self.queue.status()
-        counted = self.queue.done(task.id, make_report(task.policy_version))
-        assert counted == (task in (before.running, before.waiting))
-        assert not self.queue.done(task.id, make_report(task.policy_version))
-
-    @invariant()
-    def every_evaluation_is_in_one_place(self) -> None:
-        status = self.queue.status()
-        under_way = [task for task in (status.running, status.waiting) if task is not None]
-        assert status.done + status.left_out + len(under_way) == self.asked
-        reported = [report.policy_version for report in self.queue.reports]
-        assert len(set(reported)) == len(reported)
-        assert not set(reported) & {task.policy_version for task in under_way}
-        assert status.last == (self.queue.reports[-1] if self.queue.reports else None)
-
-
-TestEvaluating = Evaluating.TestCase
-
-
-def test_an_evaluation_that_is_left_out_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    queue = EvaluationQueue(evaluators=lambda: 1)
-    with caplog.at_level(logging.INFO):
-        for version in (1, 2, 3):
-            queue.ask(version)
-            queue.take("evaluator/0")
-    assert "the evaluation of version 2 waits for that of version 1 to end" in caplog.text
-    assert "the evaluation of version 2 is left out for that of version 3: it had not begun" in caplog.text

@@ -1,4 +1,4 @@
-"""The master's side of evaluations, against a real manager and an evaluator played by the test."""
+"""The master's side of evaluations, against a real manager and a rollout worker played by the test."""
 
 from __future__ import annotations
 
@@ -14,59 +14,66 @@ import pytest
 from streamrl.config import Config
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.trainer.master.evaluations import EvaluationRequests
-from streamrl.transport.control import NO_EVALUATOR, EvaluationResult, EvaluationTask, NextEvaluation
+from streamrl.transport.control import Admit, DataFacts, HeldOutResult
 from tests.evaluations import make_report
 from tests.gserver.harness import Run, managed, small_config
+from tests.gserver.scripted import scripted
+
+HELD_OUT = Admit(worker=0, count=1, data=DataFacts(rows=2), held_out=True)
 
 
 @asynccontextmanager
 async def desk(config: Config) -> AsyncIterator[tuple[EvaluationRequests, Run, list[EvaluationReport]]]:
     written: list[EvaluationReport] = []
-    async with managed(config) as run:
-        await run.register("evaluator")
+    async with managed(config) as run, scripted() as (gserver,):
+        await run.register("rollout")
+        await run.register("gserver", address=gserver.url)
         yield EvaluationRequests(config, pool=run.manager, write=written.append), run, written
 
 
-async def take(run: Run) -> EvaluationTask | None:
-    """What waits for the evaluator now."""
-    status = (await run.client.status()).evaluation
-    if status is None or (status.running is None and status.waiting is None):
-        return None
-    return (await run.client.next_evaluation(NextEvaluation(evaluator=0))).task
+async def make_prompt(run: Run) -> None:
+    """Make one of the two prompts of the evaluation that is due."""
+    async with asyncio.timeout(30):
+        (prompt,) = (await run.client.admit(HELD_OUT)).admissions
+    figures = {"rewards": [1.0], "lengths": [3]}
+    await run.client.held_out_result(HeldOutResult(0, prompt.evaluation, prompt.seq, **figures))  # type: ignore[arg-type]
 
 
-async def tell(run: Run, task: EvaluationTask) -> None:
-    report = make_report(task.policy_version)
-    await run.client.evaluation_result(EvaluationResult(evaluator=0, task=task.id, report=report))
+async def make(run: Run) -> None:
+    for _ in range(2):
+        await make_prompt(run)
 
 
 def evaluating(folder: Path, *, run: dict[str, Any] | None = None, **evaluation: Any) -> Config:
     return small_config(folder, evaluation=evaluation, run=run or {})
 
 
+def versions(reports: list[EvaluationReport]) -> list[int]:
+    return [report.policy_version for report in reports]
+
+
 async def test_reports_are_kept_in_order(tmp_path: Path) -> None:
     async with desk(evaluating(tmp_path, every_steps=1)) as (evaluations, run, written):
         for version in (1, 2):
             evaluations.request(version)
-            task = await take(run)
-            assert task is not None
-            assert task.policy_version == version
-            await tell(run, task)
+            await make(run)
+            assert written[-1].policy_version == version
         evaluations.request(2)
-        assert await take(run) is None  # the same version is not evaluated twice
-    assert written == [make_report(1), make_report(2)]
+        status = run.manager.status().evaluation
+        assert status is not None
+        assert status.running is status.waiting is None  # the same version is not evaluated twice
+    assert versions(written) == [1, 2]
 
 
 async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
     async with desk(evaluating(tmp_path, at_end=True)) as (evaluations, run, written):
         evaluations.request(9)
         waiting = asyncio.create_task(evaluations.wait_for(9))
-        task = await take(run)
-        assert task is not None
+        await make_prompt(run)
         assert not waiting.done()
-        await tell(run, task)
+        await make_prompt(run)
         assert await asyncio.wait_for(waiting, 30) == ""
-        assert written == [make_report(9)]
+        assert versions(written) == [9]
         assert await evaluations.wait_for(9) == ""
 
 
@@ -75,40 +82,34 @@ async def test_a_run_that_does_not_wait_for_its_last_evaluation_warns_of_it(
 ) -> None:
     async with desk(evaluating(tmp_path, every_steps=1)) as (evaluations, run, written):
         evaluations.request(8)
-        task = await take(run)
-        assert task is not None
-        await tell(run, task)
+        await make(run)
         evaluations.warn_of_unfinished()
-        assert written == [make_report(8)]
+        assert versions(written) == [8]
         assert not caplog.records
         evaluations.request(9)
         evaluations.warn_of_unfinished()
-    assert written == [make_report(8)]
+    assert versions(written) == [8]
     assert "the run ends before the evaluation of version 9 is done: set evaluation.at_end" in caplog.text
 
 
-async def test_the_end_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with desk(evaluating(tmp_path, at_end=True, end_timeout_seconds=0.2)) as (evaluations, _, _):
-        evaluations.request(9)
-        said = await asyncio.wait_for(evaluations.wait_for(9), 30)
-    assert "the evaluation of version 9 was not finished within evaluation.end_timeout_seconds = 0.2" in said
-    assert "was not finished within evaluation.end_timeout_seconds = 0.2; the evaluator's log" in caplog.text
-
-
-async def test_the_end_names_an_evaluator_that_was_not_started(
+async def test_the_end_does_not_wait_for_ever_and_names_the_prompts_that_are_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = evaluating(tmp_path, at_end=True, end_timeout_seconds=0.5)
-    async with managed(config) as run:
-        evaluations = EvaluationRequests(config, pool=run.manager, write=lambda report: None)
+    async with desk(evaluating(tmp_path, at_end=True, end_timeout_seconds=1.0)) as (evaluations, run, _):
         evaluations.request(9)
         waiting = asyncio.create_task(evaluations.wait_for(9))
-        await asyncio.sleep(0.2)
-        assert f"waits up to 0.5 s for the evaluation of version 9: {NO_EVALUATOR}" in caplog.text
+        await make_prompt(run)
         reason = await asyncio.wait_for(waiting, 30)
-        assert reason.endswith("within evaluation.end_timeout_seconds = 0.5: no evaluator has joined the run")
-        evaluations.warn_of_unfinished()
-    assert f"the run ends before the evaluation of version 9 is done: {NO_EVALUATOR}" in caplog.text
+    missed = "the evaluation of version 9 was not finished within evaluation.end_timeout_seconds = 1"
+    assert reason == f"; {missed} (1 of 2 prompts are done)"
+    assert missed in caplog.text
+
+
+async def test_the_end_names_data_that_no_rollout_worker_has_reported(tmp_path: Path) -> None:
+    async with desk(evaluating(tmp_path, at_end=True, end_timeout_seconds=0.1)) as (evaluations, _, _):
+        evaluations.request(9)
+        reason = await asyncio.wait_for(evaluations.wait_for(9), 30)
+    assert reason.endswith("(no rollout worker has opened the held-out data)")
 
 
 @pytest.mark.parametrize(
@@ -132,4 +133,6 @@ async def test_what_is_due_at_the_beginning(
     async with desk(evaluating(tmp_path, at_start=True)) as (_, run, _):
         evaluations = EvaluationRequests(config, pool=run.manager, write=lambda report: None)
         evaluations.begin(10 if resumed else 0, was_due=was_due)
-        assert (await take(run) is not None) == due
+        status = run.manager.status().evaluation
+        assert status is not None
+        assert (status.waiting is not None) == due

@@ -1,4 +1,4 @@
-"""A whole evaluator between a real manager and a scripted engine; the figures of an evaluation."""
+"""Held-out prompts in whole rollout workers, between a real manager and a scripted engine."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
 from streamrl.config.sections import as_evaluated
-from streamrl.errors import ConfigError, DataError
-from streamrl.records.evaluation import pass_at_k
+from streamrl.errors import DataError
 from streamrl.rollout.data import PromptSource
-from streamrl.rollout.evaluator import Tally, serve
-from streamrl.transport.control import EvaluationTask
+from streamrl.rollout.worker import serve
+from streamrl.transport.control import Admit, DataFacts, Drain
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
-from tests.groups import make_group
+from tests.gserver.harness import keep_beating
 from tests.rollout.characters import make_chat, save_tokenizer
 from tests.rollout.engine import Engine, answer, failure, serving, with_named_adapters
 from tests.rollout.evaluating import evaluating
@@ -67,8 +63,10 @@ async def test_what_it_reports_is_what_the_gserver_said(tmp_path: Path, model_di
     config = configure(tmp_path, prompts=6)
     async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
         report = await on.evaluate(version=7)
-        process = await on.run.process("evaluator")
-        assert process.state == "live"
+        worker = await on.run.process("rollout")
+        assert worker.stats["groups_done_total"] == worker.stats["tokens_generated_total"] == 0  # training's figures
+        ledger = (await on.run.client.status()).ledger
+        assert (ledger.next_seq, ledger.accepted, ledger.rejected) == (0, 0, 0)
         await on.finish()
     source = PromptSource.open(as_evaluated(config), CHAT)
     wanted = [source.prompt(number).input_ids for number in range(6)]
@@ -94,19 +92,23 @@ async def test_what_it_reports_is_what_the_gserver_said(tmp_path: Path, model_di
     assert report.seconds > 0
 
 
-async def test_an_evaluation_asks_for_the_adapter_of_its_version_whatever_heartbeats_say(
+async def test_a_held_out_prompt_names_the_adapter_that_is_served_whatever_heartbeats_say(
     tmp_path: Path, model_dir: Path
 ) -> None:
     config = with_named_adapters(configure(tmp_path))
+    config = msgspec.structs.replace(config, manager=msgspec.structs.replace(config.manager, heartbeat_seconds=60.0))
     async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        await on.run.until(lambda status: any(p.role == "rollout" for p in status.processes), timeout=30)
+        on.run.manager.ledger.advance(7)
         report = await on.evaluate(version=7)
         await on.finish()
     assert {request.lora_path for request in engine.requests} == {"streamrl-v7"}
     assert (report.oldest_version, report.newest_version) == (7, 7)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
 async def test_each_evaluation_asks_the_same_all_rows_by_default_and_never_too_many_at_once(
-    tmp_path: Path, model_dir: Path
+    tmp_path: Path, model_dir: Path, workers: int
 ) -> None:
     most = running = 0
 
@@ -118,7 +120,11 @@ async def test_each_evaluation_asks_the_same_all_rows_by_default_and_never_too_m
         running -= 1
         return answer([5], version="0")
 
-    async with serving(script) as engine, evaluating(configure(tmp_path), model_dir, gservers=(engine.url,)) as on:
+    config = configure(tmp_path)
+    async with (
+        serving(script) as engine,
+        evaluating(config, model_dir, gservers=(engine.url,), workers=workers) as on,
+    ):
         assert (await on.evaluate(1)).prompts == 20
         assert (await on.evaluate(2)).prompts == 20
         await on.finish()
@@ -140,7 +146,21 @@ async def test_a_prompt_that_fails_is_rejected_alone(tmp_path: Path, model_dir: 
     async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
         report = await on.evaluate()
         assert (report.prompts, report.rejected) == (5, 1)
-        assert (await on.run.client.status()).ledger.rejected == 0
+        assert report.failure is not None
+        assert (report.failure.count, "no such token" in report.failure.error) == (1, True)
+        assert report.failure.example.startswith("row ")
+        status = await on.run.client.status()
+        assert (status.state, status.ledger.rejected) == ("running", 0)
+        await on.finish()
+
+
+async def test_a_row_at_which_the_data_function_raises_is_rejected_alone(tmp_path: Path, model_dir: Path) -> None:
+    config = configure(tmp_path, data={"path": "tests.rollout.user_code:row_of_some", "shuffle": False}, prompts=4)
+    async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        report = await on.evaluate()
+        assert (report.prompts, report.rejected) == (3, 1)
+        assert report.failure is not None
+        assert (report.failure.error, report.failure.example) == ("ValueError: row 2 is broken", "seq 2")
         await on.finish()
 
 
@@ -195,8 +215,8 @@ async def test_prompts_move_to_another_gserver(tmp_path: Path, model_dir: Path) 
 
 async def test_it_waits_for_a_gserver(tmp_path: Path, model_dir: Path) -> None:
     async with serving(say) as engine, evaluating(configure(tmp_path, prompts=2), model_dir) as on:
-        await on.ask()
-        await on.run.until(lambda status: any(p.role == "evaluator" for p in status.processes), timeout=30)
+        on.ask()
+        await on.run.until(lambda status: any(p.role == "rollout" for p in status.processes), timeout=30)
         await on.run.register("gserver", address=engine.url)
         assert (await on.report()).prompts == 2
         await on.finish()
@@ -211,14 +231,14 @@ async def test_the_end_of_the_run_leaves_nothing_behind(tmp_path: Path, model_di
         raise AssertionError("unreachable")
 
     async with serving(hang) as engine, evaluating(configure(tmp_path), model_dir, gservers=(engine.url,)) as on:
-        await on.ask()
+        on.ask()
         await until_asked(engine, 6)
         if ending == "stop":
             await on.finish()
         else:
-            on.evaluator.cancel()
+            on.workers[0].cancel()
             with pytest.raises(asyncio.CancelledError):
-                await on.evaluator
+                await on.workers[0]
         await engine.until_cancelled(6)
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
     assert {task.get_name() for task in asyncio.all_tasks()} <= {asyncio.current_task().get_name()}  # type: ignore[union-attr]
@@ -244,72 +264,102 @@ async def test_held_out_data_that_cannot_be_read_stops_the_run_with_the_reason(t
     async with evaluating(config, model_dir) as on:
         with pytest.raises(DataError, match=r"nowhere\.jsonl"):
             async with asyncio.timeout(30):
-                await on.evaluator
+                await on.workers[0]
         status = await on.run.client.status()
         assert status.state == "failed"
-        assert "evaluator/0: DataError" in status.message
+        assert "rollout/0: the data of [evaluation.data]: DataError" in status.message
 
 
-async def test_without_a_frequency_there_is_nothing_to_do(tmp_path: Path, model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="does not say when"):
-        await serve(from_dict({}), manager_url="http://127.0.0.1:1", model_dir=model_dir)
+async def test_the_prompts_of_a_worker_that_dies_are_made_by_another(tmp_path: Path, model_dir: Path) -> None:
+    async def script(request: GenerateRequest, number: int) -> GenerateReply:
+        if number < 6:  # the two prompts of the first worker
+            await asyncio.Event().wait()
+        return say(request, number)
+
+    config = configure(tmp_path, prompts=5)
+    config = msgspec.structs.replace(config, manager=msgspec.structs.replace(config.manager, lease_seconds=2.0))
+    async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        beating = asyncio.create_task(keep_beating(on.run, "gserver", "model_worker"))
+        on.ask()
+        await until_asked(engine, 6)
+        on.workers[0].cancel()
+        await asyncio.wait(on.workers)
+        second = asyncio.create_task(serve(config, manager_url=on.run.url, index=1, model_dir=model_dir))
+        on.workers[:] = [second]
+        report = await on.report()
+        assert (report.prompts, report.rejected) == (5, 0)
+        beating.cancel()
+        await on.finish()
 
 
-TASK = EvaluationTask(policy_version=20, step=20)
-group_figures = st.lists(
-    st.tuples(
-        st.lists(st.sampled_from([0.0, 0.1, 0.7, 1.0]), min_size=3, max_size=3),  # rewards
-        st.lists(st.integers(1, 5), min_size=3, max_size=3),  # lengths
-        st.lists(st.sampled_from(["stop", "length"]), min_size=3, max_size=3),
-        st.integers(18, 24),  # version
-    ),
-    min_size=1,
-    max_size=6,
-)
+async def test_a_worker_that_is_asked_to_leave_finishes_its_held_out_prompts(tmp_path: Path, model_dir: Path) -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: GenerateRequest, number: int) -> GenerateReply:
+        await go_on.wait()
+        return say(request, number)
+
+    config = configure(tmp_path, prompts=5)
+    async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        on.ask()
+        await until_asked(engine, 6)
+        await on.run.client.drain(Drain(role="rollout", index=0))
+        await on.run.until(lambda status: any("then it leaves" in p.waiting_for for p in status.processes))
+        go_on.set()
+        async with asyncio.timeout(30):
+            await on.workers[0]
+        status = await on.run.until(lambda status: all(p.role != "rollout" for p in status.processes))
+        assert status.evaluation is not None
+        assert (status.evaluation.prompts_done, len(engine.requests)) == (2, 6)
 
 
-@given(group_figures, st.sampled_from([0.1, 0.7, 1.0]), st.integers(0, 3))
-def test_the_figures_of_an_evaluation_are_those_of_plain_counting(
-    given_groups: list[tuple[list[float], list[int], list[str], int]], pass_reward: float, rejected: int
+async def test_results_of_a_forgotten_evaluation_are_refused_and_the_worker_goes_on(
+    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tally = Tally(samples=3, pass_reward=pass_reward)
-    for seq, (rewards, lengths, finishes, version) in enumerate(given_groups):
-        group = make_group(seq, seqlens=tuple(3 + n for n in lengths), version=version)
-        group.rewards = np.array(rewards, dtype=np.float32)
-        group.finish_reasons = finishes
-        tally.add(group)
-    for _ in range(rejected):
-        tally.reject()
-    report = tally.report(TASK, time=9.0, seconds=2.0)
-    all_rewards = [reward for rewards, _, _, _ in given_groups for reward in rewards]
-    all_lengths = [length for _, lengths, _, _ in given_groups for length in lengths]
-    cut = [finish == "length" for _, _, finishes, _ in given_groups for finish in finishes]
-    versions = [version for _, _, _, version in given_groups]
-    assert (report.policy_version, report.step, report.time, report.seconds) == (20, 20, 9.0, 2.0)
-    assert (report.prompts, report.samples, report.rejected) == (len(given_groups), 3, rejected)
-    assert report.reward_mean == pytest.approx(sum(all_rewards) / len(all_rewards))
-    assert report.response_length_mean == pytest.approx(sum(all_lengths) / len(all_lengths))
-    assert report.cut_share == pytest.approx(sum(cut) / len(cut))
-    assert (report.oldest_version, report.newest_version) == (min(versions), max(versions))
-    passed = [sum(reward >= pass_reward for reward in rewards) for rewards, _, _, _ in given_groups]
-    for k in (1, 2, 3):
-        assert report.pass_at[k] == pytest.approx(sum(pass_at_k(3, c, k) for c in passed) / len(passed))
+    go_on = asyncio.Event()
+
+    async def script(request: GenerateRequest, number: int) -> GenerateReply:
+        await go_on.wait()
+        return say(request, number)
+
+    config = configure(tmp_path, prompts=4)
+    async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        on.ask(3)
+        await until_asked(engine, 6)
+        on.run.manager.evaluations.forget()
+        go_on.set()
+        report = await on.evaluate(3)
+        assert (report.prompts, report.rejected) == (4, 0)
+        assert len(engine.requests) == 6 + 12
+        await on.finish()
+    assert "the result of held-out prompt 0 was refused" in caplog.text
 
 
-def test_an_evaluation_that_failed_altogether() -> None:
-    tally = Tally(samples=2, pass_reward=1.0)
-    tally.reject()
-    report = tally.report(TASK, time=9.0, seconds=2.0)
-    assert (report.prompts, report.rejected, report.reward_mean, report.pass_at) == (0, 1, None, {})
-    assert report.oldest_version is report.newest_version is report.cut_share is report.response_length_mean is None
+async def test_workers_with_other_held_out_data_end_the_run(tmp_path: Path, model_dir: Path) -> None:
+    async with serving(say) as engine, evaluating(configure(tmp_path), model_dir, gservers=(engine.url,)) as on:
+        assert (await on.evaluate()).prompts == 20
+        await on.run.register("rollout", 1)
+        data = DataFacts(rows=19)
+        await on.run.client.admit(Admit(worker=1, count=1, data=data, held_out=True))
+        status = await on.run.client.status()
+        assert status.state == "failed"
+        assert "rollout/1 has 19 rows of held-out data" in status.message
 
 
-def test_of_an_agents_episode_each_trajectory_may_be_cut() -> None:
-    tally = Tally(samples=2, pass_reward=1.0)
-    group = make_group(seqlens=(5, 6, 7))
-    group.episodes = np.array([0, 0, 1], np.int32)
-    group.scores = [1.0, 0.5]
-    group.finish_reasons = ["length", "length", "stop"]
-    tally.add(group)
-    report = tally.report(TASK, time=0.0, seconds=1.0)
-    assert (report.cut_share, report.reward_mean, report.pass_at[1]) == (pytest.approx(2 / 3), 0.75, 0.5)
+@pytest.mark.parametrize("shared", [True, False])
+async def test_reward_processes_are_those_of_training_if_a_function_scores_there(
+    tmp_path: Path, model_dir: Path, shared: bool
+) -> None:
+    config = configure(tmp_path, prompts=4)
+    if not shared:
+        config = msgspec.structs.replace(
+            config, reward_model=msgspec.structs.replace(config.reward_model, path="judge")
+        )
+    before = len(psutil.Process().children(recursive=True))
+    async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        await on.run.until(lambda status: any(p.waiting_for == "room in the ledger" for p in status.processes))
+        started = len(psutil.Process().children(recursive=True))
+        assert (started > before) == shared
+        assert (await on.evaluate()).prompts == 4
+        assert (len(psutil.Process().children(recursive=True)) > started) == (not shared)
+        await on.finish()

@@ -1,4 +1,4 @@
-"""The evaluator through real gservers: the embedded engine and the simulated one, greedy and sampled."""
+"""Held-out prompts through real gservers: the embedded engine and the simulated one, greedy and sampled."""
 
 from __future__ import annotations
 

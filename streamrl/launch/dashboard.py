@@ -20,6 +20,7 @@ from rich.text import Text
 
 from streamrl.config import Config
 from streamrl.launch.processes import ProcessPlan
+from streamrl.records import lineage as lineages
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import in_words
 from streamrl.records.health import ENOUGH, Finding, RunFigures
@@ -103,6 +104,7 @@ class RunSoFar:
             stats={f"{p.role}/{p.index}": p.stats for p in processes},
             failures={f"{p.role}/{p.index}": p.failure for p in processes if p.failure is not None},
             generation_busy=pool.busy if pool is not None else None,
+            lineages=lineages.read(config.run_dir),
             config=config,
             disk_free=disk_free,
             disk_bytes=disk_bytes,

@@ -26,6 +26,7 @@ from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
 from streamrl.records.files import Lines
 from streamrl.records.health import Finding, findings
+from streamrl.records.lineage import LINEAGES_FILE, Lineage
 from streamrl.records.metrics import METRICS_FILE, StepReport
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
@@ -45,6 +46,8 @@ class Display:
         self._history = RunSoFar(started=time.monotonic())
         self._metrics: Lines[StepReport] = Lines(config.run_dir / METRICS_FILE, StepReport)
         self._evaluations: Lines[EvaluationReport] = Lines(config.run_dir / EVALUATIONS_FILE, EvaluationReport)
+        self._lineages: Lines[Lineage] = Lines(config.run_dir / LINEAGES_FILE, Lineage)
+        self._lineages.new()
         self._warnings = Warnings(config.run_dir / "logs")
         self._state = ""
         self._health = HEALTHY.state
@@ -83,6 +86,9 @@ class Display:
 
     def _take(self, status: Status) -> None:
         # The file has every step; the status only the last, for a controller with files on another machine.
+        for lineage in self._lineages.new()[1]:
+            if lineage.cause:
+                self.note(f"{lineage.cause}: the run is back at step {lineage.policy_version}")
         new = self._new_steps()
         before = len(self._history.steps)
         self._history.add_status(status, now=time.monotonic())

@@ -46,6 +46,7 @@ from streamrl.launch.supervise import (
     Children,
     Restarts,
     ending_written,
+    may_go_back,
     restarts_of,
     save_and_end,
     tell_death,
@@ -256,9 +257,9 @@ class Launcher:
             self._came_up.add(child.name)
         if work is None or restarts is None or child.name not in self._came_up:
             return False
+        if child.process.role in ("controller", "model_worker") and not may_go_back(child):
+            return False
         if child.process.role == "controller":
-            if (child.exit_code or 0) > 0:
-                return False  # it has ended the run
             self._end_model_workers()
         await tell_death(child, client)
         now = time.monotonic()

@@ -42,6 +42,7 @@ from streamrl.launch.supervise import (
     Children,
     Restarts,
     end_who_is_silent,
+    may_go_back,
     restarts_of,
     tell_death,
     until_finished,
@@ -127,6 +128,8 @@ async def run_trainer(
 
         async def goes_on(child: Child, status: Status | None) -> bool:
             assert child.process is not None
+            if not may_go_back(child):
+                return False
             left = was_left_behind(child)
             if not left:
                 await tell_death(child, client)

@@ -448,6 +448,12 @@ def was_left_behind(child: Child) -> bool:
     return child.exit_code == EXIT_GONE_BACK or (model_worker and bool(child.ended_because))
 
 
+def may_go_back(child: Child) -> bool:
+    """Whether the run can go back to a checkpoint after the end of `child`, a model worker or the controller: not if it
+    has ended itself, by an error that would come again."""
+    return was_left_behind(child) or (child.exit_code or 0) < 0
+
+
 async def tell_death(child: Child, client: ControlClient) -> None:
     """Report to the controller that a model worker has died, so that the run goes back at once."""
     process = child.process

@@ -22,6 +22,7 @@ from streamrl.errors import ConfigError
 from streamrl.launch.graph_picture import Arrow, Box, drawing
 from streamrl.page.lanes import ordered
 from streamrl.page.runs import Process, Run, RunState
+from streamrl.records import lineage as lineages
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.health import ENOUGH, WINDOW, Finding, RunFigures, findings
 from streamrl.records.rollouts import TOKEN_USES, Branch, KeptGroup
@@ -285,6 +286,7 @@ def health(run: Run) -> list[Finding]:
             failures={name: process.failure for name, process in run.processes.items() if process.failure is not None},
             generation_busy=float(np.nanmean(busy)) if np.isfinite(busy).any() else None,
             restarts={process.name: process.restarts for process in run.processes.values() if process.restarts},
+            lineages=lineages.read(run.folder),
             failed_updates=sum(not update.done for update in run.publications),
             config=as_known(run.settings),
             state=state,

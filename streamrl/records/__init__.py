@@ -9,7 +9,7 @@
 | `timeline.jsonl` | controller | `records/timeline.py`: one heartbeat or weight update a line |
 | `final.json` | controller, launcher | `records/metrics.py`: `Final`, the state of the run at its end, and the reason |
 | `checkpoints/*/state/progress.json` | model worker 0 | `records/progress.py`: `Progress`, from which a run resumes |
-| `checkpoints/*/state/taken-up.json` | controller | `records/progress.py`: the run has gone back to this one |
+| `lineages.jsonl` | controller | `records/lineage.py`: one line each time that the run continues from a checkpoint |
 | `logs/*.log` | each process | – |
 
 `report/` reads all of it back for people.

@@ -17,6 +17,7 @@ from streamrl.config import Config
 from streamrl.config.trainer import ASYNCHRONOUS
 from streamrl.records.collapse import HEALTHY, LARGEST_GRADIENT, SMALLEST_SAMPLE, Health, advice
 from streamrl.records.evaluation import EvaluationReport
+from streamrl.records.lineage import Lineage
 from streamrl.records.timeline import FrequentFailure, most_frequent
 
 Severity = Literal["bad", "warning", "note"]
@@ -109,6 +110,8 @@ class RunFigures(msgspec.Struct, kw_only=True):
     """Share of the last steps' time in which gservers computed, from 0 to 1."""
     restarts: Mapping[str, int] = {}
     """Process → how often it was started again."""
+    lineages: Sequence[Lineage] = ()
+    """Beginnings of the run after its first."""
     failed_updates: int = 0
     """Weight updates that were rolled back."""
     config: Config | None = None
@@ -413,8 +416,22 @@ def _pace(run: RunFigures) -> Iterator[Finding]:
             )
 
 
+def _went_back(run: RunFigures) -> Iterator[Finding]:
+    deaths = [lineage for lineage in run.lineages if lineage.cause]
+    if deaths:
+        lost = sum(lineage.steps_lost for lineage in deaths)
+        yield Finding(
+            "warning" if len(deaths) >= OFTEN_RESTARTED else "note",
+            "went back",
+            f"the run went back to a checkpoint {_times(len(deaths))}, and made {lost} steps again; the last time to "
+            f"step {deaths[-1].policy_version}, because {deaths[-1].cause}",
+            ["trainer.save_every_steps"] if lost > OFTEN_RESTARTED * len(deaths) else [],
+        )
+
+
 def _machines(run: RunFigures) -> Iterator[Finding]:
-    anew = run.restarts.get("controller/0", 0)  # a run that was resumed: all of its processes began again then
+    yield from _went_back(run)
+    anew = sum(not lineage.cause for lineage in run.lineages)  # the run was resumed, and all processes began again
     for name, count in sorted(run.restarts.items(), key=lambda item: -item[1]):
         if (count := count - anew) <= 0:
             continue

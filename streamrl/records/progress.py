@@ -206,6 +206,7 @@ def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*"
     """Remove all but the `keep` checkpoints of `folder` that `pattern` names and that were written last.
 
     Those of steps that were abandoned go first, whatever their versions.
+    The one from which the run was started or resumed last stays: its launcher starts processes again from there.
     `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs. So does the last
     one that was written while the run was healthy: one that falls apart has to go on from there.
     """
@@ -214,8 +215,11 @@ def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*"
     whole = [path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED)]
     found = sorted(whole, key=_age_in(folder.parent))
     healthy = _last_healthy(found)
+    started = [lineage for lineage in lineages.read(folder.parent) if not lineage.cause][-1:]
     for old in found[:-keep]:
         if old == healthy or (spare is not None and old.resolve() == Path(spare).resolve()):
+            continue
+        if any(old.name == f"step-{lineage.policy_version:06d}" for lineage in started):
             continue
         remove(old)
         log.info("removed %s: %d newer ones are kept", old, keep)

@@ -17,6 +17,7 @@ import numpy as np
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import UNDECODABLE, ConfigError
+from streamrl.records import lineage as lineages
 from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import read_records
@@ -135,6 +136,7 @@ def figures(records: Records) -> RunFigures:
             for process, entries in records.heartbeats.items()
             if (count := restarts(_column(entries, PROCESSOR_SECONDS)))
         },
+        lineages=lineages.read(records.folder),
         failed_updates=sum(not update.done for update in records.publications),
         config=records.config,
         state=state,

@@ -219,7 +219,7 @@ def test_failed_checkpoint_in_a_folder_of_its_own(launch: Callable[..., Launched
 
 @pytest.mark.parametrize("victim", MEMBERS)
 def test_records_name_who_was_killed_whoever_it_was(launch: Callable[..., Launched], victim: str) -> None:
-    never = ("gserver.max_restarts=0", "rollout.restarts=0")
+    never = ("gserver.max_restarts=0", "rollout.restarts=0", "trainer.restarts=0")
     run = launch('data.args={controller="wait"}', *never)
     pids = run.until_all_run()
     os.kill(pids[victim], signal.SIGKILL)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streamrl.config import from_dict
 from streamrl.records.collapse import CollapseWatch, Health, advice
 from streamrl.records.health import ENOUGH, WINDOW, Finding, RunFigures, findings
+from streamrl.records.lineage import Lineage
 from streamrl.records.timeline import FrequentFailure
 from tests.evaluations import make_report
 
@@ -93,9 +94,20 @@ def test_responses_that_could_not_be_scored_and_are_not_trained_on_are_not_told_
 
 
 def test_a_resumed_run_has_restarted_nobody():
-    assert findings(healthy(restarts={"controller/0": 2, "model_worker/0": 2, "gserver/0": 2})) == []
-    (found,) = findings(healthy(restarts={"controller/0": 2, "gserver/0": 3}))
+    resumed = [Lineage(1), Lineage(2)]
+    restarts = {"controller/0": 2, "model_worker/0": 2, "gserver/0": 2}
+    assert findings(healthy(restarts=restarts, lineages=resumed)) == []
+    (found,) = findings(healthy(restarts={"controller/0": 2, "gserver/0": 3}, lineages=resumed))
     assert "gserver/0 was started again once" in found.text
+
+
+def test_a_run_that_went_back_says_why_and_what_it_cost():
+    deaths = [Lineage(n, policy_version=8, cause=f"model_worker/{n} died", steps_lost=20) for n in (1, 2, 3)]
+    (found,) = findings(healthy(lineages=[Lineage(0), *deaths]))
+    assert (found.severity, found.topic, found.turn) == ("warning", "went back", ["trainer.save_every_steps"])
+    assert "3 times, and made 60 steps again; the last time to step 8, because model_worker/3 died" in found.text
+    (once,) = findings(healthy(lineages=[Lineage(1, cause="controller/0 died", steps_lost=1)]))
+    assert (once.severity, once.turn) == ("note", [])
 
 
 def test_a_healthy_run_has_nothing_to_tell():

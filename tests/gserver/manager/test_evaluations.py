@@ -19,7 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from streamrl.config import Config, EvaluationConfig
 from streamrl.errors import PeerError, StreamRLError, WireError
 from streamrl.gserver.manager.evaluations import GROUPS_BETWEEN, MAX_LOSSES, Evaluations, check_result, report_of
-from streamrl.gserver.manager.gserver import Gserver, GserverEvent
+from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.member_states import MemberEvent
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.records.evaluation import EvaluationReport, pass_at_k
 from streamrl.transport.control import (
@@ -45,7 +46,7 @@ def gserver_of(index: int, *, most_requests: int = 0) -> Gserver:
     """One that serves; `most_requests`: its slots, 0: any number."""
     gserver = Gserver(index, f"http://g{index}")
     gserver.info = ServerInfo(max_running_requests=most_requests)
-    gserver.handle(GserverEvent.FOUND_CURRENT)
+    gserver.handle(MemberEvent.FOUND_CURRENT)
     return gserver
 
 

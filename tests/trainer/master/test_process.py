@@ -746,6 +746,7 @@ def test_a_run_that_has_gone_back_and_ends_before_its_next_checkpoint_goes_on_fr
     config = configured(
         tmp_path, run={"total_train_steps": 3, "resume_from": str(older)}, trainer={"save_at_end": False}
     )
+    progress.begin_lineage(config)
     whole_run(config, Script())
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]

@@ -121,9 +121,7 @@ async def one_worker(config: Config, settings: Settings, *, manager_url: str, in
         await RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data=DataFacts(config.data.size)).run()
 
     activity = Activity(idle="room in the ledger")
-    await serve_until_over(
-        config, role="rollout", index=index, manager_url=manager_url, advertise="", activity=activity, work=work
-    )
+    await serve_until_over(config, index=index, manager_url=manager_url, advertise="", activity=activity, work=work)
 
 
 class SimulatedGservers:

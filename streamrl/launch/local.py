@@ -131,7 +131,7 @@ class Launcher:
     ) -> None:
         """`processes`: in the order in which they start, the controller first. `children` returns the object that keeps
         them, from the folder for their logs and the run's secret. `one_disk`: they share the disk on which this process
-        makes the model."""
+        makes the model; else the run does not go back to a checkpoint by itself."""
         self._config = config
         self._plan = processes
         self._config_file = config.run_dir / "config.toml"
@@ -257,7 +257,7 @@ class Launcher:
             self._came_up.add(child.name)
         if work is None or restarts is None or child.name not in self._came_up:
             return False
-        if child.process.role in ("controller", "model_worker") and not may_go_back(child):
+        if child.process.role in ("controller", "model_worker") and not (self._one_disk and may_go_back(child)):
             return False
         if child.process.role == "controller":
             self._end_model_workers()

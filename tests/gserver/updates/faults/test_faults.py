@@ -312,14 +312,14 @@ async def test_a_server_that_still_loads_weights_nobody_waits_for_is_told_of_oth
     scheduler.suspend()
     try:
         with pytest.raises(DeadlineExceeded):
-            await WeightCalls(client, timeout=1.0).load(gserver, str(model_dir), version=1, flush_cache=True)
+            await WeightCalls(client, timeout=1.0).load(gserver, str(model_dir), label="1", flush_cache=True)
         idle = asyncio.create_task(calls.wait_until_idle(gserver))
         await asyncio.sleep(0.5)
         assert not idle.done()
     finally:
         scheduler.resume()
     await idle
-    await calls.load(gserver, str(model_dir), version=2, flush_cache=True)
+    await calls.load(gserver, str(model_dir), label="2", flush_cache=True)
     await calls.resume(gserver, timeout=PATIENCE)
     assert await calls.label(gserver) == "2"
     assert len((await client.generate(server.url, request(4))).output_ids) == 4

@@ -36,7 +36,9 @@ def checkpoint(config: Config) -> Path:
     return config.run_dir
 
 
-async def controller(config: Config, *, host: str, port: int, advertise: str, on_ready: Callable[[str], None]) -> None:
+async def controller(
+    config: Config, *, host: str, port: int, advertise: str, died: str, on_ready: Callable[[str], None]
+) -> None:
     """Answers /status; finishes the run once all are there, unless it is to do something else."""
     over = asyncio.Event()
     state = {"state": "running", "message": ""}

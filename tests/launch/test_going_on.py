@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from streamrl.launch.pool import Pool
 from streamrl.launch.processes import ProcessPlan
 from streamrl.launch.role import from_controllers, from_latest
 from streamrl.launch.supervise import Children
+from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.transport.control import FinishRun
@@ -24,11 +24,17 @@ from tests.gserver.harness import Run, managed, small_config
 
 
 def written(config: Config, version: int, *, trained: int | None = None) -> Path:
-    """A checkpoint of the run at `version`."""
+    """A checkpoint of the run's present lineage at `version`."""
     folder = config.run_dir / "checkpoints" / f"step-{version:06d}"
     folder.mkdir(parents=True, exist_ok=True)
-    seqs = [(0, 2 * version if trained is None else trained)]
-    progress.write(folder, Progress(version, trained=seqs, rejected=[], prompts=progress.prompts_digest(config)))
+    reached = Progress(
+        version,
+        trained=[(0, 2 * version if trained is None else trained)],
+        rejected=[],
+        prompts=progress.prompts_digest(config),
+        lineage=max((lineage.number for lineage in lineages.read(config.run_dir)), default=0),
+    )
+    progress.write(folder, reached)
     return folder
 
 
@@ -123,7 +129,7 @@ async def test_a_trainer_that_counts_from_elsewhere_than_the_ledger_is_refused(t
 
         async def join(begins_from: str, client: ControlClient = client, **more: str) -> str:
             told = msgspec.structs.replace(message, begins_from=begins_from, **more)
-            return (await client.register(told, patience=5.0)).manager
+            return (await client.register(told, patience=5.0)).lineage
 
         mine, theirs = progress.identity(going_on(config, newer)), progress.identity(going_on(config, older))
         with pytest.raises(
@@ -132,28 +138,23 @@ async def test_a_trainer_that_counts_from_elsewhere_than_the_ledger_is_refused(t
             await join(mine)
         with pytest.raises(PeerError, match="goes on from no checkpoint, and the controller from version 4"):
             await join("")
-        with pytest.raises(PeerError, match="has trained under another controller, which is gone: start the trainer"):
+        with pytest.raises(PeerError, match="has trained in a lineage that the run has gone back behind"):
             await join(theirs, joined_before="0123456789abcdef")
-        manager = await join(theirs)
-        assert await join(theirs, joined_before=manager) == manager, "this one had not known it for a moment"
+        lineage = await join(theirs)
+        assert await join(theirs, joined_before=lineage) == lineage, "this one had not known it for a moment"
         await run.register("rollout")  # has no part in it
 
 
-async def test_a_rollout_worker_that_knows_the_trainer_of_another_manager_is_refused(tmp_path: Path) -> None:
-    """It would have groups admitted for ever, and send them to where nobody is any more."""
+async def test_all_but_model_workers_join_whatever_they_were_in_before(tmp_path: Path) -> None:
+    """They are given the lineage that they are in now, and drop what they made for another."""
     config = small_config(tmp_path)
     async with managed(config) as run, run.member() as client:
-        message = run.registration("rollout")
-        manager = (await client.register(message, patience=5.0)).manager
-        again = msgspec.structs.replace(message, joined_before=manager)
-        assert (await client.register(again, patience=5.0)).manager == manager
         for role in ("rollout", "gserver"):
-            other = msgspec.structs.replace(run.registration(role, 1), joined_before="0123456789abcdef")
-            refused = pytest.raises(
-                PeerError, match="sends its groups to the trainer of another controller, which is gone"
-            )
-            with refused if role == "rollout" else nullcontext():
-                await client.register(other, patience=5.0)
+            message = msgspec.structs.replace(run.registration(role), joined_before="0123456789abcdef")  # type: ignore[arg-type]
+            lineage = (await client.register(message, patience=5.0)).lineage
+            assert lineage not in ("", "0123456789abcdef")
+            again = msgspec.structs.replace(message, joined_before=lineage)
+            assert (await client.register(again, patience=5.0)).lineage == lineage
 
 
 async def test_a_pool_begins_where_the_run_does_each_time_that_it_starts_a_process(

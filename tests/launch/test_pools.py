@@ -19,11 +19,9 @@ from streamrl.errors import PeerError, ProcessDied, StreamRLError
 from streamrl.launch.pool import Pool
 from streamrl.launch.process import EXIT_PLACE_TAKEN
 from streamrl.launch.processes import Helper, ProcessPlan
-from streamrl.launch.role import from_latest
 from streamrl.launch.supervise import Children
-from streamrl.records import progress
+from streamrl.records import lineage as lineages
 from streamrl.records.metrics import StepReport
-from streamrl.records.progress import Progress
 from streamrl.transport.control import AskPlace, Drain, Status
 from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, calling, start_command, summary, until
@@ -236,7 +234,7 @@ def test_a_number_is_of_one_process(start: Start, tmp_path: Path) -> None:
 
 
 def test_a_controller_that_cannot_listen_leaves_the_records_of_the_run_alone(start: Start, tmp_path: Path) -> None:
-    """With --resume it takes them back where there is no checkpoint; but the run may be going on under another one."""
+    """With --resume they are taken back where there is no checkpoint, unless the run continues under another one."""
     config = configuration(tmp_path, "finish")
     metrics = tmp_path / "runs" / "trial" / "metrics.jsonl"
     step = msgspec.json.encode(StepReport(1, 0.0, {}, {})) + b"\n"
@@ -246,23 +244,4 @@ def test_a_controller_that_cannot_listen_leaves_the_records_of_the_run_alone(sta
         assert refused.exit_code(seconds=PATIENCE) == 1
     assert "cannot listen" in refused.output
     assert metrics.read_bytes() == step
-    controller = start("controller", config, "--resume", "--port", "0")
-    until(lambda: told(controller) or not controller.running, "the controller's URL", seconds=PATIENCE)
-    assert told(controller)
-    assert metrics.read_bytes() == b""
-
-
-def test_a_controller_that_goes_back_to_a_checkpoint_has_it_gone_on_from_the_next_time(
-    start: Start, tmp_path: Path
-) -> None:
-    """By `--resume`, though there are checkpoints that were written after it."""
-    config = configuration(tmp_path, "finish")
-    run, made = load(Path(config)), []
-    for version in (4, 8):
-        made.append(run.run_dir / "checkpoints" / f"step-{version:06d}")
-        made[-1].mkdir(parents=True)
-        progress.write(made[-1], Progress(version, trained=[], rejected=[], prompts=progress.prompts_digest(run)))
-    assert from_latest(Path(config), []) == [f"run.resume_from={made[1].absolute()}"]
-    controller = start("controller", config, "--port", "0", f"run.resume_from={made[0]}")
-    until(lambda: told(controller) or not controller.running, "the controller's URL", seconds=PATIENCE)
-    assert from_latest(Path(config), []) == [f"run.resume_from={made[0].absolute()}"]
+    assert lineages.read(metrics.parent) == []

@@ -1,4 +1,4 @@
-"""A whole run on two real SGLang servers, one of which is killed."""
+"""A whole run on two real SGLang servers, in which a server is killed, and then the trainer and the controller."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from pathlib import Path
 import psutil
 import pytest
 
+from streamrl.records import lineage as lineages
 from streamrl.transport.control import ProcessStatus, Status
 from tests.e2e.harness import (
     COPY_SCRATCH,
     largest_difference,
     manager_of,
     overrides,
+    process_of,
     start,
     steps,
     trained_seqs,
+    until,
     wait_for_status,
     wait_for_steps,
     wait_until_gone,
@@ -27,6 +30,7 @@ SETTINGS = {
     "run__total_train_steps": 1000,
     "run__stop_at_reward": 2.0,
     "trainer__save_at_end": "false",
+    "trainer__save_every_steps": 2,
     "trainer__batch_groups": 8,
     "rollout__group_size": 8,
     "gserver__engine": "sglang",
@@ -42,9 +46,15 @@ def second_gserver(status: Status) -> ProcessStatus | None:
     return next((p for p in status.processes if (p.role, p.index, p.state) == ("gserver", 1, "live")), None)
 
 
+def servers_of(status: Status) -> list[list[int]]:
+    """The processes of each gserver's SGLang."""
+    gservers = [psutil.Process(p.pid) for p in status.processes if p.role == "gserver"]
+    return [sorted(child.pid for child in gserver.children(recursive=True)) for gserver in gservers]
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
-def test_one_of_two_sglang_servers_is_killed_and_comes_back_with_the_current_weights(tmp_path: Path) -> None:
+def test_a_server_that_is_killed_comes_back_and_none_is_restarted_when_the_run_goes_back(tmp_path: Path) -> None:
     run_dir = tmp_path / "returned"
     settings = overrides(tmp_path, "returned", **SETTINGS, gserver__sglang__python=sglang_python() or "")
     process = start(COPY_SCRATCH, settings)
@@ -60,8 +70,13 @@ def test_one_of_two_sglang_servers_is_killed_and_comes_back_with_the_current_wei
             now = second_gserver(status)
             return now is not None and now.pid != before.pid and now.stats.get("tokens_generated_total", 0) > 0
 
-        wait_for_status(url, has_worked_again, seconds=400)
+        servers = servers_of(wait_for_status(url, has_worked_again, seconds=400))
         wait_for_steps(run_dir, len(steps(run_dir)) + 5)
+        for deaths, role in enumerate(("model-worker", "controller"), start=1):
+            process_of(run_dir, role).kill()
+            until(lambda deaths=deaths: len(lineages.read(run_dir)) == deaths, f"{role} to be replaced", seconds=200)
+            wait_for_steps(run_dir, lineages.read(run_dir)[-1].policy_version + 10)
+        assert servers_of(wait_for_status(url, lambda status: second_gserver(status) is not None)) == servers
         process.signal(signal.SIGINT)
         assert process.exit_code(seconds=60) == 130, process.output[-4000:]
         seqs = trained_seqs(run_dir)

@@ -13,7 +13,7 @@ from tests.gserver.serving import Client, serving
 from tests.gserver.tiny import make_model, prompt, save, weights_of
 
 GROUP = {"group_name": "catch-up"}
-OFFER = GROUP | {"version": 7}
+OFFER = GROUP | {"version": "7"}
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ class _ControlledRun:
             stack.callback(dying.cancel)
             try:
                 await first_of(self._work(master), self._manager.until_over(), _ended(dying))
-            except Exception as error:
+            except Exception as error:  # whatever it is, a death may be behind it; else it is raised again
                 if isinstance(failure := first_error(error), PeerLost):
                     return str(failure)
                 await asyncio.wait({dying}, timeout=DEATH_SECONDS)

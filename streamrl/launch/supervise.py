@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -57,7 +58,9 @@ to its latest checkpoint, and another process takes the place."""
 UNHEARD_SECONDS = 30.0
 """A warning is logged when the controller has not reported for this long which processes are silent."""
 HUNG_SECONDS = 15.0
-"""After this long without a reply to anything the launcher ends the controller, which hangs, or was stopped."""
+"""After this long without a reply the launcher ends the controller, which hangs or was stopped."""
+STARTED_SECONDS = 60.0
+"""A controller that was started more recently may still be loading."""
 TELL_SECONDS = 3.0
 """How long the controller may take to receive that the run has failed."""
 ANSWER_SECONDS = 5.0
@@ -90,6 +93,7 @@ class Child:
         self.pid = handle.pid
         self.log_file = log_file
         self._log_begin = log_begin
+        self.began = time.monotonic()
         self.exit_code: int | None = None
         """None: still running; -n: ended by signal n."""
         self.ended = asyncio.Event()
@@ -413,7 +417,6 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
             except StreamRLError as error:  # the controller's own end is seen by its exit
                 if retry.failing_seconds > HUNG_SECONDS:
                     await _end_controller(children)
-                    retry.succeeded()
                 await retry.pause(error)
                 continue
             retry.succeeded()
@@ -436,9 +439,10 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
 
 
 async def _end_controller(children: Children) -> None:
-    """End by force the controller, if it is one of `children`."""
+    """End by force the controller, if it is one of `children` and is not just starting."""
     for child in children.running:
-        if child.process is not None and child.process.role == "controller":
+        controls = child.process is not None and child.process.role == "controller"
+        if controls and time.monotonic() - child.began > STARTED_SECONDS:
             await child.end_by_force("it has not answered for too long")
 
 

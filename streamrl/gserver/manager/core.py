@@ -25,7 +25,7 @@ from streamrl.gserver.manager.elastic import ElasticPools
 from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.member_states import MemberState
-from streamrl.gserver.manager.members import Members
+from streamrl.gserver.manager.members import Members, has_ended
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState, Signals
@@ -378,7 +378,8 @@ class Manager:
             self._take_back_held_out(member, lost=True)
         elif member.role == "model_worker":
             # a call to a model worker that is gone fails; but what lacks the groups that come to it may never call it
-            self._worker_died(f"{member.name} is silent, for {member.last_heard.seconds(now=time.monotonic()):.0f} s")
+            silent = f"has been silent for {member.last_heard.seconds(now=time.monotonic()):.0f} s"
+            self._worker_died(f"{member.name} {'has ended' if has_ended(member) else silent}")
 
     def _worker_died(self, how: str) -> None:
         if self._death is not None and not self._death.done():

@@ -182,9 +182,12 @@ class Members:
         await self._signals.silences.until(
             lambda: registry.silence_changes != after or self._state.over, timeout=self._long_poll
         )
+        silent = [*registry.silent(), *self._without_successor()]
         return Silence(
             changes=registry.silence_changes,
-            processes=[SilentProcess(m.role, m.index, m.pid, m.host) for m in (*registry.silent(), *self._left_behind)],
+            processes=[
+                SilentProcess(m.role, m.index, m.pid, m.host) for m in (*registry.silent(), *self._without_successor())
+            ],
             over=self._state.over,
         )
 
@@ -228,10 +231,15 @@ class Members:
         self._gone_back = gone_back
         self._model = None
         self._access.begin_lineage()
-        self._left_behind += self._registry.of("model_worker")
-        for member in self._left_behind:
+        present = self._registry.of("model_worker")
+        self._left_behind = [*self._without_successor(), *present]
+        for member in present:
             self._registry.remove(member.role, member.index)
         self._signals.silences.notify()
+
+    def _without_successor(self) -> list[Member]:
+        """Return the model workers of earlier lineages whose places no other process has taken yet."""
+        return [member for member in self._left_behind if self._registry.get(member.role, member.index) is None]
 
     def is_of_this_lineage(self, member: Member) -> bool:
         """Whether `member` has heard that the run has gone back, if it has."""

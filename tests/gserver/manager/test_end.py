@@ -132,7 +132,7 @@ async def test_the_silence_of_a_model_worker_counts_as_its_death(
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout", "model_worker"))
         await everyone(run)
         await run.register("model_worker", 1)
-        assert (await run.manager.death()).startswith("model_worker/1 is silent")
+        assert (await run.manager.death()).startswith("model_worker/1 has ")
         assert (await run.client.status()).state == "running"
         with pytest.raises(PeerError, match="has died, and the run goes back") as refusal:
             await run.register("model_worker", 1, pid=2)

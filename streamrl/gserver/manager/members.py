@@ -185,9 +185,7 @@ class Members:
         silent = [*registry.silent(), *self._without_successor()]
         return Silence(
             changes=registry.silence_changes,
-            processes=[
-                SilentProcess(m.role, m.index, m.pid, m.host) for m in (*registry.silent(), *self._without_successor())
-            ],
+            processes=[SilentProcess(m.role, m.index, m.pid, m.host) for m in silent],
             over=self._state.over,
         )
 

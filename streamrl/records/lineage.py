@@ -1,24 +1,24 @@
 """Lineages: which of the policy versions that a run has made belong to its present weights.
 
-A run whose controller or a model worker dies goes back to its latest checkpoint and makes the steps after it once more:
-a *rewind*. So does a run that is resumed. Each such beginning is a lineage with a number of its own, and a policy
-version is identified by its number and that of the lineage that made it. Of the steps after the checkpoint, those of
-the earlier lineage are abandoned: neither a checkpoint nor a gserver with their weights may be mistaken for the new
-ones.
+After the death of its controller or of a model worker, a run goes back to its latest checkpoint and makes the later
+steps again: a *rewind*. A run that is resumed does the same. Each such beginning is a lineage with its own number, and
+a policy version is identified by its number together with the number of the lineage that made it. The later steps of
+earlier lineages are abandoned: no checkpoint and no gserver with their weights may be mistaken for a new one.
 
     run_dir/lineages.jsonl      one line for each `Lineage` after the first, oldest first
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from streamrl.records.files import read_records
+from streamrl.disk import to_disk
+from streamrl.errors import DataError
+from streamrl.records.files import LineFile, read_records
 
 LINEAGES_FILE = "lineages.jsonl"
 
@@ -72,6 +72,7 @@ def begin(run_dir: Path, *, policy_version: int, parent: int, cause: str, steps_
     """Record a further lineage, and return it.
 
     `parent`: the lineage of the checkpoint that it begins from; `steps_reached`: the last step in the run's records.
+    Raises `DataError` when the disk does not take the record: without it abandoned checkpoints would count again.
     """
     before = read(run_dir)
     lineage = Lineage(
@@ -82,11 +83,12 @@ def begin(run_dir: Path, *, policy_version: int, parent: int, cause: str, steps_
         cause=cause,
         steps_lost=max(0, steps_reached - policy_version),
     )
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LINEAGES_FILE).open("ab") as file:
-        file.write(msgspec.json.encode(lineage) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    file = LineFile(run_dir / LINEAGES_FILE)
+    file.append(msgspec.json.encode(lineage))
+    file.close()
+    if read(run_dir)[-1:] != [lineage]:
+        raise DataError(f"{file.path} cannot be written; make room there, and start the run again with --resume")
+    to_disk(file.path)
     return lineage
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.errors import DataError
 from streamrl.records import lineage as lineages
 from streamrl.records.lineage import FIRST, Lineage, in_history, label_of, version_of
 
@@ -55,3 +56,15 @@ def test_lineages_are_recorded(tmp_path: Path) -> None:
     second = lineages.begin(tmp_path, policy_version=9, parent=5, cause="", steps_reached=2)
     assert (second.number, second.steps_lost) == (6, 0)
     assert lineages.read(tmp_path) == [first, second]
+
+
+def test_a_line_that_was_cut_off_does_not_cost_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "lineages.jsonl").write_bytes(b'{"number": 1, "pol')
+    third = lineages.begin(tmp_path, policy_version=3, parent=0, cause="", steps_reached=3)
+    assert lineages.read(tmp_path) == [third]
+
+
+def test_a_lineage_that_cannot_be_recorded_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lineages.LineFile, "append", lambda file, line: None)  # a full disk: the line waits in memory
+    with pytest.raises(DataError, match="make room there, and start the run again with --resume"):
+        lineages.begin(tmp_path, policy_version=3, parent=0, cause="", steps_reached=3)

@@ -23,7 +23,7 @@ from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.process import Managing, managing
 from streamrl.machine import machine_identity, process_space
 from streamrl.records import lineage as lineages
-from streamrl.records import progress
+from streamrl.records import progress, snapshots
 from streamrl.trainer.calls import Stored
 from streamrl.trainer.master.process import Master
 from streamrl.transport.addresses import Listening
@@ -63,12 +63,17 @@ async def serve(
         if on_ready is not None:
             on_ready(serving.url)
         controlled = _ControlledRun(config, serving)
-        async with asyncio.TaskGroup() as tasks:
-            beating = tasks.create_task(controlled.beat(), name="heartbeat of the controller")
-            training = tasks.create_task(controlled.train(died), name="training")
-            await serving.until_all_know_of_the_end()
-            await asyncio.wait({training})
-            beating.cancel()
+        with snapshots.kept(config.run_dir):
+            async with asyncio.TaskGroup() as tasks:
+                beating = tasks.create_task(controlled.beat(), name="heartbeat of the controller")
+                training = tasks.create_task(controlled.train(died), name="training")
+                await serving.until_all_know_of_the_end()
+                await asyncio.wait({training})
+                beating.cancel()
+            if serving.manager.finished:
+                snapshots.remove(config.run_dir)
+            else:
+                await asyncio.to_thread(progress.keep_latest, config.run_dir)
     serving.manager.raise_early_end()
 
 

@@ -54,6 +54,7 @@ from streamrl.launch.supervise import (
     was_left_behind,
 )
 from streamrl.processor import avoid_broken_instructions
+from streamrl.records import progress
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, hold, of_new_run
@@ -170,6 +171,7 @@ class Launcher:
                 finally:
                     self._display.note("stopping what is left" if self._children.running else "all processes have left")
                     await self._children.stop()
+                    await asyncio.to_thread(progress.keep_latest, self._config.run_dir)  # of a controller that has died
         finally:
             self._children.close()
             lock.close()

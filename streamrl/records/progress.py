@@ -25,9 +25,10 @@ import msgspec
 
 from streamrl.config import Config
 from streamrl.config.fields import GENERATED_SOURCES
-from streamrl.disk import to_disk
+from streamrl.disk import all_to_disk, to_disk
 from streamrl.errors import ConfigError
 from streamrl.records import lineage as lineages
+from streamrl.records import snapshots
 from streamrl.records.collapse import CollapseWatch
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import read_lines, read_records
@@ -173,9 +174,11 @@ def identity(config: Config) -> str:
 
 
 def checkpoints(run_dir: Path, *, abandoned: bool = False) -> list[Path]:
-    """Return the checkpoints in the history of the run's present weights, the latest at the end; `abandoned`: before
-    these the others."""
-    found = [file.parent.parent for file in (run_dir / "checkpoints").glob(f"*/{STATE}/{FILE}")]
+    """Return the checkpoints in the history of the run's present weights, those in memory included, the latest at the
+    end; `abandoned`: before these the others."""
+    memory = snapshots.folder_of(run_dir)
+    places = [run_dir / "checkpoints", *([memory] if snapshots.is_ours(memory) else [])]
+    found = [file.parent.parent for place in places for file in place.glob(f"*/{STATE}/{FILE}")]
     whole = [folder for folder in found if not folder.name.endswith(UNFINISHED)]
     age = _age_in(run_dir)
     return [folder for folder in sorted(whole, key=age) if abandoned or age(folder)[0]]
@@ -202,8 +205,26 @@ def begin_lineage(config: Config, *, cause: str = "") -> Lineage:
     )
 
 
-def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*") -> None:
-    """Remove all but the `keep` checkpoints of `folder` that `pattern` names and that were written last.
+def keep_latest(run_dir: Path) -> None:
+    """Copy the run's latest checkpoint to the disk if it is in memory, and give that memory back."""
+    found = checkpoints(run_dir)
+    memory = snapshots.folder_of(run_dir)
+    if found and found[-1].parent == memory:
+        target = run_dir / "checkpoints" / found[-1].name
+        unfinished = target.with_name(target.name + UNFINISHED)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.copytree(found[-1], unfinished)
+        all_to_disk(unfinished)
+        if target.exists():
+            remove(target)
+        unfinished.rename(target)
+        log.info("%s was copied from memory", target)
+    snapshots.remove(run_dir)
+
+
+def prune(folder: Path, *, keep: int, spare: str | None, run_dir: Path | None = None, pattern: str = "step-*") -> None:
+    """Remove all but the `keep` latest checkpoints of `folder` that `pattern` names; `run_dir`: of the run, in which
+    they usually lie.
 
     Those of steps that were abandoned go first, whatever their versions.
     The one from which the run was started or resumed last stays: its launcher starts processes again from there.
@@ -213,9 +234,10 @@ def prune(folder: Path, *, keep: int, spare: str | None, pattern: str = "step-*"
     for path in folder.glob(f"*{UNFINISHED}"):  # what a run that was killed was about to write, or to remove
         _clear(path)
     whole = [path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED)]
-    found = sorted(whole, key=_age_in(folder.parent))
+    run_dir = run_dir or folder.parent
+    found = sorted(whole, key=_age_in(run_dir))
     healthy = _last_healthy(found)
-    started = [lineage for lineage in lineages.read(folder.parent) if not lineage.cause][-1:]
+    started = [lineage for lineage in lineages.read(run_dir) if not lineage.cause][-1:]
     for old in found[:-keep]:
         if old == healthy or (spare is not None and old.resolve() == Path(spare).resolve()):
             continue
@@ -259,18 +281,19 @@ def _last_healthy(folders: Sequence[Path]) -> Path | None:
     return None
 
 
-def _age_in(run_dir: Path) -> Callable[[Path], tuple[bool, int, str]]:
+def _age_in(run_dir: Path) -> Callable[[Path], tuple[bool, int, bool, str]]:
     """Return a function by which the checkpoints of a run are sorted: those that were abandoned first, then by version.
-    Names decide between those of one version."""
+    Of one version those on the disk come last; names decide between these."""
     known = lineages.read(run_dir)
 
-    def age(folder: Path) -> tuple[bool, int, str]:
+    def age(folder: Path) -> tuple[bool, int, bool, str]:
+        on_disk = folder.parent != snapshots.folder_of(run_dir)
         try:
             reached = read(folder)
         except ConfigError:
-            return False, 0, folder.name
+            return False, 0, on_disk, folder.name
         of_the_run = lineages.in_history(known, policy_version=reached.policy_version, lineage=reached.lineage)
-        return of_the_run, reached.policy_version, folder.name
+        return of_the_run, reached.policy_version, on_disk, folder.name
 
     return age
 

@@ -34,6 +34,7 @@ from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.publication import WeightUpdates
 from streamrl.gserver.updates.update import UpdateRecord
 from streamrl.ledger import Ledger
+from streamrl.machine import machine_identity
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.lineage import Lineage
@@ -176,6 +177,11 @@ class Manager:
         self._last_step: StepReport | None = None
         self._architecture: Architecture | None = None
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run has made its last step."""
+        return self._state.name == "finished"
+
     def raise_early_end(self) -> None:
         """Raise `StreamRLError` if the run has failed, `RunStopped` if it was stopped before its last step."""
         if self._state.name == "failed":
@@ -219,6 +225,11 @@ class Manager:
         """Wait until a model worker of this lineage has died, or is silent; return how, in words."""
         assert self._death is not None, "a lineage has begun"
         return await asyncio.shield(self._death)
+
+    @property
+    def trainer_is_here(self) -> bool:
+        """Whether all model workers share memory with this process."""
+        return all(member.machine == machine_identity() for member in self._registry.of("model_worker"))
 
     async def data(self) -> DataFacts:
         """Wait until a rollout worker has reported the facts of the training data."""

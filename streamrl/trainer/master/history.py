@@ -8,6 +8,7 @@ epoch is over when as many groups as the data set has rows were consumed since t
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -60,6 +61,31 @@ class RunControl:
     def evaluation_is_due(self, *, step: int, consumed: int, now: float) -> bool:
         """Ask once after each step."""
         return self._evaluations.due(epoch=consumed // self.data_rows, step=step, now=now)
+
+
+SNAPSHOT_SHARE = 0.02
+"""Of a run's time: as much as snapshots may take."""
+
+
+class SnapshotPace:
+    """When snapshots are due: as configured, or as often as they take `SNAPSHOT_SHARE` of the time."""
+
+    def __init__(self, every: int | None, *, step: int) -> None:
+        """`every`: `trainer.snapshot_every_steps`; `step`: from which the run begins."""
+        self._every = every
+        self._next = step + (every or 1)
+
+    def due(self, step: int) -> bool:
+        """Whether a snapshot is due after `step`."""
+        return self._every != 0 and step >= self._next
+
+    def stop(self) -> None:
+        """None is due any more."""
+        self._every = 0
+
+    def taken(self, step: int, *, seconds: float, step_seconds: float) -> None:
+        """Note that one was taken after `step` and took `seconds`, where a step takes `step_seconds`."""
+        self._next = step + (self._every or max(1, math.ceil(seconds / (SNAPSHOT_SHARE * step_seconds))))
 
 
 # --- what was done ---

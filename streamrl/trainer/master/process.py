@@ -39,7 +39,7 @@ from streamrl.trainer.master.figures import (
     token_ages,
     train_metrics,
 )
-from streamrl.trainer.master.history import History, RunControl, RunOver
+from streamrl.trainer.master.history import History, RunControl, RunOver, SnapshotPace
 from streamrl.trainer.master.rollout_pool import RolloutPool
 from streamrl.trainer.master.workers import Checkpoints, ModelWorkers
 from streamrl.trainer.replay import recording
@@ -102,6 +102,7 @@ class Master:
         self._metrics = MetricsWriter(config.run_dir)
         self._evaluations = EvaluationRequests(config, pool=pool, write=self._take_evaluation)
         self._checkpoints = Checkpoints(config, channel=channel)
+        self._snapshots = SnapshotPace(config.trainer.snapshot_every_steps, step=self._history.policy_version)
         self._publication: asyncio.Task[None] | None = None
         self._counted: list[WorkerSpec] = []
         self._dropped = (0, 0)
@@ -299,8 +300,22 @@ class Master:
                 await self._publication  # the step is written down then: who goes on from here has its figures
             await self._checkpoints.save(self._history.reached(self._ledger, data=self._data))
             self.waiting_for = ""
+        elif self._snapshots.due(self.policy_version):
+            await self._take_snapshot(step_seconds=time.time() - begin)
         if stop:
             await self._stop_collapsing()
+
+    async def _take_snapshot(self, *, step_seconds: float) -> None:
+        """Have the run's state kept in memory, unless it has no room; `step_seconds`: of the step before."""
+        if self._checkpoints.memory_is_short or not self._pool.trainer_is_here:
+            self._snapshots.stop()
+            return
+        began = time.monotonic()
+        if self._publication is not None:
+            await self._publication  # the step is recorded then, as for other checkpoints
+        await self._checkpoints.take_snapshot(self._history.reached(self._ledger, data=self._data))
+        seconds = time.monotonic() - began
+        self._snapshots.taken(self.policy_version, seconds=seconds, step_seconds=step_seconds)
 
     def _tell(self, before: Health) -> bool:
         """Log how the run's health has changed, `before` being that of the last step; return whether the run has to

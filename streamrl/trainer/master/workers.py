@@ -17,7 +17,7 @@ from streamrl.architecture import Architecture
 from streamrl.config import Config
 from streamrl.config.trainer import role_config
 from streamrl.errors import TrainingError
-from streamrl.records import progress
+from streamrl.records import progress, snapshots
 from streamrl.records.progress import Progress
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
@@ -129,6 +129,11 @@ class Checkpoints:
         self._channel = channel
         self._seconds = 0.0
         self._unwritten = 0
+        self._memory = snapshots.folder_of(config.run_dir)
+        self._asked: Path | None = None
+        """The checkpoint that was asked for last."""
+        self.memory_is_short = False
+        """Whether a checkpoint could not be written into memory."""
         self._asked_version = 0
         """The policy version of the last checkpoint that was asked for."""
 
@@ -138,6 +143,10 @@ class Checkpoints:
         self._asked_version = reached.policy_version
         await self._ask(self._folder / f"step-{reached.policy_version:06d}", reached, final=False)
         self._seconds += time.monotonic() - began
+
+    async def take_snapshot(self, reached: Progress) -> None:
+        """Have a checkpoint written into memory (`records/snapshots.py`) while training continues."""
+        await self._ask(self._memory / f"step-{reached.policy_version:06d}", reached, final=False)
 
     async def save_once(self, reached: Progress) -> None:
         """Have a checkpoint written, unless one of this version was asked for before."""
@@ -156,7 +165,7 @@ class Checkpoints:
     async def finish(self) -> str:
         """Wait for what is being written; return what to add to why the run ended."""
         saved: Saved = await self._channel.call(0, FinishSave(), Saved, timeout=self._limit)
-        self._note(saved, then="it was the last")
+        self._note(saved, self._asked, then="it was the last")
         return f"; checkpoints that could not be written: {self._unwritten}" if self._unwritten else ""
 
     def take_seconds(self) -> float:
@@ -167,9 +176,14 @@ class Checkpoints:
     async def _ask(self, folder: Path, reached: Progress, *, final: bool) -> None:
         calls: dict[int, Call] = dict.fromkeys(self._workers, Save(str(folder), reached, final))
         replies = await self._channel.request(calls, Saved, timeout=self._limit)
-        self._note(replies[0], then="the run goes on, and another one is being written now")
+        self._note(replies[0], self._asked, then="the run goes on, and another one is being written now")
+        self._asked = folder
 
-    def _note(self, saved: Saved, *, then: str) -> None:
-        if saved.unwritten:
+    def _note(self, saved: Saved, folder: Path | None, *, then: str) -> None:
+        """Note the outcome of the checkpoint `folder`, which was asked for before."""
+        if saved.unwritten and folder is not None and folder.parent == self._memory:
+            self.memory_is_short = True
+            log.warning("no more snapshots are taken: %s", saved.unwritten)
+        elif saved.unwritten:
             self._unwritten += 1
             log.error("%s; %s", saved.unwritten, then)

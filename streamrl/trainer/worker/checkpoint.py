@@ -46,7 +46,7 @@ from streamrl.disk import all_to_disk, to_disk
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost
 from streamrl.export import copy_base, copy_settings, make_whole
 from streamrl.lora import TENSORS as ADAPTER
-from streamrl.records import progress
+from streamrl.records import progress, snapshots
 from streamrl.records.progress import Progress
 from streamrl.safetensors_files import (
     BUFFER_BYTES,
@@ -162,6 +162,11 @@ class CheckpointPart(Protocol):
         """Names of the files, relative to the checkpoint, without `.safetensors` and the worker's number."""
         ...
 
+    @property
+    def size(self) -> int:
+        """Bytes of this worker's tensors."""
+        ...
+
     def content(self, stem: str) -> Iterator[Bytes]:
         """Return the bytes of this worker's file of `stem`, piece by piece."""
         ...
@@ -176,11 +181,20 @@ class CheckpointWriter:
     """Writes one checkpoint after another; used by the one thread that computes, on all model workers alike."""
 
     def __init__(
-        self, together: Together, *, keep: int, spare: str | None, records_to_disk: Callable[[], None] = lambda: None
+        self,
+        together: Together,
+        *,
+        keep: int,
+        spare: str | None,
+        run_dir: Path | None = None,
+        records_to_disk: Callable[[], None] = lambda: None,
     ) -> None:
-        """`keep` checkpoints stay, and `spare`, which the run came from. `records_to_disk`, of each worker, waits until
-        what it wrote about the steps so far is on the disk: a run that goes on from a checkpoint has them all."""
+        """`keep` checkpoints stay, and `spare`, which the run came from; of those in memory (`records/snapshots.py`)
+        the latest. `run_dir`: the run's; None: none is in memory. `records_to_disk`, of each worker, waits until what
+        it wrote about the steps so far is on the disk: a run that continues from a checkpoint has them all."""
         self._together = together
+        self._run_dir = run_dir
+        self._memory = None if run_dir is None else snapshots.folder_of(run_dir)
         self._records_to_disk = records_to_disk
         self._keep = keep
         self._spare = spare
@@ -215,6 +229,12 @@ class CheckpointWriter:
         leads = self._together.rank == 0
         token = self._together.gather(torch.tensor(secrets.randbits(62)))[0]
         sign = unfinished / f"of-worker-0-{int(token)}"
+        in_memory = folder.parent == self._memory
+        if in_memory:
+            sizes = self._together.gather(torch.tensor(share.size))
+            failure = self._together.do(lambda: snapshots.check_room(int(sum(sizes))) if leads else None)
+            if failure:
+                return failure
         failure = self._together.do(lambda: _begin(unfinished, sign) if leads else None)
         if not failure:
             sees = self._together.gather(torch.tensor(int(sign.exists())))
@@ -233,7 +253,7 @@ class CheckpointWriter:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 log.error(failure)
         elif leads:
-            log.info("%s is written", folder)
+            log.log(logging.DEBUG if in_memory else logging.INFO, "%s is written", folder)
         return failure
 
     def _write_files(self, unfinished: Path, share: CheckpointPart, elsewhere: list[int]) -> None:
@@ -265,7 +285,8 @@ class CheckpointWriter:
         share.complete(unfinished)
         all_to_disk(unfinished)
         _put(unfinished, folder)
-        progress.prune(folder.parent, keep=self._keep, spare=self._spare)
+        keep = 1 if folder.parent == self._memory else self._keep
+        progress.prune(folder.parent, keep=keep, spare=self._spare, run_dir=self._run_dir)
 
 
 def _begin(unfinished: Path, sign: Path) -> None:
@@ -339,6 +360,10 @@ class HostCopy(msgspec.Struct, frozen=True):
     @property
     def stems(self) -> list[str]:
         return list(self.parts)
+
+    @property
+    def size(self) -> int:
+        return sum(part.values.nbytes for parts in self.parts.values() for part in parts)
 
     def content(self, stem: str) -> Iterator[Bytes]:
         return bytes_of_parts(self.parts[stem])

@@ -80,6 +80,7 @@ class Computation:
             together,
             keep=config.trainer.keep_checkpoints,
             spare=config.run.resume_from,
+            run_dir=config.run_dir,
             records_to_disk=self._records_to_disk,
         )
         self._away: set[str] = set()

@@ -1,0 +1,99 @@
+"""Snapshots: checkpoints of a run in the memory of its machine, from which it continues after a death.
+
+They have the format of checkpoints on the disk (`progress.py`) and cost no disk. One run has one folder, in which only
+its user may read, named after the path of the run's folder:
+
+    /dev/shm/streamrl-snapshots-DIGEST/owner           locked by the controller of the run
+                                       step-000012/    the latest
+
+Invariants: a snapshot never fills more than `MOST_OF_FREE` of the memory that is free; the controller removes the
+folder at the end of the run, and those of runs whose controller is gone when it makes its own.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from streamrl.machine import SHARED_MEMORY
+
+log = logging.getLogger(__name__)
+
+PREFIX = "streamrl-snapshots-"
+OWNER = "owner"
+MOST_OF_FREE = 1 / 3
+
+
+def folder_of(run_dir: Path, *, root: Path = SHARED_MEMORY) -> Path:
+    """Return the folder of the snapshots of the run in `run_dir`, whether it is there or not."""
+    digest = hashlib.sha256(f"{os.geteuid()} {run_dir.resolve()}".encode()).hexdigest()[:16]
+    return root / f"{PREFIX}{digest}"
+
+
+def is_ours(folder: Path) -> bool:
+    """Return whether `folder` is there and belongs to this user alone: anybody may make files in shared memory."""
+    try:
+        found = folder.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+@contextmanager
+def kept(run_dir: Path, *, root: Path = SHARED_MEMORY) -> Iterator[None]:
+    """Have a place for the snapshots of the run in `run_dir`, as far as there is shared memory. What an earlier
+    controller of the run left there stays; it is for the caller to remove."""
+    folder = folder_of(run_dir, root=root)
+    try:
+        for other in root.glob(f"{PREFIX}*"):
+            if other != folder and is_ours(other):
+                _remove_if_abandoned(other)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if not is_ours(folder):
+            raise OSError(errno.EPERM, "it belongs to another user")
+        lock = (folder / OWNER).open("ab")
+    except OSError as error:
+        log.warning("no snapshots are kept in memory: %s (%s)", folder, error.strerror)
+        yield
+        return
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        yield
+
+
+def remove(run_dir: Path, *, root: Path = SHARED_MEMORY) -> None:
+    """Give the memory of the run's snapshots back."""
+    folder = folder_of(run_dir, root=root)
+    if is_ours(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_room(size: int, *, root: Path = SHARED_MEMORY) -> None:
+    """Raise `OSError` unless `size` bytes are at most `MOST_OF_FREE` of the memory that is free."""
+    free = min(shutil.disk_usage(root).free, psutil.virtual_memory().available)
+    if size > MOST_OF_FREE * free:
+        raise OSError(
+            errno.ENOSPC,
+            f"a snapshot of {size / 2**30:.1f} GiB would take more than {MOST_OF_FREE:.0%} of the "
+            f"{free / 2**30:.1f} GiB of memory that are free",
+        )
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    try:
+        with (folder / OWNER).open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+            log.info("removed the snapshots that a dead run left in %s", folder)
+    except OSError:
+        log.debug("%s belongs to a run that is under way", folder)

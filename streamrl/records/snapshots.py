@@ -6,8 +6,9 @@ its user may read, named after the path of the run's folder:
     /dev/shm/streamrl-snapshots-DIGEST/owner           locked by the controller of the run
                                        step-000012/    the latest
 
-Invariants: a snapshot never fills more than `MOST_OF_FREE` of the memory that is free; the controller removes the
-folder at the end of the run, and those of runs whose controller is gone when it makes its own.
+Invariants: a snapshot never fills more than `MOST_OF_FREE` of the free memory. The controller removes the folder at the
+end of the run. When it makes its own folder, it removes those of other runs that have had no controller and no new
+snapshot for `ABANDONED_SECONDS`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import logging
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,16 +34,18 @@ log = logging.getLogger(__name__)
 PREFIX = "streamrl-snapshots-"
 OWNER = "owner"
 MOST_OF_FREE = 1 / 3
+ABANDONED_SECONDS = 600.0
+"""A run whose controller has died is restarted, or resumed by hand, within this time, or loses its snapshots."""
 
 
 def folder_of(run_dir: Path, *, root: Path = SHARED_MEMORY) -> Path:
-    """Return the folder of the snapshots of the run in `run_dir`, whether it is there or not."""
+    """Return the path of the snapshots of the run in `run_dir`."""
     digest = hashlib.sha256(f"{os.geteuid()} {run_dir.resolve()}".encode()).hexdigest()[:16]
     return root / f"{PREFIX}{digest}"
 
 
 def is_ours(folder: Path) -> bool:
-    """Return whether `folder` is there and belongs to this user alone: anybody may make files in shared memory."""
+    """Return whether `folder` exists and belongs to this user alone. All users may create files in shared memory."""
     try:
         found = folder.lstat()
     except OSError:
@@ -51,8 +55,8 @@ def is_ours(folder: Path) -> bool:
 
 @contextmanager
 def kept(run_dir: Path, *, root: Path = SHARED_MEMORY) -> Iterator[None]:
-    """Have a place for the snapshots of the run in `run_dir`, as far as there is shared memory. What an earlier
-    controller of the run left there stays; it is for the caller to remove."""
+    """Make a folder for the snapshots of the run in `run_dir` and lock it, or log a warning if that is impossible.
+    Snapshots of an earlier controller of the run stay; the caller removes them."""
     folder = folder_of(run_dir, root=root)
     try:
         for other in root.glob(f"{PREFIX}*"):
@@ -72,14 +76,14 @@ def kept(run_dir: Path, *, root: Path = SHARED_MEMORY) -> Iterator[None]:
 
 
 def remove(run_dir: Path, *, root: Path = SHARED_MEMORY) -> None:
-    """Give the memory of the run's snapshots back."""
+    """Remove the run's snapshots."""
     folder = folder_of(run_dir, root=root)
     if is_ours(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_room(size: int, *, root: Path = SHARED_MEMORY) -> None:
-    """Raise `OSError` unless `size` bytes are at most `MOST_OF_FREE` of the memory that is free."""
+    """Raise `OSError` if `size` bytes are more than `MOST_OF_FREE` of the free memory."""
     free = min(shutil.disk_usage(root).free, psutil.virtual_memory().available)
     if size > MOST_OF_FREE * free:
         raise OSError(
@@ -90,10 +94,12 @@ def check_room(size: int, *, root: Path = SHARED_MEMORY) -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
+    if time.time() - folder.stat().st_mtime < ABANDONED_SECONDS:
+        return
     try:
         with (folder / OWNER).open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-            log.info("removed the snapshots that a dead run left in %s", folder)
+            log.info("removed snapshots of a dead run: %s", folder)
     except OSError:
-        log.debug("%s belongs to a run that is under way", folder)
+        log.debug("%s is in use", folder)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +51,7 @@ def test_a_run_continues_from_the_latest_wherever_it_is(tmp_path: Path) -> None:
         assert progress.checkpoints(run) == [older, another]
         assert not latest.exists()
         memory.chmod(0o755)
-        assert progress.checkpoints(run) == [older], "anybody could have made it"
+        assert progress.checkpoints(run) == [older], "another user could have made it"
 
 
 def test_the_latest_is_kept_when_the_memory_is_given_back(tmp_path: Path) -> None:
@@ -73,12 +75,17 @@ def test_memory_of_dead_runs_is_given_back(tmp_path: Path, memory: Path) -> None
         (memory / f"{snapshots.PREFIX}another").mkdir(mode=0o777)
         (memory / f"{snapshots.PREFIX}another").chmod(0o777)
         with snapshots.kept(tmp_path / "next"):
+            assert snapshots.folder_of(dead).exists(), "it may be restarted"
+        long_ago = time.time() - snapshots.ABANDONED_SECONDS
+        for folder in (alive, dead):
+            os.utime(snapshots.folder_of(folder), (long_ago, long_ago))
+        with snapshots.kept(tmp_path / "next"):
             assert not snapshots.folder_of(dead).exists()
             assert snapshots.folder_of(alive).exists()
-            assert (memory / f"{snapshots.PREFIX}another").exists(), "it may be somebody else's"
+            assert (memory / f"{snapshots.PREFIX}another").exists(), "another user could have made it"
 
 
-def test_a_folder_of_somebody_else_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     snapshots.folder_of(tmp_path).mkdir(mode=0o755)
     with snapshots.kept(tmp_path):
         assert "no snapshots are kept in memory" in caplog.text

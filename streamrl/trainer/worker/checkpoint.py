@@ -285,9 +285,8 @@ class CheckpointWriter:
         share.complete(unfinished)
         all_to_disk(unfinished)
         _put(unfinished, folder)
-        in_memory = folder.parent == self._memory
-        keep, spare = (1, None) if in_memory else (self._keep, self._spare)
-        progress.prune(folder.parent, keep=keep, spare=spare, run_dir=self._run_dir)
+        keep = 1 if folder.parent == self._memory else self._keep
+        progress.prune(folder.parent, keep=keep, spare=self._spare, run_dir=self._run_dir)
 
 
 def _begin(unfinished: Path, sign: Path) -> None:

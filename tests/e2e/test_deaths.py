@@ -35,6 +35,7 @@ VICTIMS = ["controller", "model-worker", "model-worker", "gserver", "rollout", "
 SETTINGS: dict[str, Any] = SMALL | {
     "staleness__max_staleness": 4,
     "trainer__data_parallel": 2,
+    "trainer__snapshot_every_steps": 2,
     "trainer__save_at_end": "false",
     "trainer__restarts": 100,
     "trainer__restart_delay_seconds": 0.01,
@@ -104,6 +105,6 @@ def test_whatever_dies_the_run_reaches_its_last_step_by_itself(tmp_path: Path) -
     assert {lineage.cause.split("/")[0] for lineage in gone_back} == {"controller", "model_worker"}
     assert len(gone_back) >= died.count("controller")
     lost = [lineage.steps_lost for lineage in gone_back]
-    assert sum(lost) <= 5 * len(lost), f"snapshots in memory keep almost all steps, but these were lost: {lost}"
+    assert max(lost) <= 8, f"steps lost although each second one has a snapshot in memory: {lost}"
     assert not snapshots.folder_of(run_dir).exists()
     wait_until_gone(run_dir, seconds=10)

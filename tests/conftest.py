@@ -35,6 +35,23 @@ LONGEST_FIRST = (
 )
 """Tests of these take much longer than all others: whoever begins with one of them last would be waited for. Some wait
 most of the time, others take several processors."""
+EXTRA = (
+    HOSTS,
+    *CLUSTERS,
+    "tests/page/test_browser",
+    "tests/gserver/updates/faults/",
+    "tests/e2e/test_agent_runs",
+    "tests/e2e/test_agents",
+    "tests/e2e/test_collapse",
+    "tests/e2e/test_deaths",
+    "tests/e2e/test_elastic",
+    "tests/e2e/test_failed_siblings",
+    "tests/e2e/test_security",
+    "tests/e2e/test_sglang",
+    "tests/test_stale_loop",
+)
+"""Tests of `make test-all` that `make test` leaves out, by the beginning of their names: clusters, hosts, a browser,
+long runs with faults. All that need a real SGLang are left out, too."""
 RUNS = ("tests/e2e/", HOSTS)
 RUN_SECONDS = 900
 """For a test of whole runs, which a busy machine may hold up."""
@@ -73,6 +90,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_length)
     for item in items:
+        if item.nodeid.startswith(EXTRA) or re.search(r"[\[-]sglang", item.nodeid):
+            item.add_marker(pytest.mark.extra)
         if item.nodeid.startswith(RUNS) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(RUN_SECONDS))
 

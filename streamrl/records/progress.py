@@ -1,14 +1,13 @@
-"""How far a run has come: what a checkpoint holds besides weights, so that the run can go on from it.
+"""The progress of a run, as its checkpoints record it, and the list of these checkpoints.
 
-A checkpoint is a folder like a Hugging Face model's with one more folder in it:
+A checkpoint is the folder of a Hugging Face model with one more folder in it:
 
     run_dir/checkpoints/step-000040/    config.json, model*.safetensors, tokenizer: the policy
                              state/progress.json    `Progress`
-                             state/actor/           optimizer, schedule (docs/trainer.md tells of all files)
+                             state/actor/           optimizer, schedule (docs/trainer.md lists all files)
 
-Groups that were generated and not trained on when the checkpoint was written are not in it:
-their prompts are given out again. So each prompt is trained on exactly once in the history of
-the weights.
+A checkpoint does not contain groups that were generated but not trained on. Their prompts are issued again, so each
+prompt is trained on exactly once in the history of the weights.
 """
 
 from __future__ import annotations
@@ -52,28 +51,28 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     policy_version: int
     trained: Ranges
-    """Sequence numbers that the weights have learned from."""
+    """Sequence numbers that were trained on."""
     rejected: Ranges
-    """Sequence numbers that were given up on purpose."""
+    """Sequence numbers that were rejected."""
     prompts: str
-    """Fingerprint of what the prompts are a function of, besides the sequence number."""
+    """Fingerprint of the settings that determine the prompt of each sequence number."""
     lineage: int = 0
     """Number of the lineage that made this version."""
     data_rows: int = 0
     """Rows of the training data; 0: not recorded."""
     data_digest: str = ""
-    """Fingerprint of prompts in files; empty for others."""
+    """Fingerprint of prompts from files; empty for generated prompts."""
     reached_at: float = 0.0
     """Unix time; 0: not recorded."""
     train_seconds: float = 0.0
-    """Since the first step, without times in which the run was down."""
+    """Seconds since the first step, without those in which the run was down."""
     tokens_dropped: int = 0
     evaluation_due: bool = False
     """Whether an evaluation of this version was due."""
     recent_rewards: list[float] = []
     """Mean rewards of the last steps."""
     watch: CollapseWatch = CollapseWatch()
-    """Figures of earlier steps, with which the next ones are compared."""
+    """Figures of earlier steps, to compare the next ones with."""
 
     @property
     def groups_trained(self) -> int:
@@ -81,20 +80,20 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def groups_consumed(self) -> int:
-        """Trained on or given up."""
+        """Number of groups that were trained on or rejected."""
         return self.groups_trained + _length(self.rejected)
 
     def trained_seqs(self) -> Iterator[int]:
-        """Ascending."""
+        """Yield the trained sequence numbers in ascending order."""
         return _members(self.trained)
 
     def rejected_seqs(self) -> Iterator[int]:
-        """Ascending."""
+        """Yield the rejected sequence numbers in ascending order."""
         return _members(self.rejected)
 
 
 def ranges(seqs: Iterable[int]) -> Ranges:
-    """Distinct `seqs` as ranges."""
+    """Return the distinct `seqs` as ranges."""
     found: Ranges = []
     for seq in sorted(seqs):
         if found and found[-1][1] == seq:
@@ -114,9 +113,10 @@ def _length(found: Ranges) -> int:
 
 
 def prompts_digest(config: Config) -> str:
-    """Fingerprint of the settings that decide which prompt belongs to which sequence number.
+    """Return the fingerprint of the settings that determine the prompt of each sequence number.
 
-    Files may be moved: rollout workers compare their prompts (`Progress.data_digest`).
+    The path of a file is not part of it, so that files may be moved. Rollout workers compare the prompts in them
+    (`Progress.data_digest`).
     """
     settings = msgspec.structs.asdict(config.data)
     del settings["answer_type"]  # changes how a row is scored, not which row it is
@@ -138,15 +138,16 @@ def read(folder: Path) -> Progress:
         return msgspec.json.decode(file.read_bytes(), type=Progress)
     except OSError as error:
         raise ConfigError(
-            f"run.resume_from: {folder} is no checkpoint that a run can go on from ({file}: {error.strerror}); "
-            "to start anew from its weights set model.path"
+            f"run.resume_from: {folder} is no checkpoint that a run can continue from ({file}: {error.strerror}); "
+            "to start a new run from its weights set model.path"
         ) from error
     except msgspec.DecodeError as error:
         raise ConfigError(f"run.resume_from: {file} cannot be read: {error}") from error
 
 
 def of_run(config: Config) -> Progress | None:
-    """Return where the run begins: None for a new one. Raises `ConfigError` if its prompts would be others."""
+    """Return the progress in `run.resume_from`, or None for a new run. Raises `ConfigError` if the checkpoint belongs
+    to other prompts."""
     if config.run.resume_from is None:
         return None
     progress = read(Path(config.run.resume_from))
@@ -160,11 +161,9 @@ def of_run(config: Config) -> Progress | None:
 
 
 def identity(config: Config) -> str:
-    """Return what tells the checkpoint that the run goes on from, and its copies, from all others; empty: it begins
-    anew.
+    """Return a fingerprint of the checkpoint in `run.resume_from`, equal for its copies; empty for a new run.
 
-    Whether its prompts are those of `config` is asked by `of_run`: a rollout worker may have them in another place.
-    Raises as `read` does.
+    It does not depend on the prompts, which `of_run` checks. Raises as `read` does.
     """
     if config.run.resume_from is None:
         return ""
@@ -174,8 +173,8 @@ def identity(config: Config) -> str:
 
 
 def checkpoints(run_dir: Path, *, abandoned: bool = False) -> list[Path]:
-    """Return the checkpoints in the history of the run's present weights, those in memory included, the latest at the
-    end; `abandoned`: before these the others."""
+    """Return the checkpoints in the history of the run's present weights, on the disk and in memory, the latest last;
+    `abandoned`: with those of abandoned steps before them."""
     memory = snapshots.folder_of(run_dir)
     places = [run_dir / "checkpoints", *([memory] if snapshots.is_ours(memory) else [])]
     found = [file.parent.parent for place in places for file in place.glob(f"*/{STATE}/{FILE}")]
@@ -185,12 +184,12 @@ def checkpoints(run_dir: Path, *, abandoned: bool = False) -> list[Path]:
 
 
 def begin_lineage(config: Config, *, cause: str = "") -> Lineage:
-    """Record that the run begins from `run.resume_from`, or with its first weights, and return this lineage: the first
-    one where there are neither a checkpoint nor records of earlier steps.
+    """Record that the run begins from `run.resume_from`, or with its first weights, and return its lineage. Without a
+    checkpoint and without records of earlier steps that is the first lineage.
 
-    From now on checkpoints that earlier lineages wrote of later versions are none of the run's. Done before `rewind`:
-    killed in between, the run begins here once more, and takes its records back then. `cause`: the death that the run
-    goes back for, or nothing. Raises as `of_run` does.
+    Checkpoints of later versions by earlier lineages are abandoned from now on. The caller then calls `rewind`. A run
+    that is killed before that begins here again. `cause`: the death that led to this rewind, if one did. Raises as
+    `of_run` does.
     """
     begun = of_run(config)
     steps = [step.step for step in read_records(config.run_dir / METRICS_FILE, StepReport)]
@@ -206,7 +205,7 @@ def begin_lineage(config: Config, *, cause: str = "") -> Lineage:
 
 
 def keep_latest(run_dir: Path) -> None:
-    """Copy the run's latest checkpoint to the disk if it is in memory, and give that memory back."""
+    """Copy the run's latest checkpoint to the disk if it is in memory, and remove the snapshots."""
     found = checkpoints(run_dir)
     memory = snapshots.folder_of(run_dir)
     if found and found[-1].parent == memory:
@@ -223,20 +222,19 @@ def keep_latest(run_dir: Path) -> None:
 
 
 def prune(folder: Path, *, keep: int, spare: str | None, run_dir: Path | None = None, pattern: str = "step-*") -> None:
-    """Remove all but the `keep` latest checkpoints of `folder` that `pattern` names; `run_dir`: of the run, in which
-    they usually lie.
+    """Remove all but the `keep` latest checkpoints in `folder` that match `pattern`, abandoned ones first.
 
-    Those of steps that were abandoned go first, whatever their versions.
-    The one from which the run was started or resumed last stays: its launcher starts processes again from there.
-    `spare` stays: it is the one that the run came from, whose tokenizer a restarted process needs. So does the last
-    one that was written while the run was healthy: one that falls apart has to go on from there.
+    These stay in any case: the checkpoint from which the run was started or resumed last, since its launcher restarts
+    processes from it; `spare`, from whose folder settings and tokenizer are copied; on the disk also the last one of
+    the run when it was healthy, since a run that collapses has to continue from it. `run_dir`: folder of the run, by
+    default the parent of `folder`.
     """
-    for path in folder.glob(f"*{UNFINISHED}"):  # what a run that was killed was about to write, or to remove
+    for path in folder.glob(f"*{UNFINISHED}"):  # a killed run was writing or removing these
         _clear(path)
     whole = [path for path in folder.glob(pattern) if not path.name.endswith(UNFINISHED)]
     run_dir = run_dir or folder.parent
     found = sorted(whole, key=_age_in(run_dir))
-    healthy = _last_healthy(found)
+    healthy = _last_healthy(found) if folder.parent == run_dir else None
     started = [lineage for lineage in lineages.read(run_dir) if not lineage.cause][-1:]
     for old in found[:-keep]:
         if old == healthy or (spare is not None and old.resolve() == Path(spare).resolve()):
@@ -248,30 +246,29 @@ def prune(folder: Path, *, keep: int, spare: str | None, run_dir: Path | None = 
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint, under the name of one that is not whole: half removed it would be the one that was changed
-    last, from which a run that was killed meanwhile would go on."""
+    """Rename a checkpoint to an unfinished one, then remove it. So no run continues from a partly removed one."""
     for left in folder.parent.glob(f"{folder.name}-*{UNFINISHED}"):
         _clear(left)
-    gone = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}{UNFINISHED}")  # some may still be left
+    gone = folder.with_name(f"{folder.name}-{uuid.uuid4().hex[:8]}{UNFINISHED}")  # earlier ones may still exist
     folder.rename(gone)
     _clear(gone)
 
 
 def _clear(gone: Path) -> None:
-    """Remove `gone`, or leave it to the next time: what nobody needs any more must not make a checkpoint fail."""
+    """Remove `gone`, or log a warning: the next checkpoint must not fail because an old one cannot be removed."""
     try:
         shutil.rmtree(gone)
-    except OSError as error:  # of NFS, say, while somebody reads a file there
-        log.warning("%s cannot be removed, and is left there for now: %s", gone, error)
+    except OSError as error:  # for example NFS, while another process reads a file there
+        log.warning("%s cannot be removed now: %s", gone, error)
 
 
 def last_healthy(run_dir: Path) -> Path | None:
-    """Return the last checkpoint of the run that was written while it was healthy, if there is one."""
-    return _last_healthy(checkpoints(run_dir))
+    """Return the last checkpoint on the disk that was written while the run was healthy, if there is one."""
+    return _last_healthy([folder for folder in checkpoints(run_dir) if folder.parent != snapshots.folder_of(run_dir)])
 
 
 def _last_healthy(folders: Sequence[Path]) -> Path | None:
-    """Return the last of `folders` in which a run was healthy; what cannot be read is none."""
+    """Return the last of `folders` in which a run was healthy. Folders that cannot be read are skipped."""
     for folder in reversed(folders):
         try:
             if read(folder).watch.health.state == "healthy":
@@ -282,8 +279,8 @@ def _last_healthy(folders: Sequence[Path]) -> Path | None:
 
 
 def _age_in(run_dir: Path) -> Callable[[Path], tuple[bool, int, bool, str]]:
-    """Return a function by which the checkpoints of a run are sorted: those that were abandoned first, then by version.
-    Of one version those on the disk come last; names decide between these."""
+    """Return a sort key for the checkpoints of a run: abandoned ones first, then by version, in memory before on disk,
+    and by name."""
     known = lineages.read(run_dir)
 
     def age(folder: Path) -> tuple[bool, int, bool, str]:
@@ -299,9 +296,9 @@ def _age_in(run_dir: Path) -> Callable[[Path], tuple[bool, int, bool, str]]:
 
 
 def rewind(run_dir: Path, *, policy_version: int) -> None:
-    """Take the run's records back to `policy_version`: later steps are about to be made again.
+    """Remove the records of steps after `policy_version`, which will be made again.
 
-    An evaluation stays if no later policy answered in it: those policies will have been others.
+    An evaluation is removed if a later policy took part in it.
     """
     (run_dir / FINAL_FILE).unlink(missing_ok=True)
     _keep_lines(run_dir / METRICS_FILE, StepReport, lambda step: step.step <= policy_version)

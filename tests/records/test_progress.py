@@ -1,4 +1,4 @@
-"""Checkpoints that a run can go on from, and the ledger that is restored from them."""
+"""Checkpoints, from which a run can continue, and the ledger that is restored from them."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_other_prompts_is_refused(tmp_path: Path) -> None:
     assert begin(good) == progress.read(good)
     with pytest.raises(ConfigError, match="sequence numbers mean other prompts"):
         begin(bad)
-    with pytest.raises(ConfigError, match="no checkpoint that a run can go on from"):
+    with pytest.raises(ConfigError, match="no checkpoint that a run can continue from"):
         begin(tmp_path)
     (bad / "state" / "progress.json").write_text("{}")
     with pytest.raises(ConfigError, match="cannot be read"):

@@ -1,6 +1,6 @@
 """The rules by which a training batch is formed and cut: `ledger.select_batch` under a run's settings. Pure.
 
-Master, replay and planner all go by these.
+Master, replay and planner share these rules.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BatchFormer:
         )
 
     def describe(self, selection: Selection, *, policy_version: int) -> str:
-        """Return what the selection waits for, in words."""
+        """Return a description of the selection's wait."""
         waits = f"actor_train v{policy_version} waits for {selection.short} of {self._groups} groups"
         return f"{waits}, oldest seq {selection.missing[0]}" if selection.missing else waits
 

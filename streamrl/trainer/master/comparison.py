@@ -1,12 +1,12 @@
 """Compares each gserver's log-probabilities with the trainer's, at every version that is trained from.
 
 While a step computes with the weights of its version, the gservers that serve this version score one short response of
-its batch (`gserver/manager/comparisons.py`). The step's first pass gives the trainer's log-probabilities of the same
-tokens, before any weight changes: the trainer computes nothing for it, and waits for nobody. A large difference means
-that an update did not arrive where a gserver says it did, or that the two compute differently.
+its batch (`gserver/manager/comparisons.py`). The step's first forward pass gives the trainer's log-probabilities of the
+same tokens before any weight changes, so the comparison costs the trainer neither computation nor waiting. A large
+difference means that a gserver does not have the weights that it reports, or that the two compute differently.
 
-Scores show whether weights and the computation of a prompt agree. How tokens are sampled can only be compared where a
-response was written as a whole by the policy that is trained from, that is, without staleness (`sampling_diff`).
+Scores show whether weights and prefill agree. Sampling can only be compared on responses that the present policy has
+sampled as a whole, that is, without staleness (`sampling_diff`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from streamrl.types import SampleMeta
 log = logging.getLogger(__name__)
 
 ENOUGH_TOKENS = 8
-"""Sampled tokens that make a fair mean; a response with fewer is taken only if there is no longer one."""
+"""Sampled tokens that are enough for a mean; a shorter response is chosen only if there is no longer one."""
 PER_GSERVER = "logprob_diff_mean/"
-"""Begins the name of the figure of one gserver, which ends in `gserver_0` or so."""
+"""Prefix of the figure of one gserver; its name follows, for example `gserver_0`."""
 
 
 def response_to_compare(metas: Sequence[SampleMeta]) -> Sibling | None:
-    """Return the shortest sequence with `ENOUGH_TOKENS` sampled tokens, or that with the most; of several the first.
+    """Return the first of the shortest sequences with `ENOUGH_TOKENS` sampled tokens, or the one with the most tokens.
 
-    Groups whose siblings all scored the same come last: a step may leave them out.
+    Groups with equal rewards come last, since a step may leave them out.
     """
     candidates = []
     for meta in metas:
@@ -46,10 +46,10 @@ def response_to_compare(metas: Sequence[SampleMeta]) -> Sibling | None:
 
 
 def compared_figures(scores: Sequence[Scores], trained: Sequence[float], *, sampled: Sequence[int]) -> dict[str, float]:
-    """Return the absolute differences, in nats, for each gserver that has scored, and over all of them.
+    """Return the absolute differences in nats, for each gserver with scores and over all of them.
 
-    `trained`: the trainer's log-probabilities of the sampled tokens; `sampled`: their places in those of `scores`.
-    Where either is empty, because it was not told, no gserver counts as compared.
+    `trained`: the trainer's log-probabilities of the sampled tokens; `sampled`: their indices in `Scores.logprobs`. If
+    either is empty, no gserver counts as compared.
     """
     figures: dict[str, float] = {}
     means: list[float] = []
@@ -73,9 +73,10 @@ def compared_figures(scores: Sequence[Scores], trained: Sequence[float], *, samp
 
 
 class Comparison:
-    """The comparison of one version: begun with the step that is trained from it, read when the next one is served.
+    """The comparison of one version. It begins with the step that starts from this version, and its figures are read
+    when the next version is served.
 
-    Nothing here ends the run or holds it up: what cannot be compared is told and counted.
+    It neither ends the run nor delays it: a gserver that cannot be compared is logged and counted.
     """
 
     def __init__(
@@ -86,9 +87,8 @@ class Comparison:
         scores: Callable[[int], list[Scores]],
         have_scored: Callable[[Sibling], Awaitable[list[int]]],
     ) -> None:
-        """`response`: to compare; None: nothing is compared. `scores` returns the gservers' scores at a version.
-        `have_scored` has them score the response, and returns the places of its sampled tokens among the scored ones.
-        """
+        """`response`: the response to compare, or None for no comparison. `scores` returns the gservers' scores at a
+        version. `have_scored` has them score the response, and returns the indices of its sampled tokens."""
         self.response = response
         self._version = version
         self._scores = scores
@@ -98,8 +98,7 @@ class Comparison:
             self._asking = asyncio.create_task(self._ask(have_scored(response)), name=f"comparison of v{version}")
 
     async def figures(self, results: Iterable[Trained]) -> dict[str, float]:
-        """Return what was found until now; to be asked once the gservers serve the next version. `results`: of the
-        step."""
+        """Return the figures; called once the gservers serve the next version. `results`: results of the step."""
         trained = next((result.compared for result in results if result.compared), [])
         scores: list[Scores] = []
         if self._asking is None:
@@ -117,7 +116,7 @@ class Comparison:
         return compared_figures(scores, trained, sampled=self._sampled)
 
     async def close(self) -> None:
-        """Nobody will ask for what was found."""
+        """Cancel the comparison."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
@@ -130,19 +129,19 @@ class Comparison:
 
 
 class MismatchWatch:
-    """Looks at the figures of one step after another. Pure."""
+    """Warns of large differences in the figures of each step. Pure."""
 
     def __init__(self, *, warning: float, limit: float | None = None) -> None:
-        """Mean differences, in nats: one that is warned of, and one at which the run stops."""
+        """`warning`, `limit`: mean differences in nats above which it warns, and above which the run stops."""
         self._complete = True
         """Whether every gserver was compared at the last version."""
         self._warning = warning
         self._limit = limit
 
     def look(self, figures: Mapping[str, float], *, policy_version: int) -> None:
-        """Warn, or raise `TrainingError`, if a mean difference (nats) is large, and name whose it is.
+        """Warn of a large mean difference, or raise `TrainingError`, and name the gserver.
 
-        `policy_version`: of the weights that both computed with. Also warns when gservers begin not to be compared.
+        `policy_version`: version of the compared weights. Also warns when gservers begin not to be compared.
         """
         self._count(figures, policy_version=policy_version)
         found = {
@@ -158,7 +157,7 @@ class MismatchWatch:
         differ = "; ".join(f"{who} differ by {value:.3g} nats for each token" for who, value in problems.items())
         what = f"{differ}, under version {policy_version}"
         look = (
-            "a gserver may serve other weights than it says (compare its /weights_checker with the others'), or the "
+            "a gserver may serve other weights than it reports (compare its /weights_checker with the others'), or the "
             "two compute differently (gserver.dtype and trainer.dtype, another chat template or sampling processor)"
         )
         if self._limit is not None and max(problems.values()) > self._limit:
@@ -172,8 +171,8 @@ class MismatchWatch:
         complete = bool(compared) and not missing
         if self._complete and not complete:
             log.warning(
-                "version %d was compared on %.0f gservers, and not on %.0f: the log says why, and the figure "
-                "gservers_not_compared how it goes on",
+                "version %d was compared on %.0f gservers, and not on %.0f: the log has the reasons; see the figure "
+                "gservers_not_compared of later steps",
                 *(policy_version, compared, missing),
             )
         self._complete = complete

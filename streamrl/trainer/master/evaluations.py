@@ -21,20 +21,20 @@ class EvaluationRequests:
     """Requests evaluations that are due, and passes each report on."""
 
     def __init__(self, config: Config, *, pool: RolloutPool, write: Callable[[EvaluationReport], None]) -> None:
-        """`write` gets each report once."""
+        """`write` is called once with each report."""
         self._config = config
         self._pool = pool
         self._write = write
         self._newest_request: int | None = None
         self._reported: set[int] = set()
         self._some = asyncio.Event()
-        """Set with each report."""
+        """Set when a report arrives."""
         pool.on_evaluation(self._take)
 
     def begin(self, version: int, *, was_due: bool) -> None:
         """Request the evaluation that is due when the run begins with `version`, if one is.
 
-        A resumed run requests the evaluation of its checkpoint again if that `was_due` and got lost.
+        A resumed run requests the evaluation of its checkpoint again if it `was_due` and its report was lost.
         """
         chosen = self._config.evaluation
         due = chosen.at_start if self._config.run.resume_from is None else was_due
@@ -50,7 +50,7 @@ class EvaluationRequests:
         self._pool.evaluate(version, training_over=training_over)
 
     def warn_of_unfinished(self) -> None:
-        """Warn of an evaluation that is under way at the end of a run that does not wait for it."""
+        """Warn of an unfinished evaluation at the end of a run that does not wait for it."""
         version = self._newest_request
         if version is not None and version not in self._reported:
             log.warning(
@@ -59,7 +59,7 @@ class EvaluationRequests:
             )
 
     async def wait_for(self, version: int) -> str:
-        """Wait for the report of `version`; return what to add to the reason of the run's end, empty if all is well."""
+        """Wait for the report of `version`; return an addition to the reason of the run's end, empty if it arrived."""
         seconds = self._config.evaluation.end_timeout_seconds
         try:
             async with asyncio.timeout(seconds):

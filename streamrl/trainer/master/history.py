@@ -1,9 +1,9 @@
 """The run's history, and the events that are due: its end, a checkpoint, an evaluation. Pure: counts and times are
 passed in.
 
-`History` has the facts of the past that the run's end, its figures and its checkpoints depend on; the groups that were
-trained on or rejected are in the ledger. For `RunControl`, *consumed* groups are the trained and the rejected ones; an
-epoch is over when as many groups as the data set has rows were consumed since the last one.
+`History` has the facts about past steps that the run's end, its figures and its checkpoints depend on. The ledger has
+the trained and the rejected groups; `RunControl` calls both *consumed*. An epoch ends when as many groups as the data
+set has rows were consumed since the last one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from streamrl.records.collapse import CollapseWatch
 from streamrl.records.lineage import FIRST, Lineage
 from streamrl.transport.control import DataFacts
 
-# --- what is due ---
+# --- events that are due ---
 
 
 class RunOver(Exception):
-    """Not an error: the run is at its end while a batch is awaited that will never be full."""
+    """The run has ended while a batch is awaited that will never be full. Not an error."""
 
 
 class RunControl:
-    """Counts from where the run begins, which for a resumed one is in its middle."""
+    """Decides when the run ends, and when a checkpoint or an evaluation is due."""
 
     def __init__(self, config: Config, *, data_rows: int, step: int, consumed: int, now: float) -> None:
-        """`data_rows`: of the training data. `now`: on the clock of all later calls, in seconds."""
+        """`data_rows`: rows of the training data. `step`, `consumed`: at the beginning, larger than 0 for a resumed
+        run. `now`: seconds on the clock of all later calls."""
         self._run = config.run
         self.data_rows = data_rows
         epoch = consumed // data_rows
@@ -38,7 +39,7 @@ class RunControl:
         self._evaluations = config.evaluation.every.since(epoch=epoch, step=step, now=now)
 
     def epochs(self, consumed: int) -> float:
-        """Return how often the data set was passed through."""
+        """Return the number of passes over the data set."""
         return consumed / self.data_rows
 
     def end(self, *, step: int, consumed: int, rewards: Sequence[float]) -> str | None:
@@ -64,14 +65,14 @@ class RunControl:
 
 
 SNAPSHOT_SHARE = 0.02
-"""Of a run's time: as much as snapshots may take."""
+"""Largest share of a run's time that snapshots take by default."""
 
 
 class SnapshotPace:
-    """When snapshots are due: as configured, or as often as they take `SNAPSHOT_SHARE` of the time."""
+    """Decides when snapshots are due: as configured, or as often as they cost `SNAPSHOT_SHARE` of the time."""
 
     def __init__(self, every: int | None, *, step: int) -> None:
-        """`every`: `trainer.snapshot_every_steps`; `step`: from which the run begins."""
+        """`every`: `trainer.snapshot_every_steps`; `step`: step at the beginning of the run."""
         self._every = every
         self._next = step + (every or 1)
 
@@ -80,34 +81,34 @@ class SnapshotPace:
         return self._every != 0 and step >= self._next
 
     def stop(self) -> None:
-        """None is due any more."""
+        """Take no more snapshots."""
         self._every = 0
 
     def taken(self, step: int, *, seconds: float, step_seconds: float) -> None:
-        """Note that one was taken after `step` and took `seconds`, where a step takes `step_seconds`."""
+        """Record that the snapshot after `step` took `seconds`, and the step itself `step_seconds`."""
         self._next = step + (self._every or max(1, math.ceil(seconds / (SNAPSHOT_SHARE * step_seconds))))
 
 
-# --- what was done ---
+# --- past steps ---
 
 
 class History:
-    """Begins empty, or where the checkpoint ends that the run goes on from."""
+    """The past of the run: empty, or restored from the checkpoint that it continues from."""
 
     def __init__(self, config: Config, begun: progress.Progress | None, *, lineage: Lineage = FIRST) -> None:
-        """`begun`: where a run that is resumed begins. `lineage`: of the versions that are made from there on."""
+        """`begun`: progress of the checkpoint of a resumed run. `lineage`: lineage of the new versions."""
         self._config = config
         self._lineage = lineage
         self.policy_version = 0
-        """The newest version that was trained: completed training steps. The version that gservers serve, which follows
-        with its publication, is the ledger's."""
+        """The newest trained version, that is, the number of completed training steps. The ledger has the version that
+        gservers serve, which follows with the publication."""
         self.tokens_dropped = 0
         self.evaluation_due = False
         """Whether an evaluation of this version was due."""
         self.rewards: list[float] = []
-        """Mean reward of each step; of a resumed run from a little before its beginning."""
+        """Mean reward of each step, for a resumed run also of the last ones before the checkpoint."""
         self.watch = CollapseWatch()
-        """Judges the run's health by the figures of the steps so far."""
+        """The run's health by the figures of the steps so far."""
         self._began = time.time()
         self._seconds_before = 0.0
         if begun is not None:
@@ -115,15 +116,15 @@ class History:
 
     @property
     def train_seconds(self) -> float:
-        """Since the first step, without the time between a run's end and its being resumed."""
+        """Seconds since the first step, without the time between a run's end and its resumption."""
         return self._seconds_before + time.time() - self._began
 
     def begin(self) -> None:
-        """Count time from here: the models are loaded."""
+        """Start the clock, once the models are loaded."""
         self._began = time.time()
 
     def reached(self, ledger: Ledger, *, data: DataFacts) -> progress.Progress:
-        """Return how far the run has come, for a checkpoint."""
+        """Return the progress of the run for a checkpoint."""
         return progress.Progress(
             policy_version=self.policy_version,
             lineage=self._lineage.maker(self.policy_version),

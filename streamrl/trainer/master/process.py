@@ -1,8 +1,8 @@
 """The trainer's master: forms batches, drives the graph, counts policy versions.
 
-It moves metadata only; groups and weights stay on the model workers. One step is: form a batch
-(the ledger's rules), run the graph's MFCs on it, publish the new weights. Publication runs
-beside the next step's computation and is through before that step changes the weights.
+It moves metadata only; groups and weights stay on the model workers. One step forms a batch by the ledger's rules, runs
+the graph's MFCs on it, and publishes the new weights. Publication overlaps with the next step's computation and ends
+before that step changes the weights.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from streamrl.waits import first_of, warned_of
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 1.5
-"""How long sinks may take for their last figures when the run is stopped; less than a launcher waits for the master."""
+"""Time for sinks to write their last figures when the run is stopped. The launcher waits longer for the controller."""
 
 
 class Master:
@@ -69,13 +69,13 @@ class Master:
         stored: asyncio.Queue[Stored],
         lineage: Lineage = FIRST,
     ) -> None:
-        """`channel`: to the model workers, and in a synchronous graph to rollout workers; `stored`: the model workers'
-        notices of groups that arrived; `lineage`: of the versions that are made."""
+        """`channel`: to the model workers, and in a synchronous graph to rollout workers; `stored`: notices of model
+        workers about groups that have arrived; `lineage`: lineage of the new policy versions."""
         self._config = config
         self._pool = pool
         self._ledger = pool.ledger
         self.waiting_for = ""
-        """The present wait, in words; empty if there is none."""
+        """Description of the present wait; empty if there is none."""
         self._leaving = asyncio.Event()
         self._graph = graph_of(config)
         self._former = BatchFormer(config)
@@ -85,7 +85,7 @@ class Master:
         )
         self._history = History(config, begun, lineage=lineage)
         self._weights_at_rest = asyncio.Lock()
-        """Held while weights may change, and while their publication is being set up."""
+        """Locked while weights may change, and while their publication is being set up."""
         self._workers = ModelWorkers(config, channel=channel)
         self._executor = FunctionExecutor(
             graph=self._graph,
@@ -106,16 +106,16 @@ class Master:
         self._publication: asyncio.Task[None] | None = None
         self._counted: list[WorkerSpec] = []
         self._dropped = (0, 0)
-        """Groups and sampled tokens that were discarded as too old since the last step."""
+        """Numbers of groups and sampled tokens that were dropped as too old since the last step."""
         self._mismatch = MismatchWatch(warning=config.logprob_diff_warning, limit=config.trainer.logprob_diff_limit)
         self._comparison: Comparison | None = None
-        """The latest; those before it belong to the publication."""
+        """The latest. The one before it belongs to the publication."""
         self.stopped = False
-        """Whether the run ended before its last step, because the master was asked to leave."""
+        """Whether the run ended before its last step, by request."""
 
     @property
     def policy_version(self) -> int:
-        """Completed training steps."""
+        """Number of completed training steps."""
         return self._history.policy_version
 
     def stats(self) -> dict[str, float]:
@@ -127,7 +127,7 @@ class Master:
         }
 
     def leave(self) -> None:
-        """Write a checkpoint and end the run, as soon as the step under way is done."""
+        """Write a checkpoint and end the run after the present step."""
         self._leaving.set()
 
     async def run(self) -> str:
@@ -139,7 +139,7 @@ class Master:
                 helpers.create_task(self._wake_to_leave(), name="leaving"),
             ]
             if await self._prepared(self._initialize()):
-                # not before: gservers without a copy of the checkpoint may be there long before the weights are
+                # only now: gservers without a copy of the checkpoint may join long before its weights are loaded
                 background.append(helpers.create_task(self._follow_resyncs(), name="resyncs"))
                 background.append(helpers.create_task(self._executor.run_arrivals(), name="mfcs"))
                 reason = await self._steps()
@@ -150,11 +150,11 @@ class Master:
         return reason
 
     async def finish(self) -> str:
-        """Save, count what is left, and wait for the last evaluation; return what to add to why the run ended."""
+        """Write the last checkpoint and wait for the last evaluation; return an addition to the reason of the end."""
         if self.stopped:
             return await self._save_before_stop()
         self.waiting_for = "the last checkpoint"
-        # a run that was at its end when it was resumed may have that evaluation in its records
+        # a finished run that was resumed may have made this evaluation before
         made = progress.evaluated(self._config.run_dir, policy_version=self.policy_version)
         at_end = self._config.evaluation.at_end and not made
         if at_end:
@@ -177,7 +177,7 @@ class Master:
         return unwritten
 
     async def _save_before_stop(self) -> str:
-        """Write a checkpoint unless this version has one; return what to add to the reason of the stop."""
+        """Write a checkpoint unless this version has one; return an addition to the reason of the end."""
         if self.policy_version == (self._begun.policy_version if self._begun is not None else 0):
             return ""
         self.waiting_for = "the checkpoint before the stop"
@@ -187,7 +187,7 @@ class Master:
         return unwritten
 
     def write_final(self) -> None:
-        """Leave `final.json` for the report, whatever happened."""
+        """Write `final.json` for the report."""
         final = Final(
             status=msgspec.to_builtins(self._pool.status(), str_keys=True),
             policy_version=self.policy_version,
@@ -202,7 +202,7 @@ class Master:
         write_final(self._config.run_dir, final)
 
     async def close(self) -> None:
-        """End what is under way, and the sinks."""
+        """Cancel the publication and the comparison, and close the sinks."""
         self._buffer.close()
         if self._publication is not None:
             self._publication.cancel()
@@ -214,10 +214,7 @@ class Master:
         self._metrics.close()
 
     def _begin_records(self) -> None:
-        """Take the records of a run that is resumed back to where it begins, and start the sinks.
-
-        A run that is resumed before its first checkpoint goes back to nothing.
-        """
+        """Remove the records of steps after the checkpoint, or all without a checkpoint, and start the sinks."""
         run_dir = self._config.run_dir
         version = self._begun.policy_version if self._begun is not None else 0
         progress.rewind(run_dir, policy_version=version)
@@ -237,8 +234,8 @@ class Master:
         self._history.begin()
 
     async def _begin_counting(self) -> None:
-        """Wait for the size of the data set, count epochs, checkpoints and evaluations from here on, and ask for the
-        first evaluation if it is due."""
+        """Wait for the size of the data set, begin to count epochs, checkpoints and evaluations, and request the first
+        evaluation if it is due."""
         self.waiting_for = "a rollout worker to report the size of the data set"
         with warned_of(self.waiting_for, after=self._config.trainer.wait_warning_seconds, log=log):
             data = await self._pool.data()
@@ -254,7 +251,7 @@ class Master:
         self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
 
     async def _prepared(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Do `work` that precedes the first step; return False if it was abandoned to leave the run."""
+        """Do `work` before the first step; return False if it was cancelled to leave the run."""
         working, _ = await first_of(work, self._leaving.wait())
         return not working.cancelled()
 
@@ -297,7 +294,7 @@ class Master:
         if save or stop:
             self.waiting_for = f"checkpoint {self.policy_version}"
             if self._publication is not None:
-                await self._publication  # the step is written down then: who goes on from here has its figures
+                await self._publication  # it writes the step's figures, which belong to the checkpoint
             await self._checkpoints.save(self._history.reached(self._ledger, data=self._data))
             self.waiting_for = ""
         elif self._snapshots.due(self.policy_version):
@@ -306,20 +303,19 @@ class Master:
             await self._stop_collapsing()
 
     async def _take_snapshot(self, *, step_seconds: float) -> None:
-        """Have the run's state kept in memory, unless it has no room; `step_seconds`: of the step before."""
+        """Take a snapshot in memory, or none any more if that is impossible; `step_seconds`: duration of the step."""
         if self._checkpoints.memory_is_short or not self._pool.trainer_is_here:
             self._snapshots.stop()
             return
         began = time.monotonic()
         if self._publication is not None:
-            await self._publication  # the step is recorded then, as for other checkpoints
+            await self._publication
         await self._checkpoints.take_snapshot(self._history.reached(self._ledger, data=self._data))
         seconds = time.monotonic() - began
         self._snapshots.taken(self.policy_version, seconds=seconds, step_seconds=step_seconds)
 
     def _tell(self, before: Health) -> bool:
-        """Log how the run's health has changed, `before` being that of the last step; return whether the run has to
-        stop."""
+        """Log a change of the run's health since `before`; return whether the run has to stop."""
         health = self._history.watch.health
         if health.state == before.state:
             return False
@@ -329,19 +325,19 @@ class Master:
         return health.state == "collapsing" and self._config.algorithm.on_collapse == "stop"
 
     async def _stop_collapsing(self) -> None:
-        """End the run with an error that says what was seen and what to do, when its last checkpoint is written."""
+        """Wait for the last checkpoint, then raise `TrainingError` with the cause and a remedy."""
         if self._publication is not None:
             await self._publication
         unwritten = await self._checkpoints.finish()
         healthy = progress.last_healthy(self._config.run_dir)
-        go_on = (
-            f"go on from the last checkpoint of when it was healthy, run.resume_from={healthy.absolute()}"
+        remedy = (
+            f"continue from the last healthy checkpoint, run.resume_from={healthy.absolute()}"
             if healthy is not None
-            else "it wrote no checkpoint while it was healthy (trainer.save_every_steps): start anew"
+            else "it wrote no checkpoint while it was healthy (trainer.save_every_steps): start again"
         )
         raise TrainingError(
             f'step {self.policy_version}: {self._history.watch.health}; stopped by algorithm.on_collapse = "stop"'
-            f"{unwritten}; {go_on}, with other settings"
+            f"{unwritten}; {remedy}, with other settings"
         )
 
     def _take_evaluation(self, report: EvaluationReport) -> None:
@@ -376,14 +372,14 @@ class Master:
         return save
 
     async def _begin_publication(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Do `work` beside what comes next. When it has ended, who waits for groups looks again: it may have failed."""
+        """Start `work` as the publication. The wait for groups is woken at its end, since it may have failed."""
         publication = self._publication = asyncio.create_task(work, name=name)
         publication.add_done_callback(lambda _: self._buffer.wake())
-        await asyncio.sleep(0)  # workers are asked for it before whoever waits for the weights can ask for anything
+        await asyncio.sleep(0)  # the workers receive its call before any later one
         return publication
 
     def _look_after(self, figures: dict[str, float]) -> dict[str, float]:
-        """Judge the run's health by the step that was just made; return figures to add to the step's."""
+        """Update the run's health by the last step; return additional figures of the step."""
         watch, algorithm = self._history.watch, self._config.algorithm
         more = {"grad_norm_ratio": watch.grad_norm_ratio(figures["grad_norm"])}
         if algorithm.on_collapse == "slow":
@@ -397,14 +393,14 @@ class Master:
         return more
 
     def _admitted_staleness(self) -> int | None:
-        """Return the `max_staleness` by which groups are to be admitted from now on; None: as configured."""
+        """Return the `max_staleness` for admissions from now on, or None for the configured one."""
         configured = self._config.staleness.max_staleness
         found = self._history.watch.staleness(configured)
         return found if found < configured else None
 
     def _compare(self, batch: Sequence[SampleMeta], *, version: int) -> Comparison | None:
-        """Begin to compare the gservers with the trainer under `version`, on a response that is trained on first; not
-        if they only simulate."""
+        """Begin to compare gservers and trainer under `version`, on a response of the first minibatch. Simulated
+        gservers are not compared."""
         if self._config.gserver.engine == "simulated":
             return None
         first = self._former.minibatches(batch)[0]
@@ -418,7 +414,7 @@ class Master:
         )
 
     def _is_due(self, version: int) -> tuple[bool, bool]:
-        """Whether the policy is to be evaluated, and a checkpoint to be written: by run control, or by a hook."""
+        """Return whether an evaluation and a checkpoint are due, by run control or by a hook."""
         consumed, now = self._buffer.consumed, time.monotonic()
         evaluate = self._control.evaluation_is_due(step=version, consumed=consumed, now=now)
         save = self._control.save_is_due(step=version, consumed=consumed, now=now)
@@ -428,13 +424,13 @@ class Master:
         )
 
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
-        """Return the next batch once there is one; drop groups that are too old meanwhile. Empty: the run is over."""
+        """Wait for the next batch and return it; it is empty if the run is over. Drops groups that are too old."""
 
         def select(ready: ReadyGroups) -> Selection:
             if self._publication is not None and self._publication.done():
                 self._publication.result()  # a failed update ends the run here, not after a wait
             if self._end() is not None:
-                raise RunOver  # the last groups of the last epoch were given up
+                raise RunOver  # the last groups of the last epoch were rejected
             selection = self._former.select(ready, policy_version=version, next_in_order=self._ledger.next_in_order)
             self.waiting_for = self._former.describe(selection, policy_version=version)
             return selection
@@ -470,7 +466,7 @@ class Master:
         formed: float,
         end: float,
     ) -> StepReport:
-        """Return the step that has just ended, with `figures` and where its time went."""
+        """Return the report of the last step: `figures` and its timeline."""
         computing = sum(span.compute_seconds for span in result.spans)
         metrics = figures | {
             "run_seconds": self._history.train_seconds,
@@ -505,8 +501,8 @@ class Master:
     async def _publish(
         self, report: StepReport, comparison: Comparison | None, trained: Sequence[Trained], *, evaluate: bool
     ) -> None:
-        """Bring the step's weights to the gservers, then report the step with what was found about the weights that it
-        was trained from, and have it evaluated if that is due."""
+        """Publish the step's weights, then report the step with the comparison of the weights before it, and request
+        an evaluation if one is due."""
         begin = time.time()
         published = await self._workers.publish(report.step)
         report.metrics["publish_seconds"] = published.seconds
@@ -523,7 +519,7 @@ class Master:
             self._evaluations.request(report.step)
 
     async def _follow_resyncs(self) -> None:
-        """Between two steps, send the current weights to gservers that only the publisher can resync."""
+        """Publish the current weights between two steps to gservers that only the publisher can resync."""
         while True:
             gservers = await self._pool.resync_needed()
             if self._publication is not None and not self._publication.done():
@@ -533,7 +529,7 @@ class Master:
                 if self._publication is not None:
                     if not self._publication.done():
                         continue  # newer weights are on their way
-                    self._publication.result()  # its failure ends the run, and would be forgotten with it
+                    self._publication.result()  # raise its failure, which a new publication would replace
                 log.info("weights v%d are sent to %s as well", self.policy_version, ", ".join(gservers))
                 publication = await self._begin_publication(self._resync(), name=f"resync to v{self.policy_version}")
             await asyncio.wait({publication})

@@ -1,7 +1,7 @@
 """Generation and scoring in a synchronous graph: the MFCs that rollout workers carry out for the master.
 
-How much of a batch is lacking is known by the buffer alone. What workers tell is not counted on: one may
-have stored groups and died before it could say so, or may score a group that another one has stored meanwhile.
+Only the buffer decides how many groups a batch lacks, since workers' replies are incomplete: a worker may store groups
+and die before it replies, or score a group that another one has stored in the meantime.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 
 NEWS_SECONDS = 1.0
-"""Within this time the master hears of a group that a worker calls stored, unless it was trained on before."""
+"""Time in which the notice of a stored group arrives, unless the group was trained on before."""
 
 
 class SynchronousGeneration:
@@ -47,8 +47,8 @@ class SynchronousGeneration:
         self._timeout = config.trainer.step_timeout_seconds
 
     async def make(self, groups: int) -> list[Span]:
-        """Have groups generated, scored and stored for as long as a batch of `groups` is waited for; return the spans
-        of these calls."""
+        """Have groups generated, scored and stored until a batch of `groups` is complete; return the spans of these
+        calls."""
         await self._channel.wait_for(set(self._workers), patience=self._timeout)
         spans: list[Span] = []
         while self._buffer.batch_awaited:
@@ -59,7 +59,7 @@ class SynchronousGeneration:
         return spans
 
     async def _round(self, groups: int, spans: list[Span]) -> None:
-        """Have generated, then scored, what a batch of `groups` lacks; some of it may fail."""
+        """Have the groups that a batch of `groups` lacks generated, then scored. Some may fail."""
         begin = time.time()
         waiting = await self._generate(groups)
         middle = time.time()
@@ -74,7 +74,7 @@ class SynchronousGeneration:
             await first_of(heard, timeout=NEWS_SECONDS)
 
     async def _generate(self, groups: int) -> dict[int, list[int]]:
-        """Wait until what is held and what waits to be scored make a batch; return which are to be scored where."""
+        """Have groups generated until those held and those to be scored make a batch; return the latter by worker."""
         waiting: dict[int, list[int]] = {}
 
         def lacking() -> int:
@@ -85,17 +85,17 @@ class SynchronousGeneration:
             for gone in waiting.keys() - set(living):
                 del waiting[gone]
             await self._ask_for_more(lacking, living, waiting)
-        if len(self._buffer) >= groups:  # what was taken for lost had been stored after all; the others wait on
+        if len(self._buffer) >= groups:  # groups that seemed lost had been stored; those to be scored keep waiting
             return {}
         return {worker: seqs for worker, seqs in waiting.items() if seqs}
 
     async def _ask_for_more(
         self, lacking: Callable[[], int], living: Sequence[int], waiting: dict[int, list[int]]
     ) -> None:
-        """Ask each of `living` for its share of what is lacking; changes `waiting` to what they tell.
+        """Request from each of the workers `living` its share of the lacking groups; their replies go into `waiting`.
 
-        Ends as soon as groups arrive or nothing is lacking: those that have not told may by then wait for groups
-        that nobody is to make any more.
+        Returns as soon as groups arrive or none is lacking. Workers that have not replied by then may be waiting for
+        groups that are not needed any more.
         """
         short, held = lacking(), len(self._buffer)
 
@@ -112,7 +112,7 @@ class SynchronousGeneration:
         await first_of(_all(asking), self._buffer.until(lambda: lacking() <= 0 or len(self._buffer) > held))
 
     async def _score(self, waiting: Mapping[int, list[int]]) -> set[int]:
-        """Have groups scored that wait at a worker; return which are stored, as far as workers lived to tell."""
+        """Have groups scored by the workers that hold them; return those that are stored, as far as workers reply."""
         stored: set[int] = set()
 
         async def ask(worker: int, seqs: list[int]) -> None:
@@ -123,11 +123,11 @@ class SynchronousGeneration:
         return stored
 
     async def _ask(self, worker: int, call: RolloutCall, reply: type[Reply]) -> Reply | None:
-        """Return the reply, unless the worker does not live: the manager gives its groups to somebody else."""
+        """Return the reply, or None if the worker has died; the manager then issues its prompts to another worker."""
         try:
             return await self._channel.call(worker, call, reply, timeout=self._timeout)
         except PeerLost as error:
-            log.warning("%s; its groups are made anew", error)
+            log.warning("%s; its groups are made again", error)
             return None
 
 

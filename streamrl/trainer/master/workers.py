@@ -1,8 +1,6 @@
-"""The model workers as the master sees them all together: how they begin, what they are, what they let go of, the
-checkpoints that they write together.
+"""The master's calls to all model workers: initialization, specifications, publication, checkpoints.
 
-A checkpoint on the way that cannot be written does not end the run: it is told, and the next one that is due is another
-try. The last one of a run has to succeed.
+A checkpoint that cannot be written is logged and does not end the run, except for the last one of the run.
 """
 
 from __future__ import annotations
@@ -45,9 +43,9 @@ from streamrl.transport.request_reply import Requests
 log = logging.getLogger(__name__)
 
 SPEC_SECONDS = 30.0
-"""For a reply to what a worker is, or has."""
+"""Deadline of a reply that needs no computation."""
 FINAL = "final"
-"""Name of the last checkpoint's folder."""
+"""Folder name of a run's last checkpoint."""
 
 
 class ModelWorkers:
@@ -59,22 +57,22 @@ class ModelWorkers:
         self._workers = range(config.trainer.workers)
 
     async def connected(self) -> None:
-        """Until all workers have connected; raises `DeadlineExceeded` when one does not."""
+        """Wait until all workers have connected. Raises `DeadlineExceeded` if one does not."""
         await self._channel.wait_for(set(self._workers), patience=self._config.manager.join_timeout_seconds)
 
     async def initialize(self) -> None:
-        """Have them meet, and load the models."""
+        """Have the workers connect to each other and load the models."""
         patience = self._config.manager.join_timeout_seconds
         store = StoreOpened(host="", port=0)
         if len(self._workers) > 1 or self._needs_world():
             store = await self._channel.call(0, OpenStore(), StoreOpened, timeout=patience)
         call = Initialize(store_host=store.host, store_port=store.port)
         await self._channel.request(self._all(call), CallDone, timeout=patience)
-        for role, what in (await self.specs())[0].roles.items():
-            log.info("%s: %s", role, what)
+        for role, description in (await self.specs())[0].roles.items():
+            log.info("%s: %s", role, description)
 
     async def model_config(self) -> Architecture:
-        """Return the configuration of the policy's transformer; raises `TrainingError` if two workers differ in it."""
+        """Return the architecture of the policy. Raises `TrainingError` if two workers have different ones."""
         calls = (self._channel.call(w, ModelConfig(), Architecture, timeout=SPEC_SECONDS) for w in self._workers)
         first, *others = await asyncio.gather(*calls)
         for worker, other in enumerate(others, start=1):
@@ -86,22 +84,23 @@ class ModelWorkers:
         return first
 
     async def specs(self) -> list[WorkerSpec]:
-        """Return what each worker is and has counted."""
+        """Return each worker's roles and counters."""
         calls = (self._channel.call(worker, Spec(), WorkerSpec, timeout=SPEC_SECONDS) for worker in self._workers)
         return list(await asyncio.gather(*calls))
 
     async def clear(self, held: Mapping[int, list[int]], *, come_again: bool) -> None:
-        """Have each worker let go of the groups that it holds."""
+        """Have each worker discard the groups that it holds. `come_again`: they may be stored once more."""
         calls: dict[int, Call] = {worker: ClearDataCache(seqs, come_again) for worker, seqs in held.items()}
         await self._channel.request(calls, CallDone, timeout=self._config.trainer.step_timeout_seconds)
 
     async def have_scored(self, response: Sibling, *, version: int, worker: int) -> list[int]:
-        """Have `worker`, who received its group, ask those who serve `version`; return `BeingScored.sampled`."""
+        """Have `worker`, which holds the group, request scores of `response` from the gservers that serve `version`;
+        return `BeingScored.sampled`."""
         call = HaveScored(version, response)
         return (await self._channel.call(worker, call, BeingScored, timeout=SPEC_SECONDS)).sampled
 
     async def publish(self, version: int, *, resync: bool = False) -> Published:
-        """Send the policy's weights to the gservers as `version`; `resync`: only to those that lack this version."""
+        """Send the policy's weights to the gservers as `version`; `resync`: only to those without this version."""
         weights = self._config.weights
         limit = weights.attempts * PUBLICATION_STEPS * weights.timeout_seconds
         return (await self._channel.request(self._all(Publish(version, resync=resync)), Published, timeout=limit))[0]
@@ -110,18 +109,18 @@ class ModelWorkers:
         return dict.fromkeys(self._workers, call)
 
     def _needs_world(self) -> bool:
-        """Whether a process group is needed even for one process: Megatron wants it."""
+        """Return whether one process needs a process group, as with Megatron."""
         return any(role_config(self._config.trainer, role).backend == "megatron" for role in ROLES)
 
 
 class Checkpoints:
-    """Has the workers write checkpoints, and remembers those that could not be written."""
+    """Has the workers write checkpoints, and counts those that could not be written."""
 
     def __init__(self, config: Config, *, channel: Requests) -> None:
         self._folder = config.run_dir.absolute() / "checkpoints"
         begun = None if config.run.resume_from is None else Path(config.run.resume_from).resolve()
         self._final_version: int | None = None
-        """The policy version of the checkpoint `final`, if the run goes on from that one; else None."""
+        """Policy version of the checkpoint `final` if the run began from it."""
         if begun == (self._folder / FINAL).resolve():
             self._final_version = progress.read(begun).policy_version
         self._workers = range(config.trainer.workers)
@@ -131,11 +130,11 @@ class Checkpoints:
         self._unwritten = 0
         self._memory = snapshots.folder_of(config.run_dir)
         self._asked: Path | None = None
-        """The checkpoint that was asked for last."""
+        """The checkpoint that was requested last."""
         self.memory_is_short = False
         """Whether a checkpoint could not be written into memory."""
         self._asked_version = 0
-        """The policy version of the last checkpoint that was asked for."""
+        """Policy version of the last checkpoint that was requested."""
 
     async def save(self, reached: Progress) -> None:
         """Have a checkpoint written while training continues."""
@@ -149,34 +148,34 @@ class Checkpoints:
         await self._ask(self._memory / f"step-{reached.policy_version:06d}", reached, final=False)
 
     async def save_once(self, reached: Progress) -> None:
-        """Have a checkpoint written, unless one of this version was asked for before."""
+        """Have a checkpoint written, unless this version has one."""
         if reached.policy_version != self._asked_version:
             await self.save(reached)
 
     async def save_final(self, reached: Progress) -> None:
-        """The checkpoint of the end; raises the workers' error unless it is on the disk.
+        """Write the run's last checkpoint. Raises the workers' error if it cannot be written.
 
-        A run that went on from there and made no step leaves it alone: gservers may still be reading it.
+        A run that began from there and made no step leaves it as it is, since gservers may still be reading it.
         """
         if reached.policy_version != self._final_version:
             await self._ask(self._folder / FINAL, reached, final=True)
             log.info("saved %s", self._folder / FINAL)
 
     async def finish(self) -> str:
-        """Wait for what is being written; return what to add to why the run ended."""
+        """Wait for the checkpoint that is being written; return an addition to the reason of the run's end."""
         saved: Saved = await self._channel.call(0, FinishSave(), Saved, timeout=self._limit)
         self._note(saved, self._asked, then="it was the last")
         return f"; checkpoints that could not be written: {self._unwritten}" if self._unwritten else ""
 
     def take_seconds(self) -> float:
-        """Return how long checkpoints have held training up since the last time this was asked."""
+        """Return for how many seconds checkpoints have paused training since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     async def _ask(self, folder: Path, reached: Progress, *, final: bool) -> None:
         calls: dict[int, Call] = dict.fromkeys(self._workers, Save(str(folder), reached, final))
         replies = await self._channel.request(calls, Saved, timeout=self._limit)
-        self._note(replies[0], self._asked, then="the run goes on, and another one is being written now")
+        self._note(replies[0], self._asked, then="the run continues and is writing another one now")
         self._asked = folder
 
     def _note(self, saved: Saved, folder: Path | None, *, then: str) -> None:

@@ -1,25 +1,25 @@
-"""Checkpoints that are either whole or not there, written by all model workers at once while training goes on.
+"""Atomic checkpoints, written by all model workers in parallel while training continues.
 
-A model worker copies its part of the weights and optimizer states into its own host memory; training stands still for
-that copy only. A thread of its own then writes the copy, beside those of other workers; no process ever holds more than
-its own part.
-Invariants: at most one checkpoint is being written; its folder appears at once, when worker 0 has seen that all of it
-is on the disk, after the figures and the record of its steps; older ones are removed only after that.
+Each model worker copies its part of the weights and optimizer states into host memory. Training pauses only for this
+copy. A thread then writes it; no process holds more than its own part.
 
-    FOLDER/                 the policy: weights, config.json, tokenizer; with [model.lora] an adapter as peft has it,
-                            beside the settings and the tokenizer of its base
-    FOLDER/critic/, ref/    likewise, where there is one (the reference: where it is not the first policy)
+Invariants: at most one checkpoint is being written. Its folder appears with one rename, after worker 0 has checked that
+all files, and the records of the steps before it, are on the disk. Older checkpoints are removed afterwards.
+
+    FOLDER/                 the policy: weights, config.json, tokenizer; with [model.lora] an adapter in peft's format,
+                            with the settings and the tokenizer of its base
+    FOLDER/critic/, ref/    the same for the critic, and for the reference unless it is the first policy
     FOLDER/state/ROLE/      optimizer, schedule and coefficients of a trained role
     FOLDER/state/progress.json
 
-Each worker writes one file of each (`model-00002-of-00004.safetensors`) with its parts of tensors
-(`safetensors_files.py`), so any layout and backend can go on from them. What one worker wrote alone, the last
-checkpoint of a run, and what `export.py` makes of others is Hugging Face's own form.
+Each worker writes one file per model (`model-00002-of-00004.safetensors`) with its parts of the tensors
+(`safetensors_files.py`), which any layout and backend can load. A checkpoint by a single worker, the last checkpoint of
+a run, and the output of `export.py` have Hugging Face's format.
 
-torch.distributed.checkpoint is not used: its ranks exchange pickles, and its files hold some.
+torch.distributed.checkpoint is not used, because its ranks exchange pickles and its files contain some.
 
-Random numbers need no place in it: those of a training step are a function of run seed and policy
-version, those of a response of run seed and sequence number.
+A checkpoint has no state of random generators. A training step draws its random numbers from the run's seed and the
+policy version, a response from the run's seed and its sequence number.
 """
 
 from __future__ import annotations
@@ -67,55 +67,55 @@ from streamrl.trainer.worker.assembly import CRITIC, REFERENCE, Assembly
 
 log = logging.getLogger(__name__)
 
-# --- what the workers tell one another ---
+# --- between the workers ---
 
-TOLD_BYTES = 1024
-"""Most bytes in which a worker tells what went wrong."""
+FAILURE_BYTES = 1024
+"""Maximal size of a worker's description of a failure."""
 
 
 class Together:
-    """The writing threads of all model workers."""
+    """Collective operations of the writing threads of all model workers."""
 
     def __init__(self, rank: int, world: int, *, seconds: float) -> None:
-        """`seconds`: the longest that one may wait for another. Collective."""
+        """`seconds`: deadline of each wait for another worker. Collective."""
         self.rank = rank
         self.world = world
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds)) if world > 1 else None
 
     def do(self, act: Callable[[], None]) -> str:
-        """Run `act` on each; return what went wrong on whichever of them, or nothing. Collective.
+        """Run `act` on each worker; return the first failure, or an empty string. Collective.
 
-        Disks and files may go wrong; anything else is raised, after the others know. Raises `PeerLost` when another
-        one is gone, or does not come.
+        `OSError` and `ModelError` are returned as failures. Any other exception is raised, after the other workers have
+        received it as a failure. Raises `PeerLost` if another worker does not take part.
         """
         raised: Exception | None = None
         failure = ""
         try:
             act()
-        except Exception as error:  # whatever it is, the others wait to be told; what is no disk error is raised below
+        except Exception as error:  # the others wait for the outcome; other than disk errors it is raised below
             failure = f"model_worker/{self.rank}: {error}" if self.world > 1 else str(error)
             raised = None if isinstance(error, OSError | ModelError) else error
-        told = torch.zeros(TOLD_BYTES, dtype=torch.uint8)
-        words = bytearray(failure.encode()[:TOLD_BYTES])
+        text = torch.zeros(FAILURE_BYTES, dtype=torch.uint8)
+        words = bytearray(failure.encode()[:FAILURE_BYTES])
         if words:
-            told[: len(words)] = torch.frombuffer(words, dtype=torch.uint8)
-        found = self.gather(told)
+            text[: len(words)] = torch.frombuffer(words, dtype=torch.uint8)
+        found = self.gather(text)
         if raised is not None:
             raise raised
         texts = (bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in found)
         return next((text for text in texts if text), "")
 
-    def gather(self, told: Tensor) -> list[Tensor]:
-        """Return what each tells, by rank. Collective."""
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """Return each worker's tensor, by rank. Collective."""
         if self._group is None:
-            return [told]
-        found = [torch.empty_like(told) for _ in range(self.world)]
+            return [own]
+        found = [torch.empty_like(own) for _ in range(self.world)]
         with _naming("the others"):
-            dist.all_gather(found, told, group=self._group)
+            dist.all_gather(found, own, group=self._group)
         return found
 
     def send(self, content: Iterator[Bytes]) -> None:
-        """Have worker 0 `receive` `content`; if that fails, what there is of it."""
+        """Send `content` to worker 0, which calls `receive`. An error ends the message early and is raised."""
         with _naming("worker 0"):
             try:
                 for some in filter(len, content):
@@ -127,7 +127,7 @@ class Together:
                 dist.send(torch.tensor(0), 0, group=self._group)
 
     def receive(self, rank: int) -> Iterator[Bytes]:
-        """On worker 0: what `rank` sends, which has to be taken to its end."""
+        """Yield the content that `rank` sends. Called on worker 0, which has to read it to its end."""
         buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
         length = torch.tensor(0)
         while True:
@@ -141,7 +141,7 @@ class Together:
 
 @contextmanager
 def _naming(whom: str) -> Iterator[None]:
-    """What gloo raises, with the name of who is missing."""
+    """Raise gloo's errors as `PeerLost` with the name of the missing worker."""
     try:
         yield
     except RuntimeError as error:
@@ -151,15 +151,15 @@ def _naming(whom: str) -> Iterator[None]:
 # --- checkpoint ---
 
 REPLACED = ".replaced"
-"""An older checkpoint of the same name, until the new one is in its place."""
+"""Suffix of an older checkpoint of the same name, until the new one has replaced it."""
 
 
 class CheckpointPart(Protocol):
-    """What one worker writes of a checkpoint."""
+    """One worker's part of a checkpoint."""
 
     @property
     def stems(self) -> list[str]:
-        """Names of the files, relative to the checkpoint, without `.safetensors` and the worker's number."""
+        """Names of the files, relative to the checkpoint, without the worker's number and `.safetensors`."""
         ...
 
     @property
@@ -168,17 +168,17 @@ class CheckpointPart(Protocol):
         ...
 
     def content(self, stem: str) -> Iterator[Bytes]:
-        """Return the bytes of this worker's file of `stem`, piece by piece."""
+        """Yield the bytes of this worker's file of `stem`."""
         ...
 
     def complete(self, folder: Path) -> None:
-        """On worker 0: add what is not tensors to `folder`, where the files of all workers are; raises `ModelError` if
-        they are not."""
+        """Add the files without tensors to `folder`. Called on worker 0; raises `ModelError` if a worker's file is
+        missing."""
         ...
 
 
 class CheckpointWriter:
-    """Writes one checkpoint after another; used by the one thread that computes, on all model workers alike."""
+    """Writes one checkpoint at a time, in a thread. All model workers call it from their computing thread."""
 
     def __init__(
         self,
@@ -189,9 +189,9 @@ class CheckpointWriter:
         run_dir: Path | None = None,
         records_to_disk: Callable[[], None] = lambda: None,
     ) -> None:
-        """`keep` checkpoints stay, and `spare`, which the run came from; of those in memory (`records/snapshots.py`)
-        the latest. `run_dir`: the run's; None: none is in memory. `records_to_disk`, of each worker, waits until what
-        it wrote about the steps so far is on the disk: a run that continues from a checkpoint has them all."""
+        """`keep`: number of checkpoints that stay, in addition to `spare`, from which the run started; of snapshots in
+        memory (`records/snapshots.py`) only the latest stays. `run_dir`: folder of the run, or None if it takes no
+        snapshots. `records_to_disk` waits until this worker's records of the steps so far are on the disk."""
         self._together = together
         self._run_dir = run_dir
         self._memory = None if run_dir is None else snapshots.folder_of(run_dir)
@@ -202,15 +202,15 @@ class CheckpointWriter:
         self._writing: tuple[Path, Future[str]] | None = None
 
     def begin(self, folder: Path, share: CheckpointPart) -> None:
-        """Write `share` into the checkpoint `folder`, and return at once; `finish` comes first. All workers begin the
-        same ones."""
-        assert self._writing is None, f"{folder} before it is known what became of {self._writing}"
+        """Begin to write `share` into the checkpoint `folder` and return at once. `finish` must have been called for
+        the checkpoint before it. Collective."""
+        assert self._writing is None, f"{folder} before the outcome of {self._writing}"
         self._writing = folder, self._thread.submit(self._write, folder, share)
 
     def finish(self, *, limit: float) -> str:
-        """Wait for what is being written; return why it could not be, or nothing if it was.
+        """Wait for the checkpoint that is being written; return the failure, or an empty string.
 
-        Raises `DeadlineExceeded` after `limit` seconds. A reason is given once.
+        A failure is returned once. Raises `DeadlineExceeded` after `limit` seconds.
         """
         if self._writing is None:
             return ""
@@ -244,7 +244,7 @@ class CheckpointWriter:
             failure = self._together.do(self._records_to_disk)
         if not failure:
             failure = self._together.do(lambda: self._complete(folder, unfinished, sign, share) if leads else None)
-        if failure:  # tolerance point: a full disk must not end a run
+        if failure:  # a full disk must not end a run
             failure = (
                 f"the checkpoint {folder} cannot be written ({failure}); those before it are whole: make room there, "
                 "or lower trainer.keep_checkpoints"
@@ -257,7 +257,7 @@ class CheckpointWriter:
         return failure
 
     def _write_files(self, unfinished: Path, share: CheckpointPart, elsewhere: list[int]) -> None:
-        """Write this worker's files, on worker 0 also those of workers that have another disk."""
+        """Write this worker's files. Worker 0 also writes those of workers on other disks."""
         if self._together.rank in elsewhere:
             for stem in share.stems:
                 self._together.send(share.content(stem))
@@ -275,7 +275,7 @@ class CheckpointWriter:
                 except OSError as error:
                     failed = error
                 if not own:
-                    for _ in content:  # else who sends it would wait
+                    for _ in content:  # the sender waits until it is read
                         pass
         if failed is not None:
             raise failed
@@ -295,7 +295,7 @@ def _begin(unfinished: Path, sign: Path) -> None:
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Have `write` fill a temporary folder, then put it in the place of `folder`; if it fails, nothing is left."""
+    """Have `write` fill a temporary folder, which then replaces `folder`, or is removed if `write` fails."""
     unfinished = _unfinished(folder)
     _make_anew(unfinished)
     try:
@@ -308,7 +308,7 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def _unfinished(folder: Path) -> Path:
-    """Return where `folder` is written."""
+    """Return the temporary folder of `folder`."""
     return folder.with_name(folder.name + progress.UNFINISHED)
 
 
@@ -319,12 +319,12 @@ def _make_anew(unfinished: Path) -> None:
 
 
 def _put(unfinished: Path, folder: Path) -> None:
-    """Put `unfinished`, which is on the disk, in the place of `folder`."""
+    """Replace `folder` by `unfinished`, which is on the disk."""
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
         if replaced.exists():
             progress.remove(replaced)
-        folder.rename(replaced)  # killed here, a run goes on from it under this name
+        folder.rename(replaced)  # a run that is killed here continues from it under this name
     unfinished.rename(folder)
     if replaced.exists():
         progress.remove(replaced)
@@ -334,28 +334,28 @@ def _put(unfinished: Path, folder: Path) -> None:
 # --- snapshot ---
 
 CHAT_TEMPLATE = "chat_template.jinja"
-"""Where transformers looks for the chat template first."""
+"""The file in which transformers looks for the chat template first."""
 
 
 class HostCopy(msgspec.Struct, frozen=True):
-    """What one worker has of a run at the end of a step, in host memory."""
+    """One worker's part of the run's state at the end of a step, in host memory."""
 
     progress: Progress
     sources: dict[str, Path]
-    """Stem of a model's weights → checkpoint whose settings and tokenizer it has."""
+    """Stem of a model's weights → folder from which its settings and tokenizer are copied."""
     parts: dict[str, list[Part]]
     """By the stem of their file."""
     specs: dict[str, Specs]
     """All tensors of the stem, of all workers."""
     facts: dict[str, bytes]
-    """Files of a few bytes, by their names in the checkpoint."""
+    """Contents of small files, by their names in the checkpoint."""
     world: int
     final: bool = False
-    """Leave weights as Hugging Face has them, whoever wrote them."""
+    """Whether to leave the weights in Hugging Face's format, for any number of workers."""
     lora: LoraConfig | None = None
-    """The policy's weights are an adapter's."""
+    """Set if the policy's weights are an adapter's."""
     chat_template: str | None = None
-    """What the policy was trained with in place of the tokenizer's own; None: it was that one."""
+    """The policy's chat template, or None if it is the tokenizer's own."""
 
     @property
     def stems(self) -> list[str]:
@@ -391,7 +391,7 @@ class HostCopy(msgspec.Struct, frozen=True):
 
 
 def roles_to_save(assembly: Assembly) -> list[str]:
-    """Return the roles whose weights a checkpoint has: those that change, or have changed."""
+    """Return the roles whose weights belong into a checkpoint, because training changes or has changed them."""
     saved = {"actor", CRITIC}
     if assembly.reference_changes:
         saved.add(REFERENCE)
@@ -399,9 +399,9 @@ def roles_to_save(assembly: Assembly) -> list[str]:
 
 
 def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, final: bool = False) -> HostCopy:
-    """Copy what this worker saves; the others do so at the same point of their calls.
+    """Copy this worker's part of a checkpoint into host memory. Collective.
 
-    The models are on their devices, and no publication reads the weights.
+    The models have to be on their devices, and no publication may be reading the weights.
     """
     lora = config.model.lora
     parts: dict[str, list[Part]] = {}

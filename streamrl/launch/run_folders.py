@@ -18,7 +18,7 @@ import msgspec
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError
-from streamrl.records import progress
+from streamrl.records import progress, snapshots
 
 SAME_START_SECONDS = 1.0
 """Runs that began within this time of each other count as equally new."""
@@ -94,11 +94,14 @@ def other_runs(config: Config, asked: Config) -> str:
 def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of the run in `config.run_dir` with the checkpoint to resume from: its latest, or the
     `run.resume_from` of `overrides`, which are in `config` already. A `run.resume_from` of the file is ignored: in the
-    config.toml of a run's folder it is the checkpoint of an earlier start.
+    config.toml of a run's folder it is the checkpoint of an earlier start. The snapshot of a run that was killed is
+    copied to the disk.
 
     Raises `ConfigError` if there is none, if the run was trained on other prompts, and if nothing is left to do; an
     evaluation at the end is left to do if it was cut off, since the last checkpoint is written before it ends.
     """
+    if not snapshots.in_use(config.run_dir):
+        progress.keep_latest(config.run_dir)
     found = progress.checkpoints(config.run_dir)
     if not found:
         raise ConfigError(

@@ -75,6 +75,18 @@ def kept(run_dir: Path, *, root: Path = SHARED_MEMORY) -> Iterator[None]:
         yield
 
 
+def in_use(run_dir: Path, *, root: Path = SHARED_MEMORY) -> bool:
+    """Return whether a living controller keeps snapshots of the run."""
+    try:
+        with (folder_of(run_dir, root=root) / OWNER).open("r+b") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
 def remove(run_dir: Path, *, root: Path = SHARED_MEMORY) -> None:
     """Remove the run's snapshots."""
     folder = folder_of(run_dir, root=root)

@@ -22,7 +22,8 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in place of the memory that all processes of this machine share."""
     root = tmp_path / "shm"
     root.mkdir()
-    for function in (snapshots.folder_of, snapshots.kept, snapshots.remove, snapshots.check_room):
+    rooted = (snapshots.folder_of, snapshots.kept, snapshots.remove, snapshots.check_room, snapshots.in_use)
+    for function in rooted:
         inner = getattr(function, "__wrapped__", function)
         monkeypatch.setitem(inner.__kwdefaults__, "root", root)
     return root
@@ -83,6 +84,14 @@ def test_memory_of_dead_runs_is_given_back(tmp_path: Path, memory: Path) -> None
             assert not snapshots.folder_of(dead).exists()
             assert snapshots.folder_of(alive).exists()
             assert (memory / f"{snapshots.PREFIX}another").exists(), "another user could have made it"
+
+
+def test_snapshots_are_in_use_while_their_controller_lives(tmp_path: Path) -> None:
+    assert not snapshots.in_use(tmp_path)
+    with snapshots.kept(tmp_path):
+        assert snapshots.in_use(tmp_path)
+    assert snapshots.folder_of(tmp_path).exists()
+    assert not snapshots.in_use(tmp_path)
 
 
 def test_a_folder_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -89,7 +89,7 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     assert len(list(found.glob("model-0000?-of-00002.safetensors"))) == 2  # gservers and trainer go on from parts
 
     said = run(COPY_SCRATCH, [*settings, "--resume"])
-    assert f"resuming {run_dir} from {found}" in said
+    assert f"resuming {run_dir} from {run_dir / 'checkpoints' / found.name}" in said, "copied from memory to the disk"
     assert_exactly_once(run_dir)
     after = steps(run_dir)
     assert [step["step"] for step in after] == list(range(1, 35))
@@ -220,7 +220,7 @@ def test_ctrl_c_writes_a_checkpoint_from_which_the_run_is_resumed(tmp_path: Path
 
 def test_a_second_ctrl_c_stops_a_slow_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "impatient"
-    settings = overrides(tmp_path, "impatient", **FOR_EVER)
+    settings = overrides(tmp_path, "impatient", **FOR_EVER, trainer__snapshot_every_steps=0)
     process = start(COPY_SCRATCH, settings, variables=calling(checkpoints_take_long, tmp_path))
     wait_for_steps(run_dir, 3)
     process.signal(signal.SIGINT)

@@ -72,7 +72,11 @@ def kept(run_dir: Path, *, root: Path = SHARED_MEMORY) -> Iterator[None]:
         return
     with lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        yield
+        try:
+            yield
+        finally:
+            if not any(folder.glob("step-*")):
+                remove(run_dir, root=root)
 
 
 def in_use(run_dir: Path, *, root: Path = SHARED_MEMORY) -> bool:

@@ -71,7 +71,7 @@ def test_memory_of_dead_runs_is_given_back(tmp_path: Path, memory: Path) -> None
     alive, dead = tmp_path / "alive", tmp_path / "dead"
     with snapshots.kept(alive):
         with snapshots.kept(dead):
-            pass
+            save(snapshots.folder_of(dead), 3)
         assert snapshots.folder_of(dead).exists(), "it may be resumed"
         (memory / f"{snapshots.PREFIX}another").mkdir(mode=0o777)
         (memory / f"{snapshots.PREFIX}another").chmod(0o777)
@@ -90,8 +90,15 @@ def test_snapshots_are_in_use_while_their_controller_lives(tmp_path: Path) -> No
     assert not snapshots.in_use(tmp_path)
     with snapshots.kept(tmp_path):
         assert snapshots.in_use(tmp_path)
-    assert snapshots.folder_of(tmp_path).exists()
+        save(snapshots.folder_of(tmp_path), 3)
+    assert snapshots.folder_of(tmp_path).exists(), "the run may be resumed"
     assert not snapshots.in_use(tmp_path)
+
+
+def test_a_controller_without_snapshots_leaves_nothing_behind(tmp_path: Path) -> None:
+    with snapshots.kept(tmp_path):
+        pass
+    assert not snapshots.folder_of(tmp_path).exists()
 
 
 def test_a_folder_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

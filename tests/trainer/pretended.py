@@ -469,6 +469,8 @@ class Signal:
 class Manager(Signal):
     """The master's `RolloutPool`."""
 
+    trainer_is_here = False
+
     def __init__(self, config: Config, script: Script) -> None:
         super().__init__()
         trainer, run = config.trainer, config.run

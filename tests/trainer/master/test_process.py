@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from streamrl.config import from_dict
 from streamrl.errors import PeerError, PeerLost, first_error
-from streamrl.records import progress
+from streamrl.records import progress, snapshots
 from streamrl.trainer.calls import ParamRealloc
 from streamrl.trainer.graph import downstream
 from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER
@@ -331,6 +331,24 @@ def test_checkpoints_come_after_the_right_steps_and_say_how_far_the_run_was(tmp_
     for save in saves[:2]:  # what is trained next is not in it
         assert not [event for event in run.workers.named("actor_train") if save.begin <= event.begin < save.end]
     assert run.workers.events[-2].name == "FinishSave"
+
+
+def test_snapshots_are_taken_after_steps_without_a_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setitem(snapshots.folder_of.__kwdefaults__, "root", tmp_path / "memory")
+    config = configured(
+        tmp_path, run={"total_train_steps": 6}, trainer={"save_every_steps": 4, "snapshot_every_steps": 1}
+    )
+
+    async def work(*, trainer_is_here):
+        async with pretended(config) as run:
+            run.manager.trainer_is_here = trainer_is_here
+            await run.master.run()
+        folders = [Path(event.call.folder) for event in run.workers.named("Save")]
+        return [(folder.name, folder.parent == snapshots.folder_of(config.run_dir)) for folder in folders]
+
+    steps = [(f"step-{step:06d}", step != 4) for step in range(1, 7)]
+    assert virtually(work(trainer_is_here=True)) == steps
+    assert virtually(work(trainer_is_here=False)) == [("step-000004", False)], "the trainer is on several hosts"
 
 
 def test_a_step_is_written_down_before_its_checkpoint_is(tmp_path):

@@ -1,4 +1,4 @@
-"""How near `streamrl plan` comes to what runs then do.
+"""The error of the predictions of `streamrl plan`, against runs.
 
     python benchmarks/bench_plan.py [--runs FOLDER] [--cases NAME ...]
 
@@ -15,7 +15,6 @@ processor time a thousand gservers take.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import subprocess
 import sys
@@ -24,12 +23,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from common import ROOT, write_results
-from rich.console import Console
-from rich.table import Table
+from common import ROOT, Row, parser_of, report
 from throughput import SIMULATED
 
 from streamrl.config import Config, from_dict, load
@@ -108,7 +105,7 @@ def calibration_of(case: Case, folder: Path) -> Calibration:
 
 
 class Stretch(NamedTuple):
-    """What a run did from the end of one step to that of another."""
+    """A part of a run, from the end of one step to the end of another."""
 
     name: str
     learned: bool
@@ -117,7 +114,7 @@ class Stretch(NamedTuple):
     """The first one only begins it."""
 
     def predicted(self, config: Config, costs: Costs) -> dict[str, float]:
-        """What a run of `config` at `costs` does in these steps."""
+        """Simulate a run of `config` at `costs` in these steps."""
         found = simulate(config, costs, steps=len(self.steps) - 1, warm_up=self.steps[0].step)
         return {
             "groups_per_second": found.groups_per_second,
@@ -149,12 +146,12 @@ def stretches(case: Case, run_dir: Path, *, calibrated: int) -> Iterator[Stretch
         yield Stretch(f"steps {len(steps) // 5 + 1} to {len(steps)}", False, steps[len(steps) // 5 - 1 :])
 
 
-def compared(case: Case, folder: Path, console: Console) -> Iterator[dict[str, Any]]:
+def compared(case: Case, folder: Path) -> Iterator[Row]:
     """A row for each stretch of each run of `case`, which are made in `folder` unless they are there."""
-    console.print(f"{case.name}: calibration …")
+    print(f"{case.name}: calibration …", flush=True)
     calibration = calibration_of(case, folder)
     for changed, steps in case.runs:
-        console.print(f"{case.name}: {words(changed) or 'the same settings'}, {steps} steps …")
+        print(f"{case.name}: {words(changed) or 'the same settings'}, {steps} steps …", flush=True)
         run_dir = run(case, folder, changed, steps)
         config = load(run_dir / "config.toml")
         cores = read_calibration(run_dir).costs.cores  # what other work left of them in this run
@@ -181,7 +178,7 @@ def compared(case: Case, folder: Path, console: Console) -> Iterator[dict[str, A
             }
 
 
-def thousand_gservers() -> dict[str, Any]:
+def thousand_gservers() -> Row:
     """How much processor time the simulation of a large run takes."""
     config = from_dict(
         {
@@ -211,66 +208,24 @@ def thousand_gservers() -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    result = Table(title="predicted and actual (cases whose name says so: generation is simulated)")
-    for column in (
-        "case",
-        "changed",
-        "stretch",
-        "policy",
-        "groups/s",
-        "actual",
-        "error",
-        "age",
-        "actual",
-        "masked",
-        "actual",
-        "met",
-    ):
-        result.add_column(column)
-    for row in rows:
-        predicted, actual = row["predicted"], row["actual"]
-        result.add_row(
-            row["case"],
-            " ".join(row["changed"]),
-            row["stretch"],
-            "has learned" if row["learned"] else "as calibrated",
-            f"{predicted['groups_per_second']:.2f}",
-            f"{actual['groups_per_second']:.2f}",
-            f"{row['rate_error']:+.0%}",
-            f"{predicted['mean_token_age']:.2f}",
-            f"{actual['mean_token_age']:.2f}",
-            f"{predicted['masked_share']:.1%}",
-            f"{actual['masked_share']:.1%}",
-            "yes" if row["met"] else "no",
-        )
-    return result
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=Path, help="where runs are kept, and taken from if they are there")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="by default all")
     options = parser.parse_args()
-    console = Console(width=180)
     chosen = [case for case in CASES if not options.cases or case.name in options.cases]
     with nullcontext(options.runs) if options.runs else tempfile.TemporaryDirectory() as folder:
         rows = list(
-            itertools.chain.from_iterable(
-                compared(case, Path(folder) / case.name.replace(" ", "_"), console) for case in chosen
-            )
+            itertools.chain.from_iterable(compared(case, Path(folder) / case.name.replace(" ", "_")) for case in chosen)
         )
-    console.print(table(rows))
-    large = thousand_gservers()
-    console.print(f"a thousand gservers: {large['events']:,} events in {large['seconds']:.1f} s")
     settings = {
         "quick": bool(options.cases),
         "rate_tolerance": RATE_TOLERANCE,
         "age_tolerance": AGE_TOLERANCE,
         "simulated": SIMULATED,
-        "thousand_gservers": large,
+        "thousand_gservers": thousand_gservers(),
     }
-    console.print(f"written to {write_results('bench_plan', settings, rows)}")
+    report("bench_plan", settings, rows)
 
 
 if __name__ == "__main__":

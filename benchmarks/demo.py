@@ -1,11 +1,10 @@
-"""What the demo prints: `streamrl run examples/smollm2_addition.toml`, as `make demo` runs it.
+"""The output of the demo: `streamrl run examples/smollm2_addition.toml`, as `make demo` runs it.
 
 python benchmarks/demo.py
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -14,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import ROOT, write_results
+from common import ROOT, parser_of, write_results
 
 EXAMPLE = ROOT / "examples" / "smollm2_addition.toml"
 WIDTH = 120
@@ -49,7 +48,7 @@ def run(**settings: object) -> Demo:
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser_of(__doc__).parse_args()
     found = run()
     print("\n".join(found.printed))
     print(f"written to {write_results('demo', {'example': EXAMPLE.name}, [found._asdict()])}")

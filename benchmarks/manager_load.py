@@ -7,15 +7,17 @@ an HTTP library. Nothing is generated: a group is "in flight" from its admission
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from common import percentile
 
 from streamrl.transport.control import (
     Admit,
@@ -27,12 +29,15 @@ from streamrl.transport.control import (
     RegisterReply,
     Role,
 )
+from streamrl.transport.generation import RECEIVED_SECONDS, ModelInfo, Outcome, Received, ServerInfo
 from streamrl.transport.secret import of_run_at
 
 encode = msgspec.json.encode
 TAKE_SECONDS = 0.01
 """Between two reports of requests that have ended."""
 TICK_SECONDS = 0.001
+BUCKET_SECONDS = 0.02
+"""Time in which a simulated gserver receives a bucket of weights."""
 
 
 class Connection(asyncio.Protocol):
@@ -95,17 +100,19 @@ class Load:
         self._owner = await self.connect()
         self._beats = await self.connect()
         self._ends = await self.connect()
-        async with simulated_gservers(capacity=1_000_000) as url:
-            for index in range(self._gservers):
-                await self._register("gserver", index, f"{url}/{index}")
-            for worker in range(self._workers):
-                token = await self._register("rollout", worker)
-                self._free.put_nowait((worker, await self.connect(token)))
-            beating = asyncio.create_task(self._beat())
-            try:
-                yield
-            finally:
-                beating.cancel()
+        gservers = SimulatedGservers(self._gservers, slots=1_000_000)
+        url = await gservers.start()
+        for index in range(self._gservers):
+            await self._register("gserver", index, f"{url}/{index}")
+        for worker in range(self._workers):
+            token = await self._register("rollout", worker)
+            self._free.put_nowait((worker, await self.connect(token)))
+        beating = asyncio.create_task(self._beat())
+        try:
+            yield
+        finally:
+            beating.cancel()
+            await gservers.close()
 
     async def connect(self, key: str = "") -> Connection:
         """`key`: what it shows; empty: what the run's owner does."""
@@ -201,38 +208,66 @@ class Load:
         taking.cancel()
 
 
-@asynccontextmanager
-async def simulated_gservers(*, capacity: int) -> AsyncIterator[str]:
-    """One server that answers the manager's questions for all of them: gserver n lives at URL/n."""
+class SimulatedGservers:
+    """One server that replies for all gservers: gserver n is at URL/n. No weights move."""
 
-    async def answer(request: web.BaseRequest) -> web.Response:
-        if request.path.endswith("/model_info"):
-            return web.json_response({"model_path": "simulated", "weight_version": "default"})
-        return web.json_response({"engine": "simulated", "max_running_requests": capacity})
+    def __init__(self, count: int, *, slots: int) -> None:
+        """`slots`: requests that each gserver runs together."""
+        self._slots = slots
+        self._labels = ["default"] * count
+        self.calls: Counter[str] = Counter()
 
-    runner = web.ServerRunner(web.Server(answer, access_log=None))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield "http://127.0.0.1:{1}".format(*runner.addresses[0][:2])
-    finally:
-        await runner.cleanup()
+    async def start(self) -> str:
+        """Listen on the loopback address; return the URL."""
+        self._runner = web.ServerRunner(web.Server(self._answer, access_log=None))
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
+        return "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        _, number, path = request.path.split("/", 2)
+        self.calls[path] += 1
+        body = await request.read()
+        reply: msgspec.Struct = Outcome(success=True)
+        if path == "server_info":
+            reply = ServerInfo(engine="simulated", staged_weight_update=True, max_running_requests=self._slots)
+        elif path == "model_info":
+            reply = ModelInfo(model_path="simulated", weight_version=self._labels[int(number)])
+        elif path in ("update_weights_from_disk", "receive_weights"):
+            self._labels[int(number)] = json.loads(body).get("weight_version") or self._labels[int(number)]
+            if path == "receive_weights":
+                return await self._receive(request, json.loads(body)["senders"])
+        return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
+
+    async def _receive(self, request: web.BaseRequest, senders: list[list[Any]]) -> web.StreamResponse:
+        """Take `BUCKET_SECONDS` for each bucket, and report the progress as a gserver does."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        began, counts = time.monotonic(), [len(buckets) for buckets in senders]
+        while (done := int((time.monotonic() - began) / BUCKET_SECONDS)) < max(counts):
+            await response.write(_event(Received([min(done, count) for count in counts])))
+            await asyncio.sleep(min(RECEIVED_SECONDS, BUCKET_SECONDS * (max(counts) - done)))
+        await response.write(_event(Received(counts)) + b"data: [DONE]\n\n")
+        return response
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+def _event(content: msgspec.Struct) -> bytes:
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-def figures(load: Load, *, seconds: float, manager_cpu: float, load_cpu: float) -> dict[str, Any]:
-    """What is reported of one measurement."""
+def figures(
+    latencies: Sequence[float], calls: int, *, seconds: float, manager_cpu: float, load_cpu: float
+) -> dict[str, float]:
+    """The figures of one measurement of `seconds`; `latencies`: of its admissions, in seconds."""
     return {
-        "admissions_per_second": round(len(load.latencies) / seconds, 1),
-        "calls_per_second": round(load.calls / seconds, 1),
-        "p50_ms": round(1e3 * percentile(load.latencies, 0.5), 3),
-        "p99_ms": round(1e3 * percentile(load.latencies, 0.99), 3),
+        "admissions_per_second": round(len(latencies) / seconds, 1),
+        "calls_per_second": round(calls / seconds, 1),
+        "p50_ms": round(1e3 * percentile(latencies, 0.5), 3),
+        "p99_ms": round(1e3 * percentile(latencies, 0.99), 3),
         "manager_cpu_share": round(manager_cpu / seconds, 3),
-        "manager_cpu_us_per_call": round(1e6 * manager_cpu / load.calls, 1),
+        "manager_cpu_us_per_call": round(1e6 * manager_cpu / calls, 1),
         "load_cpu_share": round(load_cpu / seconds, 3),
     }

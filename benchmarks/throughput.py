@@ -1,4 +1,4 @@
-"""What asynchrony buys: the same job synchronously and at several values of `max_staleness`.
+"""The gain of asynchrony: the same job synchronously and at several values of `max_staleness`.
 
     python benchmarks/throughput.py [--quick] [--seeds N]
 
@@ -21,7 +21,6 @@ the final reward is their mean, and the least and the most of them.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -41,9 +40,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import psutil
-from common import latest, write_results
-from rich.console import Console
-from rich.table import Table
+from common import Row, latest, parser_of, report
 
 from streamrl.config import load
 
@@ -66,30 +63,10 @@ STEPS = {"embedded": 80, "simulated": 40}
 SEEDS = {"embedded": 3, "simulated": 1}
 """Runs of each kind. Simulated ones differ only in what they draw, and have no rewards that mean anything."""
 SAMPLE_SECONDS = 0.25
-TABLE_WIDTH = 160
-COLUMNS = (
-    "engine",
-    "mode",
-    "max_staleness",
-    "over_age",
-    "steps",
-    "tokens_per_second",
-    "groups_per_second",
-    "speedup",
-    "bound",
-    "cores_busy",
-    "mean_token_age",
-    "oldest_token_age",
-    "masked_share",
-    "dropped_share",
-    "seeds",
-    "reward_final",
-)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps and values, one seed: three minutes")
+    parser = parser_of(__doc__, quick="fewer steps and values, one seed: three minutes")
     parser.add_argument("--engine", choices=["embedded", "simulated", "both"], default="both")
     parser.add_argument("--staleness", type=int, nargs="+", help="values of max_staleness besides 0")
     parser.add_argument(
@@ -104,8 +81,7 @@ def main() -> None:
     values = options.staleness or ([4] if options.quick else [1, 2, 4, 8])
     policies = options.over_age or ["mask"]
     engines = ["embedded", "simulated"] if options.engine == "both" else [options.engine]
-    console = Console()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for engine in engines:
             seeds = options.seeds or (1 if options.quick else SEEDS[engine])
@@ -118,20 +94,17 @@ def main() -> None:
                     # Quick synchronous runs, the slow ones, are cut short; how near the others come to the bound is
                     # then the same figure as in a full run.
                     steps = options.steps or STEPS[engine] // (2 if options.quick and value == 0 else 1)
-                    console.print(
-                        f"{label(engine)}: max_staleness {value}, over_age {policy}, seed {seed}, {steps} steps …"
-                    )
+                    print(f"{label(engine)}: η {value}, over_age {policy}, seed {seed}, {steps} steps …", flush=True)
                     runs[value, policy].append(run(Path(folder), engine, value, policy, steps, seed=seed))
             figures = {job: aggregate(found) for job, found in runs.items()}
             rows += [as_row(engine, *job, figures[job], synchronous=figures[0, "mask"]) for job in jobs]
-    Console(width=max(console.width, TABLE_WIDTH)).print(table(rows))
     plot(rows, latest("throughput.png"))
     settings = {"quick": options.quick, "example": EXAMPLE.name, "simulated": SIMULATED}
-    console.print(f"written: {write_results('throughput', settings, rows)}, {latest('throughput.png')}")
+    report("throughput", settings, rows)
 
 
 def label(engine: str) -> str:
-    """How an engine is called wherever its figures appear."""
+    """The name of an engine in tables and plots."""
     return "SIMULATED generation" if engine == "simulated" else "embedded engine"
 
 
@@ -242,7 +215,7 @@ def aggregate(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 def as_row(
     engine: str, value: int, policy: str, figures: dict[str, Any], *, synchronous: dict[str, Any]
 ) -> dict[str, Any]:
-    """A line of the table: what `aggregate` found, beside the synchronous run."""
+    """A line of the table: the figures of `aggregate`, relative to those of the synchronous run."""
     generation = synchronous["generation_seconds_per_group"] * synchronous["groups_per_batch"]
     bounds = {
         "pipeline": synchronous["step_seconds"] / max(synchronous["train_seconds"], generation),
@@ -262,28 +235,7 @@ def as_row(
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    result = Table(title="throughput (simulated: token times and lengths are simulated, rewards mean nothing)")
-    for column in COLUMNS:
-        result.add_column(column.replace("_", " "), justify="right" if column != "engine" else "left")
-    for row in rows:
-        result.add_row(*(cell(row[column]) for column in COLUMNS))
-    return result
-
-
-def cell(value: Any) -> str:
-    match value:
-        case None:
-            return "–"
-        case float():
-            return f"{value:.3g}"
-        case {"mean": mean, "least": least, "most": most}:
-            return f"{mean:.3f} ({least:.3f}–{most:.3f})"
-        case _:
-            return str(value)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: list[Row], path: Path) -> None:
     """Speed-up over the synchronous run by staleness, one panel for each engine."""
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     figure, panels = plt.subplots(1, len(engines), figsize=(6 * len(engines), 4), squeeze=False)

@@ -14,7 +14,6 @@ the mean reward of all steps. A run takes about a minute on one core.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -29,7 +28,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from common import earlier_rows, write_results
+from common import earlier_rows, parser_of, write_results
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -169,7 +168,7 @@ VARIANTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["default", "decoupled"])
     parser.add_argument("--delays", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

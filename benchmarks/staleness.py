@@ -38,7 +38,6 @@ wait for a core shift the ages within their bound; seconds do, so tables say how
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import fcntl
@@ -57,9 +56,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import KEPT, ROOT, commit, latest, read_results, write_results
+from common import KEPT, ROOT, commit, latest, parser_of, read_results, show, write_results
 from rich.console import Console
-from rich.table import Table
 
 from streamrl.config import load
 
@@ -662,52 +660,7 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-# --- what is shown -------------------------------------------------------------------------------
-
-
-COLUMNS = (
-    "task",
-    "objective",
-    "η",
-    "over-age",
-    "runs",
-    "fell",
-    f"steps to {NEARLY}",
-    f"seconds to {NEARLY}",
-    "area per token",
-    "area per second",
-    "worst after learned",
-    "final",
-    "least ESS",
-    "mean age",
-    "trained/generated",
-)
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Mean over seeds, and least to most."""
-    result = Table(title="mean over seeds (least to most)")
-    for name in COLUMNS:
-        result.add_column(name, justify="left" if name in ("task", "objective", "over-age") else "right")
-    for s in summaries(rows):
-        result.add_row(
-            s.kind.task,
-            s.kind.objective,
-            str(s.kind.eta),
-            s.kind.over_age,
-            str(s.runs),
-            str(s.fell),
-            s.steps_to_nearly.said(".0f"),
-            s.seconds_to_nearly.said(".0f"),
-            s.area_per_token.said(),
-            s.area_per_second.said(),
-            s.worst.said(),
-            s.final.said(),
-            s.sample_size.said(),
-            s.mean_age.said(".1f"),
-            s.length_ratio.said(".3f"),
-        )
-    return result
+# --- plot ----------------------------------------------------------------------------------------
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
@@ -789,8 +742,7 @@ def hours(seconds: float) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"four runs of {QUICK_STEPS} steps, anew each time")
+    parser = parser_of(__doc__, quick=f"four runs of {QUICK_STEPS} steps, again each time")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="FIELD=VALUE,…", help=f"runs by {', '.join(Cell._fields)}"
     )
@@ -851,8 +803,7 @@ def main() -> None:
     rows = [row for row in results.rows() if cell_of(row) in set(cells)]
     if not rows:
         raise SystemExit("there is no finished run to show" if options.report else "no run was finished")
-    Console(width=max(console.width, 200)).print(table(rows))
-    console.print(verdict(rows), markup=False)
+    show(NAME, {"rows": rows})
     picture = latest(f"{name}.png")
     plot(results.rows(), picture)
     console.print(f"results: {latest(f'{name}.json')}, {picture}", soft_wrap=True)

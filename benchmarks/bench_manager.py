@@ -24,7 +24,6 @@ import asyncio
 import gc
 import multiprocessing
 import os
-import resource
 import tempfile
 import time
 from typing import Any
@@ -36,6 +35,7 @@ from manager_load import Load, figures
 from streamrl.config import Config, from_dict
 from streamrl.gserver.manager.admission import GroupCalls
 from streamrl.gserver.manager.process import managing
+from streamrl.launch.process import allow_many_connections
 from streamrl.ledger import Ledger
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.batches import BatchFormer
@@ -129,11 +129,6 @@ class Trainer:
             version_counts=versions,
             generation_seconds=1.0,
         )
-
-
-def allow_many_connections() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 65536, hard))
 
 
 async def measure(pid: int, load: Load, kind: str, in_flight: int, seconds: float) -> dict[str, Any]:

@@ -29,14 +29,14 @@ from statistics import median
 
 import numpy as np
 import psutil
-from common import ROOT, Row, cpu_seconds, parser_of, report
+from common import EXAMPLES, ROOT, Row, cpu_seconds, parser_of, report
 
 sys.path.insert(0, str(ROOT))
 
 from streamrl.page.runs import Run
 from tests.page.made_up import long_run
 
-EXAMPLE = ROOT / "examples" / "copy_scratch.toml"
+EXAMPLE = EXAMPLES / "copy_scratch.toml"
 FIRST_STEPS = 10
 """First steps of a run whose cost is measured: left out, since everything is new in them."""
 

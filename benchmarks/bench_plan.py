@@ -16,8 +16,6 @@ processor time a thousand gservers take.
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from common import ROOT, Row, parser_of, report
+from common import EXAMPLES, NO_FILES, Row, parser_of, report, run_example, words_of
 from throughput import SIMULATED
 
 from streamrl.config import Config, from_dict, load
@@ -39,9 +37,7 @@ RATE_TOLERANCE, AGE_TOLERANCE = 0.1, 0.5
 """How far the throughput may be off, as a share, and the mean age, in versions."""
 QUIET: Mapping[str, object] = {
     "run.stop_at_reward": 2,
-    "trainer.save_at_end": "false",
-    "metrics.plots": "false",
-    "metrics.sinks": "[]",
+    **NO_FILES,
     "evaluation.every_steps": 0,
     "evaluation.at_start": "false",
     "evaluation.at_end": "false",
@@ -80,26 +76,19 @@ def run(case: Case, folder: Path, changed: Mapping[str, object], steps: int) -> 
         return folder / name
     settings = {**case.settings, **QUIET, **changed, "run.total_train_steps": steps}
     settings |= {"run.dir": folder, "run.name": name}
-    command = [sys.executable, "-m", "streamrl", "run", str(example(case)), *words(settings)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+    run_example(example(case), settings)
     return folder / name
 
 
 def example(case: Case) -> Path:
-    return ROOT / "examples" / f"{case.example}.toml"
-
-
-def words(settings: Mapping[str, object]) -> list[str]:
-    return [f"{key}={value}" for key, value in settings.items()]
+    return EXAMPLES / f"{case.example}.toml"
 
 
 def calibration_of(case: Case, folder: Path) -> Calibration:
     """Made as `streamrl plan` makes it, unless it is there."""
     if not (folder / "calibration").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        config = load(example(case), words({**case.settings, **QUIET}))
+        config = load(example(case), words_of({**case.settings, **QUIET}))
         make_short_run(config, folder=folder, tell=lambda _: None)
     return read_calibration(folder / "calibration")
 
@@ -151,7 +140,7 @@ def compared(case: Case, folder: Path) -> Iterator[Row]:
     print(f"{case.name}: calibration …", flush=True)
     calibration = calibration_of(case, folder)
     for changed, steps in case.runs:
-        print(f"{case.name}: {words(changed) or 'the same settings'}, {steps} steps …", flush=True)
+        print(f"{case.name}: {words_of(changed) or 'the same settings'}, {steps} steps …", flush=True)
         run_dir = run(case, folder, changed, steps)
         config = load(run_dir / "config.toml")
         cores = read_calibration(run_dir).costs.cores  # what other work left of them in this run
@@ -163,7 +152,7 @@ def compared(case: Case, folder: Path) -> Iterator[Row]:
             yield {
                 "case": case.name,
                 "simulated_generation": config.gserver.engine == "simulated",
-                "changed": words(changed),
+                "changed": words_of(changed),
                 "stretch": stretch.name,
                 "learned": stretch.learned,
                 "predicted": predicted,

@@ -1,7 +1,6 @@
 """The cost of a large run for its controller and its stream.
 
     python benchmarks/bench_scale.py [--quick] [--workers 100 1000] [--gservers 16 256]
-    python benchmarks/bench_scale.py --updates [--quick] [--gservers 16 256]
 
 Controller, model worker, ledger and streams are the real ones, each a process of its own, as a user would start them;
 the model worker really trains (0.1 million parameters, so that it is not the limit). gservers are
@@ -12,9 +11,6 @@ All rows have the same groups in flight and the same time of a group, so the sam
 workers: `cpu per worker` is the cost of one more worker for the controller. Latency is measured with a call that the
 controller answers at once, from this process, which is otherwise idle. Rollout workers and gservers make the calls to
 the controller; `calls/update` counts its calls to one gserver for one weight update (through files).
-
-`--updates` measures weight updates by broadcast alone, by the numbers of gservers and of buckets: a real controller, a
-publisher that only reports its end, and SIMULATED gservers in which a bucket takes 20 ms to come. No weights move.
 """
 
 from __future__ import annotations
@@ -34,13 +30,11 @@ from typing import Any
 import msgspec
 import psutil
 from common import Row, cpu_seconds, parser_of, percentile, report, write_results
-from manager_load import SimulatedGservers
-from scale_load import Settings, one_gserver
+from scale_load import Settings
 
 from streamrl.config import Config, from_dict, to_toml
-from streamrl.transport.control import Broadcast, Heartbeat, PublishBegin, PublishCommit, Sender, TensorSpec
+from streamrl.transport.control import Heartbeat
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import await_secret, of_run_at
 
 IN_FLIGHT = 1200
 """Groups, over all workers."""
@@ -154,59 +148,6 @@ async def probe(config: Config, url: str, *, seconds: float) -> list[float]:
     return latencies
 
 
-async def measure_updates(*, gservers: int, buckets: int, updates: int = 3) -> Row:
-    """One row of `--updates`."""
-    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
-        port = free_port()
-        settings = settings_of(folder, workers=1, gservers=gservers, port=port)
-        config = from_dict(settings | {"weights": {"mode": "collective", "checksum": False}})
-        config_file = Path(folder) / "config.toml"
-        config_file.write_text(to_toml(config))
-        url = f"http://127.0.0.1:{port}"
-        command = ["-m", "streamrl", "controller", str(config_file)]
-        controller = processes.start("controller", command).pid
-        simulated = SimulatedGservers(gservers, slots=64)
-        address = await simulated.start()
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            await asyncio.to_thread(await_secret, url, config)
-            client = ControlClient(url, secret=of_run_at(url, config))
-            members = [
-                asyncio.create_task(one_gserver(config, manager_url=url, index=i, address=f"{address}/{i}"))
-                for i in range(gservers)
-            ]
-            await client.topology("gserver", gservers, patience=DEADLINE_SECONDS)
-            group = ""
-            for version in range(updates + 1):
-                if version == 1:  # the first one forms the group
-                    calls, began = sum(simulated.calls.values()), time.monotonic()
-                    cpu = cpu_seconds(controller)
-                group = await update(client, version + 1, buckets=buckets, group=group)
-        made = {
-            "gservers": gservers,
-            "buckets": buckets,
-            "calls_per_update_and_gserver": (sum(simulated.calls.values()) - calls) / updates / gservers,
-            "controller_cpu_ms_per_update": 1e3 * (cpu_seconds(controller) - cpu) / updates,
-            "seconds_per_update": (time.monotonic() - began) / updates,
-        }
-        for member in members:
-            member.cancel()
-        await asyncio.gather(*members, return_exceptions=True)
-        await client.close()
-    return {name: round(value, 2) for name, value in made.items()}
-
-
-async def update(client: ControlClient, version: int, *, buckets: int, group: str) -> str:
-    """One update without weights; return the name of its group."""
-    specs = [[TensorSpec(f"layer.{n}.weight", "bfloat16", [4096, 4096])] for n in range(buckets)]
-    weights = Broadcast([Sender(specs, address="127.0.0.1", port=1)], backend="gloo", group_name=group)
-    begin = await client.publish_begin(PublishBegin(version=version, weights=weights), timeout=DEADLINE_SECONDS)
-    commit = PublishCommit(version=version, group_name=begin.group_name)
-    reply = await client.publish_commit(commit, timeout=DEADLINE_SECONDS)
-    if not reply.done or reply.evicted:
-        raise SystemExit(f"the update failed: {reply}")
-    return begin.group_name
-
-
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -289,17 +230,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--gservers", type=int, nargs="+", default=[16, 256])
     parser.add_argument("--seconds", type=float, default=30.0, help="that are measured, for each row")
-    parser.add_argument("--updates", action="store_true", help="weight updates by broadcast alone")
-    parser.add_argument("--buckets", type=int, nargs="+", default=[4, 64, 512])
     options = parser.parse_args()
-    if options.updates:
-        counts = [(4, 2), (4, 40)] if options.quick else list(product(options.gservers, options.buckets))
-        found = []
-        for gservers, buckets in counts:
-            found.append(asyncio.run(measure_updates(gservers=gservers, buckets=buckets)))
-            print(found[-1], flush=True)
-        report("bench_scale_updates", {"quick": options.quick}, found)
-        return
     settings: dict[str, Any] = {"in_flight": IN_FLIGHT, "group_seconds": GROUP_SECONDS, "batch": BATCH}
     settings |= {"seconds": options.seconds, "quick": options.quick}
     rows: list[Row] = []

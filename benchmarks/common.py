@@ -7,12 +7,14 @@ A benchmark writes its results to `results/latest/`, which git ignores. Results 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import platform
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ KEPT = ROOT / "benchmarks" / "results"
 LATEST = KEPT / "latest"
 WRITTEN_BY_FIGURES = ("README.md", "docs", "benchmarks/results")
 """Files that `figures.py` changes: they do not make a checkout another state of the code."""
+TICK_SECONDS = 0.001
+RUN_SECONDS = 1800.0
+"""Deadline of a run."""
 WIDTH = 180
 """Columns of a table on the console."""
 
@@ -39,6 +44,33 @@ def parser_of(documentation: str | None, *, quick: str = "") -> argparse.Argumen
     if quick:
         parser.add_argument("--quick", action="store_true", help=quick)
     return parser
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+EXAMPLES = ROOT / "examples"
+NO_FILES = {"trainer.save_at_end": "false", "metrics.plots": "false", "metrics.sinks": "[]"}
+"""Settings of a run that leaves only its metrics."""
+
+
+def words_of(settings: Mapping[str, object]) -> list[str]:
+    """Settings by section and key, as words of a command line."""
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def run_example(
+    example: Path, settings: Mapping[str, object], *, started: Callable[[int], object] = lambda pid: None
+) -> str:
+    """Run `example` as a user would, with other `settings`; return its standard output. `started` gets the process's
+    id. Exit if the run fails."""
+    command = [sys.executable, "-m", "streamrl", "run", str(example), *words_of(settings)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as running:
+        started(running.pid)
+        output, errors = running.communicate(timeout=RUN_SECONDS)
+    if running.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{output[-3000:]}\n{errors[-3000:]}")
+    return output
 
 
 # --- processor time and memory -------------------------------------------------------------------
@@ -67,6 +99,31 @@ def begin_peak() -> None:
 def percentile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+# --- load ----------------------------------------------------------------------------------------
+
+
+async def closed_loop(call: Callable[[float], Awaitable[None]], *, lanes: int, seconds: float) -> None:
+    """Make calls from so many tasks, each as soon as its last one has ended. A call gets the time when it was due."""
+    end = time.monotonic() + seconds
+
+    async def lane() -> None:
+        while (now := time.monotonic()) < end:
+            await call(now)
+
+    await asyncio.gather(*(lane() for _ in range(lanes)))
+
+
+async def open_loop(call: Callable[[float], Coroutine[Any, Any, None]], *, rate: float, seconds: float) -> None:
+    """Make `rate` calls a second, whether they keep up or not. A call gets the time when it was due."""
+    began, issued = time.monotonic(), 0
+    async with asyncio.TaskGroup() as calls:
+        while (now := time.monotonic() - began) < seconds:
+            while issued < int(now * rate):
+                calls.create_task(call(began + issued / rate))
+                issued += 1
+            await asyncio.sleep(TICK_SECONDS)
 
 
 # --- results -------------------------------------------------------------------------------------

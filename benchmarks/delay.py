@@ -21,14 +21,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import product
-from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from common import earlier_rows, parser_of, write_results
+from common import EXAMPLES, earlier_rows, parser_of, write_results
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,7 +40,7 @@ from streamrl.trainer.algorithms.advantages import group_advantages
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
 from streamrl.types import Prompt
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "copy_scratch.toml"
+EXAMPLE = EXAMPLES / "copy_scratch.toml"
 LEARNED = 0.95
 WINDOW = 3
 """Steps whose mean reward is looked at."""

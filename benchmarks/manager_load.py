@@ -13,11 +13,10 @@ import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 from aiohttp import web
-from common import percentile
+from common import closed_loop, open_loop, percentile
 
 from streamrl.transport.control import (
     Admit,
@@ -29,15 +28,12 @@ from streamrl.transport.control import (
     RegisterReply,
     Role,
 )
-from streamrl.transport.generation import RECEIVED_SECONDS, ModelInfo, Outcome, Received, ServerInfo
+from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo
 from streamrl.transport.secret import of_run_at
 
 encode = msgspec.json.encode
 TAKE_SECONDS = 0.01
 """Between two reports of requests that have ended."""
-TICK_SECONDS = 0.001
-BUCKET_SECONDS = 0.02
-"""Time in which a simulated gserver receives a bucket of weights."""
 
 
 class Connection(asyncio.Protocol):
@@ -179,32 +175,22 @@ class Load:
 
     async def at_full_speed(self, groups: int, seconds: float) -> None:
         """As many admissions as the connections carry, with `groups` in flight."""
+
+        async def one(due: float) -> None:
+            await self.admit(due)
+            await self.take_down_to(0)
+
         if groups == 1:
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                await self.admit(time.monotonic())
-                await self.take_down_to(0)
+            await closed_loop(one, lanes=1, seconds=seconds)
             return
-        end = time.monotonic() + seconds
-
-        async def lane() -> None:
-            while time.monotonic() < end:
-                await self.admit(time.monotonic())
-
         taking = asyncio.create_task(self._take_on(groups))
-        await asyncio.gather(*(lane() for _ in range(self._workers)))
+        await closed_loop(self.admit, lanes=self._workers, seconds=seconds)
         taking.cancel()
 
     async def at_rate(self, groups: int, rate: float, seconds: float) -> None:
-        """`rate` admissions a second, whatever the manager answers, with `groups` in flight."""
-        began, issued = time.monotonic(), 0
+        """`rate` admissions a second, whether they keep up or not, with `groups` in flight."""
         taking = asyncio.create_task(self._take_on(groups))
-        async with asyncio.TaskGroup() as calls:
-            while (now := time.monotonic() - began) < seconds:
-                while issued < int(now * rate):
-                    calls.create_task(self.admit(began + issued / rate))
-                    issued += 1
-                await asyncio.sleep(TICK_SECONDS)
+        await open_loop(self.admit, rate=rate, seconds=seconds)
         taking.cancel()
 
 
@@ -227,7 +213,7 @@ class SimulatedGservers:
     async def close(self) -> None:
         await self._runner.cleanup()
 
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
         _, number, path = request.path.split("/", 2)
         self.calls[path] += 1
         body = await request.read()
@@ -236,26 +222,9 @@ class SimulatedGservers:
             reply = ServerInfo(engine="simulated", staged_weight_update=True, max_running_requests=self._slots)
         elif path == "model_info":
             reply = ModelInfo(model_path="simulated", weight_version=self._labels[int(number)])
-        elif path in ("update_weights_from_disk", "receive_weights"):
+        elif path == "update_weights_from_disk":
             self._labels[int(number)] = json.loads(body).get("weight_version") or self._labels[int(number)]
-            if path == "receive_weights":
-                return await self._receive(request, json.loads(body)["senders"])
         return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
-
-    async def _receive(self, request: web.BaseRequest, senders: list[list[Any]]) -> web.StreamResponse:
-        """Take `BUCKET_SECONDS` for each bucket, and report the progress as a gserver does."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        began, counts = time.monotonic(), [len(buckets) for buckets in senders]
-        while (done := int((time.monotonic() - began) / BUCKET_SECONDS)) < max(counts):
-            await response.write(_event(Received([min(done, count) for count in counts])))
-            await asyncio.sleep(min(RECEIVED_SECONDS, BUCKET_SECONDS * (max(counts) - done)))
-        await response.write(_event(Received(counts)) + b"data: [DONE]\n\n")
-        return response
-
-
-def _event(content: msgspec.Struct) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
 def figures(

@@ -24,8 +24,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -40,11 +38,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import psutil
-from common import Row, latest, parser_of, report
+from common import EXAMPLES, NO_FILES, Row, cpu_seconds, latest, parser_of, report, run_example
 
 from streamrl.config import load
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "copy_scratch.toml"
+EXAMPLE = EXAMPLES / "copy_scratch.toml"
 SIMULATED = {
     "gserver.engine": "simulated",
     "gserver.simulation.token_seconds": 0.005,
@@ -126,30 +124,25 @@ def run(
         "run.total_train_steps": steps,
         "staleness.max_staleness": max_staleness,
         "staleness.over_age": over_age,
-        "trainer.save_at_end": "false",
-        "metrics.plots": "false",
-        "metrics.sinks": "[]",
+        **NO_FILES,
     }
     if engine == "simulated":
         overrides |= SIMULATED
-    arguments = [f"{key}={value}" for key, value in overrides.items()]
-    command = [sys.executable, "-m", "streamrl", "run", str(example), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
-        meter = ProcessorMeter(running.pid)
-        said, _ = running.communicate(timeout=1800)
-    if running.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{said[-3000:]}")
+    meter = ProcessorMeter()
+    run_example(example, overrides, started=meter.start)
     return figures_of(folder / str(overrides["run.name"]), meter)
 
 
 class ProcessorMeter:
     """Processor seconds of a process and all that it starts, sampled in a thread until it has ended."""
 
-    def __init__(self, pid: int) -> None:
-        self._root = psutil.Process(pid)
+    def __init__(self) -> None:
         self._of_each: dict[int, float] = {}
         self._times: list[float] = []
         self._seconds: list[float] = []
+
+    def start(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
         threading.Thread(target=self._sample, daemon=True).start()
 
     def between(self, begin: float, end: float) -> float:
@@ -162,8 +155,7 @@ class ProcessorMeter:
             while True:
                 for process in [self._root, *self._root.children(recursive=True)]:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        used = process.cpu_times()
-                        self._of_each[process.pid] = used.user + used.system
+                        self._of_each[process.pid] = cpu_seconds(process.pid)
                 self._times.append(time.time())
                 self._seconds.append(sum(self._of_each.values()))
                 time.sleep(SAMPLE_SECONDS)

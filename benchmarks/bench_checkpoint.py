@@ -48,7 +48,7 @@ SHAPE = {
 }
 WORKERS = (1, 2, 4)
 SECONDS = 300.0
-"""Deadline of a save, and of what the workers wait for."""
+"""Deadline of a save, and of other waits of the workers."""
 
 
 def measure(model: Path, folder: Path, *, rank: int, world: int, port: int, repeats: int) -> Row:

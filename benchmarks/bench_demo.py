@@ -6,7 +6,7 @@ The plain loop is a first attempt: one process, both cores for everything, gener
 batch, score it, one padded forward and backward pass, update, again. It decodes with streamrl's own
 model code (the fastest here), and shares the task, the reward, the batch (8 × 8), the learning
 rate, the objective and the initial weights with examples/smollm2_addition.toml. The demo is started
-as a user would start it, and goes on to its own end; once as it is, once with a core for each pool, as it was before
+as a user would start it, and runs to its own end; once as it is, once with a core for each pool, as it was before
 its trainer, the slower of the two, might use both. All are timed from the moment at which the model is loaded, to the
 step after which the mean is reached.
 """

@@ -1,4 +1,4 @@
-"""Tokens per second of the embedded gserver over HTTP, beside other engines on the same machine, in one run.
+"""Tokens per second of the embedded gserver over HTTP and of other engines on the same machine, in one run.
 
     python benchmarks/bench_engine.py [--quick] [--append] [--threads N] [--sglang-python PATH] [--vllm-python PATH]
     python benchmarks/bench_engine.py --native [--quick] [--threads N]
@@ -55,7 +55,7 @@ OURS = "streamrl"
 PARTS = (*NATIVE_PARTS, "all")
 CONTENDERS = (OURS, "generate", "generate_batch", "sglang", "vllm")
 PROMPT_TOKENS = 32
-"""Those of a short question; the longer the prompts, the more all contenders do the same matrix products."""
+"""As in a short question; the longer the prompts, the more all contenders do the same matrix products."""
 CONTEXT = 512
 CONCURRENCIES = (1, 8, 32, 64)
 WARM_UP_TOKENS = 4

@@ -12,7 +12,7 @@ requests (batched for each worker every 10 ms), and every member's heartbeat eac
 Two measurements for each number of gservers and of requests in flight: as fast as 16 workers can (closed loop), and
 5,000 admissions a second whether the manager keeps up or not (open loop; a call's latency counts from when it was
 due). Of a third kind is `waiting`: so many admissions wait for room while a place becomes free now and then; the
-latency is that from a change of groups to the answer of the one whose turn it is.
+latency is from a change of groups to the reply to the next one in line.
 
 CPU time of both processes is in the figures: where the load generator's share is near 1, it is the limit, and where
 other programs use the cores, wall-clock figures say little and the manager's CPU time per call still holds.

@@ -38,7 +38,7 @@ from tests.page.made_up import long_run
 
 EXAMPLE = EXAMPLES / "copy_scratch.toml"
 FIRST_STEPS = 10
-"""First steps of a run whose cost is measured: left out, since everything is new in them."""
+"""First steps of a run, which are left out of its cost: they do work that is done once."""
 
 NAMES = (
     "reward_mean,response_length_mean,generated_per_second,tokens_per_second,trainer_wait,generation_idle,"
@@ -93,7 +93,7 @@ def measured(folder: Path) -> list[Row]:
 
 
 def cost(folder: Path, *, kept: bool, steps: int) -> Row:
-    """Make one run in `folder`; return what a step of it took, in milliseconds."""
+    """Make one run in `folder`; return its milliseconds a step."""
     words = [f"run.dir={folder.parent}", f"run.name={folder.name}", f"run.total_train_steps={steps}"]
     words += ["run.stop_at_reward=1e9", "trainer.save_at_end=false", "metrics.plots=false", "metrics.sinks=[]"]
     words += ["--page"] if kept else ["metrics.rollouts_per_step=0"]
@@ -130,7 +130,7 @@ def cost(folder: Path, *, kept: bool, steps: int) -> Row:
 
 
 def watch(url: str) -> None:
-    """Ask for what an overview in front of somebody asks for, until the page is gone."""
+    """Request the views of an open overview, until the page is gone."""
     with contextlib.suppress(OSError):
         while True:
             for path in ("api/runs", VIEWS["overview"], VIEWS["health"], VIEWS["rollouts"]):

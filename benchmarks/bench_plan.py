@@ -2,15 +2,15 @@
 
     python benchmarks/bench_plan.py [--runs FOLDER] [--cases NAME ...]
 
-Each case is calibrated as a user's configuration is, by a short run of its own; then come runs of the same settings and
-of others, and each is compared with what the planner says of it from that one calibration: of the same steps, so that a
-short run, in which staleness still builds up, is not measured by what it would settle at. Where a run learns, its later
-steps have other responses, and groups that need no gradient: they are compared apart, as what planning cannot know.
+Each case is calibrated as a user's configuration is, by a short run of its own. Then runs of the same settings and of
+others are compared with the planner's predictions from that one calibration, for the same steps: a short run, in which
+staleness still builds up, is not compared with a steady state. Where a run learns, its later steps have other
+responses, and groups that need no gradient: they are compared apart, since no calibration can predict them.
 
 Runs of a case are kept in FOLDER if one is given; those that are there are not made again, so that predictions can be
-compared again with runs of a quiet machine. What other work took of the machine's cores during a run is
-left out of those that its prediction has. Generation is SIMULATED in the case whose name says so. Last: how much
-processor time a thousand gservers take.
+compared again with runs of a quiet machine. A prediction has only the cores that other work left to the run.
+Generation is SIMULATED in the case with that name. The last figure is the processor time for the simulation of a
+thousand gservers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ QUIET: Mapping[str, object] = {
     "evaluation.at_start": "false",
     "evaluation.at_end": "false",
 }
-"""Runs go on as long as they are told to, and do nothing that planning does not know."""
+"""Settings of runs that make all of their steps, and do nothing that the planner does not simulate."""
 
 
 class Case(NamedTuple):

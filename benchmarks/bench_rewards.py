@@ -4,7 +4,7 @@
 
 Groups of 16 responses are scored in two processes, once with calls sent together as streamrl does it, and once one at
 a time (`AHEAD_SECONDS = 0`); both take turns, and the least of the rounds counts. The cost is processor time for each
-response, of the worker and of its reward processes. The reward is that of examples/copy_scratch.toml.
+response, of the worker and of its reward processes. The reward is the one of examples/copy_scratch.toml.
 """
 
 from __future__ import annotations

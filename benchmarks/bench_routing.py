@@ -59,7 +59,7 @@ class Simulated:
             heapq.heappush(self.running, (self.decoded + length, group, sibling))
 
     def advance(self, seconds: float) -> list[int]:
-        """Decode for `seconds`, in which nobody finishes before the end; return whose siblings have finished."""
+        """Decode for `seconds`, in which no sibling finishes before the end; return whose siblings have finished."""
         if not self.running:
             return []
         tokens = seconds / self.step

@@ -42,10 +42,10 @@ GROUP_SECONDS = 12.0
 TOKENS = 8
 BATCH = 256
 PROBE_SECONDS = 0.02
-"""Between two calls whose latency is measured."""
+"""Between two measured calls."""
 WARM_UP_SECONDS = 40.0
 DEADLINE_SECONDS = 300.0
-"""For everybody to have joined."""
+"""Until all members have joined."""
 
 
 def settings_of(folder: str, *, workers: int, gservers: int, port: int) -> Row:

@@ -46,7 +46,7 @@ SIBLINGS = 16
 PROMPT = 128
 MAX_GROUP_BYTES = 1 << 28
 KEY = bytes(32)
-"""What the head knows credentials and permits by."""
+"""The head checks credentials and permits with it."""
 
 
 def make_groups(length: int, count: int) -> list[TrajectoryGroup]:
@@ -82,7 +82,7 @@ def make_groups(length: int, count: int) -> list[TrajectoryGroup]:
 
 
 def receiver(control: Connection, groups: Any, done: Any, keys: CurveKeys | None) -> None:
-    """Tell the endpoints, then serve one run after another as `control` asks."""
+    """Send the endpoints, then serve one run after another as `control` asks."""
     context = zmq.Context.instance()
     bare, pyobj = context.socket(zmq.ROUTER), context.socket(zmq.PAIR)
     bare.set(zmq.MAXMSGSIZE, MAX_GROUP_BYTES)
@@ -112,7 +112,7 @@ def receiver(control: Connection, groups: Any, done: Any, keys: CurveKeys | None
 
 
 class Arrivals:
-    """Tells the consumer of stored groups, a batch at a time."""
+    """Hands stored groups to the consumer, a batch at a time."""
 
     def __init__(self) -> None:
         self._batch: list[int] = []
@@ -129,7 +129,7 @@ class Arrivals:
 
 
 def consume(dataset: StreamDataset, arrivals: Arrivals, count: int) -> None:
-    """What a trainer does: take a batch once it is there, and let go of it."""
+    """Take a batch once it is there, and discard it, as a trainer does."""
     for _ in range(count // BATCH):
         seqs = arrivals.take()
         assert all(dataset.find(seq) is not None for seq in seqs)

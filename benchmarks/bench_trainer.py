@@ -21,7 +21,7 @@ turn.
 TRL pads all sequences to the longest prompt and the longest completion of the batch, and then cuts it into
 micro-batches of equal numbers of sequences; several numbers are tried, and the fastest is reported. Its step includes
 the entropy, as streamrl's does, and its own metrics; generation, rewards and advantages are left out for all. With
-several turns, be it by tools or by a `rollout_func`, TRL has one row for each conversation; two branches have their
+several turns, by tools or by a `rollout_func`, TRL has one row for each conversation; two branches have their
 common part in both rows, and here under the loss in the first.
 
 Rounds of the contenders alternate; medians over rounds are reported, of rates and of ratios within a round. `by CPU

@@ -64,7 +64,7 @@ def bench_rewards(rows: list[Row]) -> Iterator[tuple[str, float]]:
 
 
 def bench_engine(rows: list[Row]) -> Iterator[tuple[str, float]]:
-    """Beside `generate`, which is always there."""
+    """Relative to `generate`, which is always there."""
     for row in rows:
         rates = row["tokens_per_second"]
         if "streamrl" in rates and "generate" in rates:

@@ -10,15 +10,15 @@ where they fit:
   share of the device's peak, by its data sheet, and of a bare matrix product here. Arithmetic that is done again for
   the sake of memory is not counted;
 - *training, batches of a run*: the same of groups of ragged responses as runs have them, packed and trained on by the
-  policy's own step, beside one of full rows; and a profile of one step of each, as a text beside the results;
+  policy's own step, and of full rows; and a profile of one step of each, as a text in the folder of the results;
 - *generation*: tokens per second of the embedded engine, by requests at once; *transformers* and *sglang*, where it is
   installed: the same prompts by others;
 - *publication*: seconds of a weight update, and its bytes per second as a share of a bare copy on the device;
 - *async*: groups per second of whole runs with `max_staleness` 4, relative to 0. A response ends at each token by the
   same chance, so lengths have a real tail.
 
-Each step is a process of its own with a deadline. It is reported when it ends; none stops the others, and what is
-missing on the machine is skipped by name. Results are written after each step.
+Each step is a process of its own with a deadline. It is reported when it ends; none stops the others, and steps that
+the machine cannot make are skipped by name. Results are written after each step.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ def items_of(groups: Sequence[Any], policy: Any) -> list[Any]:
 
 
 def policy_step(policy: Any, items: Sequence[Any]) -> Any:
-    """One step of a policy on a batch that is one minibatch; what it found."""
+    """One step of a policy on a batch that is one minibatch; return its statistics."""
     from streamrl.trainer.roles.items import Minibatch, StepStatistics
 
     tokens = sum(int(item.trainable.sum()) for item in items)

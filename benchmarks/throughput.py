@@ -3,15 +3,15 @@
     python benchmarks/throughput.py [--quick] [--seeds N]
 
 (a) for real: the embedded engine and a model trained from scratch (examples/copy_scratch.toml);
-(b) SIMULATED generation: a gserver whose token times and long-tailed lengths are simulated
+(b) SIMULATED generation: a gserver with simulated token times and long-tailed lengths
     (no model behind it, so its rewards mean nothing); everything else of the run is real.
 
 Rates are taken between the first and the last step of the steady part of a run (the first fifth
-is left out). `bound` is the smaller of two speed-ups. `pipeline` is that of an ideal pipeline on the same
+is left out). `bound` is the smaller of two speed-ups. `pipeline` is the one of an ideal pipeline on the same
 slots: the synchronous time of a step divided by the larger of a batch's training time and its
 slot-seconds of generation divided by the slots. With the embedded engine slot-seconds depend on how
 many requests are decoded together, so it is an estimate; with simulated generation it is exact up to
-noise. `cores` is that of a machine whose cores are never idle: the inverse of `cores_busy`, the share of
+noise. `cores` is the one of a machine without idle cores: the inverse of `cores_busy`, the share of
 the cores that the synchronous run keeps busy in its steady part. Pools that share cores cannot pass it
 unless a group costs them less processor time than it costs a synchronous run.
 
@@ -207,7 +207,7 @@ def aggregate(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 def as_row(
     engine: str, value: int, policy: str, figures: dict[str, Any], *, synchronous: dict[str, Any]
 ) -> dict[str, Any]:
-    """A line of the table: the figures of `aggregate`, relative to those of the synchronous run."""
+    """A line of the table: the figures of `aggregate`, relative to the synchronous run."""
     generation = synchronous["generation_seconds_per_group"] * synchronous["groups_per_batch"]
     bounds = {
         "pipeline": synchronous["step_seconds"] / max(synchronous["train_seconds"], generation),

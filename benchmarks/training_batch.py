@@ -21,7 +21,7 @@ SIBLINGS, PROMPT = 8, 64
 MEAN, SIGMA, LONGEST = 64, 0.8, 256
 """The log-normal response lengths, in tokens."""
 EPISODES, TURNS, BRANCHES = 4, 8, 2
-"""An agents' group; half-way through its turns an episode goes on in several ways."""
+"""An agents' group; half-way through its turns an episode splits into several branches."""
 TURN_TOKENS = 32
 """Length of the response in each turn, and of the feedback after it."""
 MICRO_TOKENS = 4096
@@ -53,7 +53,7 @@ class Contender(NamedTuple):
 
 
 def trainable_tokens(folder: Path) -> NDArray[np.int64]:
-    """All token ids of the checkpoint except that of padding.
+    """All token ids of the checkpoint except the one of padding.
 
     transformers keeps the embedding of the padding token from having a gradient, Megatron Core does not.
     """

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import uvloop
 from aiohttp import web
-from common import Row, closed_loop, cpu_seconds, open_loop, parser_of, percentile, report
+from common import Row, cpu_seconds, parser_of, percentile, report
 from manager_load import Connection
 
 from streamrl.transport.control import Admission, Admit, AdmitReply
@@ -87,13 +87,26 @@ async def load(port: int, pid: int, *, rate: float | None, seconds: float) -> di
         free.put_nowait(connection)
         latencies.append(time.monotonic() - due)
 
-    await closed_loop(one, lanes=CONNECTIONS, seconds=0.3)
+    async def again(until: float) -> None:
+        while time.monotonic() < until:
+            await one(time.monotonic())
+
+    await asyncio.gather(*(again(time.monotonic() + 0.3) for _ in range(CONNECTIONS)))
     latencies.clear()
     before, began = cpu_seconds(pid), time.monotonic()
     if rate is None:
-        await closed_loop(one, lanes=CONNECTIONS, seconds=seconds)
+        await asyncio.gather(*(again(began + seconds) for _ in range(CONNECTIONS)))
     else:
-        await open_loop(one, rate=rate, seconds=seconds)
+        calls: set[asyncio.Task[None]] = set()
+        made = 0
+        while (now := time.monotonic()) < began + seconds:
+            while made < (now - began) * rate:
+                task = asyncio.create_task(one(began + made / rate))
+                calls.add(task)
+                task.add_done_callback(calls.discard)
+                made += 1
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*calls)
     spent = time.monotonic() - began
     cpu = cpu_seconds(pid) - before
     while not free.empty():

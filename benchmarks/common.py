@@ -7,14 +7,13 @@ A benchmark writes its results to `results/latest/`, which git ignores. Results 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ KEPT = ROOT / "benchmarks" / "results"
 LATEST = KEPT / "latest"
 WRITTEN_BY_FIGURES = ("README.md", "docs", "benchmarks/results")
 """Files that `figures.py` changes: they do not make a checkout another state of the code."""
-TICK_SECONDS = 0.001
 RUN_SECONDS = 1800.0
 """Deadline of a run."""
 WIDTH = 180
@@ -99,31 +97,6 @@ def begin_peak() -> None:
 def percentile(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-# --- load ----------------------------------------------------------------------------------------
-
-
-async def closed_loop(call: Callable[[float], Awaitable[None]], *, lanes: int, seconds: float) -> None:
-    """Make calls from so many tasks, each as soon as its last one has ended. A call gets the time when it was due."""
-    end = time.monotonic() + seconds
-
-    async def lane() -> None:
-        while (now := time.monotonic()) < end:
-            await call(now)
-
-    await asyncio.gather(*(lane() for _ in range(lanes)))
-
-
-async def open_loop(call: Callable[[float], Coroutine[Any, Any, None]], *, rate: float, seconds: float) -> None:
-    """Make `rate` calls a second, whether they keep up or not. A call gets the time when it was due."""
-    began, issued = time.monotonic(), 0
-    async with asyncio.TaskGroup() as calls:
-        while (now := time.monotonic() - began) < seconds:
-            while issued < int(now * rate):
-                calls.create_task(call(began + issued / rate))
-                issued += 1
-            await asyncio.sleep(TICK_SECONDS)
 
 
 # --- results -------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 from aiohttp import web
-from common import closed_loop, open_loop, percentile
+from common import percentile
 
 from streamrl.transport.control import (
     Admit,
@@ -34,6 +34,7 @@ from streamrl.transport.secret import of_run_at
 encode = msgspec.json.encode
 TAKE_SECONDS = 0.01
 """Between two reports of requests that have ended."""
+TICK_SECONDS = 0.001
 
 
 class Connection(asyncio.Protocol):
@@ -96,19 +97,17 @@ class Load:
         self._owner = await self.connect()
         self._beats = await self.connect()
         self._ends = await self.connect()
-        gservers = SimulatedGservers(self._gservers, slots=1_000_000)
-        url = await gservers.start()
-        for index in range(self._gservers):
-            await self._register("gserver", index, f"{url}/{index}")
-        for worker in range(self._workers):
-            token = await self._register("rollout", worker)
-            self._free.put_nowait((worker, await self.connect(token)))
-        beating = asyncio.create_task(self._beat())
-        try:
-            yield
-        finally:
-            beating.cancel()
-            await gservers.close()
+        async with SimulatedGservers(self._gservers, slots=1_000_000) as url:
+            for index in range(self._gservers):
+                await self._register("gserver", index, f"{url}/{index}")
+            for worker in range(self._workers):
+                token = await self._register("rollout", worker)
+                self._free.put_nowait((worker, await self.connect(token)))
+            beating = asyncio.create_task(self._beat())
+            try:
+                yield
+            finally:
+                beating.cancel()
 
     async def connect(self, key: str = "") -> Connection:
         """`key`: what it shows; empty: what the run's owner does."""
@@ -175,22 +174,32 @@ class Load:
 
     async def at_full_speed(self, groups: int, seconds: float) -> None:
         """As many admissions as the connections carry, with `groups` in flight."""
-
-        async def one(due: float) -> None:
-            await self.admit(due)
-            await self.take_down_to(0)
-
         if groups == 1:
-            await closed_loop(one, lanes=1, seconds=seconds)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                await self.admit(time.monotonic())
+                await self.take_down_to(0)
             return
+        end = time.monotonic() + seconds
+
+        async def lane() -> None:
+            while time.monotonic() < end:
+                await self.admit(time.monotonic())
+
         taking = asyncio.create_task(self._take_on(groups))
-        await closed_loop(self.admit, lanes=self._workers, seconds=seconds)
+        await asyncio.gather(*(lane() for _ in range(self._workers)))
         taking.cancel()
 
     async def at_rate(self, groups: int, rate: float, seconds: float) -> None:
-        """`rate` admissions a second, whether they keep up or not, with `groups` in flight."""
+        """`rate` admissions a second, whatever the manager answers, with `groups` in flight."""
+        began, issued = time.monotonic(), 0
         taking = asyncio.create_task(self._take_on(groups))
-        await open_loop(self.admit, rate=rate, seconds=seconds)
+        async with asyncio.TaskGroup() as calls:
+            while (now := time.monotonic() - began) < seconds:
+                while issued < int(now * rate):
+                    calls.create_task(self.admit(began + issued / rate))
+                    issued += 1
+                await asyncio.sleep(TICK_SECONDS)
         taking.cancel()
 
 
@@ -203,14 +212,14 @@ class SimulatedGservers:
         self._labels = ["default"] * count
         self.calls: Counter[str] = Counter()
 
-    async def start(self) -> str:
+    async def __aenter__(self) -> str:
         """Listen on the loopback address; return the URL."""
         self._runner = web.ServerRunner(web.Server(self._answer, access_log=None))
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
         return "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
 
-    async def close(self) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self._runner.cleanup()
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:

@@ -144,10 +144,9 @@ async def main() -> None:
     config = configuration.load(config_file)
     settings = msgspec.json.decode(text, type=Settings)
     gservers = SimulatedGservers(settings.gservers, slots=settings.slots)
-    address = await gservers.start()
     orders = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    async with asyncio.TaskGroup() as everybody:
+    async with gservers as address, asyncio.TaskGroup() as everybody:
         for index in range(settings.gservers):
             everybody.create_task(
                 one_gserver(config, manager_url=manager_url, index=index, address=f"{address}/{index}")

@@ -122,7 +122,11 @@ STREAMS = {
     "send_pyobj": "send_pyobj",
     "mp_queue": "multiprocessing.Queue",
 }
-MANAGER_KINDS = {"closed": "as fast as it can", "open": "at a fixed rate", "waiting": "in line, one place at a time"}
+MANAGER_KINDS = {
+    "closed": "as fast as it can",
+    "open": "at a fixed rate",
+    "waiting": "in line, one place at a time",
+}
 MANAGER_COST: dict[str, Cell] = {
     "admissions": lambda row: MANAGER_KINDS[row["kind"]],
     "gservers": "{gservers:,}",

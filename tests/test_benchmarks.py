@@ -83,9 +83,7 @@ def test_a_checkpoint_is_measured(tmp_path):
     assert (tmp_path / "step-000000" / "state" / "progress.json").exists()
 
 
-@pytest.mark.parametrize(
-    "arguments", [["bench_routing"], ["bench_rewards", "--quick"], ["bench_http", "--quick"]], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [["bench_routing"], ["bench_rewards", "--quick"]], ids=" ".join)
 def test_a_small_benchmark_runs(monkeypatch, tmp_path, capsys, arguments):
     name = arguments[0]
     bench = importlib.import_module(name)

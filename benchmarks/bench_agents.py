@@ -1,18 +1,17 @@
-"""What the gateway costs agents: calls a second through it, and through `/generate` directly.
+"""The cost of the gateway for agents: calls a second through it, and through `/generate` directly.
 
     python benchmarks/bench_agents.py [--quick]
 
 64 episodes of several turns at the same time, on an embedded engine with a model from scratch. "direct" keeps its own
 token ids and asks the gserver; "gateway" speaks `/v1/chat/completions` over plain HTTP, as a client that costs nothing
 would, to the gateway in a process of its own, as a rollout worker has it. Answers end where the model ends them, and
-after 32 tokens, so what is compared is tokens a second; rounds alternate. The processor time of the gateway's process
-is told for each call, and so is what it renders in a turn, which must not grow with the conversation; beside it stands
-what the conversation of the last turn has, which a server without memory of it renders in each turn.
+after 32 tokens, so tokens a second are compared; rounds alternate. Reported are the processor time of the gateway's
+process for each call, and the tokens that it renders in a turn, which must not grow with the conversation, with the
+length of the last turn's conversation, which a server without memory of it renders in each turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import multiprocessing
 import time
@@ -22,10 +21,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import aiohttp
-from common import write_results
+from common import parser_of, report
 from engine_contenders import Served
-from rich.console import Console
-from rich.table import Table
 
 from streamrl.config import Config, GserverConfig, ModelConfig, RewardConfig, SamplingConfig, ScratchConfig
 from streamrl.models import ensure_checkpoint
@@ -59,9 +56,7 @@ CONFIG = Config(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    rounds = 2 if parser.parse_args().quick else 5
+    rounds = 2 if parser_of(__doc__, quick="fewer rounds").parse_args().quick else 5
     folder = ensure_checkpoint(CONFIG)
     served = Served("embedded", CONFIG, folder)
     context = multiprocessing.get_context("spawn")
@@ -88,13 +83,12 @@ def main() -> None:
         here.close()
         worker.join(30)
         served.close()
-    ratio = median(g / d for g, d in zip(tokens["gateway"], tokens["direct"], strict=True))
     row = {
         "direct_calls_per_second": median(rates["direct"]),
         "gateway_calls_per_second": median(rates["gateway"]),
         "direct_tokens_per_second": median(tokens["direct"]),
         "gateway_tokens_per_second": median(tokens["gateway"]),
-        "ratio": ratio,
+        "ratio": median(g / d for g, d in zip(tokens["gateway"], tokens["direct"], strict=True)),
         "gateway_processor_ms_per_call": median(processor),
         "tokens_of_whole_conversation": whole,
         "tokens_rendered_first": first,
@@ -102,25 +96,7 @@ def main() -> None:
         "conversations_rendered": conversations,
     }
     settings = {"episodes": EPISODES, "turns": TURNS, "tokens": TOKENS, "rounds": rounds}
-    path = write_results("bench_agents", settings, [row])
-    table = Table(title=f"{EPISODES} episodes at the same time, {TURNS} calls each of {TOKENS} tokens")
-    for heading in (
-        "direct, calls/s",
-        "gateway, calls/s",
-        "tokens/s, of direct",
-        "processor of the gateway, ms a call",
-        "tokens rendered in the first turn, in a later one (whole conversation)",
-    ):
-        table.add_column(heading, justify="right")
-    table.add_row(
-        f"{row['direct_calls_per_second']:.1f}",
-        f"{row['gateway_calls_per_second']:.1f}",
-        f"{ratio:.2f}",
-        f"{row['gateway_processor_ms_per_call']:.2f}",
-        f"{first}, {later} ({whole})",
-    )
-    Console().print(table)
-    Console().print(f"written to {path}")
+    report("bench_agents", settings, [row])
 
 
 # --- contenders ---
@@ -272,7 +248,7 @@ def _session(seq: int, chat: ChatTokenizer, generator: Generator, gserver: str, 
 
 
 async def _received(pipe: Connection) -> str:
-    """What the benchmark says; empty when it has gone."""
+    """The benchmark's next word; empty when it has ended."""
     try:
         return str(await asyncio.to_thread(pipe.recv))
     except EOFError:

@@ -1,12 +1,12 @@
-"""What a checkpoint costs: how long training stands still, until it is on the disk, and how much memory it takes.
+"""The cost of a checkpoint: how long training stands still, the time until it is on the disk, and its memory.
 
     python benchmarks/bench_checkpoint.py [--quick] [--workers N ...] [--repeats N] [--folder DIR]
 
 Model workers with random weights and moments (a process each, one thread, FSDP2 where there are several) save as a run
-does: each copies what it holds into its host memory, for which training stands still, and a thread of its own writes
-that. Beside it, on the same workers and at the same time on all of them, what costs the same bytes least: copying these
-tensors in memory, and writing them to one file with `fsync`. Shown are medians of the slowest worker; memory is what
-its process grew by while it saved, at most.
+does: each copies its tensors into host memory, for which training stands still, and a thread of its own writes the
+copy. The yardsticks, on the same workers and at the same time on all of them: copying these tensors in memory, and
+writing them to one file with `fsync`. Shown are medians of the slowest worker; memory is the most by which its process
+grew while it saved.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_long_rows import resident
-from common import write_results
-from rich.console import Console
-from rich.table import Table
+from common import Row, begin_peak, parser_of, report, resident
 from transformers import Qwen3Config, Qwen3ForCausalLM, logging
 
 from streamrl.config import from_dict
@@ -51,10 +48,10 @@ SHAPE = {
 }
 WORKERS = (1, 2, 4)
 SECONDS = 300.0
-"""Deadline of a save, and of what the workers wait for."""
+"""Deadline of a save, and of other waits of the workers."""
 
 
-def measure(model: Path, folder: Path, *, rank: int, world: int, port: int, repeats: int) -> dict[str, Any]:
+def measure(model: Path, folder: Path, *, rank: int, world: int, port: int, repeats: int) -> Row:
     """Of one worker, in this process; the others are others."""
     compute_with(1)
     if world > 1:
@@ -80,7 +77,7 @@ def measure(model: Path, folder: Path, *, rank: int, world: int, port: int, repe
         timed("copy", lambda: [tensor.clone() for tensor in held])
         timed("bare_write", lambda: _write(held, folder / f"bare-{rank}"))
         before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        begin_peak()
         reached = Progress(policy_version=number, trained=[(0, 1)], rejected=[], prompts="")
         snapshot = timed("standstill", lambda reached=reached: take_snapshot(assembly, config, reached))
         timed("write", lambda at=folder / f"step-{number:06d}", what=snapshot: _save(writer, at, what))
@@ -107,7 +104,7 @@ def _save(writer: CheckpointWriter, folder: Path, snapshot: Any) -> None:
         raise SystemExit(failure)
 
 
-def row(model: Path, folder: Path, *, world: int, repeats: int) -> dict[str, Any]:
+def row(model: Path, folder: Path, *, world: int, repeats: int) -> Row:
     """Of `world` workers, each in a process of its own: the slowest one of each."""
     store = open_store("127.0.0.1")
     command = [sys.executable, __file__, "--repeats", str(repeats), "--measure", str(model), str(folder)]
@@ -115,7 +112,7 @@ def row(model: Path, folder: Path, *, world: int, repeats: int) -> dict[str, Any
         subprocess.Popen([*command, str(rank), str(world), str(store.port)], stdout=subprocess.PIPE, text=True)
         for rank in range(world)
     ]
-    found: list[dict[str, Any]] = []
+    found: list[Row] = []
     try:
         for process in ranks:
             told, _ = process.communicate(timeout=2 * SECONDS)
@@ -131,8 +128,7 @@ def row(model: Path, folder: Path, *, world: int, repeats: int) -> dict[str, Any
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the weights, and one save each")
+    parser = parser_of(__doc__, quick="a tenth of the weights, and one save each")
     parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; else for temporary files")
@@ -146,7 +142,7 @@ def main() -> None:
         told = measure(Path(model), Path(folder), rank=rank, world=world, port=port, repeats=options.repeats)
         print(json.dumps(told))
         return
-    console, repeats = Console(), 1 if options.quick else options.repeats
+    repeats = 1 if options.quick else options.repeats
     shape = SHAPE | ({"num_hidden_layers": 1, "vocab_size": 512} if options.quick else {})
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
@@ -157,23 +153,9 @@ def main() -> None:
             folder = Path(made) / f"of-{world}"
             folder.mkdir()
             rows.append(row(model, folder, world=world, repeats=repeats))
-            console.print(rows[-1], style="dim")
-    table = Table(title="a checkpoint")
-    for column in ("workers", "MB of each", "standstill", "of a copy", "written after", "of a bare write", "memory"):
-        table.add_column(column, justify="right")
-    for one in rows:
-        table.add_row(
-            f"{one['workers']}",
-            f"{one['bytes'] / 1e6:,.0f}",
-            f"{one['standstill']:.3f} s",
-            f"{one['standstill'] / one['copy']:.2f}",
-            f"{one['write']:.2f} s",
-            f"{one['write'] / one['bare_write']:.2f}",
-            f"{one['grown'] / one['bytes']:.2f}",
-        )
-    console.print(table)
+            print(rows[-1], flush=True)
     settings = {"model": shape, "repeats": repeats, "quick": options.quick}
-    console.print(f"written to {write_results('bench_checkpoint', settings, rows)}")
+    report("bench_checkpoint", settings, rows)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""The demo against a plain loop: who reaches a mean reward of 0.9 first on the same two cores?
+"""Seconds to a mean reward of 0.9 on the same two cores: the demo against a plain loop.
 
     python benchmarks/bench_demo.py [--quick] [--repeats N]
 
-The plain loop is what one would write first: one process, both cores for everything, generate a
+The plain loop is a first attempt: one process, both cores for everything, generate a
 batch, score it, one padded forward and backward pass, update, again. It decodes with streamrl's own
 model code (the fastest here), and shares the task, the reward, the batch (8 × 8), the learning
 rate, the objective and the initial weights with examples/smollm2_addition.toml. The demo is started
-as a user would start it, and goes on to its own end; once as it is, once with a core for each pool, as it was before
+as a user would start it, and runs to its own end; once as it is, once with a core for each pool, as it was before
 its trainer, the slower of the two, might use both. All are timed from the moment at which the model is loaded, to the
 step after which the mean is reached.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -23,46 +22,35 @@ from statistics import median
 from typing import Any
 
 import demo
-from common import write_results
+from common import Row, parser_of, report
 from demo import EXAMPLE
-from rich.console import Console
-from rich.table import Table
 
 from streamrl.config import Config, load
 
 TARGET, WINDOW = 0.9, 5
 A_CORE_EACH = {"trainer.threads": 1, "gserver.max_running": 32}
 MOST_STEPS, QUICK_STEPS = 60, 2
-COLUMNS = ("system", "seed", "seconds_to_target", "reached", "steps", "overhead_share")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, quick=f"{QUICK_STEPS} steps of each, far from the target")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, in turn, with different seeds")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps of each, far from the target")
     options = parser.parse_args()
     most = QUICK_STEPS if options.quick else MOST_STEPS
-    console = Console()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for seed in range(options.repeats):
         for name, measure in (
             ("plain synchronous loop, 2 threads", plain_loop),
             ("streamrl demo", run_demo),
             ("with a core for each pool", partial(run_demo, **A_CORE_EACH)),
         ):
-            console.print(f"{name}, seed {seed} …")
+            print(f"{name}, seed {seed} …", flush=True)
             rows.append({"system": name, "seed": seed, **measure(seed, most)})
-            console.print(rows[-1])
+            print(rows[-1], flush=True)
     plain, ours = (
         median(row["seconds_to_target"] for row in rows if row["system"].startswith(kind))
         for kind in ("plain", "streamrl")
     )
-    table = Table(title=f"seconds of training until the mean reward of {WINDOW} steps is {TARGET}")
-    for column in COLUMNS:
-        table.add_column(column.replace("_", " "))
-    for row in rows:
-        table.add_row(*(str(row.get(column, "–")) for column in COLUMNS))
-    console.print(table, f"streamrl / plain: {ours / plain:.2f} (medians)")
     settings = {
         "example": EXAMPLE.name,
         "target": TARGET,
@@ -71,7 +59,7 @@ def main() -> None:
         "quick": options.quick,
         "ratio": ours / plain,
     }
-    console.print(f"written: {write_results('bench_demo', settings, rows)}")
+    report("bench_demo", settings, rows)
 
 
 def run_demo(seed: int, most: int, **settings: Any) -> dict[str, Any]:

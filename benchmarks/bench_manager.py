@@ -1,4 +1,4 @@
-"""How many requests the gserver manager schedules in a second on one core, and how long a call takes.
+"""Requests that the gserver manager schedules in a second on one core, and the latency of a call.
 
     python benchmarks/bench_manager.py [--quick]
 
@@ -12,7 +12,7 @@ requests (batched for each worker every 10 ms), and every member's heartbeat eac
 Two measurements for each number of gservers and of requests in flight: as fast as 16 workers can (closed loop), and
 5,000 admissions a second whether the manager keeps up or not (open loop; a call's latency counts from when it was
 due). Of a third kind is `waiting`: so many admissions wait for room while a place becomes free now and then; the
-latency is that from a change of groups to the answer of the one whose turn it is.
+latency is from a change of groups to the reply to the next one in line.
 
 CPU time of both processes is in the figures: where the load generator's share is near 1, it is the limit, and where
 other programs use the cores, wall-clock figures say little and the manager's CPU time per call still holds.
@@ -20,27 +20,22 @@ other programs use the cores, wall-clock figures say little and the manager's CP
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import multiprocessing
 import os
-import resource
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
-import psutil
 import uvloop
-from common import latest, write_results
-from manager_load import Load, figures, percentile
-from rich.console import Console
-from rich.table import Table
+from common import cpu_seconds, parser_of, report
+from manager_load import Load, figures
 
 from streamrl.config import Config, from_dict
 from streamrl.gserver.manager.admission import GroupCalls
 from streamrl.gserver.manager.process import managing
+from streamrl.launch.process import allow_many_connections
 from streamrl.ledger import Ledger
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.batches import BatchFormer
@@ -50,17 +45,7 @@ from streamrl.types import SampleMeta
 
 WORKERS = 16
 RATE = 5000.0
-AIM_MS = 20.0
 BATCH = 512
-COLUMNS = (
-    "admissions_per_second",
-    "calls_per_second",
-    "p50_ms",
-    "p99_ms",
-    "manager_cpu_share",
-    "manager_cpu_us_per_call",
-    "load_cpu_share",
-)
 
 
 def config_for(folder: str, *, room: int) -> Config:
@@ -146,31 +131,27 @@ class Trainer:
         )
 
 
-def allow_many_connections() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else 65536, hard))
-
-
-async def measure(process: psutil.Process, load: Load, kind: str, in_flight: int, seconds: float) -> dict[str, Any]:
+async def measure(pid: int, load: Load, kind: str, in_flight: int, seconds: float) -> dict[str, Any]:
     async with load.joined():
         await load.fill(in_flight if in_flight > 1 else 0)
         await load.at_full_speed(in_flight, 0.5)
         load.latencies.clear()
         load.calls = 0
-        before, own, began = cpu_seconds(process), time.process_time(), time.monotonic()
+        before, own, began = cpu_seconds(pid), time.process_time(), time.monotonic()
         if kind == "closed":
             await load.at_full_speed(in_flight, seconds)
         else:
             await load.at_rate(in_flight, RATE, seconds)
         return figures(
-            load,
+            load.latencies,
+            load.calls,
             seconds=time.monotonic() - began,
-            manager_cpu=cpu_seconds(process) - before,
+            manager_cpu=cpu_seconds(pid) - before,
             load_cpu=time.process_time() - own,
         )
 
 
-async def measure_waiting(process: psutil.Process, load: Load, waiting: int, wakes: int, pipe: Any) -> dict[str, Any]:
+async def measure_waiting(pid: int, load: Load, waiting: int, wakes: int, pipe: Any) -> dict[str, Any]:
     """`waiting` admissions stand in line; one place after another becomes free."""
     async with load.joined():
         await load.admit(time.monotonic())  # takes the only place
@@ -182,32 +163,25 @@ async def measure_waiting(process: psutil.Process, load: Load, waiting: int, wak
             call.add_done_callback(lambda _: served.put_nowait(time.monotonic()))
         await asyncio.sleep(1.0 + waiting / 2000)
         latencies = []
-        before, own, began = cpu_seconds(process), time.process_time(), time.monotonic()
+        before, own, began = cpu_seconds(pid), time.process_time(), time.monotonic()
         for _ in range(wakes):
             start = time.monotonic()
             pipe.send(1)  # dropped: its place is free again
             latencies.append(await served.get() - start)
             assert served.empty(), "more than one was served with one place"
         seconds = time.monotonic() - began
-        answer = {
-            "admissions_per_second": round(wakes / seconds, 1),
-            "calls_per_second": round(wakes / seconds, 1),
-            "p50_ms": round(1e3 * percentile(latencies, 0.5), 3),
-            "p99_ms": round(1e3 * percentile(latencies, 0.99), 3),
-            "manager_cpu_share": round((cpu_seconds(process) - before) / seconds, 3),
-            "manager_cpu_us_per_call": round(1e6 * (cpu_seconds(process) - before) / wakes, 1),
-            "load_cpu_share": round((time.process_time() - own) / seconds, 3),
-        }
+        found = figures(
+            latencies,
+            wakes,
+            seconds=seconds,
+            manager_cpu=cpu_seconds(pid) - before,
+            load_cpu=time.process_time() - own,
+        )
         for call in calls:
             call.cancel()
         for connection in connections:
             connection.transport.abort()
-        return answer
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+        return found
 
 
 def one_row(kind: str, gservers: int, in_flight: int, seconds: float, cores: tuple[int, int] | None) -> dict[str, Any]:
@@ -228,67 +202,22 @@ def one_row(kind: str, gservers: int, in_flight: int, seconds: float, cores: tup
             gservers=gservers,
             heartbeat=1.0,
         )
-        process = psutil.Process(child.pid)
+        pid = child.pid or 0
         try:
             if kind == "waiting":
-                found = uvloop.run(measure_waiting(process, load, in_flight, min(200, in_flight), ours))
+                found = uvloop.run(measure_waiting(pid, load, in_flight, min(200, in_flight), ours))
             else:
-                found = uvloop.run(measure(process, load, kind, in_flight, seconds))
+                found = uvloop.run(measure(pid, load, kind, in_flight, seconds))
         finally:
             child.terminate()
             child.join()
     return {"kind": kind, "gservers": gservers, "in_flight": in_flight, **found}
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    for kind, title in (
-        ("closed", f"As fast as {WORKERS} simulated workers can"),
-        ("open", f"{RATE:,.0f} admissions a second, come what may"),
-        ("waiting", "Admissions that wait in line, and one place at a time"),
-    ):
-        table = Table(title=title)
-        for column in ("gservers", "waiting" if kind == "waiting" else "in_flight", *COLUMNS):
-            table.add_column(column.replace("_", " "), justify="right")
-        for row in rows:
-            if row["kind"] == kind:
-                figures = (f"{row[name]:,.3g}" if row[name] < 100 else f"{row[name]:,.0f}" for name in COLUMNS)
-                table.add_row(f"{row['gservers']:,}", f"{row['in_flight']:,}", *figures)
-        console.print(table)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    picture, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    for in_flight in sorted({row["in_flight"] for row in rows}):
-        for axes, kind, column in ((left, "closed", "admissions_per_second"), (right, "open", "p99_ms")):
-            found = [row for row in rows if (row["kind"], row["in_flight"]) == (kind, in_flight)]
-            axes.plot(
-                [row["gservers"] for row in found],
-                [row[column] for row in found],
-                marker="o",
-                label=f"{in_flight:,} in flight",
-            )
-    left.axhline(RATE, color="grey", linestyle="--", label="aim")
-    right.axhline(AIM_MS, color="grey", linestyle="--", label="aim")
-    left.set(xscale="log", xlabel="simulated gservers", ylabel="admissions per second", ylim=(0, None))
-    right.set(xscale="log", xlabel="simulated gservers", ylabel="p99 in ms at 5,000 a second", yscale="log")
-    left.legend()
-    right.legend()
-    picture.suptitle("The gserver manager on one core (gservers, workers and training simulated)")
-    picture.tight_layout()
-    picture.savefig(path, dpi=120)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Scheduled requests per second and latency of the gserver manager.")
-    parser.add_argument("--quick", action="store_true", help="two sizes, short")
+    parser = parser_of(__doc__, quick="two sizes, short")
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     arguments = parser.parse_args()
-    console = Console(width=140)
     allow_many_connections()
     available = sorted(os.sched_getaffinity(0))
     cores = (available[0], available[1]) if len(available) > 1 else None
@@ -301,8 +230,7 @@ def main() -> None:
     rows = []
     for point in points:
         rows.append(one_row(*point, arguments.seconds, cores))
-        console.print(rows[-1], style="dim")
-    show(rows, console)
+        print(rows[-1], flush=True)
     settings = {
         "workers": WORKERS,
         "rate": RATE,
@@ -310,9 +238,7 @@ def main() -> None:
         "simulated": "gservers, rollout workers and training",
         "quick": arguments.quick,
     }
-    console.print(f"written to {write_results('bench_manager', settings, rows)}")
-    if not arguments.quick:
-        plot(rows, latest("bench_manager.png"))
+    report("bench_manager", settings, rows)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,20 @@
-"""How long the page takes to open a long run, what memory it takes, what each view waits for; and what keeping rollouts
-and being watched cost the run that is watched.
+"""The page on a long run: time to open it, memory, the wait for each view; and the cost of kept rollouts and of a
+watcher for a run.
 
     python benchmarks/bench_page.py [--steps 10000] [--responses 1000000] [--rounds 3] [--quick]
 
 The long run is made up (`tests/page/made_up.py`); its page is a process of its own, asked over HTTP as a browser does,
-each view for the first time. `seconds` are from the question to the whole answer; `processor` is what the page computed
-meanwhile; `open` is from the start of the command to the end of the answer, interpreter included.
+each view for the first time. `seconds` are from the request to the whole reply; `processor` is the page's time of a
+core in between; `open` is from the start of the command to the end of the reply, interpreter included.
 
 For the cost the same short run is made with and without: in turns, with no rollouts kept and no page, and with both as
 they are by default and a client that asks for the overview every second. Compared is the processor time of all of the
-run's processes for a step, the page's left out, which gives way to them; beside it what the thread took that keeps the
-rollouts, which is known more exactly than the difference of two runs.
+run's processes for a step, without the page's, which gives way to them. The time of the thread that keeps the rollouts
+is reported, too: it is more exact than the difference of two runs.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import re
@@ -25,25 +24,21 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 import psutil
-from common import ROOT, write_results
-from rich.console import Console
-from rich.table import Table
+from common import EXAMPLES, ROOT, Row, cpu_seconds, parser_of, report
 
 sys.path.insert(0, str(ROOT))
 
 from streamrl.page.runs import Run
 from tests.page.made_up import long_run
 
-EXAMPLE = ROOT / "examples" / "copy_scratch.toml"
+EXAMPLE = EXAMPLES / "copy_scratch.toml"
 FIRST_STEPS = 10
-"""First steps of a run whose cost is measured: left out, since everything is new in them."""
+"""First steps of a run, which are left out of its cost: they do work that is done once."""
 
 NAMES = (
     "reward_mean,response_length_mean,generated_per_second,tokens_per_second,trainer_wait,generation_idle,"
@@ -65,27 +60,27 @@ VIEWS = {
 }
 
 
-def measured(folder: Path) -> list[dict[str, Any]]:
+def measured(folder: Path) -> list[Row]:
     """One row for each view of the run in `folder`."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "streamrl", "page", str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     page = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     process = psutil.Process(page.pid)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     try:
         assert page.stdout is not None
         url = page.stdout.readline().strip()
         for name, path in VIEWS.items():
-            used, asked = process.cpu_times(), time.perf_counter()
+            used, asked = cpu_seconds(page.pid), time.perf_counter()
             with urllib.request.urlopen(url + path, timeout=120) as answer:
                 size = len(answer.read())
-            now, after = time.perf_counter(), process.cpu_times()
+            now = time.perf_counter()
             rows.append(
                 {
                     "view": name,
                     "seconds": now - asked,
-                    "processor": after.user + after.system - used.user - used.system,
+                    "processor": cpu_seconds(page.pid) - used,
                     "kilobytes": size / 1000,
                     "memory_mb": process.memory_info().rss / 1e6,
                     "open": now - began,
@@ -97,8 +92,8 @@ def measured(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def cost(folder: Path, *, kept: bool, steps: int) -> dict[str, Any]:
-    """Make one run in `folder`; return what a step of it took, in milliseconds."""
+def cost(folder: Path, *, kept: bool, steps: int) -> Row:
+    """Make one run in `folder`; return its milliseconds a step."""
     words = [f"run.dir={folder.parent}", f"run.name={folder.name}", f"run.total_train_steps={steps}"]
     words += ["run.stop_at_reward=1e9", "trainer.save_at_end=false", "metrics.plots=false", "metrics.sinks=[]"]
     words += ["--page"] if kept else ["metrics.rollouts_per_step=0"]
@@ -135,7 +130,7 @@ def cost(folder: Path, *, kept: bool, steps: int) -> dict[str, Any]:
 
 
 def watch(url: str) -> None:
-    """Ask for what an overview in front of somebody asks for, until the page is gone."""
+    """Request the views of an open overview, until the page is gone."""
     with contextlib.suppress(OSError):
         while True:
             for path in ("api/runs", VIEWS["overview"], VIEWS["health"], VIEWS["rollouts"]):
@@ -144,40 +139,24 @@ def watch(url: str) -> None:
             time.sleep(1)
 
 
-def shown(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title=title)
-    for heading in rows[0]:
-        table.add_column(heading, justify="left" if heading == "view" else "right")
-    for row in rows:
-        table.add_row(*(f"{value:,.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    return table
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, quick="one round of fewer steps")
     parser.add_argument("--steps", type=int, default=10_000, help="of the long run, at least 500")
     parser.add_argument("--responses", type=int, default=1_000_000, help="of the long run")
     parser.add_argument("--rounds", type=int, default=3, help="short runs with, and as many without")
-    parser.add_argument("--quick", action="store_true", help="one round of fewer steps")
     asked = parser.parse_args()
-    console = Console()
     rounds, short = (1, 40) if asked.quick else (asked.rounds, 120)
     with tempfile.TemporaryDirectory() as folder:
         run = long_run(Path(folder) / "made-up", steps=asked.steps, responses=asked.responses)
         views = measured(run)
-        console.print(shown(f"{asked.steps:,} steps, {asked.responses:,} responses (made up)", views))
         costs = [
             cost(Path(folder) / f"run-{number}-{kept}", kept=kept, steps=short)
             for number in range(rounds)
             for kept in (False, True)
         ]
-    console.print(shown(f"{EXAMPLE.name}, of each step", costs))
     without, with_ = ([row for row in costs if row["kept"] is kept] for kept in (False, True))
     ratio = median(row["processor_ms"] for row in with_) / median(row["processor_ms"] for row in without)
     share = median(row["keeping_ms"] / row["processor_ms"] for row in with_)
-    console.print(
-        f"processor time of a step with / without: {ratio:.3f}; the thread that keeps rollouts: {share:.2%} of it"
-    )
     settings = {
         "quick": asked.quick,
         "steps": asked.steps,
@@ -186,7 +165,7 @@ def main() -> None:
         "example": EXAMPLE.name,
     }
     settings |= {"processor_ratio": ratio, "keeping_share": share}
-    write_results(Path(__file__).stem, settings, [*views, *costs])
+    report("bench_page", settings, [*views, *costs])
 
 
 if __name__ == "__main__":

@@ -1,35 +1,30 @@
-"""How near `streamrl plan` comes to what runs then do.
+"""The error of the predictions of `streamrl plan`, against runs.
 
     python benchmarks/bench_plan.py [--runs FOLDER] [--cases NAME ...]
 
-Each case is calibrated as a user's configuration is, by a short run of its own; then come runs of the same settings and
-of others, and each is compared with what the planner says of it from that one calibration: of the same steps, so that a
-short run, in which staleness still builds up, is not measured by what it would settle at. Where a run learns, its later
-steps have other responses, and groups that need no gradient: they are compared apart, as what planning cannot know.
+Each case is calibrated as a user's configuration is, by a short run of its own. Then runs of the same settings and of
+others are compared with the planner's predictions from that one calibration, for the same steps: a short run, in which
+staleness still builds up, is not compared with a steady state. Where a run learns, its later steps have other
+responses, and groups that need no gradient: they are compared apart, since no calibration can predict them.
 
 Runs of a case are kept in FOLDER if one is given; those that are there are not made again, so that predictions can be
-compared again with runs of a quiet machine. What other work took of the machine's cores during a run is
-left out of those that its prediction has. Generation is SIMULATED in the case whose name says so. Last: how much
-processor time a thousand gservers take.
+compared again with runs of a quiet machine. A prediction has only the cores that other work left to the run.
+Generation is SIMULATED in the case with that name. The last figure is the processor time for the simulation of a
+thousand gservers.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
-from common import ROOT, write_results
-from rich.console import Console
-from rich.table import Table
+from common import EXAMPLES, NO_FILES, Row, parser_of, report, run_example, words_of
 from throughput import SIMULATED
 
 from streamrl.config import Config, from_dict, load
@@ -42,14 +37,12 @@ RATE_TOLERANCE, AGE_TOLERANCE = 0.1, 0.5
 """How far the throughput may be off, as a share, and the mean age, in versions."""
 QUIET: Mapping[str, object] = {
     "run.stop_at_reward": 2,
-    "trainer.save_at_end": "false",
-    "metrics.plots": "false",
-    "metrics.sinks": "[]",
+    **NO_FILES,
     "evaluation.every_steps": 0,
     "evaluation.at_start": "false",
     "evaluation.at_end": "false",
 }
-"""Runs go on as long as they are told to, and do nothing that planning does not know."""
+"""Settings of runs that make all of their steps, and do nothing that the planner does not simulate."""
 
 
 class Case(NamedTuple):
@@ -83,32 +76,25 @@ def run(case: Case, folder: Path, changed: Mapping[str, object], steps: int) -> 
         return folder / name
     settings = {**case.settings, **QUIET, **changed, "run.total_train_steps": steps}
     settings |= {"run.dir": folder, "run.name": name}
-    command = [sys.executable, "-m", "streamrl", "run", str(example(case)), *words(settings)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=1800)
-    if done.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}")
+    run_example(example(case), settings)
     return folder / name
 
 
 def example(case: Case) -> Path:
-    return ROOT / "examples" / f"{case.example}.toml"
-
-
-def words(settings: Mapping[str, object]) -> list[str]:
-    return [f"{key}={value}" for key, value in settings.items()]
+    return EXAMPLES / f"{case.example}.toml"
 
 
 def calibration_of(case: Case, folder: Path) -> Calibration:
     """Made as `streamrl plan` makes it, unless it is there."""
     if not (folder / "calibration").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        config = load(example(case), words({**case.settings, **QUIET}))
+        config = load(example(case), words_of({**case.settings, **QUIET}))
         make_short_run(config, folder=folder, tell=lambda _: None)
     return read_calibration(folder / "calibration")
 
 
 class Stretch(NamedTuple):
-    """What a run did from the end of one step to that of another."""
+    """A part of a run, from the end of one step to the end of another."""
 
     name: str
     learned: bool
@@ -117,7 +103,7 @@ class Stretch(NamedTuple):
     """The first one only begins it."""
 
     def predicted(self, config: Config, costs: Costs) -> dict[str, float]:
-        """What a run of `config` at `costs` does in these steps."""
+        """Simulate a run of `config` at `costs` in these steps."""
         found = simulate(config, costs, steps=len(self.steps) - 1, warm_up=self.steps[0].step)
         return {
             "groups_per_second": found.groups_per_second,
@@ -149,12 +135,12 @@ def stretches(case: Case, run_dir: Path, *, calibrated: int) -> Iterator[Stretch
         yield Stretch(f"steps {len(steps) // 5 + 1} to {len(steps)}", False, steps[len(steps) // 5 - 1 :])
 
 
-def compared(case: Case, folder: Path, console: Console) -> Iterator[dict[str, Any]]:
+def compared(case: Case, folder: Path) -> Iterator[Row]:
     """A row for each stretch of each run of `case`, which are made in `folder` unless they are there."""
-    console.print(f"{case.name}: calibration …")
+    print(f"{case.name}: calibration …", flush=True)
     calibration = calibration_of(case, folder)
     for changed, steps in case.runs:
-        console.print(f"{case.name}: {words(changed) or 'the same settings'}, {steps} steps …")
+        print(f"{case.name}: {words_of(changed) or 'the same settings'}, {steps} steps …", flush=True)
         run_dir = run(case, folder, changed, steps)
         config = load(run_dir / "config.toml")
         cores = read_calibration(run_dir).costs.cores  # what other work left of them in this run
@@ -166,7 +152,7 @@ def compared(case: Case, folder: Path, console: Console) -> Iterator[dict[str, A
             yield {
                 "case": case.name,
                 "simulated_generation": config.gserver.engine == "simulated",
-                "changed": words(changed),
+                "changed": words_of(changed),
                 "stretch": stretch.name,
                 "learned": stretch.learned,
                 "predicted": predicted,
@@ -181,7 +167,7 @@ def compared(case: Case, folder: Path, console: Console) -> Iterator[dict[str, A
             }
 
 
-def thousand_gservers() -> dict[str, Any]:
+def thousand_gservers() -> Row:
     """How much processor time the simulation of a large run takes."""
     config = from_dict(
         {
@@ -211,66 +197,24 @@ def thousand_gservers() -> dict[str, Any]:
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    result = Table(title="predicted and actual (cases whose name says so: generation is simulated)")
-    for column in (
-        "case",
-        "changed",
-        "stretch",
-        "policy",
-        "groups/s",
-        "actual",
-        "error",
-        "age",
-        "actual",
-        "masked",
-        "actual",
-        "met",
-    ):
-        result.add_column(column)
-    for row in rows:
-        predicted, actual = row["predicted"], row["actual"]
-        result.add_row(
-            row["case"],
-            " ".join(row["changed"]),
-            row["stretch"],
-            "has learned" if row["learned"] else "as calibrated",
-            f"{predicted['groups_per_second']:.2f}",
-            f"{actual['groups_per_second']:.2f}",
-            f"{row['rate_error']:+.0%}",
-            f"{predicted['mean_token_age']:.2f}",
-            f"{actual['mean_token_age']:.2f}",
-            f"{predicted['masked_share']:.1%}",
-            f"{actual['masked_share']:.1%}",
-            "yes" if row["met"] else "no",
-        )
-    return result
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--runs", type=Path, help="where runs are kept, and taken from if they are there")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in CASES], help="by default all")
     options = parser.parse_args()
-    console = Console(width=180)
     chosen = [case for case in CASES if not options.cases or case.name in options.cases]
     with nullcontext(options.runs) if options.runs else tempfile.TemporaryDirectory() as folder:
         rows = list(
-            itertools.chain.from_iterable(
-                compared(case, Path(folder) / case.name.replace(" ", "_"), console) for case in chosen
-            )
+            itertools.chain.from_iterable(compared(case, Path(folder) / case.name.replace(" ", "_")) for case in chosen)
         )
-    console.print(table(rows))
-    large = thousand_gservers()
-    console.print(f"a thousand gservers: {large['events']:,} events in {large['seconds']:.1f} s")
     settings = {
         "quick": bool(options.cases),
         "rate_tolerance": RATE_TOLERANCE,
         "age_tolerance": AGE_TOLERANCE,
         "simulated": SIMULATED,
-        "thousand_gservers": large,
+        "thousand_gservers": thousand_gservers(),
     }
-    console.print(f"written to {write_results('bench_plan', settings, rows)}")
+    report("bench_plan", settings, rows)
 
 
 if __name__ == "__main__":

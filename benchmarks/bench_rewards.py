@@ -1,24 +1,20 @@
-"""What it costs a rollout worker to have a response scored in a reward process.
+"""The cost for a rollout worker of having a response scored in a reward process.
 
     python benchmarks/bench_rewards.py [--quick]
 
 Groups of 16 responses are scored in two processes, once with calls sent together as streamrl does it, and once one at
 a time (`AHEAD_SECONDS = 0`); both take turns, and the least of the rounds counts. The cost is processor time for each
-response, of the worker and of its reward processes. The reward is that of examples/copy_scratch.toml.
+response, of the worker and of its reward processes. The reward is the one of examples/copy_scratch.toml.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
-from typing import Any
 
 import psutil
 import uvloop
-from common import write_results
-from rich.console import Console
-from rich.table import Table
+from common import Row, parser_of, report
 
 from streamrl.config import from_dict
 from streamrl.rollout.reward import pool as module
@@ -67,7 +63,7 @@ def processor_seconds() -> tuple[float, float]:
     return sum(me.cpu_times()[:2]), sum(sum(child.cpu_times()[:2]) for child in me.children(recursive=True))
 
 
-def measure(function: str, *, groups: int, rounds: int) -> list[dict[str, Any]]:
+def measure(function: str, *, groups: int, rounds: int) -> list[Row]:
     found: dict[str, list[dict[str, float]]] = {TOGETHER: [], ALONE: []}
     for _ in range(rounds):
         for way, costs in found.items():
@@ -82,22 +78,12 @@ def measure(function: str, *, groups: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds in place of five")
-    quick = parser.parse_args().quick
-    console = Console()
-    table = Table("reward", "calls are sent", title="microseconds for each response")
-    for column in ("worker", "processes", "clock", "gain"):
-        table.add_column(column, justify="right")
-    rows = []
+    quick = parser_of(__doc__, quick="two rounds in place of five").parse_args().quick
+    rows: list[Row] = []
     for name, (function, groups) in REWARDS.items():
-        for row in measure(function, groups=groups, rounds=2 if quick else 5):
-            rows.append({"reward": name, **row})
-            figures = (f"{row[column]:.0f}" for column in ("worker", "processes", "seconds"))
-            table.add_row(name, row["way"], *figures, f"{row['gain']:.2f}")
-    console.print(table)
+        rows += [{"reward": name, **row} for row in measure(function, groups=groups, rounds=2 if quick else 5)]
     settings = {"siblings": SIBLINGS, "groups_at_once": AT_ONCE, "processes": 2, "quick": quick}
-    console.print(f"written to {write_results('bench_rewards', settings, rows)}")
+    report("bench_rewards", settings, rows)
 
 
 if __name__ == "__main__":

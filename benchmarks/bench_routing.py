@@ -17,11 +17,9 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import product
 
-from common import write_results
-from rich.console import Console
-from rich.table import Table
+from common import Row, parser_of, report
 
 from streamrl.gserver.manager.gserver import Gserver, Route, Work
 from streamrl.gserver.manager.member_states import MemberEvent
@@ -61,7 +59,7 @@ class Simulated:
             heapq.heappush(self.running, (self.decoded + length, group, sibling))
 
     def advance(self, seconds: float) -> list[int]:
-        """Decode for `seconds`, in which nobody finishes before the end; return whose siblings have finished."""
+        """Decode for `seconds`, in which no sibling finishes before the end; return whose siblings have finished."""
         if not self.running:
             return []
         tokens = seconds / self.step
@@ -111,7 +109,7 @@ def place(fleet: Fleet, gserver: Gserver, now: float) -> Route | None:
     return fleet.assign_to(gserver, Work(SIBLINGS, 0), now=now)
 
 
-def simulate(slowness: list[float], groups: int, policy: Policy, *, seed: int = 0) -> dict[str, Any]:
+def simulate(slowness: list[float], groups: int, policy: Policy, *, seed: int = 0) -> Row:
     """Tokens per second, mean group time in seconds, and the share of requests that waited in a gserver's queue."""
     draw = random.Random(seed)
     fleet = Fleet()
@@ -174,33 +172,18 @@ CASES: dict[str, list[float]] = {
 
 
 def main() -> None:
-    console = Console()
-    rows = []
-    table = Table(
-        title="Tokens per second on 8 SIMULATED gservers, as a multiple of round robin's (mean group time in s)"
-    )
+    parser_of(__doc__).parse_args()
     policies: dict[str, Callable[[], Policy]] = {
         "round robin": round_robin,
         "fewest groups": lambda: fewest_groups,
         "manager": lambda: by_the_manager,
     }
-    for column in ("gservers", "groups in flight", *policies):
-        table.add_column(column, justify="right")
-    for case, slowness in CASES.items():
-        for groups in (16, 64):
-            found = {name: simulate(slowness, groups, make()) for name, make in policies.items()}
-            base = found["round robin"]["tokens_per_second"]
-            rows += [{"case": case, "groups": groups, "policy": name, **figures} for name, figures in found.items()]
-            cells = (f"{f['tokens_per_second'] / base:.2f} ({f['mean_group_seconds']:.1f})" for f in found.values())
-            table.add_row(case, str(groups), *cells)
-    console.print(table)
-    settings = {
-        "simulated": "gservers and time",
-        "siblings": SIBLINGS,
-        "mean_tokens": MEAN_TOKENS,
-        "capacity": CAPACITY,
-    }
-    console.print(f"written to {write_results('bench_routing', settings, rows)}")
+    rows: list[Row] = []
+    for (case, slowness), groups in product(CASES.items(), (16, 64)):
+        for name, make in policies.items():
+            rows.append({"case": case, "groups": groups, "policy": name, **simulate(slowness, groups, make())})
+    settings = {"simulated": "gservers and time", "siblings": SIBLINGS}
+    report("bench_routing", settings | {"mean_tokens": MEAN_TOKENS, "capacity": CAPACITY}, rows)
 
 
 if __name__ == "__main__":

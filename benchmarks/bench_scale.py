@@ -1,7 +1,6 @@
 """The cost of a large run for its controller and its stream.
 
     python benchmarks/bench_scale.py [--quick] [--workers 100 1000] [--gservers 16 256]
-    python benchmarks/bench_scale.py --updates [--quick] [--gservers 16 256]
 
 Controller, model worker, ledger and streams are the real ones, each a process of its own, as a user would start them;
 the model worker really trains (0.1 million parameters, so that it is not the limit). gservers are
@@ -12,14 +11,10 @@ All rows have the same groups in flight and the same time of a group, so the sam
 workers: `cpu per worker` is the cost of one more worker for the controller. Latency is measured with a call that the
 controller answers at once, from this process, which is otherwise idle. Rollout workers and gservers make the calls to
 the controller; `calls/update` counts its calls to one gserver for one weight update (through files).
-
-`--updates` measures weight updates by broadcast alone, by the numbers of gservers and of buckets: a real controller, a
-publisher that only reports its end, and SIMULATED gservers in which a bucket takes 20 ms to come. No weights move.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -34,16 +29,12 @@ from typing import Any
 
 import msgspec
 import psutil
-from common import latest, write_results
-from manager_load import percentile
-from rich.console import Console
-from rich.table import Table
-from scale_load import Settings, SimulatedGservers, one_gserver
+from common import Row, cpu_seconds, parser_of, percentile, report, write_results
+from scale_load import Settings
 
 from streamrl.config import Config, from_dict, to_toml
-from streamrl.transport.control import Broadcast, Heartbeat, PublishBegin, PublishCommit, Sender, TensorSpec
+from streamrl.transport.control import Heartbeat
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import await_secret, of_run_at
 
 IN_FLIGHT = 1200
 """Groups, over all workers."""
@@ -51,29 +42,13 @@ GROUP_SECONDS = 12.0
 TOKENS = 8
 BATCH = 256
 PROBE_SECONDS = 0.02
-"""Between two calls whose latency is measured."""
+"""Between two measured calls."""
 WARM_UP_SECONDS = 40.0
 DEADLINE_SECONDS = 300.0
-"""For everybody to have joined."""
-COLUMNS = (
-    "workers",
-    "gservers",
-    "groups_per_second",
-    "calls_per_second",
-    "p50_ms",
-    "p99_ms",
-    "controller_cpu_share",
-    "controller_cpu_us_per_call",
-    "controller_mib",
-    "model_worker_cpu_share",
-    "timeline_kib_per_second",
-    "calls_per_update",
-    "oldest_token",
-    "load_cpu_share",
-)
+"""Until all members have joined."""
 
 
-def settings_of(folder: str, *, workers: int, gservers: int, port: int) -> dict[str, Any]:
+def settings_of(folder: str, *, workers: int, gservers: int, port: int) -> Row:
     return {
         "run": {"dir": folder, "name": "scale", "total_train_steps": 10**6, "stop_at_reward": 1e9},
         "model": {
@@ -125,7 +100,7 @@ class Processes:
                 begun.kill()
 
 
-def measure(*, workers: int, gservers: int, seconds: float) -> dict[str, Any]:
+def measure(*, workers: int, gservers: int, seconds: float) -> Row:
     """One row."""
     with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
         port = free_port()
@@ -173,59 +148,6 @@ async def probe(config: Config, url: str, *, seconds: float) -> list[float]:
     return latencies
 
 
-async def measure_updates(*, gservers: int, buckets: int, updates: int = 3) -> dict[str, Any]:
-    """One row of `--updates`."""
-    with tempfile.TemporaryDirectory() as folder, Processes(Path(folder)) as processes:
-        port = free_port()
-        settings = settings_of(folder, workers=1, gservers=gservers, port=port)
-        config = from_dict(settings | {"weights": {"mode": "collective", "checksum": False}})
-        config_file = Path(folder) / "config.toml"
-        config_file.write_text(to_toml(config))
-        url = f"http://127.0.0.1:{port}"
-        command = ["-m", "streamrl", "controller", str(config_file)]
-        controller = psutil.Process(processes.start("controller", command).pid)
-        simulated = SimulatedGservers(Settings(1, gservers, GROUP_SECONDS, TOKENS, slots=64), first_label="default")
-        address = await simulated.start()
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            await asyncio.to_thread(await_secret, url, config)
-            client = ControlClient(url, secret=of_run_at(url, config))
-            members = [
-                asyncio.create_task(one_gserver(config, manager_url=url, index=i, address=f"{address}/{i}"))
-                for i in range(gservers)
-            ]
-            await client.topology("gserver", gservers, patience=DEADLINE_SECONDS)
-            group = ""
-            for version in range(updates + 1):
-                if version == 1:  # the first one forms the group
-                    calls, began = sum(simulated.calls.values()), time.monotonic()
-                    cpu = sum(controller.cpu_times()[:2])
-                group = await update(client, version + 1, buckets=buckets, group=group)
-        made = {
-            "gservers": gservers,
-            "buckets": buckets,
-            "calls_per_update_and_gserver": (sum(simulated.calls.values()) - calls) / updates / gservers,
-            "controller_cpu_ms_per_update": 1e3 * (sum(controller.cpu_times()[:2]) - cpu) / updates,
-            "seconds_per_update": (time.monotonic() - began) / updates,
-        }
-        for member in members:
-            member.cancel()
-        await asyncio.gather(*members, return_exceptions=True)
-        await client.close()
-    return {name: round(value, 2) for name, value in made.items()}
-
-
-async def update(client: ControlClient, version: int, *, buckets: int, group: str) -> str:
-    """One update without weights; return the name of its group."""
-    specs = [[TensorSpec(f"layer.{n}.weight", "bfloat16", [4096, 4096])] for n in range(buckets)]
-    weights = Broadcast([Sender(specs, address="127.0.0.1", port=1)], backend="gloo", group_name=group)
-    begin = await client.publish_begin(PublishBegin(version=version, weights=weights), timeout=DEADLINE_SECONDS)
-    commit = PublishCommit(version=version, group_name=begin.group_name)
-    reply = await client.publish_commit(commit, timeout=DEADLINE_SECONDS)
-    if not reply.done or reply.evicted:
-        raise SystemExit(f"the update failed: {reply}")
-    return begin.group_name
-
-
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -251,12 +173,12 @@ def await_steps(run_dir: Path, count: int, *, processes: tuple[subprocess.Popen[
         time.sleep(0.5)
 
 
-def steps(run_dir: Path) -> list[dict[str, Any]]:
+def steps(run_dir: Path) -> list[Row]:
     path = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def snapshot(run_dir: Path, controller: Any, trainer: Any, load: Any) -> dict[str, Any]:
+def snapshot(run_dir: Path, controller: Any, trainer: Any, load: Any) -> Row:
     """Counters up to now."""
     load.stdin.write("\n")
     load.stdin.flush()
@@ -267,7 +189,7 @@ def snapshot(run_dir: Path, controller: Any, trainer: Any, load: Any) -> dict[st
     made = steps(run_dir)
     return found | {
         "time": time.monotonic(),
-        "cpu": {name: sum(psutil.Process(pid).cpu_times()[:2]) for name, pid in cpu.items()},
+        "cpu": {name: cpu_seconds(pid) for name, pid in cpu.items()},
         "controller_mib": psutil.Process(controller.pid).memory_info().rss / 2**20,
         "timeline": (run_dir / "timeline.jsonl").stat().st_size,
         "groups": sum(step["metrics"]["groups"] for step in made),
@@ -276,7 +198,7 @@ def snapshot(run_dir: Path, controller: Any, trainer: Any, load: Any) -> dict[st
     }
 
 
-def between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+def between(before: dict[str, Any], after: dict[str, Any]) -> Row:
     """The figures of the time between two snapshots."""
     seconds = after["time"] - before["time"]
     calls = {name: count - before["calls"].get(name, 0) for name, count in after["calls"].items()}
@@ -304,36 +226,20 @@ def between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small row")
+    parser = parser_of(__doc__, quick="one small row")
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--gservers", type=int, nargs="+", default=[16, 256])
     parser.add_argument("--seconds", type=float, default=30.0, help="that are measured, for each row")
-    parser.add_argument("--updates", action="store_true", help="weight updates by broadcast alone")
-    parser.add_argument("--buckets", type=int, nargs="+", default=[4, 64, 512])
     options = parser.parse_args()
-    if options.updates:
-        counts = [(4, 2), (4, 40)] if options.quick else list(product(options.gservers, options.buckets))
-        found = []
-        for gservers, buckets in counts:
-            found.append(asyncio.run(measure_updates(gservers=gservers, buckets=buckets)))
-            print(found[-1], flush=True)
-        print(f"written: {write_results('bench_scale_updates', {}, found)}")
-        return
-    sizes = [(20, 4)] if options.quick else list(product(options.workers, options.gservers))
-    console = Console(width=200)
-    rows: list[dict[str, Any]] = []
-    for workers, gservers in sizes:
+    settings: dict[str, Any] = {"in_flight": IN_FLIGHT, "group_seconds": GROUP_SECONDS, "batch": BATCH}
+    settings |= {"seconds": options.seconds, "quick": options.quick}
+    rows: list[Row] = []
+    for workers, gservers in [(20, 4)] if options.quick else product(options.workers, options.gservers):
         rows.append(measure(workers=workers, gservers=gservers, seconds=options.seconds))
         rows[-1]["calls_per_update"] = round(rows[-1]["calls_per_update"] / gservers, 2)
-        console.print(rows[-1])
-        settings = {"in_flight": IN_FLIGHT, "group_seconds": GROUP_SECONDS, "batch": BATCH, "seconds": options.seconds}
+        print(rows[-1], flush=True)
         write_results("bench_scale", settings, rows)
-    table = Table(*(column.replace("_", " ") for column in COLUMNS))
-    for row in rows:
-        table.add_row(*(f"{row[column]:,}" for column in COLUMNS))
-    console.print(table)
-    console.print(f"written: {latest('bench_scale.json')}")
+    report("bench_scale", settings, rows)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How fast groups travel from one process to another: streamrl's stream against plainer ways.
+"""Groups per second from one process to another: streamrl's stream against plainer ways.
 
     python benchmarks/bench_stream.py [--quick]
 
-| contender | what it does for each group |
+| contender | its work for each group |
 |---|---|
 | `streamrl` | asks for a place, sends; the head checks every value, de-duplicates, holds, acknowledges |
 | `bare` | pyzmq: header and one frame per array, zero-copy where it pays; received as arrays; acknowledged in batches |
@@ -14,7 +14,6 @@ All four keep at most `window` groups unacknowledged. Repeats are interleaved, m
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import collections
 import itertools
@@ -30,9 +29,7 @@ import msgspec
 import numpy as np
 import uvloop
 import zmq
-from common import write_results
-from rich.console import Console
-from rich.table import Table
+from common import Row, parser_of, report
 
 from streamrl.stream_dataset import StreamDataset
 from streamrl.transport import codec
@@ -49,7 +46,7 @@ SIBLINGS = 16
 PROMPT = 128
 MAX_GROUP_BYTES = 1 << 28
 KEY = bytes(32)
-"""What the head knows credentials and permits by."""
+"""The head checks credentials and permits with it."""
 
 
 def make_groups(length: int, count: int) -> list[TrajectoryGroup]:
@@ -85,7 +82,7 @@ def make_groups(length: int, count: int) -> list[TrajectoryGroup]:
 
 
 def receiver(control: Connection, groups: Any, done: Any, keys: CurveKeys | None) -> None:
-    """Tell the endpoints, then serve one run after another as `control` asks."""
+    """Send the endpoints, then serve one run after another as `control` asks."""
     context = zmq.Context.instance()
     bare, pyobj = context.socket(zmq.ROUTER), context.socket(zmq.PAIR)
     bare.set(zmq.MAXMSGSIZE, MAX_GROUP_BYTES)
@@ -115,7 +112,7 @@ def receiver(control: Connection, groups: Any, done: Any, keys: CurveKeys | None
 
 
 class Arrivals:
-    """Tells the consumer of stored groups, a batch at a time."""
+    """Hands stored groups to the consumer, a batch at a time."""
 
     def __init__(self) -> None:
         self._batch: list[int] = []
@@ -132,7 +129,7 @@ class Arrivals:
 
 
 def consume(dataset: StreamDataset, arrivals: Arrivals, count: int) -> None:
-    """What a trainer does: take a batch once it is there, and let go of it."""
+    """Take a batch once it is there, and discard it, as a trainer does."""
     for _ in range(count // BATCH):
         seqs = arrivals.take()
         assert all(dataset.find(seq) is not None for seq in seqs)
@@ -207,7 +204,7 @@ def stamped(pool: list[TrajectoryGroup], seqs: Iterator[int], count: int) -> Ite
         yield msgspec.structs.replace(group, seq=seq)
 
 
-def measure(sizes: dict[int, int], repeats: int, console: Console, *, encrypted: bool) -> list[dict[str, Any]]:
+def measure(sizes: dict[int, int], repeats: int, *, encrypted: bool) -> list[Row]:
     """Groups per second of each contender at each size; `sizes`: tokens of a sibling → groups of a run; `encrypted`:
     streamrl's own stream."""
     mine, keys = CurveKeys.make(), CurveKeys.make() if encrypted else None
@@ -250,7 +247,7 @@ def measure(sizes: dict[int, int], repeats: int, console: Console, *, encrypted:
         "send_pyobj": lambda run: send_windowed(pyobj, run, lambda group: pyobj.send_pyobj(group)),
         "mp_queue": send_queue,
     }
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     seqs = itertools.count()
     for length, count in sizes.items():
         pool = make_groups(length, 16)
@@ -264,7 +261,7 @@ def measure(sizes: dict[int, int], repeats: int, console: Console, *, encrypted:
                 send(stamped(pool, seqs, run_count))
                 if repeat:
                     rates[name].append(run_count / (time.perf_counter() - begin))
-            console.print(f"{SIBLINGS} × {length}: repeat {repeat} of {repeats} done", style="dim")
+            print(f"{SIBLINGS} × {length}: repeat {repeat} of {repeats} done", flush=True)
         for name, measured in rates.items():
             median = statistics.median(measured)
             rows.append(
@@ -286,32 +283,14 @@ def measure(sizes: dict[int, int], repeats: int, console: Console, *, encrypted:
     return rows
 
 
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    table = Table(title=f"Groups from one process to another ({WINDOW} unacknowledged at most)")
-    for column in ("group", "contender", "groups/s", "MB/s", "ratio to bare"):
-        table.add_column(column, justify="left" if column in ("group", "contender") else "right")
-    for row in rows:
-        table.add_row(
-            f"{row['siblings']} × {row['tokens']}",
-            row["contender"],
-            f"{row['groups_per_second']:.0f}",
-            f"{row['megabytes_per_second']:.0f}",
-            f"{row['ratio_to_bare']:.2f}",
-        )
-    console.print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Throughput of the stream of groups against plainer ways.")
-    parser.add_argument("--quick", action="store_true", help="under half a minute")
+    parser = parser_of(__doc__, quick="under half a minute")
     parser.add_argument("--encrypted", action="store_true", help="streamrl's stream over CURVE")
     options = parser.parse_args()
     quick = options.quick
-    console = Console()
     sizes = {512: 1600, 8192: 320} if quick else {512: 4000, 8192: 640}  # multiples of BATCH
     repeats = 3 if quick else 7
-    rows = measure(sizes, repeats, console, encrypted=options.encrypted)
-    show(rows, console)
+    rows = measure(sizes, repeats, encrypted=options.encrypted)
     settings = {
         "window": WINDOW,
         "batch": BATCH,
@@ -320,7 +299,7 @@ def main() -> None:
         "quick": quick,
         "encrypted": options.encrypted,
     }
-    console.print(f"written to {write_results('bench_stream', settings, rows)}")
+    report("bench_stream", settings, rows)
 
 
 if __name__ == "__main__":

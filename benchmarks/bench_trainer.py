@@ -1,57 +1,59 @@
 """Tokens trained on per second: streamrl's actor against plain loops and TRL, in one run.
 
-    python benchmarks/bench_trainer.py [--quick] [--threads N]
+    python benchmarks/bench_trainer.py [--quick] [--threads N] [--agents]
 
-Groups of sibling responses with ragged (log-normal) lengths behind a common prompt go through one
-optimizer step of GRPO: forward, backward, gradient clipping, AdamW, in float32. All contenders
-compute the same loss of the same tokens and the same gradient, which is checked in every round, and
-count the sampled tokens only. `bench_agents_trainer.py` does the same with episodes of agents.
+Groups of sibling responses with ragged (log-normal) lengths behind a common prompt go through one optimizer step of
+GRPO: forward, backward, gradient clipping, AdamW, in float32. All contenders compute the same loss of the same tokens
+and the same gradient, which is checked in every round, and count the sampled tokens only. With `--agents` (results:
+bench_agents_trainer) a group is four episodes of eight turns behind one prompt, each with two branches after its fourth
+turn.
 
-| contender | how it lays the sequences out |
+| contender | layout of the sequences |
 |---|---|
-| `streamrl` | what sequences of a group begin with in common once (`trainer.share_prefix`), rows of similar length |
+| `streamrl` | common beginnings of a group's sequences once (`trainer.share_prefix`), rows of similar length |
 | `streamrl, separate` | the same with each sequence as a row of its own |
+| `streamrl, calls` | of agents: each call of the model as a row, with its context |
 | `streamrl, Megatron` | as `streamrl`, on Megatron Core in one process; needs `megatron.core` |
 | `padded` | transformers and plain torch: micro-batches of padded sequences in the order of their arrival |
 | `unpadded` | transformers and plain torch: sequences one after another, without padding |
-| `TRL` | GRPOTrainer's loss, backward and optimizer step on given completions; needs `trl` |
+| `TRL` | GRPOTrainer's loss, backward and optimizer step on given completions; needs `pip install trl==1.16.0` |
 
-TRL pads all sequences to the longest prompt and the longest completion of the batch, and then cuts
-it into micro-batches of equal numbers of sequences; several numbers are tried, and the fastest is
-reported. Its step includes the entropy, as streamrl's does, and its own metrics; generation, rewards
-and advantages are left out for all. To have its row:
+TRL pads all sequences to the longest prompt and the longest completion of the batch, and then cuts it into
+micro-batches of equal numbers of sequences; several numbers are tried, and the fastest is reported. Its step includes
+the entropy, as streamrl's does, and its own metrics; generation, rewards and advantages are left out for all. With
+several turns, by tools or by a `rollout_func`, TRL has one row for each conversation; two branches have their
+common part in both rows, and here under the loss in the first.
 
-    pip install trl==1.16.0
-
-Rounds of the contenders alternate; medians over rounds are reported, of rates and of ratios within a
-round. `by CPU time` counts the process's seconds of CPU instead of seconds: other load on the machine
-hits it less. It says nothing about a GPU.
+Rounds of the contenders alternate; medians over rounds are reported, of rates and of ratios within a round. `by CPU
+time` counts the process's seconds of CPU instead of seconds: other load on the machine disturbs it less. These figures
+do not hold on a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from common import write_results
+from common import Row, parser_of, report
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.table import Table
 from training_batch import (
+    BRANCHES,
+    EPISODES,
     LONGEST,
     MEAN,
     MICRO_TOKENS,
     PROMPT,
     SIBLINGS,
     SIGMA,
+    TURN_TOKENS,
+    TURNS,
     Contender,
     Found,
     Step,
@@ -60,16 +62,13 @@ from training_batch import (
     sampled,
     trainable_tokens,
 )
-from training_contenders import PlainLoop, megatron_model, streamrl_contender, torch_model
+from training_contenders import PlainLoop, TRLStep, megatron_model, streamrl_contender, torch_model
 from transformers import logging
 
 from streamrl.config import from_dict
 from streamrl.device import compute_with, resolve_device
 from streamrl.models import ensure_checkpoint
 from streamrl.types import TrajectoryGroup
-
-if TYPE_CHECKING:
-    from training_trl import TRLStep
 
 LOSS_TOLERANCE = 1e-4
 NORM_TOLERANCE = 1e-3
@@ -81,7 +80,7 @@ SCRATCH = {"hidden_size": 256, "layers": 5, "heads": 4, "kv_heads": 2, "head_dim
 
 
 class Case(NamedTuple):
-    """A model, and how much is trained on at once."""
+    """A model, and the size of a batch."""
 
     name: str
     model: dict[str, Any]
@@ -101,12 +100,15 @@ CASES = (
 )
 
 
-def measure(case: Case, *, rounds: int, console: Console) -> list[dict[str, Any]]:
+AGENTS_CASES = (Case("scratch-4.9M", {"path": "scratch", "scratch": SCRATCH}, 1, agents=True),)
+
+
+def measure(case: Case, *, rounds: int) -> list[Row]:
     """Rows of one model."""
     folder = ensure_checkpoint(from_dict({"model": case.model}))
     vocabulary = trainable_tokens(folder)
     with ExitStack() as stack:
-        contenders, notes = make_contenders(case, folder, case.make_groups(vocabulary, seed=0), stack, console)
+        contenders, notes = make_contenders(case, folder, case.make_groups(vocabulary, seed=0), stack)
         spent: dict[str, list[Spent]] = {contender: [] for contender in contenders}
         tokens = []
         for round_ in range(rounds + 1):
@@ -117,14 +119,16 @@ def measure(case: Case, *, rounds: int, console: Console) -> list[dict[str, Any]
                 answers[contender], took = timed(step, groups)
                 spent[contender].append(took)
             check(answers)
-            console.print(f"{case.name}: round {round_} of {rounds} done", style="dim")
-    rates = {  # without the first round, which warms up
-        contender: [n / took.seconds for n, took in zip(tokens, of, strict=True)][1:] for contender, of in spent.items()
-    }
-    cpu_rates = {
-        contender: [n / took.cpu_seconds for n, took in zip(tokens, of, strict=True)][1:]
-        for contender, of in spent.items()
-    }
+            print(f"{case.name}: round {round_} of {rounds} done", flush=True)
+
+    def rates_by(clock: Callable[[Spent], float]) -> dict[str, list[float]]:
+        """Tokens per second of each contender in each round but the first, which warms up."""
+        return {
+            contender: [n / clock(took) for n, took in zip(tokens, of, strict=True)][1:]
+            for contender, of in spent.items()
+        }
+
+    rates, cpu_rates = rates_by(lambda took: took.seconds), rates_by(lambda took: took.cpu_seconds)
     return [
         {
             "model": case.name,
@@ -149,9 +153,9 @@ def ratio(rates: list[float], others: list[float]) -> float:
 
 
 def make_contenders(
-    case: Case, folder: Path, trial: list[TrajectoryGroup], stack: ExitStack, console: Console
+    case: Case, folder: Path, trial: list[TrajectoryGroup], stack: ExitStack
 ) -> tuple[dict[str, Contender], dict[str, str]]:
-    """The contenders that can run here, and what a reader of their figures should know."""
+    """Return the contenders that can run here, and notes under the table, by contender."""
     model = torch_model(folder)
     plain = PlainLoop(folder)
     contenders = {
@@ -167,10 +171,8 @@ def make_contenders(
         contenders["streamrl, Megatron"] = streamrl_contender(megatron, share_prefix=True)
         notes["streamrl, Megatron"] = f"{version('megatron-core')}; one process"
     if importable("trl"):
-        from training_trl import TRLStep
-
         trl = TRLStep(folder)
-        trl.sequences = fastest(trl, trial, console)
+        trl.sequences = fastest(trl, trial)
         contenders["TRL"] = trl.contender
         notes["TRL"] = (
             f"{version('trl')}; padded to the longest of the batch, micro-batches of {trl.sequences} sequences"
@@ -178,7 +180,7 @@ def make_contenders(
     return contenders, notes
 
 
-def fastest(trl: TRLStep, groups: list[TrajectoryGroup], console: Console) -> int:
+def fastest(trl: TRLStep, groups: list[TrajectoryGroup]) -> int:
     """The number of sequences in a micro-batch with which `trl` is fastest on `groups`."""
     on_cpu = resolve_device("auto").type == "cpu"
     trl(groups)  # warms up
@@ -188,7 +190,7 @@ def fastest(trl: TRLStep, groups: list[TrajectoryGroup], console: Console) -> in
         _, spent = timed(trl, groups)
         seconds[sequences] = spent.cpu_seconds if on_cpu else spent.seconds
     shown = ", ".join(f"{number}: {spent:.2f} s" for number, spent in seconds.items())
-    console.print(f"TRL's step by sequences in a micro-batch: {shown}", style="dim")
+    print(f"TRL's step by sequences in a micro-batch: {shown}", flush=True)
     return min(seconds, key=lambda sequences: seconds[sequences])
 
 
@@ -199,7 +201,7 @@ class Spent(NamedTuple):
 
 
 def timed(step: Step, groups: list[TrajectoryGroup]) -> tuple[Found, Spent]:
-    """What `step` answers, and what it cost."""
+    """Return the result of `step` and its cost."""
     began, cpu_began = time.perf_counter(), time.process_time()
     found = step(groups)
     return found, Spent(time.perf_counter() - began, time.process_time() - cpu_began)
@@ -221,42 +223,25 @@ def importable(module: str) -> bool:
         return False
 
 
-def options_of(documentation: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the small model only, two rounds")
+def main() -> None:
+    parser = parser_of(__doc__, quick="the small model only, two rounds")
     parser.add_argument("--threads", type=int, default=1)
-    return parser.parse_args()
-
-
-def run(name: str, cases: Sequence[Case], options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """Measure `cases`, show what was found, and write it as the results of the benchmark `name`."""
+    parser.add_argument("--agents", action="store_true", help="groups are episodes of agents")
+    options = parser.parse_args()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     compute_with(options.threads)
-    console = Console()
     rounds = 2 if options.quick else 3
-    rows: list[dict[str, Any]] = []
-    for case in cases[: 1 if options.quick else None]:
-        rows += measure(case, rounds=rounds, console=console)
-    table = Table(title="sampled tokens trained on per second")
-    for column in ("model", "contender", "tokens computed", "s a step", "tokens/s", "ratio to padded", "by CPU time"):
-        table.add_column(column, justify="left" if column in ("model", "contender") else "right")
-    for row in rows:
-        step = f"{row['tokens_computed']:,}", f"{row['seconds_per_step']:.2f}", f"{row['tokens_per_second']:.0f}"
-        ratios = (f"{row[column]:.2f}" for column in ("ratio_to_padded", "ratio_by_cpu_time"))
-        table.add_row(row["model"], row["contender"], *step, *ratios)
-    console.print(table)
-    for row in rows:
-        if row["note"]:
-            console.print(f"{row['model']}, {row['contender']}: {row['note']}")
-    common = {"threads": options.threads, "rounds": rounds, "prompt_tokens": PROMPT, "microbatch_tokens": MICRO_TOKENS}
-    console.print(f"written to {write_results(name, {**common, **settings, 'quick': options.quick}, rows)}")
-
-
-def main() -> None:
-    options = options_of(__doc__)
-    lengths = {"mean": MEAN, "sigma": SIGMA, "longest": LONGEST}
-    run("bench_trainer", CASES, options, {"siblings": SIBLINGS, "response_tokens": lengths})
+    rows: list[Row] = []
+    for case in (AGENTS_CASES if options.agents else CASES)[: 1 if options.quick else None]:
+        rows += measure(case, rounds=rounds)
+    settings: dict[str, Any] = {"threads": options.threads, "rounds": rounds, "quick": options.quick}
+    settings |= {"prompt_tokens": PROMPT, "microbatch_tokens": MICRO_TOKENS}
+    if options.agents:
+        settings |= {"episodes": EPISODES, "turns": TURNS, "branches": BRANCHES, "turn_tokens": TURN_TOKENS}
+    else:
+        settings |= {"siblings": SIBLINGS, "response_tokens": {"mean": MEAN, "sigma": SIGMA, "longest": LONGEST}}
+    report("bench_agents_trainer" if options.agents else "bench_trainer", settings, rows)
 
 
 if __name__ == "__main__":

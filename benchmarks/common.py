@@ -1,19 +1,23 @@
-"""What every benchmark shares: what a figure depends on, and one place and form for results.
+"""Shared by all benchmarks: command line, processor time and memory, results and how they are shown.
 
-A benchmark writes to `results/latest/`, which git ignores, whatever it measured. What README and docs show is kept in
-`results/`, and only `figures.py` writes there: so no trial run replaces a kept figure.
+A benchmark writes its results to `results/latest/`, which git ignores. Results that README and docs show are in
+`results/`, and only `figures.py` writes there, so a trial run replaces no kept figure.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from streamrl.processor import avoid_broken_instructions
 
@@ -23,12 +27,83 @@ ROOT = Path(__file__).parent.parent
 KEPT = ROOT / "benchmarks" / "results"
 LATEST = KEPT / "latest"
 WRITTEN_BY_FIGURES = ("README.md", "docs", "benchmarks/results")
-"""What measuring changes itself: it does not make a checkout another state of the code."""
+"""Files that `figures.py` changes: they do not make a checkout another state of the code."""
+RUN_SECONDS = 1800.0
+"""Deadline of a run."""
+WIDTH = 180
+"""Columns of a table on the console."""
+
+Row = dict[str, Any]
+
+
+def parser_of(documentation: str | None, *, quick: str = "") -> argparse.ArgumentParser:
+    """The command line of a benchmark. `quick`: the help of its option --quick, if it has one."""
+    parser = argparse.ArgumentParser(description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if quick:
+        parser.add_argument("--quick", action="store_true", help=quick)
+    return parser
+
+
+# --- runs ----------------------------------------------------------------------------------------
+
+EXAMPLES = ROOT / "examples"
+NO_FILES = {"trainer.save_at_end": "false", "metrics.plots": "false", "metrics.sinks": "[]"}
+"""Settings of a run that leaves only its metrics."""
+
+
+def words_of(settings: Mapping[str, object]) -> list[str]:
+    """Settings by section and key, as words of a command line."""
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def run_example(
+    example: Path, settings: Mapping[str, object], *, started: Callable[[int], object] = lambda pid: None
+) -> str:
+    """Run `example` as a user would, with other `settings`; return its standard output. `started` gets the process's
+    id. Exit if the run fails."""
+    command = [sys.executable, "-m", "streamrl", "run", str(example), *words_of(settings)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as running:
+        started(running.pid)
+        output, errors = running.communicate(timeout=RUN_SECONDS)
+    if running.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{output[-3000:]}\n{errors[-3000:]}")
+    return output
+
+
+# --- processor time and memory -------------------------------------------------------------------
+
+
+def cpu_seconds(pid: int, *, children: bool = False) -> float:
+    """Processor seconds that process `pid`, with `children` and all that it started, has used so far."""
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *(process.children(recursive=True) if children else ()))]
+    return float(sum(each.user + each.system for each in times))
+
+
+def resident(field: str) -> int:
+    """Bytes of this process's memory: `VmRSS` now, `VmHWM` at most since `begin_peak`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise SystemExit(f"/proc/self/status has no {field}: this benchmark needs Linux")
+
+
+def begin_peak() -> None:
+    """Begin the peak of this process's memory (`VmHWM`) at its present size."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+# --- results -------------------------------------------------------------------------------------
 
 
 def machine() -> dict[str, Any]:
     """Processor, memory, devices, load of the last minute and library versions."""
-    import psutil
     import torch
 
     return {
@@ -90,8 +165,25 @@ def write_results(
     return path
 
 
+def report(name: str, settings: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], **how: Any) -> None:
+    """Write results as `write_results` does, and print their tables."""
+    path = write_results(name, settings, rows, **how)
+    show(name, read_results(path))
+    print(f"written to {path}")
+
+
+def show(name: str, results: dict[str, Any]) -> None:
+    """Print the tables that README and docs have of the benchmark `name`; of another benchmark, all columns."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+    from tables import TABLES, all_columns
+
+    for render in [table.render for table in TABLES if table.benchmark == name] or [all_columns]:
+        Console(width=WIDTH).print(Markdown(render(results)))
+
+
 def latest(file: str) -> Path:
-    """Where a benchmark writes `file`: its results, or their plot."""
+    """The path to which a benchmark writes `file`: its results, or their plot."""
     LATEST.mkdir(parents=True, exist_ok=True)
     return LATEST / file
 
@@ -102,8 +194,8 @@ def read_results(path: Path) -> dict[str, Any]:
 
 
 def earlier_rows(name: str) -> list[dict[str, Any]]:
-    """The rows of the latest run, to add others to them. Exit if they are of another state of the code or processor:
-    figures in one table can be compared."""
+    """Return the rows of the latest run, for a benchmark that adds others. Exit if they are of another state of the
+    code or another processor: figures in one table can be compared."""
     path = latest(f"{name}.json")
     if not path.exists():
         return []
@@ -128,7 +220,7 @@ def processor() -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says about this checkout; None where there is neither git nor a checkout."""
+    """Return the output of git in this checkout; None without git or without a checkout."""
     try:
         done = subprocess.run(["git", "-C", ROOT, *arguments], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

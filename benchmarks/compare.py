@@ -1,25 +1,33 @@
-"""Say which ratio has fallen by more than a tenth since it was kept: `make bench`.
+"""Name the ratios that have fallen by more than a tenth since they were kept (`make bench`), or since a commit.
 
-    python benchmarks/compare.py [bench_stream bench_engine ...]
+    python benchmarks/compare.py [bench_stream bench_engine …]
+    python benchmarks/compare.py --before COMMIT [--rounds 3] [bench_stream …]
 
 Runs the quick variants and compares with the results that are kept in `results/`. Rates depend on the machine and on
-what else it does; what is compared has no dimension, since both parts of it were measured in one run: speed-up
-against its bound, share of a bare broadcast or of bare pyzmq, multiples of plain loops. Rows are the same points under
-the same settings as the kept ones, only with fewer repeats, so a quick run has some rows of the kept ones and not all.
-A benchmark with a row that fell is run once more, and the better of both counts: other load on the machine seldom hits
-the same row twice. The exit code is 1 if a row has fallen.
+its other load; the compared ratios have no dimension, since both parts were measured in one run: speed-up against its
+bound, share of a bare broadcast or of bare pyzmq, multiples of plain loops. Rows are the same points under the same
+settings as the kept ones, only with fewer repeats, so a quick run has some of the kept rows and not all. A benchmark
+with a row that fell is run once more, and the better of both counts: other load on the machine seldom hits the same row
+twice. The exit code is 1 if a row has fallen.
+
+With `--before`, COMMIT and the last commit are checked out into a temporary folder and run their own quick benchmarks
+in turns, with the same interpreter and packages. It prints the ratio of the rates (`RATES`), last commit to COMMIT, of
+each row: the median over the rounds, least and most. Above 1 is faster.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
-from common import KEPT, LATEST, ROOT, processor, read_results
+from common import KEPT, ROOT, Row, parser_of, processor, read_results, report
 from rich.console import Console
 from rich.table import Table
 
@@ -28,9 +36,8 @@ FALL = 0.1
 BUSY = 0.5
 """Load average at the start, above which other work is mentioned."""
 
-Row = dict[str, Any]
 Ratios = dict[str, float]
-"""By what a reader calls the row. Higher is better."""
+"""By the name of the row. Higher is better."""
 
 
 # --- ratios of each benchmark's rows -------------------------------------------------------------
@@ -57,7 +64,7 @@ def bench_rewards(rows: list[Row]) -> Iterator[tuple[str, float]]:
 
 
 def bench_engine(rows: list[Row]) -> Iterator[tuple[str, float]]:
-    """Beside `generate`, which is always there."""
+    """Relative to `generate`, which is always there."""
     for row in rows:
         rates = row["tokens_per_second"]
         if "streamrl" in rates and "generate" in rates:
@@ -143,12 +150,14 @@ def better(one: Mapping[str, float], other: Mapping[str, float]) -> Ratios:
     return {name: max(found[name] for found in (one, other) if name in found) for name in {**one, **other}}
 
 
-def measure(benchmark: str, arguments: list[str]) -> list[Row]:
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{benchmark}.py"), *arguments]
+def measure(benchmark: str, arguments: Sequence[str], *, tree: Path = ROOT) -> list[Row]:
+    """Run a benchmark of the state of the code in `tree`; return its rows."""
+    command = [sys.executable, str(tree / "benchmarks" / f"{benchmark}.py"), *arguments]
     print("$", *command, flush=True)
-    if subprocess.run(command, cwd=ROOT, check=False).returncode:
+    environment = os.environ | {"PYTHONPATH": str(tree)}
+    if subprocess.run(command, cwd=tree, env=environment, check=False).returncode:
         raise SystemExit(f"{' '.join(command)} failed")
-    rows: list[Row] = read_results(LATEST / f"{benchmark}.json")["rows"]
+    rows: list[Row] = read_results(tree / "benchmarks" / "results" / "latest" / f"{benchmark}.json")["rows"]
     return rows
 
 
@@ -165,13 +174,7 @@ def table_of(found: Mapping[str, Comparison]) -> Table:
     return table
 
 
-def main() -> None:
-    names = [ratios.__name__ for ratios in COMPARED]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=f"of {', '.join(names)}; by default all")
-    chosen = parser.parse_args().benchmarks
-    if unknown := set(chosen) - set(names):
-        parser.error(f"not compared: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+def compare_with_kept(chosen: Sequence[str]) -> None:
     console = Console(width=140)
     found: dict[str, Comparison] = {}
     notes = []
@@ -193,6 +196,76 @@ def main() -> None:
         raise SystemExit(f"no row was measured that is kept: {', '.join(incomparable)}")
     if fallen := [f"{name}: {change.name}" for name, c in found.items() for change in c.fallen]:
         raise SystemExit("\n".join([f"fell by more than {FALL:.0%}:", *fallen]))
+
+
+# --- two states of the code ----------------------------------------------------------------------
+
+
+class Rate(NamedTuple):
+    """The rate of a row of a benchmark, and the columns that name the row."""
+
+    of: Callable[[Row], float | None]
+    """Higher is faster. None: the row has none."""
+    names: Sequence[str]
+
+
+RATES = {
+    "bench_manager": Rate(
+        lambda row: None if row["kind"] == "open" else row["admissions_per_second"], ("kind", "gservers", "in_flight")
+    ),
+    "bench_stream": Rate(lambda row: row["groups_per_second"], ("contender", "siblings", "tokens")),
+    "bench_weights": Rate(lambda row: 1 / row["publish_seconds"], ("mode", "size", "gservers")),
+    "bench_engine": Rate(lambda row: row["tokens_per_second"].get("streamrl"), ("model", "dtype", "concurrency")),
+}
+ONLY_OURS = [word for other in ("generate", "generate_batch", "sglang", "vllm") for word in ("--without", other)]
+
+
+def rates_of(benchmark: str, tree: Path) -> dict[str, float]:
+    """Run the quick benchmark of the state in `tree`; return its rates by row."""
+    rate = RATES[benchmark]
+    rows = measure(benchmark, ["--quick", *(ONLY_OURS if benchmark == "bench_engine" else [])], tree=tree)
+    rates = {" ".join(str(row[name]) for name in rate.names): rate.of(row) for row in rows}
+    return {row: found for row, found in rates.items() if found}
+
+
+def compare_commits(commit: str, benchmarks: Sequence[str], *, rounds: int) -> None:
+    found: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as folder:
+        before, after = Path(folder) / "before", Path(folder) / "after"
+        for tree, state in ((before, commit), (after, "HEAD")):
+            subprocess.run(["git", "-C", ROOT, "worktree", "add", "-q", "--detach", tree, state], check=True)
+        try:
+            for round_ in range(rounds):
+                for benchmark in benchmarks:
+                    trees = (before, after) if round_ % 2 == 0 else (after, before)
+                    rates = {tree: rates_of(benchmark, tree) for tree in trees}
+                    for row in rates[before].keys() & rates[after].keys():
+                        found[benchmark, row].append((rates[before][row], rates[after][row]))
+        finally:
+            for tree in (before, after):
+                subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
+    rows: list[Row] = []
+    for (benchmark, row), pairs in sorted(found.items()):
+        ratios = [now / earlier for earlier, now in pairs]
+        rows.append({"benchmark": benchmark, "row": row, "rates": pairs, "ratio": round(median(ratios), 3)})
+        rows[-1] |= {"least": round(min(ratios), 3), "most": round(max(ratios), 3)}
+    report("compare", {"before": commit, "rounds": rounds}, rows)
+
+
+def main() -> None:
+    names = [ratios.__name__ for ratios in COMPARED]
+    parser = parser_of(__doc__)
+    parser.add_argument("benchmarks", nargs="*", metavar="BENCHMARK", help=f"of {', '.join(names)}; by default all")
+    parser.add_argument("--before", metavar="COMMIT", help=f"compare with this state of the code: {', '.join(RATES)}")
+    parser.add_argument("--rounds", type=int, default=3, help="of --before")
+    options = parser.parse_args()
+    known = list(RATES) if options.before else names
+    if unknown := set(options.benchmarks) - set(known):
+        parser.error(f"not compared: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    if options.before:
+        compare_commits(options.before, options.benchmarks or known, rounds=options.rounds)
+    else:
+        compare_with_kept(options.benchmarks)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Staleness without a system around it: a synchronous loop whose data come from the policy of some versions ago.
+"""Staleness without a system around it: a synchronous loop that trains on data of the policy of some versions ago.
 
     python benchmarks/delay.py [--tasks copy increment] [--delays 4 8] [--seeds 0 1 2] [--variants …] [--append]
 
 One process, one thread, a task (copy four digits, or increment each), the model and the settings of
 examples/copy_scratch.toml. At version v the batch is drawn from the policy of version v - delay, as a whole. Nothing is
-interrupted, no engine differs from the trainer, nothing is late: what goes wrong here is the algorithm's. Variants that
-streamrl has are trained through its own objective; those that it has not are written here from their papers. `slowed`
-are those with algorithm.on_collapse = "slow": streamrl's own watch looks at the figures of each step.
+interrupted, no engine differs from the trainer, nothing is late: any collapse here is the algorithm's. Variants of
+streamrl are trained through its own objective; the others are written here from their papers. Variants called `slowed`
+have algorithm.on_collapse = "slow": streamrl's own watch judges the figures of each step.
 
 A run has learned where the mean reward of three steps reaches 0.95; `worst` is the least such mean afterwards, `area`
 the mean reward of all steps. A run takes about a minute on one core.
@@ -14,7 +14,6 @@ the mean reward of all steps. A run takes about a minute on one core.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
@@ -22,14 +21,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from itertools import product
-from pathlib import Path
 from statistics import fmean, median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from common import earlier_rows, write_results
+from common import EXAMPLES, earlier_rows, parser_of, write_results
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -42,12 +40,12 @@ from streamrl.trainer.algorithms.advantages import group_advantages
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
 from streamrl.types import Prompt
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "copy_scratch.toml"
+EXAMPLE = EXAMPLES / "copy_scratch.toml"
 LEARNED = 0.95
 WINDOW = 3
-"""Steps whose mean reward is looked at."""
+"""Steps over which a reward is averaged."""
 NORMS = 50
-"""Steps whose gradient norms a norm is compared with."""
+"""Steps with which a gradient norm is compared."""
 CAP = 5.0
 """Of the weights ρ of the methods written here."""
 
@@ -169,7 +167,7 @@ VARIANTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["default", "decoupled"])
     parser.add_argument("--delays", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -1,22 +1,19 @@
-"""What the demo prints: `streamrl run examples/smollm2_addition.toml`, as `make demo` runs it.
+"""The output of the demo: `streamrl run examples/smollm2_addition.toml`, as `make demo` runs it.
 
 python benchmarks/demo.py
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import ROOT, write_results
+from common import EXAMPLES, parser_of, run_example, write_results
 
-EXAMPLE = ROOT / "examples" / "smollm2_addition.toml"
+EXAMPLE = EXAMPLES / "smollm2_addition.toml"
 WIDTH = 120
 
 
@@ -31,25 +28,19 @@ class Demo(NamedTuple):
 def run(**settings: object) -> Demo:
     """Run the example as a user would, with `settings` by section and key; exit if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        overrides = [f"{key}={value}" for key, value in {**settings, "run.dir": folder}.items()]
-        command = [sys.executable, "-m", "streamrl", "run", str(EXAMPLE), "run.name=demo", *overrides]
-        environment = os.environ | {"COLUMNS": str(WIDTH)}
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=1800, check=False, cwd=ROOT, env=environment
-        )
-        if done.returncode:
-            sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        os.environ["COLUMNS"] = str(WIDTH)
+        output = run_example(EXAMPLE, {"run.name": "demo", **settings, "run.dir": folder})
         run_dir = Path(folder) / "demo"
         lines = (run_dir / "metrics.jsonl").read_text().splitlines()
         return Demo(
-            printed=[line.rstrip() for line in done.stdout.replace(folder, "runs").splitlines()],
+            printed=[line.rstrip() for line in output.replace(folder, "runs").splitlines()],
             steps=[json.loads(line)["metrics"] for line in lines],
             summary=json.loads((run_dir / "summary.json").read_text()),
         )
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser_of(__doc__).parse_args()
     found = run()
     print("\n".join(found.printed))
     print(f"written to {write_results('demo', {'example': EXAMPLE.name}, [found._asdict()])}")

@@ -1,8 +1,7 @@
-"""The contenders of `bench_engine.py`: each in processes of its own, asked for tokens by the benchmark.
+"""The contenders of `bench_engine.py`, each in processes of its own.
 
-`Served` is a gserver (embedded or SGLang) asked over HTTP; `Script` a program that answers lines of JSON
-(`engine_transformers.py`, `engine_vllm.py`). Invariant: all compute with the same number of threads, and after
-`close` none of a contender's processes is left.
+`Served` is a gserver (embedded or SGLang), called over HTTP; `Script` is `engine_script.py`, with other libraries.
+Invariant: all compute with the same number of threads, and `close` leaves none of a contender's processes.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import multiprocessing
 import os
 import select
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
@@ -32,7 +30,7 @@ Prompts = list[list[int]]
 
 
 class ContenderFailed(Exception):
-    """A contender did not start, or did not answer."""
+    """A contender did not start, or did not reply."""
 
 
 class Contender(Protocol):
@@ -40,10 +38,10 @@ class Contender(Protocol):
 
     name: str
     pid: int
-    """The process that, with those that it started, does the work."""
+    """The process that does the work, with the processes that it started."""
 
     def generate(self, prompts: Prompts, new_tokens: int) -> int:
-        """So many tokens for each of `prompts`, all at once; return how many there are in all."""
+        """Make `new_tokens` for each of `prompts`, all at once; return the number of tokens in all."""
 
     def close(self) -> None: ...
 
@@ -52,7 +50,7 @@ class Served:
     """A gserver of `config` in a process of its own; its client is this process."""
 
     def __init__(self, name: str, config: Config, folder: Path, *, without: str = "") -> None:
-        """`without`: what the embedded engine computes in torch though there is C for it (`leave_out`)."""
+        """`without`: a part of `NATIVE_PARTS`, or "all", that torch computes in this gserver."""
         self.name = name
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
@@ -87,12 +85,12 @@ class Served:
 
 
 class Script:
-    """A running script; several contenders may ask the same one for different methods."""
+    """A running `engine_script.py`; several contenders may share it, each with a method of its own."""
 
-    def __init__(self, python: str, script: str, folder: Path, dtype: str, threads: int, *more: int) -> None:
-        self.script = script
+    def __init__(self, python: str, library: str, folder: Path, dtype: str, threads: int) -> None:
+        self._library = library
         self._process = subprocess.Popen(
-            [python, "-P", str(HERE / script), str(folder), dtype, str(threads), *map(str, more)],
+            [python, "-P", str(HERE / "engine_script.py"), library, str(folder), dtype, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL if "STREAMRL_LOG" not in os.environ else None,
@@ -107,20 +105,21 @@ class Script:
             self.close()
             raise
 
-    def ask(self, question: dict[str, Any]) -> int:
+    def generate(self, method: str, prompts: Prompts, new_tokens: int) -> int:
         assert self._process.stdin is not None
+        request = {"method": method, "prompts": prompts, "new_tokens": new_tokens}
         try:
-            self._process.stdin.write(json.dumps(question) + "\n")
+            self._process.stdin.write(json.dumps(request) + "\n")
         except OSError as error:
-            raise ContenderFailed(f"{self.script} has ended: {error}") from error
-        answer = self._read(ANSWER_SECONDS)
-        if "error" in answer:
-            raise ContenderFailed(f"{self.script}: {answer['error']}")
-        return int(answer["tokens"])
+            raise ContenderFailed(f"{self._library} has ended: {error}") from error
+        reply = self._read(ANSWER_SECONDS)
+        if "error" in reply:
+            raise ContenderFailed(f"{self._library}: {reply['error']}")
+        return int(reply["tokens"])
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # what was asked of a script that has ended
+        with suppress(BrokenPipeError):  # a request to a script that has ended
             self._process.stdin.close()
         try:
             self._process.wait(20)
@@ -129,16 +128,16 @@ class Script:
             self._process.wait()
 
     def _read(self, seconds: float) -> dict[str, Any]:
-        """The next line, which nothing else follows until it is asked for."""
+        """Read the next line, which is the only one until the next request."""
         assert self._process.stdout is not None
         if not select.select([self._process.stdout], [], [], seconds)[0]:
             self._process.kill()
-            raise ContenderFailed(f"{self.script} did not answer within {seconds:.0f} s and was ended")
+            raise ContenderFailed(f"{self._library} did not reply within {seconds:.0f} s and was ended")
         line = self._process.stdout.readline()
         if not line:
-            raise ContenderFailed(f"{self.script} has ended; run with STREAMRL_LOG=DEBUG to see what it said")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+            raise ContenderFailed(f"{self._library} has ended; run with STREAMRL_LOG=DEBUG to see its output")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
 
 class Scripted:
@@ -150,28 +149,18 @@ class Scripted:
         self._script = script
 
     def generate(self, prompts: Prompts, new_tokens: int) -> int:
-        return self._script.ask({"method": self.name, "prompts": prompts, "new_tokens": new_tokens})
+        return self._script.generate(self.name, prompts, new_tokens)
 
     def close(self) -> None:
         self._script.close()
 
 
-def transformers_contenders(folder: Path, dtype: str, threads: int, cache_tokens: int) -> list[Contender]:
-    """`cache_tokens`: room for keys and values in continuous batching."""
-    script = Script(sys.executable, "engine_transformers.py", folder, dtype, threads, cache_tokens)
-    return [Scripted("generate", script), Scripted("generate_batch", script)]
-
-
-def vllm_contender(python: str, folder: Path, dtype: str, threads: int) -> Contender:
-    return Scripted("vllm", Script(python, "engine_vllm.py", folder, dtype, threads))
-
-
 NATIVE_PARTS = ("layers", "products", "draws")
-"""What the embedded engine computes in C, where it can."""
+"""Parts of the embedded engine that are C on processors with AVX-512."""
 
 
 def leave_out(part: str) -> None:
-    """In this process, from now on, torch computes `part` of `NATIVE_PARTS`, or all of them ("all")."""
+    """Let torch compute `part` of `NATIVE_PARTS` in this process, or all of them ("all")."""
     from streamrl.gserver.embedded import model
     from streamrl.native import operations
 
@@ -188,7 +177,7 @@ def leave_out(part: str) -> None:
 
 
 def _serve(config: Config, folder: Path, pipe: Connection, without: str) -> None:
-    """The gserver's process: tells its URL, lives until the pipe is closed."""
+    """The gserver's process: it sends its URL and lives until the pipe is closed."""
     if without:
         leave_out(without)
     from streamrl.gserver.server.process import running

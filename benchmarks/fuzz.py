@@ -22,7 +22,6 @@ ask for groups, beat, leave and fail the run; that is left out. All ports are se
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import errno
 import json
@@ -46,8 +45,7 @@ import numpy as np
 import psutil
 import uvloop
 import zmq
-from common import write_results
-from rich.console import Console
+from common import Row, parser_of, report
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -220,7 +218,7 @@ class Run:
             log = (self._folder / f"{role}.log").read_text()
             raise SystemExit(f"{name} has ended:\n{log[-12000:]}")
 
-    def steps(self) -> list[dict[str, Any]]:
+    def steps(self) -> list[Row]:
         path = self.config.run_dir / "metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -686,7 +684,7 @@ class Sending:
         self._ended_episode = next(iter(sorted(taps.keys)), "").removeprefix("Bearer ")
         self._corpora = corpora(taps, count=min(2000, max(100, messages // 5)))
 
-    async def all_ports(self, way: str, seed: int) -> list[dict[str, Any]]:
+    async def all_ports(self, way: str, seed: int) -> list[Row]:
         """Send everything to all ports at once; return a row for each."""
         return await asyncio.gather(*(self._one(port, way, seed + number) for number, port in enumerate(self._ports)))
 
@@ -741,16 +739,16 @@ class Sending:
         }
 
 
-async def fuzz(messages: int, folder: Path, console: Console, engine: str) -> list[dict[str, Any]]:
+async def fuzz(messages: int, folder: Path, engine: str) -> list[Row]:
     taps = Taps()
     run = Run(folder, taps, engine)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     try:
         await run.begin()
         status = await run.until_steps(10)
         taps.recording = False
         ports = await asyncio.to_thread(run.ports, status)  # the taps go on meanwhile
-        console.print(f"{len(ports)} ports: {', '.join(port.process for port in ports)}")
+        print(f"{len(ports)} ports: {', '.join(port.process for port in ports)}")
         granted = await run.join()
         sending = await asyncio.to_thread(Sending, ports, taps, granted, messages=messages, engine=engine)
         grown: dict[str, dict[bool, list[float]]] = {port.process: {False: [], True: []} for port in ports}
@@ -775,7 +773,7 @@ async def fuzz(messages: int, folder: Path, console: Console, engine: str) -> li
                 for name, size in memory(ports).items():
                     grown[name][quiet].append(round(size - before[name], 1))
             for row in rows[-len(ports) :]:
-                console.print(row)
+                print(row, flush=True)
         rows += [
             {"port": name, "grown_mb": under[False], "grown_mb_without": under[True]} for name, under in grown.items()
         ]
@@ -783,7 +781,7 @@ async def fuzz(messages: int, folder: Path, console: Console, engine: str) -> li
         rows.append(await run.finish() | {"steps_under": made[0], "steps_without": made[1]})
         others = [p for p in late.processes if p.pid != os.getpid()]
         rows[-1]["silent"] = [f"{p.role}/{p.index}" for p in others if p.state == "silent"]
-        console.print(*rows[-len(ports) - 1 :])
+        print(*rows[-len(ports) - 1 :], sep="\n", flush=True)
         return rows
     finally:
         await run.end()
@@ -795,7 +793,7 @@ def memory(ports: Sequence[Port]) -> dict[str, float]:
     return {port.process: psutil.Process(port.pid).memory_info().rss / 2**20 for port in ports}
 
 
-def problems(rows: Sequence[dict[str, Any]]) -> list[str]:
+def problems(rows: Sequence[Row]) -> list[str]:
     """What should not be."""
     found = [f"{row['port']} accepted {row['accepted']} messages" for row in rows if row.get("accepted")]
     found += [f"{row['port']} failed at {row['found']['500']}" for row in rows if row.get("found", {}).get("500")]
@@ -811,17 +809,16 @@ def problems(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--messages", type=int, default=100_000, help="at each port, in each way")
     parser.add_argument("--engine", choices=("embedded", "sglang"), default="embedded", help="of the gserver")
     options = parser.parse_args()
-    console = Console(width=200)
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        rows = uvloop.run(fuzz(options.messages, Path(folder), console, options.engine))
+        rows = uvloop.run(fuzz(options.messages, Path(folder), options.engine))
         seconds = round(time.monotonic() - began)
     name = "fuzz" if options.engine == "embedded" else f"fuzz_{options.engine}"
-    console.print(f"written to {write_results(name, {'messages': options.messages, 'seconds': seconds}, rows)}")
+    report(name, {"messages": options.messages, "seconds": seconds}, rows)
     if found := problems(rows):
         raise SystemExit("\n".join(found))
 

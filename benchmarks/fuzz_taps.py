@@ -1,4 +1,4 @@
-"""Taps between the processes of a run, which pass messages on as they are, and record them for `fuzz.py`.
+"""Taps between the processes of a run, which pass messages on unchanged and record them for `fuzz.py`.
 
 The tap before the controller changes one thing. The addresses of processes in registrations, and the controller's own
 in replies, are replaced by addresses of taps. So the tap of the controller is all that the others need.
@@ -22,9 +22,9 @@ from yarl import URL
 from tests.hostile import Request
 
 STREAM_BYTES = 2 * 2**20
-"""That are kept of one connection."""
+"""Bytes that are kept of one connection."""
 CONNECTIONS = 64
-"""That are kept of one port."""
+"""Connections that are kept of one port."""
 KEPT_HEADERS = ("content-type", "x-session-id", "x-api-key", "idempotency-key", "anthropic-version")
 GREETING_BYTES = 64
 MORE, LONG, COMMAND = 1, 2, 4
@@ -32,15 +32,15 @@ MORE, LONG, COMMAND = 1, 2, 4
 
 
 class Taps:
-    """All taps of one run. What comes is recorded by role while `recording`."""
+    """All taps of one run. They record messages by role while `recording`."""
 
     def __init__(self) -> None:
         self.recording = True
         self.keys: set[str] = set()
-        """That agents showed the gateway."""
+        """Keys that agents sent to the gateway."""
         self._requests: dict[str, list[Request]] = defaultdict(list)
         self._streams: dict[str, list[bytearray]] = defaultdict(list)
-        """Role → what the clients of its port sent, by connection."""
+        """Role → bytes of the clients of its port, by connection."""
         self._addresses: dict[str, str] = {}
         """Address of a process → that of the tap before it."""
         self._closing: list[Any] = []
@@ -60,18 +60,18 @@ class Taps:
         return {urlsplit(address).port or 0 for address in self._addresses}
 
     def requests(self, role: str) -> list[Request]:
-        """What was asked of the HTTP servers of `role`."""
+        """Requests to the HTTP servers of `role`."""
         found = list(self._requests[role])
         for stream in self._streams[role]:
             found += http_requests(bytes(stream))
         return found
 
     def messages(self, role: str) -> list[list[bytes]]:
-        """What was sent to the ZMQ sockets of `role`."""
+        """Messages to the ZMQ sockets of `role`."""
         return [frames for stream in self._streams[role] for frames in zmq_messages(bytes(stream))]
 
     def streams(self, role: str) -> list[bytes]:
-        """The same with all that ZMQ says besides, by connection."""
+        """All bytes to them, with those of ZMQ's own protocol, by connection."""
         return [bytes(stream) for stream in self._streams[role]]
 
     async def close(self) -> None:
@@ -172,7 +172,7 @@ class Taps:
 
 
 class _Reading:
-    """What httptools tells of a stream of requests."""
+    """Collects the requests of a stream that httptools parses."""
 
     def __init__(self) -> None:
         self.found: list[Request] = []
@@ -204,7 +204,7 @@ def http_requests(stream: bytes) -> list[Request]:
 
 
 def zmq_messages(stream: bytes) -> Iterator[list[bytes]]:
-    """The messages in `stream`, what one end of a connection of ZMTP 3 has sent, without the commands between them."""
+    """The messages in `stream`, the bytes from one end of a ZMTP 3 connection, without the commands between them."""
     at, frames = GREETING_BYTES, list[bytes]()
     while at + 2 <= len(stream):
         flags = stream[at]

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in one command and under eight minutes, without network.
+"""The tests and figures that need a GPU, in one command and under eight minutes, without network.
 
     python benchmarks/gpu.py [--only STEP …] [--seconds N] [--sglang-python PATH]
     python benchmarks/gpu.py --device cpu --tiny       # try the steps themselves, on a machine without a GPU
@@ -10,15 +10,15 @@ where they fit:
   share of the device's peak, by its data sheet, and of a bare matrix product here. Arithmetic that is done again for
   the sake of memory is not counted;
 - *training, batches of a run*: the same of groups of ragged responses as runs have them, packed and trained on by the
-  policy's own step, beside one of full rows; and a profile of one step of each, as a text beside the results;
+  policy's own step, and of full rows; and a profile of one step of each, as a text in the folder of the results;
 - *generation*: tokens per second of the embedded engine, by requests at once; *transformers* and *sglang*, where it is
   installed: the same prompts by others;
 - *publication*: seconds of a weight update, and its bytes per second as a share of a bare copy on the device;
 - *async*: groups per second of whole runs with `max_staleness` 4, relative to 0. A response ends at each token by the
   same chance, so lengths have a real tail.
 
-Each step is a process of its own with a deadline. It is reported when it ends; none stops the others, and what is
-missing on the machine is skipped by name. Results are written after each step.
+Each step is a process of its own with a deadline. It is reported when it ends; none stops the others, and steps that
+the machine cannot make are skipped by name. Results are written after each step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common import ROOT, latest, write_results
+from common import ROOT, Row, latest, parser_of, write_results
+from tables import short
 
 from streamrl.launch.processes import visible_gpus
 from streamrl.planner.shapes import KNOWN, Shape
@@ -58,8 +59,6 @@ NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Environment variable: torch looks for devices without CUDA, which cannot be used in forked processes afterwards."""
 GIB = 2**30
 PROMPT_TOKENS = 128
-
-Row = dict[str, Any]
 
 
 class Skipped(Exception):
@@ -200,8 +199,35 @@ def device_memory(place: Place) -> float:
     return float(torch.cuda.mem_get_info(0)[0])
 
 
+def require_memory(place: Place, purpose: str, needed: float) -> None:
+    """Raise `Skipped` where fewer than `needed` bytes are free on the device, or torch finds none."""
+    free = device_memory(place)
+    if needed > free:
+        raise Skipped(f"{purpose} takes {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free")
+
+
+def require_training_memory(place: Place, name: str, *, tokens: int) -> None:
+    """The same for training the model `name` on micro-batches of `tokens`."""
+    from streamrl.planner.capacity import TrainerLayout, trainer_memory
+
+    needed = trainer_memory(shape_of(place, name), TrainerLayout(), tokens=tokens, shard=False).total
+    require_memory(place, f"training {name}", needed)
+
+
+def torch_device(place: Place) -> Any:
+    import torch
+
+    return torch.device("cuda", 0) if place.device == "cuda" else torch.device("cpu")
+
+
+def torch_dtype(place: Place) -> Any:
+    import torch
+
+    return torch.bfloat16 if place.device == "cuda" else torch.float32
+
+
 def wait_for_device(place: Place) -> None:
-    """Wait until the device has done what it was given to do."""
+    """Wait until the device has no work left."""
     import torch
 
     if place.device == "cuda":
@@ -215,14 +241,8 @@ ROW_TOKENS, ROWS, MICRO_BATCHES = 2048, 4, 2
 
 def training(place: Place, name: str, backend: str) -> list[Row]:
     """Steps of a backend, with activations kept and computed again."""
-    from streamrl.planner.capacity import TrainerLayout, trainer_memory
-
     shape, folder = shape_of(place, name), place.model(name)
-    tokens = (64 if place.tiny else ROW_TOKENS) * ROWS
-    needed = trainer_memory(shape, TrainerLayout(), tokens=tokens, shard=False).total
-    free = device_memory(place)
-    if needed > free:
-        raise Skipped(f"training {name} takes {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free")
+    require_training_memory(place, name, tokens=(64 if place.tiny else ROW_TOKENS) * ROWS)
     import torch
 
     rows, bare = [], matrix_product_tflops(place)
@@ -240,65 +260,48 @@ def training(place: Place, name: str, backend: str) -> list[Row]:
 def _training(
     place: Place, shape: Shape, folder: Path, backend: str, *, checkpointing: bool, bare_tflops: float
 ) -> Row:
-    import numpy as np
-    import torch
-
-    from streamrl.planner.gpus import peak_of
-    from streamrl.trainer.backends.base import ModelSpec
-    from streamrl.trainer.packing import MicroBatch
+    from streamrl.trainer.packing import pack
 
     length = 64 if place.tiny else ROW_TOKENS
-    on_gpu = place.device == "cuda"
-    model = make_backend(
-        backend,
-        ModelSpec(
-            folder=folder,
-            head="tokens",
-            device=torch.device(place.device, 0) if on_gpu else torch.device("cpu"),
-            dtype=torch.bfloat16 if on_gpu else torch.float32,
-            lr=1e-6,
-            total_updates=1000,
-            gradient_checkpointing=checkpointing,
-        ),
-    )
-    generator = np.random.default_rng(0)
-    rows, columns = np.divmod(np.arange(ROWS * (length - 1)), length - 1)
-
-    def micro_batch() -> MicroBatch:
-        ids = generator.integers(0, shape.vocab_size - 2, (ROWS, length))
-        return MicroBatch(
-            input_ids=ids,
-            position_ids=np.tile(np.arange(length), (ROWS, 1)),
-            visible_until=np.full((ROWS, length), length),
-            row_index=rows,
-            column_index=columns,
-            group_index=np.zeros_like(rows),
-            target_index=np.arange(len(rows)),
-            target_ids=ids[rows, columns + 1],
-        )
-
-    micros = [micro_batch() for _ in range(MICRO_BATCHES)]
+    model = make_backend(backend, spec_of(place, folder, checkpointing=checkpointing))
+    groups = full_groups(place, shape)
+    micros = pack(groups, max_tokens=ROWS * length, share_prefix=False, hidden_size=model.hidden_size)
 
     def step() -> None:
-        model.accumulate(micros, lambda _, output: -output.values.mean() / MICRO_BATCHES)
+        model.accumulate(micros, lambda _, output: -output.values.mean() / len(micros))
         model.update(lambda: None)
         wait_for_device(place)
 
-    step()
-    step()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    steps = rate(step, seconds=place.seconds)
+    steps = steps_per_second(place, step)
     tokens = MICRO_BATCHES * ROWS * length * steps
-    tflops = 3 * shape.forward_flops(length) * tokens / 1e12
-    peak = peak_of(torch.cuda.get_device_name(0)) if on_gpu else None
     model.close()
+    return {"tokens_per_second": tokens, **arithmetic(place, 3 * shape.forward_flops(length) * tokens, bare_tflops)}
+
+
+def steps_per_second(place: Place, step: Callable[[], object]) -> float:
+    """The rate of `step`, after two that warm up; begins the peak of the device's memory."""
+    import torch
+
+    step()
+    step()
+    if place.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    return rate(step, seconds=place.seconds)
+
+
+def arithmetic(place: Place, flops: float, bare_tflops: float) -> Row:
+    """`flops` a second in relation to the device's peak and to a bare product, and the peak of its memory."""
+    import torch
+
+    from streamrl.planner.gpus import peak_of
+
+    on_gpu = place.device == "cuda"
+    peak = peak_of(torch.cuda.get_device_name(0)) if on_gpu else None
     return {
-        "tokens_per_second": tokens,
-        "tflops": tflops,
-        "share_of_peak": tflops / peak.tflops if peak else None,
+        "tflops": flops / 1e12,
+        "share_of_peak": flops / 1e12 / peak.tflops if peak else None,
         "bare_tflops": bare_tflops,
-        "share_of_bare": tflops / bare_tflops,
+        "share_of_bare": flops / 1e12 / bare_tflops,
         "memory_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
     }
 
@@ -313,13 +316,9 @@ LISTED = 25
 
 def training_of_runs(place: Place, name: str) -> list[Row]:
     """Steps of the policy, as a model worker takes them: on a batch of ragged responses, and on one of full rows."""
-    from streamrl.planner.capacity import TrainerLayout, trainer_memory
-
     shape, folder = shape_of(place, name), place.model(name)
     tokens = 256 if place.tiny else ROW_TOKENS * ROWS
-    needed, free = trainer_memory(shape, TrainerLayout(), tokens=tokens, shard=False).total, device_memory(place)
-    if needed > free:
-        raise Skipped(f"training {name} takes {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free")
+    require_training_memory(place, name, tokens=tokens)
     bare, policy = matrix_product_tflops(place), make_policy(place, folder, max_tokens=tokens)
     rows: list[Row] = []
     for batch in ("run", "full rows"):
@@ -334,20 +333,15 @@ def training_of_runs(place: Place, name: str) -> list[Row]:
 
 
 def make_policy(place: Place, folder: Path, *, max_tokens: int) -> Any:
-    import torch
-
     from streamrl.config import AlgorithmConfig, TrainerConfig
     from streamrl.trainer.algorithms.losses import KLCoefficient
-    from streamrl.trainer.backends.base import ModelSpec, Ranks
+    from streamrl.trainer.backends.base import Ranks
     from streamrl.trainer.layout import Layout
     from streamrl.trainer.roles.actor import Actor
 
-    on_gpu = place.device == "cuda"
-    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    spec = ModelSpec(folder=folder, head="tokens", device=device, dtype=dtype, lr=1e-7, total_updates=1000)
+    device = torch_device(place)
     return Actor(
-        make_backend("torch", spec),
+        make_backend("torch", spec_of(place, folder)),
         ranks=Ranks(Layout(), 0, device=device),
         trainer=TrainerConfig(max_tokens_per_microbatch=max_tokens),
         algorithm=AlgorithmConfig(),
@@ -372,34 +366,21 @@ def full_groups(place: Place, shape: Shape) -> list[Any]:
 
 
 def random_groups(shape: Shape, count: int, prompt: int, lengths: Callable[[Any], list[int]]) -> list[Any]:
+    import msgspec
     import numpy as np
-
-    from streamrl.types import TrajectoryGroup
+    from training_batch import MaskedTokens, packed
 
     generator = np.random.default_rng(0)
     groups = []
     for seq in range(count):
-        asked = generator.integers(0, shape.vocab_size - 2, prompt)
+        begun = MaskedTokens.of_prompt(generator.integers(0, shape.vocab_size - 2, prompt))
         answers = [generator.integers(0, shape.vocab_size - 2, length) for length in lengths(generator)]
-        seqlens = [prompt + len(answer) for answer in answers]
-        mask = np.concatenate([np.arange(length) >= prompt for length in seqlens])
-        versions = np.repeat(generator.integers(0, OLDEST + 1, len(answers)), seqlens)
-        groups.append(
-            TrajectoryGroup(
-                seq=seq,
-                worker="rollout/0",
-                prompt_length=prompt,
-                seqlens=np.array(seqlens, np.int32),
-                rewards=generator.random(len(answers)).astype(np.float32),
-                packed_input_ids=np.concatenate([part for answer in answers for part in (asked, answer)]).astype(
-                    np.int32
-                ),
-                packed_loss_mask=mask,
-                packed_behavior_logprobs=np.zeros(len(mask), np.float32),
-                packed_policy_versions=np.where(mask, versions, -1).astype(np.int32),
-                finish_reasons=["stop"] * len(answers),
-            )
-        )
+        sequences = [begun.more(answer, sampled=True) for answer in answers]
+        rewards = generator.random(len(answers)).astype(np.float32)
+        group = packed(seq, sequences, rewards, prompt=prompt)
+        versions = np.repeat(generator.integers(0, OLDEST + 1, len(answers)), group.seqlens)
+        versions = np.where(group.packed_loss_mask, versions, -1).astype(np.int32)
+        groups.append(msgspec.structs.replace(group, packed_policy_versions=versions))
     return groups
 
 
@@ -421,7 +402,7 @@ def items_of(groups: Sequence[Any], policy: Any) -> list[Any]:
 
 
 def policy_step(policy: Any, items: Sequence[Any]) -> Any:
-    """One step of a policy on a batch that is one minibatch; what it found."""
+    """One step of a policy on a batch that is one minibatch; return its statistics."""
     from streamrl.trainer.roles.items import Minibatch, StepStatistics
 
     tokens = sum(int(item.trainable.sum()) for item in items)
@@ -435,23 +416,14 @@ def policy_step(policy: Any, items: Sequence[Any]) -> Any:
 def measure_steps(place: Place, shape: Shape, policy: Any, items: Sequence[Any], *, bare_tflops: float) -> Row:
     """Seconds of a step, and its useful arithmetic: of each packed token in the layers, of the tokens that it attends
     to, and of each predicted token in the head."""
-    import torch
-
     from streamrl.config import TrainerConfig
-    from streamrl.planner.gpus import peak_of
     from streamrl.trainer.roles.items import pack_for
-
-    on_gpu = place.device == "cuda"
 
     def step() -> None:
         policy_step(policy, items)
         wait_for_device(place)
 
-    step()
-    step()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    steps = rate(step, seconds=place.seconds)
+    steps = steps_per_second(place, step)
     trainer = TrainerConfig(max_tokens_per_microbatch=256 if place.tiny else ROW_TOKENS * ROWS)
     micros = pack_for(policy.model, [item.group for item in items], trainer)
     computed = sum(micro.tokens for micro in micros)
@@ -459,19 +431,13 @@ def measure_steps(place: Place, shape: Shape, policy: Any, items: Sequence[Any],
     attended = sum(int(micro.position_ids.sum()) + micro.tokens for micro in micros)
     forward = 2 * computed * (shape.active_parameters - shape.embedding) + 2 * predicted * shape.embedding
     forward += 4 * shape.layers * shape.heads * shape.head_dim * attended
-    tflops = 3 * forward * steps / 1e12
-    peak = peak_of(torch.cuda.get_device_name(0)) if on_gpu else None
     return {
         "policy_step_seconds": 1 / steps,
         "micro_batches": len(micros),
         "computed_tokens": computed,
         "predicted_tokens": predicted,
         "tokens_per_second": computed * steps,
-        "tflops": tflops,
-        "share_of_peak": tflops / peak.tflops if peak else None,
-        "bare_tflops": bare_tflops,
-        "share_of_bare": tflops / bare_tflops,
-        "memory_gib": torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
+        **arithmetic(place, 3 * forward * steps, bare_tflops),
     }
 
 
@@ -498,7 +464,7 @@ def profile(place: Place, work: Callable[[], object]) -> tuple[str, Row]:
     figures: Row = {"profiled_seconds": seconds, "busy_share": covered(kernels) / 1e6 / seconds}
     figures["kernel_launches"] = sum("launch" in event["name"].lower() for event in calls)
     figures["synchronizations"] = sum("synchronize" in event["name"].lower() for event in calls)
-    lines = [f"{key} {shown(value)}" for key, value in figures.items()]
+    lines = [f"{key} {short(value)}" for key, value in figures.items()]
     for title, found in (("on the device", kernels), ("calls of the host", calls)):
         lines += ["", f"{title}: milliseconds, calls, name", *most_time(found)]
     return "\n".join(lines) + "\n", figures
@@ -521,6 +487,20 @@ def most_time(events: Sequence[Row]) -> list[str]:
         spent.setdefault(event["name"], []).append(float(event["dur"]))
     largest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:LISTED]
     return [f"{sum(times) / 1e3:10.3f} {len(times):7d}  {name[:200]}" for name, times in largest]
+
+
+def spec_of(place: Place, folder: Path, *, checkpointing: bool = False) -> Any:
+    from streamrl.trainer.backends.base import ModelSpec
+
+    return ModelSpec(
+        folder=folder,
+        head="tokens",
+        device=torch_device(place),
+        dtype=torch_dtype(place),
+        lr=1e-7,
+        total_updates=1000,
+        gradient_checkpointing=checkpointing,
+    )
 
 
 def make_backend(name: str, spec: Any) -> Any:
@@ -591,24 +571,19 @@ def prompts(place: Place, shape: Shape, count: int) -> list[list[int]]:
 
 def generation(place: Place, name: str) -> list[Row]:
     """The embedded engine, called directly."""
-    import torch
-
     from streamrl.gserver.embedded.engine import EmbeddedEngine
     from streamrl.gserver.server.engine import Job, Text
     from streamrl.transport.generation import SamplingParams
 
     shape, folder = shape_of(place, name), place.model(name)
-    needed, free = 2.5 * shape.parameters, device_memory(place)
-    if needed > free:
-        raise Skipped(f"serving {name} takes {needed / GIB:.0f} GiB, and {free / GIB:.0f} are free")
-    on_gpu = place.device == "cuda"
+    require_memory(place, f"serving {name}", 2.5 * shape.parameters)
 
     async def measure() -> list[Row]:
         engine = EmbeddedEngine(
             folder=folder,
             text=Text(folder),
-            dtype=torch.bfloat16 if on_gpu else torch.float32,
-            device=torch.device("cuda", 0) if on_gpu else torch.device("cpu"),
+            dtype=torch_dtype(place),
+            device=torch_device(place),
             threads=1,
             max_running=max(at_once(place)),
             max_queued=1024,
@@ -649,8 +624,8 @@ def transformers(place: Place, name: str) -> list[Row]:
 
     shape, folder = shape_of(place, name), place.model(name)
     device_memory(place)
-    dtype = torch.bfloat16 if place.device == "cuda" else torch.float32
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval().to(place.device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch_dtype(place), local_files_only=True)
+    model.eval().to(place.device)
 
     def generate(count: int, length: int) -> int:
         ids = torch.tensor(prompts(place, shape, count), device=place.device)
@@ -663,13 +638,20 @@ def transformers(place: Place, name: str) -> list[Row]:
         wait_for_device(place)
         return int(answer[:, ids.shape[1] :].numel())
 
+    return rates_of(place, name, "transformers", generate, at_once(place)[1:] or at_once(place))
+
+
+def rates_of(
+    place: Place, name: str, engine: str, generate: Callable[[int, int], int], counts: Sequence[int]
+) -> list[Row]:
+    """Tokens per second by requests at once. `generate`: requests and their new tokens → tokens in all."""
     rows = []
-    for count in at_once(place)[1:] or at_once(place):
-        generate(count, 4)
+    for count in counts:
+        generate(count, 4)  # warms up
         began = time.perf_counter()
         made = generate(count, new_tokens(place))
         found = made / (time.perf_counter() - began)
-        rows.append({"model": name, "engine": "transformers", "at_once": count, "tokens_per_second": found})
+        rows.append({"model": name, "engine": engine, "at_once": count, "tokens_per_second": found})
     return rows
 
 
@@ -705,17 +687,12 @@ def sglang(place: Place, name: str) -> list[Row]:
         }
     )
     server = Served("sglang", config, folder)
-    rows = []
     try:
-        for count in at_once(place):
-            server.generate(prompts(place, shape, count), 4)
-            began = time.perf_counter()
-            made = server.generate(prompts(place, shape, count), new_tokens(place))
-            found = made / (time.perf_counter() - began)
-            rows.append({"model": name, "engine": "sglang", "at_once": count, "tokens_per_second": found})
+        return rates_of(
+            place, name, "sglang", lambda n, length: server.generate(prompts(place, shape, n), length), at_once(place)
+        )
     finally:
         server.close()
-    return rows
 
 
 # --- publication ---------------------------------------------------------------------------------
@@ -744,14 +721,11 @@ def refuse_too_few_ranks() -> None:
 
 
 async def _publication(place: Place, folder: Path, way: str) -> Row:
-    import torch
-    from bench_weights import Weights, point
+    from bench_weights import Weights, point, read_weights
 
     from streamrl.config import from_dict
-    from streamrl.safetensors_files import TensorFiles
 
     mode, _, backend = way.partition(" ")
-    device = torch.device("cuda", 0) if place.device == "cuda" else torch.device("cpu")
     with tempfile.TemporaryDirectory() as name:
         config = from_dict(
             {
@@ -764,8 +738,7 @@ async def _publication(place: Place, folder: Path, way: str) -> Row:
                 "manager": {"heartbeat_seconds": 0.5},
             }
         )
-        files = TensorFiles(folder, "model")
-        weights_here = {n: files.read(n).to(device, torch.float32) for n in files.names()}
+        weights_here = {n: tensor.to(torch_device(place)) for n, tensor in read_weights(folder).items()}
         if backend == "nccl":  # this process has its device already; the gserver gets the next one
             os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus()[-1]
         async with point(config, Path(name), folder) as here:
@@ -996,17 +969,13 @@ def told(row: Row) -> str:
     """A line for people."""
     state = {True: "ok", False: "FAILED", None: "skipped"}[row["ok"]]
     hidden = ("step", "seconds", "ok", "log", "note")
-    figures = ", ".join(f"{key} {shown(value)}" for key, value in row.items() if key not in hidden)
+    figures = ", ".join(f"{key} {short(value)}" for key, value in row.items() if key not in hidden)
     line = f"{row['step']}: {state} ({row['seconds']:.0f} s) {row.get('note', '')} {figures}".rstrip()
     return line + (f"\n{row['log']}" if row.get("log") else "")
 
 
-def shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of no size: tries the steps, measures nothing")
     parser.add_argument("--only", nargs="+", metavar="STEP", help="steps whose names begin so")

@@ -7,15 +7,16 @@ an HTTP library. Nothing is generated: a group is "in flight" from its admission
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 from aiohttp import web
+from common import percentile
 
 from streamrl.transport.control import (
     Admit,
@@ -27,6 +28,7 @@ from streamrl.transport.control import (
     RegisterReply,
     Role,
 )
+from streamrl.transport.generation import ModelInfo, Outcome, ServerInfo
 from streamrl.transport.secret import of_run_at
 
 encode = msgspec.json.encode
@@ -95,7 +97,7 @@ class Load:
         self._owner = await self.connect()
         self._beats = await self.connect()
         self._ends = await self.connect()
-        async with simulated_gservers(capacity=1_000_000) as url:
+        async with SimulatedGservers(self._gservers, slots=1_000_000) as url:
             for index in range(self._gservers):
                 await self._register("gserver", index, f"{url}/{index}")
             for worker in range(self._workers):
@@ -201,38 +203,49 @@ class Load:
         taking.cancel()
 
 
-@asynccontextmanager
-async def simulated_gservers(*, capacity: int) -> AsyncIterator[str]:
-    """One server that answers the manager's questions for all of them: gserver n lives at URL/n."""
+class SimulatedGservers:
+    """One server that replies for all gservers: gserver n is at URL/n. No weights move."""
 
-    async def answer(request: web.BaseRequest) -> web.Response:
-        if request.path.endswith("/model_info"):
-            return web.json_response({"model_path": "simulated", "weight_version": "default"})
-        return web.json_response({"engine": "simulated", "max_running_requests": capacity})
+    def __init__(self, count: int, *, slots: int) -> None:
+        """`slots`: requests that each gserver runs together."""
+        self._slots = slots
+        self._labels = ["default"] * count
+        self.calls: Counter[str] = Counter()
 
-    runner = web.ServerRunner(web.Server(answer, access_log=None))
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield "http://127.0.0.1:{1}".format(*runner.addresses[0][:2])
-    finally:
-        await runner.cleanup()
+    async def __aenter__(self) -> str:
+        """Listen on the loopback address; return the URL."""
+        self._runner = web.ServerRunner(web.Server(self._answer, access_log=None))
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
+        return "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        _, number, path = request.path.split("/", 2)
+        self.calls[path] += 1
+        body = await request.read()
+        reply: msgspec.Struct = Outcome(success=True)
+        if path == "server_info":
+            reply = ServerInfo(engine="simulated", staged_weight_update=True, max_running_requests=self._slots)
+        elif path == "model_info":
+            reply = ModelInfo(model_path="simulated", weight_version=self._labels[int(number)])
+        elif path == "update_weights_from_disk":
+            self._labels[int(number)] = json.loads(body).get("weight_version") or self._labels[int(number)]
+        return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def figures(load: Load, *, seconds: float, manager_cpu: float, load_cpu: float) -> dict[str, Any]:
-    """What is reported of one measurement."""
+def figures(
+    latencies: Sequence[float], calls: int, *, seconds: float, manager_cpu: float, load_cpu: float
+) -> dict[str, float]:
+    """The figures of one measurement of `seconds`; `latencies`: of its admissions, in seconds."""
     return {
-        "admissions_per_second": round(len(load.latencies) / seconds, 1),
-        "calls_per_second": round(load.calls / seconds, 1),
-        "p50_ms": round(1e3 * percentile(load.latencies, 0.5), 3),
-        "p99_ms": round(1e3 * percentile(load.latencies, 0.99), 3),
+        "admissions_per_second": round(len(latencies) / seconds, 1),
+        "calls_per_second": round(calls / seconds, 1),
+        "p50_ms": round(1e3 * percentile(latencies, 0.5), 3),
+        "p99_ms": round(1e3 * percentile(latencies, 0.99), 3),
         "manager_cpu_share": round(manager_cpu / seconds, 3),
-        "manager_cpu_us_per_call": round(1e6 * manager_cpu / load.calls, 1),
+        "manager_cpu_us_per_call": round(1e6 * manager_cpu / calls, 1),
         "load_cpu_share": round(load_cpu / seconds, 3),
     }

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 import numpy as np
 import uvloop
-from aiohttp import web
+from manager_load import SimulatedGservers
 
 from streamrl import config as configuration
 from streamrl.config import Config
@@ -32,7 +32,6 @@ from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.process import Joined, serve_until_over
 from streamrl.rollout.worker import RolloutWorker
 from streamrl.transport.control import DataFacts
-from streamrl.transport.generation import RECEIVED_SECONDS, ModelInfo, Outcome, Received, ServerInfo
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
 from streamrl.transport.push_pull import GroupPusher
@@ -42,8 +41,6 @@ from streamrl.types import Trajectory, TrajectoryGroup
 SIGMA = 0.6
 """Spread of the times of responses: standard deviation of their logarithm."""
 PROMPT = (1, 2, 3, 4)
-BUCKET_SECONDS = 0.02
-"""That a bucket of weights takes to come."""
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -124,51 +121,6 @@ async def one_worker(config: Config, settings: Settings, *, manager_url: str, in
     await serve_until_over(config, index=index, manager_url=manager_url, advertise="", activity=activity, work=work)
 
 
-class SimulatedGservers:
-    """One server that answers for all gservers: gserver n is at URL/n."""
-
-    def __init__(self, settings: Settings, *, first_label: str) -> None:
-        self._settings = settings
-        self._labels = [first_label] * settings.gservers
-        self.calls: Counter[str] = Counter()
-
-    async def start(self) -> str:
-        self._runner = web.ServerRunner(web.Server(self._answer, access_log=None))
-        await self._runner.setup()
-        await web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096).start()
-        return "http://127.0.0.1:{1}".format(*self._runner.addresses[0][:2])
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        _, number, path = request.path.split("/", 2)
-        self.calls[path] += 1
-        body = await request.read()
-        reply: msgspec.Struct = Outcome(success=True)
-        if path == "server_info":
-            reply = ServerInfo(engine="simulated", staged_weight_update=True, max_running_requests=self._settings.slots)
-        elif path == "model_info":
-            reply = ModelInfo(model_path="simulated", weight_version=self._labels[int(number)])
-        elif path in ("update_weights_from_disk", "receive_weights"):
-            self._labels[int(number)] = json.loads(body).get("weight_version") or self._labels[int(number)]
-            if path == "receive_weights":
-                return await self._receive(request, json.loads(body)["senders"])
-        return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
-
-    async def _receive(self, request: web.BaseRequest, senders: list[list[Any]]) -> web.StreamResponse:
-        """Take `BUCKET_SECONDS` for each bucket, and tell how far it is as a gserver does."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        began, counts = time.monotonic(), [len(buckets) for buckets in senders]
-        while (done := int((time.monotonic() - began) / BUCKET_SECONDS)) < max(counts):
-            await response.write(_event(Received([min(done, count) for count in counts])))
-            await asyncio.sleep(min(RECEIVED_SECONDS, BUCKET_SECONDS * (max(counts) - done)))
-        await response.write(_event(Received(counts)) + b"data: [DONE]\n\n")
-        return response
-
-
-def _event(content: msgspec.Struct) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
 async def one_gserver(config: Config, *, manager_url: str, index: int, address: str) -> None:
     """Beat for one gserver until the run is over."""
     client = Counted(manager_url, secret=of_run_at(manager_url, config))
@@ -191,11 +143,10 @@ async def main() -> None:
     allow_many_connections()
     config = configuration.load(config_file)
     settings = msgspec.json.decode(text, type=Settings)
-    gservers = SimulatedGservers(settings, first_label="default")
-    address = await gservers.start()
+    gservers = SimulatedGservers(settings.gservers, slots=settings.slots)
     orders = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
-    async with asyncio.TaskGroup() as everybody:
+    async with gservers as address, asyncio.TaskGroup() as everybody:
         for index in range(settings.gservers):
             everybody.create_task(
                 one_gserver(config, manager_url=manager_url, index=index, address=f"{address}/{index}")

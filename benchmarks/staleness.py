@@ -1,39 +1,39 @@
-"""How stale a run may be: real asynchronous runs over tasks, `max_staleness` (η), objectives and seeds.
+"""Staleness that a run bears: real asynchronous runs over tasks, `max_staleness` (η), objectives and seeds.
 
-    python benchmarks/staleness.py                                   # all of it: many hours; can be stopped and resumed
+    python benchmarks/staleness.py                                   # all runs: many hours; can be stopped and resumed
     python benchmarks/staleness.py --quick                           # four short runs, in minutes: nothing is kept
-    python benchmarks/staleness.py --only task=sort,copy eta=4,8     # a part of it
-    python benchmarks/staleness.py --dry-run                         # what is missing, and how long it would take
-    python benchmarks/staleness.py --report                          # tables and plot of what there is; nothing is run
+    python benchmarks/staleness.py --only task=sort,copy eta=4,8     # some of the runs
+    python benchmarks/staleness.py --dry-run                         # list the missing runs and estimate their time
+    python benchmarks/staleness.py --report                          # tables and plot of the finished runs
 
-Each run is a process of its own, started as a user would start it, with the settings of an example and those of its
-`Cell`. It goes on for three times as many steps as its task takes to be learned at η = 0: what is learned has to last.
+Each run is a process of its own, started as a user would start it, with the settings of an example and of its
+`Cell`. It takes three times as many steps as its task needs to be learned at η = 0, to see whether the reward lasts.
 
-A finished run is a row of `results/latest/staleness.json`, written when the run ends, and is not run again as long as
-these three are what they were:
+A finished run is a row of `results/latest/staleness.json`, written when the run ends. It is not run again while these
+three are unchanged:
 
 - its cell (task, objective, η, over-age policy, seed);
-- its settings: those of its example and of its cell (defaults are part of the code);
-- the code: every Python file of `streamrl/` as a syntax tree without docstrings, and every C file, except for what only
-  starts or shows a run (`NOT_CODE`). Comments, documentation, tests and benchmarks do not count.
+- the settings of its example and of its cell (defaults are part of the code);
+- the code: every Python file of `streamrl/` as a syntax tree without docstrings, and every C file, except for files
+  that only start or show a run (`NOT_CODE`). Comments, documentation, tests and benchmarks do not count.
 
-`--any-code` takes the rows of other code for finished, too. A run that fails is said, and is no row.
+`--any-code` accepts rows of other code as finished, too. A run that fails is named, and leaves no row.
 
-What is reported, in terms of the reward of a step, which is the mean over its training batch:
+The figures of a run, in terms of the reward of a step, which is the mean over its training batch:
 
-- a reward is *smoothed* by the mean over `WINDOW` steps, the last of which is the step;
-- *learned* is a run from the first step whose smoothed reward is `LEARNED`; *steps to 0.9* are those to the first one
-  with a smoothed reward of `NEARLY`;
-- the *worst reward after it was learned* is the least smoothed reward from there to the end. A run *fell* if that is
+- a reward is *smoothed* by the mean over `WINDOW` steps, the last of them being the step itself;
+- a run has *learned* from the first step with a smoothed reward of `LEARNED`; *steps to 0.9* count up to the first
+  smoothed reward of `NEARLY`;
+- the *worst reward after it was learned* is the least smoothed reward from there to the end. A run *fell* if it is
   below `NEARLY`;
-- *area per token* is the mean reward over the tokens of the training batches (over-age ones included), divided by that
-  of the synchronous run of the default objective with the same task and seed, over the tokens that both have; *area per
-  second* the same over the seconds of training;
-- *tokens per response* are those that entered a loss, by the responses in training batches; *generated* are those of
-  all finished responses, dropped ones included.
+- *area per token* is the mean reward over the tokens of the training batches (over-age ones included), divided by the
+  same figure of the synchronous run of the default objective with the same task and seed, over the tokens that both
+  have; *area per second* is the same over the seconds of training;
+- *tokens per response* are the tokens that entered a loss, by the responses in training batches; *generated* are the
+  tokens of all finished responses, dropped ones included.
 
-With `--jobs` several runs of small models share the machine. What they learn does not suffer, except that pools which
-wait for a core shift the ages within their bound; seconds do, so tables say how many ran at once.
+With `--jobs` several runs of small models share the machine. Learning does not suffer, except that pools which wait for
+a core shift the ages within their bound; seconds do, so tables name the number of runs at once.
 """
 
 from __future__ import annotations
@@ -57,9 +57,8 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import KEPT, ROOT, commit, latest, read_results, write_results
+from common import KEPT, ROOT, commit, latest, parser_of, read_results, show, write_results
 from rich.console import Console
-from rich.table import Table
 
 from streamrl.config import load
 
@@ -71,23 +70,23 @@ LEARNED, NEARLY = 0.95, 0.9
 EVERY = 5
 """Steps that share one figure in a kept curve, except for the reward and the time, which each step has."""
 NOT_CODE = ("launch/", "cli.py", "report.py", "plots.py", "records.py", "records/", "__main__.py")
-"""Of streamrl/: what starts a run or shows it, and so has no part in what it learns."""
+"""Parts of streamrl/ that start a run or show it, and so do not change its learning."""
 DEADLINE_SECONDS = 5400.0
 """Longest time of one run."""
 STOPPING_SECONDS = 60.0
-"""Longest time that a run may take to end once it was told to."""
+"""Longest time that a run may take to end after SIGTERM."""
 
 
-# --- what is run ---------------------------------------------------------------------------------
+# --- the runs ------------------------------------------------------------------------------------
 
 
 class Task(NamedTuple):
     example: str
     settings: Mapping[str, Any]
-    """By section and key, beside those of the example."""
+    """By section and key, on top of the example."""
     steps: int
-    """Three times what learning takes at η = 0 (until the smoothed reward is `LEARNED`, seed 0). Measured for
-    `increment` (67 steps), `sort` (70) and `modular-addition` (211); of the other tasks it is a guess."""
+    """Three times the steps to a smoothed reward of `LEARNED` at η = 0, seed 0. Measured for `increment` (67 steps),
+    `sort` (70) and `modular-addition` (211); a guess for the other tasks."""
     seconds: float
     """A guess at the time of one run, used until there is a row."""
 
@@ -118,7 +117,7 @@ SIDE_BY_SIDE = "increment"
 SCRATCH = [name for name, task in TASKS.items() if task.example == "copy_scratch.toml" and name != LENGTH_TASK]
 PRETRAINED = [name for name, task in TASKS.items() if task.example != "copy_scratch.toml"]
 NOT_LEARNED = "smollm2-chain-sum"
-"""Tried at η = 0 alone: a task that a synchronous run does not learn has nothing to lose."""
+"""Tried at η = 0 alone: a task that a synchronous run does not learn cannot be lost."""
 
 _DECOUPLED = {
     "objective": "ppo",
@@ -149,10 +148,10 @@ OBJECTIVES: dict[str, Mapping[str, Any]] = {
     },
     "cispo": _DECOUPLED | {"objective": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
 }
-"""Settings of [algorithm] by name. The default is what an example has; each of the others names all that it consists
-of, so that it stays what it is when defaults change. `decoupled` has the clip around the policy at the start of the
-step; `truncated` is the same with the limit of truncated importance sampling in verl's and slime's examples,
-`masked` with that of IcePop in verl and AReaL; `gspo` and `cispo` are the recipes of docs/algorithms.md."""
+"""Settings of [algorithm] by name. The default has the settings of the example; each of the others names all of its
+settings, so that a change of defaults does not change it. `decoupled` has the clip around the policy at the start of
+the step; `truncated` is the same with the limit of truncated importance sampling in verl's and slime's examples,
+`masked` with the limit of IcePop in verl and AReaL; `gspo` and `cispo` are the recipes of docs/algorithms.md."""
 
 ETAS = (0, 1, 2, 4, 8, 16)
 STALE_ETAS = (1, 2, 4, 8)
@@ -181,7 +180,7 @@ class Cell(NamedTuple):
 
 
 def study() -> list[Cell]:
-    """All runs, first those that say most; a seed of all of a part comes before the next seed of it."""
+    """All runs, the most informative first; within a part all runs of one seed come before the next seed."""
     others = [objective for objective in OBJECTIVES if objective != "default"]
     parts: list[tuple[tuple[int, ...], list[tuple[str, str, int, str]]]] = [
         (SEEDS, [(task, "default", eta, "mask") for task in SCRATCH for eta in ETAS]),
@@ -208,7 +207,7 @@ def study() -> list[Cell]:
 
 
 def quick() -> list[Cell]:
-    """Enough to see that all of it works."""
+    """Enough runs to see that the whole study works."""
     return [Cell(SIDE_BY_SIDE, objective, eta, "mask", 0) for objective in ("default", "decoupled") for eta in (0, 4)]
 
 
@@ -216,7 +215,7 @@ QUICK_STEPS = 40
 
 
 def chosen(cells: Sequence[Cell], only: Sequence[str]) -> list[Cell]:
-    """Those of `cells` that `only` names: `field=value,value`, of which each has to hold; exit where nothing fits."""
+    """The `cells` that match all of `only` (`field=value,value`); exit if none does."""
     wanted: dict[str, set[str]] = {}
     for text in only:
         name, equals, values = text.partition("=")
@@ -241,7 +240,7 @@ def settings_of(cell: Cell, *, steps: int) -> dict[str, Any]:
         **task.settings,
         "run.seed": cell.seed,
         "run.total_train_steps": steps,
-        "run.stop_at_reward": 1e9,  # never: what is learned has to last
+        "run.stop_at_reward": 1e9,  # never: the reward has to last
         "staleness.max_staleness": cell.eta,
         "staleness.over_age": cell.over_age,
         "trainer.save_at_end": "false",
@@ -257,14 +256,14 @@ def arguments_of(settings: Mapping[str, Any]) -> list[str]:
 
 
 def settings_digest(cell: Cell, *, steps: int) -> str:
-    """Of the settings of a run's example with those of the cell; defaults are part of the code."""
+    """A digest of the settings of a run's example and of its cell; defaults are part of the code."""
     example = tomllib.loads((ROOT / "examples" / TASKS[cell.task].example).read_text())
     said = [example, arguments_of(settings_of(cell, steps=steps))]
     return hashlib.blake2b(json.dumps(said, sort_keys=True).encode(), digest_size=6).hexdigest()
 
 
 def code_digest(package: Path = ROOT / "streamrl") -> str:
-    """Of all code that may change what a run learns; not of comments and docstrings."""
+    """A digest of all code that may change the learning of a run, without comments and docstrings."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(package.rglob("*")):
         name = path.relative_to(package).as_posix()
@@ -293,11 +292,11 @@ def _stands_alone(node: ast.AST) -> bool:
 
 
 class RunFailed(Exception):
-    """A run that did not end as it should, with what it said last."""
+    """A run that failed or did not end, with the end of its output."""
 
 
 def run(cell: Cell, *, steps: int) -> dict[str, Any]:
-    """One run as a user would start it; return its row. Raises `RunFailed`."""
+    """Make one run as a user would start it; return its row. Raises `RunFailed`."""
     with tempfile.TemporaryDirectory(prefix="staleness-") as folder:
         where = {"run.dir": folder, "run.name": "run"}
         example = str(ROOT / "examples" / TASKS[cell.task].example)
@@ -324,7 +323,7 @@ def run(cell: Cell, *, steps: int) -> dict[str, Any]:
 
 
 def row_of(cell: Cell, run_dir: Path) -> dict[str, Any]:
-    """What is kept of a finished run."""
+    """The row of a finished run."""
     reports = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run_dir / "summary.json").read_text())
     final = json.loads((run_dir / "final.json").read_text())
@@ -357,7 +356,7 @@ def row_of(cell: Cell, run_dir: Path) -> dict[str, Any]:
 
 
 def least(window: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    """Over the steps of `window` that have it (a figure that is not a number is left out of a report)."""
+    """The least value over the steps of `window` that have it (reports leave out figures that are not numbers)."""
     return min((short(report["metrics"][metric]) for report in window if metric in report["metrics"]), default=None)
 
 
@@ -366,7 +365,7 @@ def largest(window: Sequence[Mapping[str, Any]], metric: str) -> float | None:
 
 
 def mean_age(window: Sequence[Mapping[str, Any]]) -> float:
-    """Of the tokens that entered a loss, in versions; 0 without any."""
+    """The mean age of the tokens that entered a loss, in versions; 0 without any."""
     tokens = [(int(age), count) for report in window for age, count in report["token_ages"].items()]
     return sum(age * count for age, count in tokens) / max(1, sum(count for _, count in tokens))
 
@@ -380,9 +379,9 @@ def short(value: float) -> float:
 
 
 class Results:
-    """The rows of all finished runs in `results/latest/`, or where there are none yet, those that are kept.
+    """The rows of all finished runs in `results/latest/`, or the kept rows while there are none.
 
-    Several processes may add rows: each reads the file anew under a lock and replaces it as a whole.
+    Several processes may add rows: each reads the file again under a lock and replaces it as a whole.
     """
 
     def __init__(self, name: str) -> None:
@@ -417,7 +416,7 @@ def commits(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-# --- what results say ----------------------------------------------------------------------------
+# --- figures of the runs -------------------------------------------------------------------------
 
 
 def smoothed(rewards: Sequence[float]) -> list[float]:
@@ -426,14 +425,14 @@ def smoothed(rewards: Sequence[float]) -> list[float]:
 
 
 def first_at(rewards: Sequence[float], level: float) -> int | None:
-    """The first step, from 1, whose smoothed reward is `level` or more; None: there is none. The first `WINDOW - 1`
-    steps, which have too few to be smoothed over, do not count."""
+    """The first step, from 1, with a smoothed reward of at least `level`, or None. The first `WINDOW - 1` steps, which
+    have too few to be smoothed over, do not count."""
     found = smoothed(rewards)
     return next((step + 1 for step in range(WINDOW - 1, len(found)) if found[step] >= level), None)
 
 
 def worst_after_learned(rewards: Sequence[float]) -> float | None:
-    """The least smoothed reward from the step on which it was learned; None: it was not."""
+    """The least smoothed reward from the step at which the task was learned; None if it was not."""
     learned = first_at(rewards, LEARNED)
     return None if learned is None else min(smoothed(rewards)[learned - 1 :])
 
@@ -445,7 +444,7 @@ def area(rewards: Sequence[float], until: Sequence[float], end: float) -> float:
 
 
 def tokens_until(curve: Mapping[str, Any]) -> list[float]:
-    """Tokens of all training batches up to each step; the kept ones are those at the end of `EVERY` steps."""
+    """Tokens of all training batches up to each step, interpolated: a curve has them at the end of `EVERY` steps."""
     steps = len(curve["reward"])
     known = [0, *(min(steps, (number + 1) * EVERY) for number in range(len(curve["tokens"])))]
     return [float(value) for value in np.interp(np.arange(1, steps + 1), known, [0, *curve["tokens"]])]
@@ -463,7 +462,7 @@ def area_ratio(row: Mapping[str, Any], synchronous: Mapping[str, Any], *, by: st
 
 
 class Spread(NamedTuple):
-    """A figure of several runs; of those that have it."""
+    """A figure of several runs, some of which may lack it."""
 
     values: list[float]
     runs: int
@@ -484,7 +483,7 @@ class Spread(NamedTuple):
 
 
 def conditions(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What else the machine did while `rows` were measured, which is what their seconds depend on; empty: nothing."""
+    """A sentence about the other load of the machine while `rows` were measured; empty if there was none."""
     most = max((row["jobs"] for row in rows), default=1)
     said = [f"up to {most} runs at once"] if most > 1 else []
     said += sorted({row["note"] for row in rows if row["note"]})
@@ -492,7 +491,7 @@ def conditions(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 class Kind(NamedTuple):
-    """What runs have in common that differ in nothing but the seed."""
+    """Runs that differ only in the seed."""
 
     task: str
     objective: str
@@ -501,12 +500,12 @@ class Kind(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """Of the runs of one kind."""
+    """Figures of the runs of one kind."""
 
     kind: Kind
     runs: int
     fell: int
-    """How many had `LEARNED` and then less than `NEARLY`."""
+    """Number of runs that had `LEARNED` and then less than `NEARLY`."""
     steps_to_nearly: Spread
     seconds_to_nearly: Spread
     worst: Spread
@@ -522,7 +521,7 @@ class Summary(NamedTuple):
     rejected: Spread
     """Masked tokens and dropped groups, as a share."""
     length_ratio: Spread
-    """Tokens in the loss of a response in a training batch, relative to those of a finished response."""
+    """Tokens in the loss of a response in a training batch, relative to the tokens of a finished response."""
 
 
 def summaries(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
@@ -577,7 +576,7 @@ AREA_WANTED = {1: 0.95, 2: 0.95, 4: 0.95, 8: 0.9}
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Whether the criterion holds for the default objective, in words, and by how much.
+    """Return in words whether the criterion holds for the default objective, and by how much.
 
     At η = 1, 2, 4 and 8 no run of any task and seed falls below 0.9 after it had 0.95, and the mean area per token is
     at least `AREA_WANTED`. Runs of the study that are missing, and runs that never had 0.95, keep it from holding.
@@ -641,7 +640,7 @@ def _named_falls(rows: Sequence[Mapping[str, Any]], most: int = 3) -> str:
 
 
 def _best(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Which objective loses least where all of them were run at the criterion's η; empty where that is nowhere."""
+    """Name the objective that loses least in the runs of all objectives at the criterion's η; empty without any."""
     worst: dict[str, dict[tuple[Any, ...], float | None]] = defaultdict(dict)
     for row in rows:
         if row["eta"] in AREA_WANTED:
@@ -662,56 +661,11 @@ def _best(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-# --- what is shown -------------------------------------------------------------------------------
-
-
-COLUMNS = (
-    "task",
-    "objective",
-    "η",
-    "over-age",
-    "runs",
-    "fell",
-    f"steps to {NEARLY}",
-    f"seconds to {NEARLY}",
-    "area per token",
-    "area per second",
-    "worst after learned",
-    "final",
-    "least ESS",
-    "mean age",
-    "trained/generated",
-)
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Mean over seeds, and least to most."""
-    result = Table(title="mean over seeds (least to most)")
-    for name in COLUMNS:
-        result.add_column(name, justify="left" if name in ("task", "objective", "over-age") else "right")
-    for s in summaries(rows):
-        result.add_row(
-            s.kind.task,
-            s.kind.objective,
-            str(s.kind.eta),
-            s.kind.over_age,
-            str(s.runs),
-            str(s.fell),
-            s.steps_to_nearly.said(".0f"),
-            s.seconds_to_nearly.said(".0f"),
-            s.area_per_token.said(),
-            s.area_per_second.said(),
-            s.worst.said(),
-            s.final.said(),
-            s.sample_size.said(),
-            s.mean_age.said(".1f"),
-            s.length_ratio.said(".3f"),
-        )
-    return result
+# --- plot ----------------------------------------------------------------------------------------
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Reward by step for each task at the default; below, what the objectives keep of it by η, side by side."""
+    """Plot the reward by step of each task at the default and, below, the figures of the objectives by η."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -767,7 +721,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 class Remaining:
-    """How long the runs that are left will take, from those that are over."""
+    """An estimate of the time of the missing runs, from the time of the finished ones."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], *, jobs: int) -> None:
         self._jobs = jobs
@@ -788,9 +742,40 @@ def hours(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes} min"
 
 
+def run_missing(cells: Sequence[Cell], results: Results, options: argparse.Namespace, console: Console) -> list[str]:
+    """Make the runs of `cells` that have no row, and add their rows; with `--dry-run` only list them. Return the runs
+    that failed."""
+    failed: list[str] = []
+    code = code_digest()
+    wanted = {cell: settings_digest(cell, steps=steps_of(cell, quick=options.quick)) for cell in cells}
+    missing = left_to_run(wanted, [] if options.quick else results.rows(), code=None if options.any_code else code)
+    remaining = Remaining(results.rows(), jobs=options.jobs)
+    there = len(cells) - len(missing)
+    console.print(f"{there} of {len(cells)} runs are there; the others take about {hours(remaining.seconds(missing))}")
+    if options.dry_run:
+        console.print("\n".join(str(cell) for cell in missing), highlight=False)
+        return failed
+    settings = {"quick": options.quick, "window": WINDOW, "seeds": len(SEEDS)}
+    with contextlib.suppress(KeyboardInterrupt):
+        for cell, found in run_all(list(missing), jobs=options.jobs, quick=options.quick):
+            missing.remove(cell)
+            if isinstance(found, RunFailed):
+                failed.append(str(cell))
+                console.print(f"failed: {cell}\n{found}", markup=False, highlight=False)
+                continue
+            row = found | {"jobs": at_once(cell, options.jobs), "note": options.note, "code": code}
+            row |= {"settings": wanted[cell], "commit": commit()}
+            results.add(row, settings)
+            remaining.took(cell, row["wall_seconds"])
+            console.print(
+                f"{len(cells) - len(missing)}/{len(cells)} {described(row)}; {hours(remaining.seconds(missing))} left",
+                highlight=False,
+            )
+    return failed
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"four runs of {QUICK_STEPS} steps, anew each time")
+    parser = parser_of(__doc__, quick=f"four runs of {QUICK_STEPS} steps, again each time")
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="FIELD=VALUE,…", help=f"runs by {', '.join(Cell._fields)}"
     )
@@ -800,11 +785,11 @@ def main() -> None:
         default=1,
         help="runs at once, but for those of a pretrained model; their seconds suffer, what they learn does not",
     )
-    parser.add_argument("--note", default="", help="what else the machine does, said under the table with seconds")
+    parser.add_argument("--note", default="", help="other load of the machine, named under the table with seconds")
     parser.add_argument("--any-code", action="store_true", help="runs of other code count as finished, too")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--dry-run", action="store_true", help="show what is missing, and how long it would take")
-    what.add_argument("--report", action="store_true", help="tables and plot of what there is; nothing is run")
+    what.add_argument("--dry-run", action="store_true", help="list the missing runs and estimate their time")
+    what.add_argument("--report", action="store_true", help="tables and plot of the finished runs")
     options = parser.parse_args()
     if options.jobs < 1:
         parser.error(f"--jobs {options.jobs}: it has to be 1 or more")
@@ -812,47 +797,13 @@ def main() -> None:
     name = QUICK_NAME if options.quick else NAME
     results = Results(name)
     cells = chosen(quick() if options.quick else study(), options.only)
-    failed: list[str] = []
-    if not options.report:
-        code = code_digest()
-        wanted = {cell: settings_digest(cell, steps=steps_of(cell, quick=options.quick)) for cell in cells}
-        missing = left_to_run(wanted, [] if options.quick else results.rows(), code=None if options.any_code else code)
-        remaining = Remaining(results.rows(), jobs=options.jobs)
-        console.print(
-            f"{len(cells) - len(missing)} of {len(cells)} runs are there; the others take about "
-            f"{hours(remaining.seconds(missing))}"
-        )
-        if options.dry_run:
-            console.print("\n".join(str(cell) for cell in missing), highlight=False)
-            return
-        settings = {"quick": options.quick, "window": WINDOW, "seeds": len(SEEDS)}
-        with contextlib.suppress(KeyboardInterrupt):
-            for cell, found in run_all(missing, jobs=options.jobs, quick=options.quick):
-                if isinstance(found, RunFailed):
-                    failed.append(str(cell))
-                    console.print(f"[red]failed:[/] {cell}", highlight=False)
-                    console.print(str(found), markup=False, highlight=False)
-                    continue
-                row = found | {
-                    "jobs": at_once(cell, options.jobs),
-                    "note": options.note,
-                    "code": code,
-                    "settings": wanted[cell],
-                    "commit": commit(),
-                }
-                results.add(row, settings)
-                remaining.took(cell, row["wall_seconds"])
-                missing.remove(cell)
-                console.print(
-                    f"{len(cells) - len(missing)}/{len(cells)} {told(row)}; "
-                    f"{hours(remaining.seconds([c for c in missing if str(c) not in failed]))} left",
-                    highlight=False,
-                )
+    failed = [] if options.report else run_missing(cells, results, options, console)
+    if options.dry_run:
+        return
     rows = [row for row in results.rows() if cell_of(row) in set(cells)]
     if not rows:
         raise SystemExit("there is no finished run to show" if options.report else "no run was finished")
-    Console(width=max(console.width, 200)).print(table(rows))
-    console.print(verdict(rows), markup=False)
+    show(NAME, {"rows": rows})
     picture = latest(f"{name}.png")
     plot(results.rows(), picture)
     console.print(f"results: {latest(f'{name}.json')}, {picture}", soft_wrap=True)
@@ -865,7 +816,7 @@ def steps_of(cell: Cell, *, quick: bool) -> int:
 
 
 def left_to_run(wanted: Mapping[Cell, str], rows: Sequence[Mapping[str, Any]], *, code: str | None) -> list[Cell]:
-    """The cells without a row of their settings and of `code` (None: of any), in their order."""
+    """The cells that have no row of their settings and of `code` (None: of any code), in their order."""
     there = {
         cell_of(row)
         for row in rows
@@ -875,13 +826,13 @@ def left_to_run(wanted: Mapping[Cell, str], rows: Sequence[Mapping[str, Any]], *
 
 
 def at_once(cell: Cell, jobs: int) -> int:
-    """How many runs share the machine: one of a pretrained model computes with several threads, and two of those take
-    several times as long as one after the other, since threads of one wait for cores that the other's wait on."""
+    """Number of runs that share the machine. A run of a pretrained model computes with several threads; two of them at
+    once take several times as long as one after the other, since their threads wait for each other's cores."""
     return 1 if cell.task in PRETRAINED else jobs
 
 
 def run_all(cells: Sequence[Cell], *, jobs: int, quick: bool) -> Iterator[tuple[Cell, dict[str, Any] | RunFailed]]:
-    """Run `cells`, up to `jobs` at once; yield each as it ends. Interrupted, those that run are waited for."""
+    """Run `cells`, up to `jobs` at once; yield each as it ends. An interrupt waits for the runs that have begun."""
     for threads in sorted({at_once(cell, jobs) for cell in cells}, reverse=True):
         with ThreadPoolExecutor(threads) as pool:
             mine = [cell for cell in cells if at_once(cell, jobs) == threads]
@@ -896,8 +847,8 @@ def run_all(cells: Sequence[Cell], *, jobs: int, quick: bool) -> Iterator[tuple[
                 pool.shutdown(wait=False, cancel_futures=True)
 
 
-def told(row: Mapping[str, Any]) -> str:
-    """A finished run in a line."""
+def described(row: Mapping[str, Any]) -> str:
+    """A line about a finished run."""
     rewards = row["curve"]["reward"]
     nearly, worst = first_at(rewards, NEARLY), worst_after_learned(rewards)
     learned = f"{NEARLY} at step {nearly}" if nearly else f"never {NEARLY}"

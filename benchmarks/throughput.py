@@ -1,17 +1,17 @@
-"""What asynchrony buys: the same job synchronously and at several values of `max_staleness`.
+"""The gain of asynchrony: the same job synchronously and at several values of `max_staleness`.
 
     python benchmarks/throughput.py [--quick] [--seeds N]
 
 (a) for real: the embedded engine and a model trained from scratch (examples/copy_scratch.toml);
-(b) SIMULATED generation: a gserver whose token times and long-tailed lengths are simulated
+(b) SIMULATED generation: a gserver with simulated token times and long-tailed lengths
     (no model behind it, so its rewards mean nothing); everything else of the run is real.
 
 Rates are taken between the first and the last step of the steady part of a run (the first fifth
-is left out). `bound` is the smaller of two speed-ups. `pipeline` is that of an ideal pipeline on the same
+is left out). `bound` is the smaller of two speed-ups. `pipeline` is the one of an ideal pipeline on the same
 slots: the synchronous time of a step divided by the larger of a batch's training time and its
 slot-seconds of generation divided by the slots. With the embedded engine slot-seconds depend on how
 many requests are decoded together, so it is an estimate; with simulated generation it is exact up to
-noise. `cores` is that of a machine whose cores are never idle: the inverse of `cores_busy`, the share of
+noise. `cores` is the one of a machine without idle cores: the inverse of `cores_busy`, the share of
 the cores that the synchronous run keeps busy in its steady part. Pools that share cores cannot pass it
 unless a group costs them less processor time than it costs a synchronous run.
 
@@ -21,12 +21,9 @@ the final reward is their mean, and the least and the most of them.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -41,13 +38,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import psutil
-from common import latest, write_results
-from rich.console import Console
-from rich.table import Table
+from common import EXAMPLES, NO_FILES, Row, cpu_seconds, latest, parser_of, report, run_example
 
 from streamrl.config import load
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "copy_scratch.toml"
+EXAMPLE = EXAMPLES / "copy_scratch.toml"
 SIMULATED = {
     "gserver.engine": "simulated",
     "gserver.simulation.token_seconds": 0.005,
@@ -66,30 +61,10 @@ STEPS = {"embedded": 80, "simulated": 40}
 SEEDS = {"embedded": 3, "simulated": 1}
 """Runs of each kind. Simulated ones differ only in what they draw, and have no rewards that mean anything."""
 SAMPLE_SECONDS = 0.25
-TABLE_WIDTH = 160
-COLUMNS = (
-    "engine",
-    "mode",
-    "max_staleness",
-    "over_age",
-    "steps",
-    "tokens_per_second",
-    "groups_per_second",
-    "speedup",
-    "bound",
-    "cores_busy",
-    "mean_token_age",
-    "oldest_token_age",
-    "masked_share",
-    "dropped_share",
-    "seeds",
-    "reward_final",
-)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer steps and values, one seed: three minutes")
+    parser = parser_of(__doc__, quick="fewer steps and values, one seed: three minutes")
     parser.add_argument("--engine", choices=["embedded", "simulated", "both"], default="both")
     parser.add_argument("--staleness", type=int, nargs="+", help="values of max_staleness besides 0")
     parser.add_argument(
@@ -104,8 +79,7 @@ def main() -> None:
     values = options.staleness or ([4] if options.quick else [1, 2, 4, 8])
     policies = options.over_age or ["mask"]
     engines = ["embedded", "simulated"] if options.engine == "both" else [options.engine]
-    console = Console()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for engine in engines:
             seeds = options.seeds or (1 if options.quick else SEEDS[engine])
@@ -118,20 +92,17 @@ def main() -> None:
                     # Quick synchronous runs, the slow ones, are cut short; how near the others come to the bound is
                     # then the same figure as in a full run.
                     steps = options.steps or STEPS[engine] // (2 if options.quick and value == 0 else 1)
-                    console.print(
-                        f"{label(engine)}: max_staleness {value}, over_age {policy}, seed {seed}, {steps} steps …"
-                    )
+                    print(f"{label(engine)}: η {value}, over_age {policy}, seed {seed}, {steps} steps …", flush=True)
                     runs[value, policy].append(run(Path(folder), engine, value, policy, steps, seed=seed))
             figures = {job: aggregate(found) for job, found in runs.items()}
             rows += [as_row(engine, *job, figures[job], synchronous=figures[0, "mask"]) for job in jobs]
-    Console(width=max(console.width, TABLE_WIDTH)).print(table(rows))
     plot(rows, latest("throughput.png"))
     settings = {"quick": options.quick, "example": EXAMPLE.name, "simulated": SIMULATED}
-    console.print(f"written: {write_results('throughput', settings, rows)}, {latest('throughput.png')}")
+    report("throughput", settings, rows)
 
 
 def label(engine: str) -> str:
-    """How an engine is called wherever its figures appear."""
+    """The name of an engine in tables and plots."""
     return "SIMULATED generation" if engine == "simulated" else "embedded engine"
 
 
@@ -153,30 +124,25 @@ def run(
         "run.total_train_steps": steps,
         "staleness.max_staleness": max_staleness,
         "staleness.over_age": over_age,
-        "trainer.save_at_end": "false",
-        "metrics.plots": "false",
-        "metrics.sinks": "[]",
+        **NO_FILES,
     }
     if engine == "simulated":
         overrides |= SIMULATED
-    arguments = [f"{key}={value}" for key, value in overrides.items()]
-    command = [sys.executable, "-m", "streamrl", "run", str(example), *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
-        meter = ProcessorMeter(running.pid)
-        said, _ = running.communicate(timeout=1800)
-    if running.returncode:
-        sys.exit(f"{' '.join(command)} failed:\n{said[-3000:]}")
+    meter = ProcessorMeter()
+    run_example(example, overrides, started=meter.start)
     return figures_of(folder / str(overrides["run.name"]), meter)
 
 
 class ProcessorMeter:
     """Processor seconds of a process and all that it starts, sampled in a thread until it has ended."""
 
-    def __init__(self, pid: int) -> None:
-        self._root = psutil.Process(pid)
+    def __init__(self) -> None:
         self._of_each: dict[int, float] = {}
         self._times: list[float] = []
         self._seconds: list[float] = []
+
+    def start(self, pid: int) -> None:
+        self._root = psutil.Process(pid)
         threading.Thread(target=self._sample, daemon=True).start()
 
     def between(self, begin: float, end: float) -> float:
@@ -189,8 +155,7 @@ class ProcessorMeter:
             while True:
                 for process in [self._root, *self._root.children(recursive=True)]:
                     with contextlib.suppress(psutil.NoSuchProcess):
-                        used = process.cpu_times()
-                        self._of_each[process.pid] = used.user + used.system
+                        self._of_each[process.pid] = cpu_seconds(process.pid)
                 self._times.append(time.time())
                 self._seconds.append(sum(self._of_each.values()))
                 time.sleep(SAMPLE_SECONDS)
@@ -242,7 +207,7 @@ def aggregate(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
 def as_row(
     engine: str, value: int, policy: str, figures: dict[str, Any], *, synchronous: dict[str, Any]
 ) -> dict[str, Any]:
-    """A line of the table: what `aggregate` found, beside the synchronous run."""
+    """A line of the table: the figures of `aggregate`, relative to the synchronous run."""
     generation = synchronous["generation_seconds_per_group"] * synchronous["groups_per_batch"]
     bounds = {
         "pipeline": synchronous["step_seconds"] / max(synchronous["train_seconds"], generation),
@@ -262,28 +227,7 @@ def as_row(
     }
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    result = Table(title="throughput (simulated: token times and lengths are simulated, rewards mean nothing)")
-    for column in COLUMNS:
-        result.add_column(column.replace("_", " "), justify="right" if column != "engine" else "left")
-    for row in rows:
-        result.add_row(*(cell(row[column]) for column in COLUMNS))
-    return result
-
-
-def cell(value: Any) -> str:
-    match value:
-        case None:
-            return "–"
-        case float():
-            return f"{value:.3g}"
-        case {"mean": mean, "least": least, "most": most}:
-            return f"{mean:.3f} ({least:.3f}–{most:.3f})"
-        case _:
-            return str(value)
-
-
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(rows: list[Row], path: Path) -> None:
     """Speed-up over the synchronous run by staleness, one panel for each engine."""
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     figure, panels = plt.subplots(1, len(engines), figsize=(6 * len(engines), 4), squeeze=False)

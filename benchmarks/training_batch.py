@@ -1,8 +1,8 @@
-"""What all contenders of `bench_trainer.py` are given, and what they answer.
+"""Batches of the benchmarks that train, and the type of the contenders of `bench_trainer.py`.
 
-The batch is drawn from a seed, so that every contender trains on the same tokens. The learning rate
-is so small that a step does all of its work and yet leaves the weights, within float32, as they
-were: after any number of rounds all contenders still have the same model.
+A batch is drawn from a seed, so that every contender trains on the same tokens. The learning rate is so small that a
+step does all of its work and leaves the weights, within float32, unchanged: after any number of rounds all contenders
+still have the same model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoConfig
 
-from streamrl.types import TrajectoryGroup
+from streamrl.types import NO_VERSION, TrajectoryGroup
 
 SIBLINGS, PROMPT = 8, 64
 MEAN, SIGMA, LONGEST = 64, 0.8, 256
 """The log-normal response lengths, in tokens."""
 EPISODES, TURNS, BRANCHES = 4, 8, 2
-"""An agents' group; half-way through its turns an episode goes on in several ways."""
+"""An agents' group; half-way through its turns an episode splits into several branches."""
 TURN_TOKENS = 32
 """Length of the response in each turn, and of the feedback after it."""
 MICRO_TOKENS = 4096
@@ -33,7 +33,7 @@ ADVANTAGE_EPS = 1e-4
 
 
 class Found(NamedTuple):
-    """What an optimizer step saw."""
+    """Loss and gradient norm of an optimizer step."""
 
     loss: float
     grad_norm: float
@@ -45,7 +45,7 @@ Step = Callable[[list[TrajectoryGroup]], Found]
 
 
 class Contender(NamedTuple):
-    """What is measured."""
+    """A way to train on groups."""
 
     step: Step
     computed: Callable[[list[TrajectoryGroup]], int]
@@ -53,7 +53,7 @@ class Contender(NamedTuple):
 
 
 def trainable_tokens(folder: Path) -> NDArray[np.int64]:
-    """All token ids of the checkpoint except that of padding.
+    """All token ids of the checkpoint except the one of padding.
 
     transformers keeps the embedding of the padding token from having a gradient, Megatron Core does not.
     """
@@ -70,9 +70,9 @@ def make_groups(vocabulary: NDArray[np.int64], *, count: int, seed: int) -> list
         prompt = random.choice(vocabulary, PROMPT)
         drawn = random.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, SIBLINGS)
         lengths = np.clip(drawn.round(), 1, LONGEST).astype(int)
-        sequences = [_begun(prompt).more(random.choice(vocabulary, n), sampled=True) for n in lengths]
+        sequences = [MaskedTokens.of_prompt(prompt).more(random.choice(vocabulary, n), sampled=True) for n in lengths]
         rewards = random.random(len(sequences), dtype=np.float32)
-        groups.append(_group(seq, sequences, rewards, range(len(sequences)), vocabulary))
+        groups.append(packed(seq, sequences, rewards, behavior_logprob=uniform(vocabulary)))
     return groups
 
 
@@ -83,9 +83,9 @@ def make_agents_groups(vocabulary: NDArray[np.int64], *, count: int, seed: int) 
     groups = []
     for seq in range(count):
         prompt = random.choice(vocabulary, PROMPT)
-        sequences: list[_Sequence] = []
+        sequences: list[MaskedTokens] = []
         for _ in range(EPISODES):
-            conversations = [_begun(prompt)]
+            conversations = [MaskedTokens.of_prompt(prompt)]
             for turn in range(TURNS):
                 if turn == TURNS // 2:
                     (first,) = conversations
@@ -97,74 +97,73 @@ def make_agents_groups(vocabulary: NDArray[np.int64], *, count: int, seed: int) 
                     conversations[branch] = longer if last else longer.more(feedback, sampled=False)
             sequences += conversations
         rewards = np.repeat(random.random(EPISODES, dtype=np.float32), BRANCHES)
-        groups.append(_group(seq, sequences, rewards, np.repeat(np.arange(EPISODES), BRANCHES), vocabulary))
+        episodes = np.repeat(np.arange(EPISODES), BRANCHES)
+        groups.append(packed(seq, sequences, rewards, episodes=episodes, behavior_logprob=uniform(vocabulary)))
     return groups
 
 
 def calls_of(group: TrajectoryGroup) -> TrajectoryGroup:
     """The same group with a trajectory for each call: its context, which is all that came before, and its response."""
-    calls: list[_Sequence] = []
+    calls: list[MaskedTokens] = []
     of: list[int] = []
     for index in range(group.size):
         begin, end = group.bounds(index)
         ids, mask = group.packed_input_ids[begin:end], group.packed_loss_mask[begin:end]
         edges = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2)
-        calls += [_Sequence(ids[:stop], np.arange(stop) >= start) for start, stop in edges]
+        calls += [MaskedTokens(ids[:stop], np.arange(stop) >= start) for start, stop in edges]
         of += [index] * len(edges)
     behavior = group.packed_behavior_logprobs[group.packed_loss_mask][0]
-    return _packed(group.seq, calls, group.rewards[of], group.episodes[of], behavior)
+    return packed(group.seq, calls, group.rewards[of], episodes=group.episodes[of], behavior_logprob=behavior)
 
 
-class _Sequence(NamedTuple):
-    """Arrays of the shape `[tokens]`."""
+class MaskedTokens(NamedTuple):
+    """A sequence; arrays of the shape `[tokens]`."""
 
     ids: NDArray[np.int64]
     mask: NDArray[np.bool_]
     """True where a token is under the loss."""
 
-    def more(self, ids: NDArray[np.int64], *, sampled: bool) -> _Sequence:
-        return _Sequence(np.concatenate([self.ids, ids]), np.concatenate([self.mask, np.full(len(ids), sampled)]))
+    @classmethod
+    def of_prompt(cls, prompt: NDArray[np.int64]) -> MaskedTokens:
+        return cls(prompt, np.zeros(len(prompt), bool))
 
-    def as_context(self) -> _Sequence:
-        return _Sequence(self.ids, np.zeros_like(self.mask))
+    def more(self, ids: NDArray[np.int64], *, sampled: bool) -> MaskedTokens:
+        return MaskedTokens(np.concatenate([self.ids, ids]), np.concatenate([self.mask, np.full(len(ids), sampled)]))
+
+    def as_context(self) -> MaskedTokens:
+        return MaskedTokens(self.ids, np.zeros_like(self.mask))
 
 
-def _begun(prompt: NDArray[np.int64]) -> _Sequence:
-    return _Sequence(prompt, np.zeros(len(prompt), bool))
-
-
-def _group(
+def packed(
     seq: int,
-    sequences: Sequence[_Sequence],
-    rewards: NDArray[np.float32],
-    episodes: Iterable[int],
-    vocabulary: NDArray[np.int64],
+    sequences: Sequence[MaskedTokens],
+    rewards: NDArray[np.float32] | None = None,
+    *,
+    prompt: int = PROMPT,
+    episodes: Iterable[int] = (),
+    behavior_logprob: float = 0.0,
 ) -> TrajectoryGroup:
-    """Log-probabilities are those of a uniform policy, so that ratios are near 1."""
-    return _packed(seq, sequences, rewards, episodes, np.float32(-np.log(len(vocabulary))))
-
-
-def _packed(
-    seq: int,
-    sequences: Sequence[_Sequence],
-    rewards: NDArray[np.float32],
-    episodes: Iterable[int],
-    behavior_logprob: np.float32,
-) -> TrajectoryGroup:
+    """A group of `sequences` behind a common prompt of `prompt` tokens, all of policy version 0. `episodes`: of each
+    sequence; by default each is an episode of its own."""
     mask = np.concatenate([sequence.mask for sequence in sequences])
     return TrajectoryGroup(
         seq=seq,
         worker="rollout/0",
-        prompt_length=PROMPT,
+        prompt_length=prompt,
         seqlens=np.array([len(sequence.ids) for sequence in sequences], np.int32),
-        rewards=rewards,
+        rewards=np.zeros(len(sequences), np.float32) if rewards is None else rewards,
         packed_input_ids=np.concatenate([sequence.ids for sequence in sequences]).astype(np.int32),
         packed_loss_mask=mask,
-        packed_behavior_logprobs=np.where(mask, behavior_logprob, np.float32(0)),
-        packed_policy_versions=np.where(mask, 0, -1).astype(np.int32),
+        packed_behavior_logprobs=np.where(mask, np.float32(behavior_logprob), np.float32(0)),
+        packed_policy_versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
         finish_reasons=["stop"] * len(sequences),
-        episodes=np.array(list(episodes), np.int32),
+        episodes=np.array([*episodes] or range(len(sequences)), np.int32),
     )
+
+
+def uniform(vocabulary: NDArray[np.int64]) -> float:
+    """The log-probability of a uniform policy: ratios to it are near 1."""
+    return float(-np.log(len(vocabulary)))
 
 
 def sampled(groups: list[TrajectoryGroup]) -> int:

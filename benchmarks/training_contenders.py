@@ -1,16 +1,18 @@
-"""The contenders of `bench_trainer.py` that need nothing but streamrl's own dependencies, and Megatron Core."""
+"""The contenders of `bench_trainer.py`. Megatron Core and TRL are imported where they are used."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from training_batch import (
     BETAS,
     CLIP_HIGH,
@@ -19,6 +21,8 @@ from training_batch import (
     LONGEST,
     LR,
     MICRO_TOKENS,
+    PROMPT,
+    SIBLINGS,
     Contender,
     Found,
     advantages,
@@ -29,6 +33,7 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from streamrl.device import resolve_device
+from streamrl.models import load_tokenizer
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec, ParallelModel, Ranks
 from streamrl.trainer.backends.torch import TorchModel
@@ -144,7 +149,7 @@ class _Sequence(NamedTuple):
 
 
 class PlainLoop:
-    """What one writes first with transformers; the loss is PPO's clipped objective with GRPO's advantages."""
+    """A plain loop with transformers; the loss is PPO's clipped objective with GRPO's advantages."""
 
     def __init__(self, folder: Path) -> None:
         self._device = resolve_device("auto")
@@ -223,3 +228,105 @@ def _sequences(groups: list[TrajectoryGroup]) -> list[_Sequence]:
                 )
             )
     return found
+
+
+class TRLStep:
+    """TRL's GRPOTrainer: its loss, backward pass and optimizer step on given completions.
+
+    Its micro-batches have `sequences` sequences, which may change between steps. Prompts are padded on the left,
+    completions on the right, each to the longest of the batch. A conversation of several turns is one row: all tokens
+    after the first prompt are the completion, and those that the policy did not sample are masked (`tool_mask`).
+    Written for TRL 1.16; it uses parts that are not public.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
+
+        self.sequences = SIBLINGS
+        self._scratch = tempfile.TemporaryDirectory()
+        arguments = GRPOConfig(
+            output_dir=self._scratch.name,
+            per_device_train_batch_size=SIBLINGS,
+            num_generations=SIBLINGS,
+            max_completion_length=LONGEST,
+            loss_type="dapo",  # the mean over the tokens of the whole batch
+            beta=0.0,
+            epsilon=CLIP_LOW,
+            epsilon_high=CLIP_HIGH,
+            learning_rate=LR,
+            adam_beta1=BETAS[0],
+            adam_beta2=BETAS[1],
+            weight_decay=0.0,
+            max_grad_norm=GRAD_CLIP,
+            optim="adamw_torch_fused",
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            save_strategy="no",
+        )
+        self._trainer = GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            reward_funcs=_no_reward,
+            args=arguments,
+            train_dataset=Dataset.from_list([{"prompt": ""}]),
+            processing_class=load_tokenizer(folder),
+        )
+        self._trainer._prepare_inputs = lambda batch: batch  # it is given completions, and generates none
+        self._trainer.create_optimizer()
+
+    @property
+    def contender(self) -> Contender:
+        return Contender(self, _computed)
+
+    def __call__(self, groups: list[TrajectoryGroup]) -> Found:
+        """One optimizer step, as the loop of transformers' `Trainer` makes it."""
+        from trl.trainer.utils import split_tensor_dict
+
+        trainer, device = self._trainer, self._trainer.accelerator.device
+        micros = len(groups) * SIBLINGS // self.sequences
+        trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = micros
+        batch = {name: tensor.to(device) for name, tensor in _generation_batch(groups).items()}
+        total = 0.0
+        for inputs in split_tensor_dict(batch, micros):
+            total += float(trainer.training_step(trainer.model, inputs, batch["num_items_in_batch"]))
+        norm = trainer.accelerator.clip_grad_norm_(trainer.model.parameters(), GRAD_CLIP)
+        trainer.optimizer.step()
+        trainer.model.zero_grad()
+        return Found(total, float(norm))
+
+
+def _generation_batch(groups: list[TrajectoryGroup]) -> dict[str, torch.Tensor]:
+    """The results of `GRPOTrainer._generate_and_score_completions`: arrays of the shape `[sequences, longest]`."""
+    ids, completions, masks, logprobs = [], [], [], []
+    for group in groups:
+        lengths = group.seqlens.tolist()
+        for tokens, mask, behavior in zip(
+            torch.from_numpy(group.packed_input_ids).long().split(lengths),
+            torch.from_numpy(group.packed_loss_mask).long().split(lengths),
+            torch.from_numpy(group.packed_behavior_logprobs).split(lengths),
+            strict=True,
+        ):
+            ids.append(tokens[:PROMPT])
+            completions.append(tokens[PROMPT:])
+            masks.append(mask[PROMPT:])
+            logprobs.append(behavior[PROMPT:])
+    prompt_ids = torch.stack(ids)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": torch.ones_like(prompt_ids),
+        "completion_ids": pad_sequence(completions, batch_first=True),
+        "completion_mask": pad_sequence([torch.ones_like(tokens) for tokens in completions], batch_first=True),
+        "tool_mask": pad_sequence(masks, batch_first=True, padding_value=1),
+        "advantages": torch.cat([torch.from_numpy(advantages(group)) for group in groups]),
+        "old_per_token_logps": pad_sequence(logprobs, batch_first=True),
+        "num_items_in_batch": torch.tensor(sampled(groups)),
+    }
+
+
+def _computed(groups: list[TrajectoryGroup]) -> int:
+    return sum(group.size for group in groups) * max(int(group.seqlens.max()) for group in groups)
+
+
+def _no_reward(completions: list[Any], **_: Any) -> list[float]:
+    raise AssertionError(f"{len(completions)} completions came to be scored, but rewards are given")

@@ -1,4 +1,4 @@
-"""The benchmarks import, and the contenders of the trainer's compute the same loss and gradient."""
+"""The benchmarks import, the small ones run, and the contenders of the trainer's compute the same loss and gradient."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import importlib
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from streamrl.device import compute_with
+from streamrl.records.metrics import StepReport
+from tests.planner.test_simulation import costs_of, settings_of
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-NEEDS = {"training_trl": "trl"}
 TINY = {"path": "scratch", "scratch": {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16}}
 
 
@@ -34,13 +33,11 @@ def _as_scripts_see_it(monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py") if path.stem != "__init__"))
 def test_module_imports(name):
-    if name in NEEDS and find_spec(NEEDS[name]) is None:
-        pytest.skip(f"{NEEDS[name]} is not installed")
     importlib.import_module(name)
 
 
-def test_what_is_imported_from_tests_is_found_from_elsewhere(tmp_path):
-    """pytest has them already."""
+def test_scripts_find_their_imports_in_another_folder(tmp_path):
+    """Some import from tests, which pytest has imported already."""
     scripts = {path: path.read_text() for path in BENCHMARKS.glob("*.py")}
     found = [path for path, text in scripts.items() if "\nfrom tests" in text and "__main__" in text]
     assert found
@@ -56,7 +53,7 @@ def test_contenders_of_the_trainer_agree(monkeypatch, tmp_path, agents):
     bench = importlib.import_module("bench_trainer")
     monkeypatch.setenv("STREAMRL_CACHE", str(tmp_path))
     monkeypatch.setattr(bench, "importable", lambda module: False)  # neither TRL nor a process group here
-    rows = bench.measure(bench.Case("tiny", TINY, 1 + (not agents), agents), rounds=1, console=Console(quiet=True))
+    rows = bench.measure(bench.Case("tiny", TINY, 1 + (not agents), agents), rounds=1)
     calls = ["streamrl, calls"] if agents else []
     assert [row["contender"] for row in rows] == ["streamrl", "streamrl, separate", *calls, "padded", "unpadded"]
     assert all(row["tokens_per_second"] > 0 for row in rows)
@@ -84,3 +81,41 @@ def test_a_checkpoint_is_measured(tmp_path):
     assert found["bytes"] == 12 * sum(weight.numel() for weight in model.parameters())
     assert min(found[name] for name in ("copy", "standstill", "bare_write", "write")) > 0
     assert (tmp_path / "step-000000" / "state" / "progress.json").exists()
+
+
+@pytest.mark.parametrize("arguments", [["bench_routing"], ["bench_rewards", "--quick"]], ids=" ".join)
+def test_a_small_benchmark_runs(monkeypatch, tmp_path, capsys, arguments):
+    name = arguments[0]
+    bench = importlib.import_module(name)
+    common = importlib.import_module("common")
+    monkeypatch.setattr(common, "LATEST", tmp_path)
+    monkeypatch.setattr(sys, "argv", arguments)
+    bench.main()
+    assert common.read_results(tmp_path / f"{name}.json")["rows"]
+    assert f"{name}.json" in capsys.readouterr().out
+
+
+STEP_SECONDS = 25.0
+"""Of a training step, which is longer than generation takes: staleness builds up in the first steps."""
+
+
+@pytest.mark.parametrize(("first", "last", "age"), [(1, 3, 1.5), (2, 4, 2.0), (5, 12, 2.0)])
+def test_a_stretch_of_a_run_is_compared_with_the_same_steps_of_the_plan(first, last, age):
+    """The steps have groups of 11 tokens, all of one version, at most two versions old."""
+    bench = importlib.import_module("bench_plan")
+    metrics = {"groups": 1.0, "tokens_trained": 11.0, "tokens_masked": 0.0}
+    steps = [
+        StepReport(step=step, time=step * STEP_SECONDS, metrics=metrics, token_ages={min(step - 1, 2): 11})
+        for step in range(first, last + 1)
+    ]
+    stretch = bench.Stretch("", False, steps)
+    predicted = stretch.predicted(settings_of(eta=2), costs_of(train=STEP_SECONDS))
+    actual = stretch.figures()
+    assert actual == {
+        "groups_per_second": pytest.approx(1 / STEP_SECONDS),
+        "tokens_per_second": pytest.approx(11 / STEP_SECONDS),
+        "mean_token_age": age,
+        "masked_share": 0.0,
+    }
+    for name, value in actual.items():
+        assert predicted[name] == pytest.approx(value, abs=0.1 if name == "mean_token_age" else 1e-9), name

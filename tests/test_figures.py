@@ -1,4 +1,4 @@
-"""Tables are what their results say, and a ratio that has fallen is named."""
+"""Pages have the tables of the kept results, and a ratio that has fallen is named."""
 
 from __future__ import annotations
 
@@ -32,23 +32,21 @@ def benchmark(name):
 
 common = benchmark("common")
 figures = benchmark("figures")
+tables = benchmark("tables")
 compare = benchmark("compare")
 throughput = benchmark("throughput")
 
-PAGES = sorted({table.page for table in figures.TABLES})
-RESULTS = sorted(figures.KEPT.glob("*.json"))
+PAGES = sorted({table.page for table in tables.TABLES})
+RESULTS = sorted(common.KEPT.glob("*.json"))
 
 
 # --- tables --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_tables_are_what_their_results_say(page):
+def test_a_page_has_the_tables_of_its_results(page):
     text = (ROOT / page).read_text()
-    assert text == figures.rendered(page, text), f"`python benchmarks/figures.py --render` writes {page} anew"
-
-
-MEASURED = [table for table in figures.TABLES if (figures.KEPT / f"{table.benchmark}.json").exists()]
+    assert text == tables.rendered(page, text), f"`python benchmarks/figures.py --render` writes {page} again"
 
 
 def test_results_of_each_kind_of_gpu_have_a_table(tmp_path):
@@ -59,35 +57,25 @@ def test_results_of_each_kind_of_gpu_have_a_table(tmp_path):
     }
     for name in ("gpu-a100", "gpu-h100"):
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, "rows": [row, row | {"ok": None, "note": "why"}]}))
-    tables = [table for table in figures.TABLES if table.benchmark == "gpu"]
+    (table,) = [table for table in tables.TABLES if table.benchmark == "gpu"]
     page = "<!-- table: gpu -->\n\n<!-- end of table -->"
-    shown = figures.rendered(tables[0].page, page, tables, kept=tmp_path)
+    shown = tables.rendered(table.page, page, [table], kept=tmp_path)
     assert shown.count("| training 1B | 20 | 51,234 tokens/s; 41% of the peak |") == 2
     assert shown.count("| training 1B | 20 | skipped; why; 51,234 tokens/s; 41% of the peak |") == 2
     assert shown.count("Some CPU, 8 cores, NVIDIA H100*") == 2
-    assert figures.NOT_MEASURED in figures.rendered(tables[0].page, page, tables, kept=tmp_path / "none")
-
-
-@pytest.mark.parametrize("table", MEASURED, ids=lambda table: table.name)
-def test_a_table_says_commit_date_and_processor(table):
-    results = figures.read_results(figures.KEPT / f"{table.benchmark}.json")
-    text = (ROOT / table.page).read_text()
-    block = next(match.group() for match in figures.BLOCK.finditer(text) if match["name"] == table.name)
-    *_, last = [line for line in block.splitlines() if line and not line.startswith("<!--")]
-    commit, machine = results["commit"], results["machine"]
-    for part in (commit["id"], commit["date"][:10], machine["processor"], f"{machine['cores']} cores"):
-        assert part in last
+    assert tables.NOT_MEASURED in tables.rendered(table.page, page, [table], kept=tmp_path / "none")
 
 
 def test_every_figure_of_the_readme_is_in_a_table_that_is_made():
     section = (ROOT / "README.md").read_text().partition("## Figures")[2].partition("\n## ")[0]
-    written = figures.BLOCK.sub("", section)
+    written = tables.BLOCK.sub("", section)
     assert not [line for line in written.splitlines() if line.startswith("|")]
     assert not re.findall(r"\d (?:s|ms|MiB|GiB|tokens per second)\b", written)
 
 
 def test_rewards_that_do_not_flatter_are_in_the_table():
-    table = figures.throughput(figures.read_results(figures.KEPT / "throughput.json"))
+    (throughput_table,) = [table for table in tables.TABLES if table.benchmark == "throughput"]
+    table = throughput_table.render(common.read_results(common.KEPT / "throughput.json"))
     header, _, *rows = table.splitlines()
     assert "final reward (least to most)" in header
     assert all(re.search(r"\d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\) \|$", row) for row in rows if "embedded" in row)
@@ -106,32 +94,28 @@ def test_results_say_what_was_measured_on_what(path):
 
 @pytest.fixture
 def kept(monkeypatch, tmp_path):
-    """A folder for kept results, `latest/` in it, and a page with one table of `bench`."""
+    """A folder for kept results, with `latest/` in it."""
     monkeypatch.setattr(figures, "KEPT", tmp_path)
     monkeypatch.setattr(figures, "LATEST", tmp_path / "latest")
     monkeypatch.setattr(common, "LATEST", tmp_path / "latest")
     return tmp_path
 
 
-def of_rows(results):
-    return figures.markdown(["row"], [[str(row["value"])] for row in results["rows"]])
-
-
+MADE_UP = (tables.Table("page.md", "of-rows", "bench", tables.lines_of({"row": "{value}"})),)
 PAGE = "before\n<!-- table: of-rows -->\n<!-- end of table -->\nafter\n"
 
 
 def test_a_table_changes_with_its_results_and_nothing_else_does(kept):
-    tables = (figures.Table("page.md", "bench", of_rows),)
     common.write_results("bench", {"quick": False}, [{"value": 1.5}])
     figures.keep("bench")
-    first = figures.rendered("page.md", PAGE, tables, kept)
+    first = tables.rendered("page.md", PAGE, MADE_UP, kept)
     assert first.startswith("before\n<!-- table: of-rows -->\n\n| row |\n|---|\n| 1.5 |\n\n*")
     assert first.endswith("*\n\n<!-- end of table -->\nafter\n")
-    assert figures.rendered("page.md", first, tables, kept) == first
+    assert tables.rendered("page.md", first, MADE_UP, kept) == first
     common.write_results("bench", {"quick": False}, [{"value": 2.5}])
-    assert figures.rendered("page.md", first, tables, kept) == first, "only what is kept is shown"
+    assert tables.rendered("page.md", first, MADE_UP, kept) == first, "only what is kept is shown"
     figures.keep("bench")
-    assert figures.rendered("page.md", first, tables, kept) == first.replace("1.5", "2.5")
+    assert tables.rendered("page.md", first, MADE_UP, kept) == first.replace("1.5", "2.5")
 
 
 @pytest.mark.parametrize(
@@ -139,7 +123,7 @@ def test_a_table_changes_with_its_results_and_nothing_else_does(kept):
 )
 def test_a_page_without_the_right_places_is_refused(kept, text):
     with pytest.raises(SystemExit, match="has places for the tables"):
-        figures.rendered("page.md", text, (figures.Table("page.md", "bench", of_rows),), kept)
+        tables.rendered("page.md", text, MADE_UP, kept)
 
 
 def test_a_quick_run_is_not_kept(kept):
@@ -221,7 +205,6 @@ def test_runs_with_several_seeds_are_one_row():
     assert busy["bound"] == pytest.approx(1.25)
     assert row["reward_final"] == reward
     assert throughput.as_row("simulated", 4, "mask", found, synchronous=found)["reward_final"] is None
-    assert throughput.cell(reward) == "0.700 (0.300–0.900)"
 
 
 # --- ratios that fell ----------------------------------------------------------------------------
@@ -262,7 +245,7 @@ def test_a_row_has_fallen_if_it_did_both_times(kept, one, other):
 
 @pytest.mark.parametrize("ratios", compare.COMPARED, ids=lambda ratios: ratios.__name__)
 def test_what_is_kept_has_ratios_to_compare_with(ratios):
-    rows = figures.read_results(figures.KEPT / f"{ratios.__name__}.json")["rows"]
+    rows = common.read_results(common.KEPT / f"{ratios.__name__}.json")["rows"]
     found = list(ratios(rows))
     assert found
     assert len(dict(found)) == len(found), "two rows have one name"
@@ -270,7 +253,7 @@ def test_what_is_kept_has_ratios_to_compare_with(ratios):
 
 
 def test_the_loss_of_a_third_of_the_speed_up_is_seen():
-    rows = figures.read_results(figures.KEPT / "throughput.json")["rows"]
+    rows = common.read_results(common.KEPT / "throughput.json")["rows"]
     slower = [row | {"speedup": row["speedup"] * (2 / 3 if row["max_staleness"] == 4 else 0.95)} for row in rows]
     found = compare.compare(dict(compare.throughput(rows)), dict(compare.throughput(slower)))
     assert len(found.fallen) == 6

@@ -1,4 +1,4 @@
-"""The study of staleness: which runs it has, what it keeps of them, and what it says of what it kept."""
+"""The study of staleness: its runs, the figures that it keeps of them, and its verdict on these."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.runs import write_run
 from tests.test_figures import benchmark
 
 staleness = benchmark("staleness")
-figures = benchmark("figures")
+tables = benchmark("tables")
 Cell = staleness.Cell
 
 CREDIT_AND_PENALTIES = {
@@ -155,11 +155,11 @@ def test_the_code_is_what_may_change_learning(package, file, text, same):
 
 def test_settings_count():
     cell = Cell("copy", "default", 4, "mask", 0)
-    found = staleness.settings_digest(cell, steps=10)
-    assert found == staleness.settings_digest(cell, steps=10)
-    assert found != staleness.settings_digest(cell, steps=11)
-    assert found != staleness.settings_digest(cell._replace(objective="ppo"), steps=10)
-    assert found != staleness.settings_digest(cell._replace(seed=1), steps=10)
+    others = [cell._replace(objective="ppo"), cell._replace(seed=1)]
+    digests = [staleness.settings_digest(each, steps=10) for each in (cell, *others)]
+    digests.append(staleness.settings_digest(cell, steps=11))
+    assert len(set(digests)) == 4
+    assert staleness.settings_digest(cell, steps=10) == digests[0]
 
 
 @given(st.lists(st.sampled_from(["there", "other code", "other settings", "missing"]), min_size=1, max_size=8))
@@ -278,8 +278,7 @@ def test_runs_that_fail_do_not_end_the_others(monkeypatch):
     monkeypatch.setattr(staleness, "run", run)
     cells = staleness.study()[:4]
     found = dict(staleness.run_all(cells, jobs=2, quick=True))
-    assert set(found) == set(cells)
-    assert [cell.eta for cell, result in found.items() if isinstance(result, staleness.RunFailed)] == [1]
+    assert [cell.eta for cell in cells if isinstance(found[cell], staleness.RunFailed)] == [1]
 
 
 def test_runs_of_pretrained_models_have_the_machine_for_themselves(monkeypatch):
@@ -363,45 +362,32 @@ def test_runs_of_one_kind_are_one_line():
     assert found.area_per_token.values == [pytest.approx(1.0)], "only the seed that has a synchronous run"
 
 
-def test_a_criterion_that_holds_is_said():
-    said = staleness.verdict(rows_of_the_criterion())
-    assert said.startswith("**The criterion holds.**")
-    assert " 0 of " in said
-    assert "at least 1.000 at η ≤ 4" in said
+VERDICTS = {
+    "holds": ({}, ["**The criterion holds.**", " 0 of ", "at least 1.000 at η ≤ 4"]),
+    "a run fell": ({-1: FALLS}, ["**The criterion does not hold.**", " 1 of ", "seed 2: 0.57"]),
+    "a run never learned": ({-1: [0.94] * 12}, ["**The criterion does not hold.**", " 0 of ", "1 never had it"]),
+    "a synchronous run fell": ({0: FALLS}, ["**The criterion holds.**"]),
+    "both fell": ({0: FALLS, -1: FALLS}, ["**The criterion does not hold.**", " synchronous runs 1 fell ("]),
+}
 
 
-def test_runs_that_fell_are_named():
+@pytest.mark.parametrize(("changed", "parts"), VERDICTS.values(), ids=list(VERDICTS))
+def test_the_verdict_names_the_runs_that_decide(changed, parts):
+    """`changed`: rewards by place among the rows, the first of which is synchronous."""
     rows = rows_of_the_criterion()
-    rows[-1] = row(staleness.cell_of(rows[-1]), FALLS)
-    said = staleness.verdict(rows)
-    assert said.startswith("**The criterion does not hold.**")
-    assert " 1 of " in said
-    assert "seed 2: 0.57" in said
+    assert rows[0]["eta"] == 0
+    for place, values in changed.items():
+        rows[place] = row(staleness.cell_of(rows[place]), values)
+    verdict = staleness.verdict(rows)
+    assert verdict.startswith(parts[0])
+    assert all(part in verdict for part in parts)
+    assert ("synchronous runs" in verdict) == (-1 in changed)
 
 
-def test_synchronous_runs_that_fell_are_told_of_beside_them():
-    rows = rows_of_the_criterion()
-    synchronous = next(i for i, each in enumerate(rows) if each["eta"] == 0)
-    rows[synchronous] = row(staleness.cell_of(rows[synchronous]), FALLS)
-    assert "synchronous runs" not in staleness.verdict(rows), "the criterion is about stale ones"
-    rows[-1] = row(staleness.cell_of(rows[-1]), FALLS)
-    count = sum(each["eta"] == 0 and each["task"] != staleness.NOT_LEARNED for each in rows)
-    assert f"Of the {count} synchronous runs 1 fell (" in staleness.verdict(rows)
-
-
-def test_an_area_that_is_too_small_is_said():
-    slow = [0.05] * 9 + LEARNS[3:]
-    said = staleness.verdict(rows_of_the_criterion(slow))
-    assert said.startswith("**The criterion does not hold.**")
-    assert " 0 of " in said
-
-
-def test_a_run_that_never_learned_keeps_it_from_holding():
-    rows = rows_of_the_criterion()
-    rows[-1] = row(staleness.cell_of(rows[-1]), [0.94] * 12)
-    said = staleness.verdict(rows)
-    assert said.startswith("**The criterion does not hold.**")
-    assert "1 never had it" in said
+def test_an_area_that_is_too_small_is_no_success():
+    verdict = staleness.verdict(rows_of_the_criterion([0.05] * 9 + LEARNS[3:]))
+    assert verdict.startswith("**The criterion does not hold.**")
+    assert " 0 of " in verdict
 
 
 def test_what_is_missing_is_said():
@@ -424,10 +410,11 @@ def test_the_best_that_was_found_is_named_where_the_default_fails():
 @pytest.mark.parametrize("render", ["staleness_default", "staleness_objectives", "staleness_over_age"])
 def test_tables_are_whole(render):
     rows = [row(cell) for cell in staleness.study()]
-    table, *_ = getattr(figures, render)({"rows": rows}).split("\n\n")
+    table, *_ = getattr(tables, render)({"rows": rows}).split("\n\n")
     widths = {line.count("|") for line in table.splitlines()}
     assert len(widths) == 1
     assert len(table.splitlines()) > 5
+    assert getattr(tables, render)({"rows": []}) == tables.NOT_MEASURED
 
 
 def test_what_else_the_machine_did_is_said():
@@ -436,12 +423,7 @@ def test_what_else_the_machine_did_is_said():
     assert staleness.conditions([row(cell, jobs=2), row(cell, note="CI beside them")]) == (
         "Seconds are of a machine with up to 2 runs at once, CI beside them."
     )
-    assert figures.staleness_default({"rows": [row(cell, note="CI")]}).endswith("machine with CI.")
-
-
-@pytest.mark.parametrize("render", ["staleness_objectives", "staleness_over_age"])
-def test_a_table_without_rows_says_so(render):
-    assert getattr(figures, render)({"rows": []}) == figures.NOT_MEASURED
+    assert tables.staleness_default({"rows": [row(cell, note="CI")]}).endswith("machine with CI.")
 
 
 def test_the_plot_is_drawn(tmp_path):

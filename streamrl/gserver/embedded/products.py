@@ -3,7 +3,7 @@
 A `Matrix` keeps its weights as Hugging Face lays them out, and besides them, where that is faster, a packed copy for
 the products of one of three libraries: streamrl's own C (`native/operations.py`), and oneDNN and MKL, which come with
 torch. Which is the fastest is tried on the processor at hand, and whether its products are right. A `Packer` packs in a
-thread of its own while others compute. `benchmarks/bench_products.py` compares the libraries.
+thread of its own while others compute. `benchmarks/bench_engine.py --native` leaves them out.
 
 Invariant: a product never uses a packed copy of earlier weights. Whoever is about to write weights unpacks the matrix
 first, and packs it again after that.

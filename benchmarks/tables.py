@@ -1,0 +1,709 @@
+"""The tables of README and docs, each a function of the results of one benchmark; `figures.py` writes them.
+
+A table stands in its page between `<!-- table: NAME -->` and `<!-- end of table -->`. A benchmark prints its tables
+when it ends.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import capacity
+import staleness
+from common import KEPT, Row, read_results
+
+from streamrl.planner.capacity import GIB
+
+Results = dict[str, Any]
+"""As `common.write_results` writes them."""
+Render = Callable[[Results], str]
+Cell = str | Callable[[Row], str]
+"""A cell of a row: a format string over the row's keys, or a function."""
+
+COMPUTED = ""
+"""In place of a benchmark: the table is computed, and nothing was measured."""
+MISSING = "–"
+NOT_MEASURED = "Not measured yet."
+
+
+# --- forms of tables -----------------------------------------------------------------------------
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
+
+
+def filled(form: Cell, row: Row) -> str:
+    return form.format_map(row) if isinstance(form, str) else form(row)
+
+
+def listed(columns: Mapping[str, Cell], rows: Iterable[Row]) -> str:
+    """A table with a line for each of `rows`; `columns`: title → cell."""
+    return markdown(list(columns), [[filled(form, row) for form in columns.values()] for row in rows])
+
+
+def all_columns(results: Results) -> str:
+    """A table of all rows with all their figures, for a benchmark that no page shows."""
+    titles = unique(key for row in results["rows"] for key in row)
+    cells = [[short(row.get(key, MISSING)) for key in titles] for row in results["rows"]]
+    return markdown([title.replace("_", " ") for title in titles], cells)
+
+
+def short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def lines_of(columns: Mapping[str, Cell]) -> Render:
+    return lambda results: listed(columns, results["rows"])
+
+
+def crossed(
+    rows: Sequence[Row], *, corner: str, line: Cell, column: Callable[[Row], str], columns: Sequence[str], cell: Cell
+) -> str:
+    """A table with a line for each value of `line` and a column for each of `columns`; `corner` is above the lines."""
+    found = {(filled(line, row), column(row)): row for row in rows}
+    lines = [
+        [name, *(filled(cell, found[name, other]) if (name, other) in found else MISSING for other in columns)]
+        for name in unique(filled(line, row) for row in rows)
+    ]
+    return markdown([*corner.split(" | "), *columns], lines)
+
+
+def unique(values: Iterable[Any]) -> list[Any]:
+    """In the order in which they come first."""
+    return list(dict.fromkeys(values))
+
+
+# --- rollout, engine, stream, manager ------------------------------------------------------------
+
+THROUGHPUT: dict[str, Cell] = {
+    "generation": lambda row: "SIMULATED, long tail" if row["simulated_generation"] else "embedded engine",
+    "mode": "{mode}",
+    "max_staleness": "{max_staleness}",
+    "over-age tokens": "`{over_age}`",
+    "groups/s": "{groups_per_second:.3g}",
+    "tokens/s": "{tokens_per_second:,.0f}",
+    "speed-up": "{speedup:.2f}",
+    "bound": "{bound:.2f}",
+    "of the bound": lambda row: f"{row['speedup'] / row['bound']:.2f}",
+    "cores busy": "{cores_busy:.0%}",
+    "oldest token": "{oldest_token_age}",
+    "masked or dropped": lambda row: f"{row['masked_share'] + row['dropped_share']:.1%}",
+    "runs": "{seeds}",
+    "final reward (least to most)": lambda row: (
+        "{mean:.3f} ({least:.3f} to {most:.3f})".format_map(row["reward_final"]) if row["reward_final"] else MISSING
+    ),
+}
+REWARDS: dict[str, Cell] = {
+    "reward": "{reward}",
+    "calls are sent": "{way}",
+    "worker": "{worker:.0f}",
+    "reward processes": "{processes:.0f}",
+    "by the clock": "{seconds:.0f}",
+    "gain": "{gain:.2f}",
+}
+AGENTS: dict[str, Cell] = {
+    "calls/s of `/generate` directly": "{direct_calls_per_second:.0f}",
+    "calls/s through the gateway": "{gateway_calls_per_second:.0f}",
+    "tokens/s, of direct": "{ratio:.2f}",
+    "processor time of the gateway": "{gateway_processor_ms_per_call:.2f} ms a call",
+    "tokens rendered in the first turn": "{tokens_rendered_first}",
+    "in a later one": "{tokens_rendered_later}",
+    "whole conversation": "{tokens_of_whole_conversation}",
+}
+STREAMS = {
+    "streamrl": "streamrl",
+    "bare": "bare pyzmq",
+    "send_pyobj": "send_pyobj",
+    "mp_queue": "multiprocessing.Queue",
+}
+MANAGER_KINDS = {
+    "closed": "as fast as it can",
+    "open": "at a fixed rate",
+    "waiting": "in line, one place at a time",
+}
+MANAGER_COST: dict[str, Cell] = {
+    "admissions": lambda row: MANAGER_KINDS[row["kind"]],
+    "gservers": "{gservers:,}",
+    "in flight, or in line": "{in_flight:,}",
+    "p50": "{p50_ms:.1f} ms",
+    "p99": "{p99_ms:.1f} ms",
+    "manager's CPU time per call": lambda row: f"{row['manager_cpu_us_per_call'] / 1000:.3f} ms",
+}
+MODES = {"collective": "broadcast", "shared_memory": "shared memory", "disk": "disk"}
+
+
+def engine(results: Results) -> str:
+    points = {(row["model"], row["concurrency"], row["dtype"]): row for row in results["rows"]}
+    dtypes = unique(dtype for _, _, dtype in points)
+    rows = []
+    for model, concurrency in unique(point[:2] for point in points):
+        cells = [f"{model}, {concurrency}"]
+        for dtype in dtypes:
+            rates = dict(points.get((model, concurrency, dtype), {"tokens_per_second": {}})["tokens_per_second"])
+            ours = rates.pop("streamrl", None)
+            best = max(rates, key=lambda name: rates[name], default=None)
+            cells.append(f"{ours:,.0f}" if ours else MISSING)
+            cells.append(f"{rates[best]:,.0f} ({best})" if best else MISSING)
+            cells.append(f"{ours / rates[best]:.2f}" if ours and best else MISSING)
+        rows.append(cells)
+    others = unique(name for row in results["rows"] for name in row["tokens_per_second"] if name != "streamrl")
+    versions = [f"{package} {version}" for package, version in results["settings"]["versions"].items()]
+    table = markdown(["model, at once", *(c for dtype in dtypes for c in (dtype, "best other", "ratio"))], rows)
+    return f"{table}\n\nThe others: {', '.join(others)} ({', '.join(versions)})."
+
+
+def stream(results: Results) -> str:
+    return crossed(
+        results["rows"],
+        corner="group",
+        line="{siblings} × {tokens} tokens",
+        column=lambda row: STREAMS[row["contender"]],
+        columns=list(STREAMS.values()),
+        cell="{groups_per_second:,.0f} ({ratio_to_bare:.2f})",
+    )
+
+
+def manager(results: Results) -> str:
+    """Admissions under load, with their latencies."""
+    kinds = {"closed": MANAGER_KINDS["closed"], "open": f"{results['settings']['rate']:,.0f} a second asked for"}
+    return crossed(
+        [row for row in results["rows"] if row["kind"] in kinds],
+        corner="gservers, at once",
+        line="{gservers:,}, {in_flight:,}",
+        column=lambda row: kinds[row["kind"]],
+        columns=list(kinds.values()),
+        cell="{admissions_per_second:,.0f} ({p50_ms:.1f} ms, {p99_ms:.1f} ms)",
+    )
+
+
+def routing(results: Results) -> str:
+    rows = results["rows"]
+    base = {(row["case"], row["groups"]): row["tokens_per_second"] for row in rows if row["policy"] == "round robin"}
+    return crossed(
+        rows,
+        corner="gservers, groups in flight",
+        line="{case}, {groups}",
+        column=lambda row: row["policy"],
+        columns=unique(row["policy"] for row in rows),
+        cell=lambda row: (
+            f"{row['tokens_per_second'] / base[row['case'], row['groups']]:.2f} ({row['mean_group_seconds']:.1f} s)"
+        ),
+    )
+
+
+def scale(results: Results) -> str:
+    """The cost of more rollout workers and gservers for the controller, with the same groups in flight."""
+    process = "controller" if "controller_mib" in results["rows"][0] else "manager"  # the name in earlier results
+
+    def used(row: Row) -> float:
+        """Microseconds of a core for calls, each second."""
+        return float(row[f"{process}_cpu_us_per_call"] * row["calls_per_second"])
+
+    by_pool = sorted(results["rows"], key=lambda row: (row["gservers"], row["workers"]))
+    before = dict(zip(map(id, by_pool[1:]), by_pool, strict=False))
+
+    def one_more(row: Row) -> str:
+        smaller = before.get(id(row))
+        if smaller is None or smaller["gservers"] != row["gservers"]:
+            return MISSING
+        return f"{(used(row) - used(smaller)) / (row['workers'] - smaller['workers']):,.0f} µs"
+
+    columns: dict[str, Cell] = {
+        "workers": "{workers:,}",
+        "gservers": "{gservers}",
+        "groups/s": "{groups_per_second:.0f}",
+        "calls/s": "{calls_per_second:,.0f}",
+        f"of a core, for the {process}": lambda row: f"{used(row) / 1e6:.1%}",
+        "for one more worker, each second": one_more,
+        "a call, p50 and p99": "{p50_ms:.1f} ms, {p99_ms:.1f} ms",
+        "its memory": f"{{{process}_mib:.0f}} MiB",
+        "timeline each second": "{timeline_kib_per_second:.0f} KiB",
+        "calls to a gserver for an update": "{calls_per_update:.1f}",
+    }
+    return listed(columns, by_pool)
+
+
+def weights(results: Results) -> str:
+    def line(row: Row) -> str:
+        mebibytes = row["megabytes"]
+        size = f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{mebibytes:.0f} MiB"
+        notes = [size, *([row["dtype"]] if row["dtype"] != "float32" else [])]
+        notes += ["SIMULATED gservers"] if row["engine"] == "simulated" else []
+        return f"{', '.join(notes)} | {row['gservers']}"
+
+    def cell(row: Row) -> str:
+        seconds = row["first_token_seconds"]
+        shown = f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
+        return f"{shown} ({1000 * row['pause_seconds']:.0f} ms, {row['share']:.2f})"
+
+    return crossed(
+        results["rows"],
+        corner="weights | gservers",
+        line=line,
+        column=lambda row: MODES[row["mode"]],
+        columns=list(MODES.values()),
+        cell=cell,
+    )
+
+
+# --- trainer -------------------------------------------------------------------------------------
+
+TRAINERS = {
+    "streamrl": "streamrl",
+    "streamrl, separate": "the same, prompts not shared",
+    "streamrl, Megatron": "streamrl on Megatron Core",
+    "padded": "plain torch, padded",
+    "unpadded": "plain torch, one by one",
+    "TRL": "TRL's GRPOTrainer",
+}
+AGENTS_TRAINERS = {
+    "streamrl": "streamrl: trees, what conversations have in common once",
+    "streamrl, separate": "streamrl: each conversation",
+    "streamrl, calls": "streamrl: each call with its context",
+    "streamrl, Megatron": "streamrl on Megatron Core: trees",
+    "padded": "plain torch: conversations, padded",
+    "unpadded": "plain torch: conversations, one by one",
+    "TRL": "TRL's GRPOTrainer: conversations, padded",
+}
+
+
+def trainer(results: Results) -> str:
+    rows = results["rows"]
+    table = crossed(
+        rows,
+        corner="model (float32)",
+        line=lambda row: f"{row['model']}, {row['groups']} group{'s' * (row['groups'] > 1)}",
+        column=lambda row: TRAINERS[row["contender"]],
+        columns=[name for contender, name in TRAINERS.items() if any(row["contender"] == contender for row in rows)],
+        cell=lambda row: f"{median(row['cpu_rounds']):,.0f} ({row['ratio_by_cpu_time']:.2f})",
+    )
+    return with_notes(table, results, "{contender} on {model}: {note}")
+
+
+def agents_trainer(results: Results) -> str:
+    def seconds(row: Row) -> str:
+        cpu_rate = median(row["cpu_rounds"])
+        cpu_seconds = row["tokens_per_second"] * row["seconds_per_step"] / cpu_rate  # steps have equally many tokens
+        return f"{row['seconds_per_step']:.2f} ({cpu_seconds:.2f})"
+
+    columns: dict[str, Cell] = {
+        "rows": lambda row: AGENTS_TRAINERS[row["contender"]],
+        "tokens computed in a step": "{tokens_computed:,}",
+        "seconds a step (of CPU time)": seconds,
+        "sampled tokens per second of CPU time": lambda row: f"{median(row['cpu_rounds']):,.0f}",
+    }
+    return with_notes(listed(columns, results["rows"]), results, "{contender}: {note}")
+
+
+def with_notes(table: str, results: Results, form: str) -> str:
+    notes = [f"Threads: {results['settings']['threads']}"]
+    notes += [form.format_map(row) for row in results["rows"] if row["note"]]
+    return f"{table}\n\n{'. '.join(notes)}."
+
+
+def long_rows(results: Results) -> str:
+    return crossed(
+        results["rows"],
+        corner="tokens in the row",
+        line="{tokens:,}",
+        column=lambda row: row["contender"],
+        columns=unique(row["contender"] for row in results["rows"]),
+        cell=lambda row: "{mib:,.0f} MiB, {kib:,.0f} KiB a token ({seconds:,.0f} s)".format(
+            **row, kib=row["bytes_per_token"] / 1024
+        ),
+    )
+
+
+CHECKPOINT: dict[str, Cell] = {
+    "model workers": "{workers}",
+    "each holds": lambda row: f"{row['bytes'] / 1e6:,.0f} MB",
+    "training stands still": "{standstill:.2f} s",
+    "of a bare copy": lambda row: f"{row['standstill'] / row['copy']:.2f}",
+    "on the disk after": "{write:.2f} s",
+    "of a bare write": lambda row: f"{row['write'] / row['bare_write']:.2f}",
+    "memory, of what it holds": lambda row: f"{row['grown'] / row['bytes']:.2f}",
+}
+GPU_FIGURES = {
+    "way": "{}",
+    "batch": "batch: {}",
+    "micro_batches": "{} micro-batches",
+    "policy_step_seconds": "{:.3f} s a step",
+    "busy_share": "device busy {:.0%} of a profiled step",
+    "checkpointing": "activations computed again: {}",
+    "at_once": "{} at once",
+    "max_staleness": "max_staleness {}",
+    "tokens_per_second": "{:,.0f} tokens/s",
+    "share_of_peak": "{:.0%} of the peak",
+    "share_of_bare": "{:.0%} of a bare product",
+    "memory_gib": "{:.0f} GiB",
+    "publish_seconds": "{:.3f} s",
+    "share": "{:.2f} of a bare copy",
+    "groups_per_second": "{:.3g} groups/s",
+    "speedup": "{:.2f} of the synchronous run",
+}
+"""Keys of the rows of `gpu.py`, and how they are shown."""
+
+
+def gpu(results: Results) -> str:
+    """The results of the steps of `gpu.py` on one kind of device."""
+
+    def result(row: Row) -> str:
+        parts = ["skipped" if row["ok"] is None else "" if row["ok"] else "**failed**", row.get("note", "")]
+        parts += [form.format(row[key]) for key, form in GPU_FIGURES.items() if row.get(key) is not None]
+        return "; ".join(filter(None, parts)) or "ok"
+
+    return listed({"step": "{step}", "seconds": "{seconds:.0f}", "result": result}, results["rows"])
+
+
+# --- whole runs ----------------------------------------------------------------------------------
+
+SHOWN_STEPS = 3
+"""Steps of the demo that the README shows: so many of the first and of the last."""
+
+
+def demo_printed(results: Results) -> str:
+    """The first and the last steps, and the end."""
+    steps, _ = _steps_and_summary(results)
+    return "\n".join(["```", *steps[:SHOWN_STEPS], "   …", *steps[-1 - SHOWN_STEPS :], "```"])
+
+
+def demo_in_full(results: Results) -> str:
+    """Steps and summary."""
+    steps, summary = _steps_and_summary(results)
+    return "\n".join(["```", *steps, *summary, "```"])
+
+
+def _steps_and_summary(results: Results) -> tuple[list[str], list[str]]:
+    """Lines that the demo printed, without those about the processes' state."""
+    lines: list[str] = results["rows"][0]["printed"]
+    summary = next(number for number, line in enumerate(lines) if line.startswith("run "))
+    steps = [line for line in lines[:summary] if "  step " in line or "  finished: " in line]
+    return steps, lines[summary:]
+
+
+def demo(results: Results) -> str:
+    rows = results["rows"]
+    cells, medians = [], []
+    for system in unique(row["system"] for row in rows):
+        mine = [row for row in rows if row["system"] == system]
+        seconds = [row["seconds_to_target"] for row in mine]
+        medians.append(median(seconds))
+        steps = f"{min(row['steps'] for row in mine)} to {max(row['steps'] for row in mine)}"
+        span = f"{medians[-1]:.0f} ({min(seconds):.0f} to {max(seconds):.0f})"
+        reached = f"{sum(row['reached'] for row in mine)} of {len(mine)}"
+        cells.append([system, span, f"{medians[-1] / medians[0]:.2f}", steps, reached])
+    title = f"seconds to {results['settings']['target']} (least to most)"
+    return markdown(["system", title, "relative to the first", "steps", "reached in"], cells)
+
+
+PLAN: dict[str, Cell] = {
+    "case": "{case}",
+    "changed from the calibration": lambda row: " ".join(f"`{word}`" for word in row["changed"]) or "nothing",
+    "compared": "{stretch}",
+    "policy": lambda row: "has learned" if row["learned"] else "as calibrated",
+    "groups per second": lambda row: f"{_predicted(row, 'groups_per_second', '.2f')} ({row['rate_error']:+.0%})",
+    "mean age": lambda row: _predicted(row, "mean_token_age", ".2f"),
+    "masked": lambda row: _predicted(row, "masked_share", ".1%"),
+    "met": lambda row: "yes" if row["met"] else "no",
+}
+
+
+def _predicted(row: Row, name: str, form: str) -> str:
+    return f"{row['predicted'][name]:{form}} for {row['actual'][name]:{form}}"
+
+
+def plan(results: Results) -> str:
+    """Predictions, and the runs that followed."""
+    rows, settings = results["rows"], results["settings"]
+    large = settings["thousand_gservers"]
+    ages = sum(abs(row["age_error"]) <= settings["age_tolerance"] for row in rows)
+    met = []
+    for learned in (False, True):
+        mine = [row for row in rows if row["learned"] is learned]
+        met.append(f"{sum(abs(row['rate_error']) <= settings['rate_tolerance'] for row in mine)} of {len(mine)}")
+    return (
+        f"{listed(PLAN, rows)}\n\n"
+        f"Throughput is met in {met[0]} rows whose policy is the calibrated one, and in {met[1]} where it has learned; "
+        f"the mean age in {ages} of {len(rows)}. "
+        f"{large['gservers']:,} gservers with {large['responses']:,} responses are simulated in "
+        f"{large['seconds']:.1f} s of processor time ({large['events']:,} events)."
+    )
+
+
+VIEWS: dict[str, Cell] = {
+    "view, asked for the first time": "{view}",
+    "waits": "{seconds:.2f} s",
+    "processor time": "{processor:.2f} s",
+    "memory of the page": "{memory_mb:,.0f} MB",
+    "since the start of the command": "{open:.2f} s",
+}
+
+
+def page_views(results: Results) -> str:
+    """The wait for each view of a long run."""
+    return listed(VIEWS, [row for row in results["rows"] if "view" in row])
+
+
+def page_cost(results: Results) -> str:
+    """The cost of keeping rollouts and of being watched for the run."""
+    header = "rollouts kept, page watched", "runs", "a step", "processor time of a step, all processes"
+    header += "of that in the thread that keeps rollouts", "its share"
+    cells = []
+    for kept in (False, True):
+        mine = [row for row in results["rows"] if row.get("kept") is kept]
+        each = [row["processor_ms"] for row in mine]
+        processor, keeping = median(each), median(row["keeping_ms"] for row in mine)
+        step = f"{median(row['step_ms'] for row in mine):.0f} ms"
+        cells.append(["yes" if kept else "no", f"{len(mine)}", step])
+        cells[-1] += [f"{processor:.0f} ms ({min(each):.0f} to {max(each):.0f})"]
+        cells[-1] += [f"{keeping:.2f} ms", f"{keeping / processor:.2%}"]
+    return markdown(header, cells)
+
+
+def fuzz(results: Results) -> str:
+    """The effect of hostile messages on each port of a run, and on the run."""
+    *rows, end = results["rows"]
+    grown = {row["port"]: row for row in rows if "grown_mb" in row}
+    lines = []
+    for port in grown:
+        sent = [row for row in rows if row["port"] == port and "way" in row]
+        a_second = sum(row["messages"] for row in sent) / sum(row["seconds"] for row in sent)
+        changes = [", ".join(f"{size:+.0f}" for size in grown[port][key]) for key in ("grown_mb", "grown_mb_without")]
+        accepted = sum(row["accepted"] for row in sent)
+        lines.append([f"`{port}`", f"{sum(row['messages'] for row in sent):,}", f"{a_second:,.0f}", f"{accepted}"])
+        lines[-1] += changes
+    header = ["port of", "messages", "a second", "accepted", "MB grown under messages, by way", "MB grown without"]
+    trained = f"The run trained on {end['groups_trained']:,} groups meanwhile, in {end['steps']:,} steps: "
+    lost = f"{end['groups_twice']} twice, {end['groups_lost']} lost"
+    minutes = f"All of it took {results['settings']['seconds'] / 60:.0f} minutes, pauses without messages included."
+    return f"{markdown(header, lines)}\n\n{trained}{lost}. {minutes}"
+
+
+# --- staleness -----------------------------------------------------------------------------------
+
+OF_A_KIND: dict[str, Callable[[staleness.Summary], str]] = {
+    "task": lambda s: s.kind.task,
+    "η": lambda s: f"{s.kind.eta}",
+    "objective": lambda s: s.kind.objective,
+    "over-age tokens": lambda s: f"`{s.kind.over_age}`",
+    "runs": lambda s: f"{s.runs}",
+    "fell": lambda s: f"{s.fell}",
+    "steps to 0.9": lambda s: s.steps_to_nearly.said(".0f"),
+    "seconds to 0.9": lambda s: s.seconds_to_nearly.said(".0f"),
+    "area per token": lambda s: s.area_per_token.said(),
+    "area per second": lambda s: s.area_per_second.said(),
+    "worst after it was learned": lambda s: s.worst.said(),
+    "reward at the end": lambda s: s.final.said(),
+    "effective sample size, least": lambda s: s.sample_size.said(),
+    "mean age of a token": lambda s: s.mean_age.said(".1f"),
+    "masked or dropped": lambda s: s.rejected.said(".1%"),
+    "tokens per response in the loss / generated": lambda s: s.length_ratio.said(".3f"),
+}
+"""Columns about the runs of one kind."""
+
+
+def of_kinds(columns: str, found: Iterable[staleness.Summary]) -> str:
+    """A table with a line for each kind of runs."""
+    header = columns.split(" | ")
+    rows = [[OF_A_KIND[name](summary) for name in header] for summary in found]
+    return markdown(header, rows) if rows else NOT_MEASURED
+
+
+def staleness_verdict(results: Results) -> str:
+    return staleness.verdict(results["rows"])
+
+
+def staleness_default(results: Results) -> str:
+    """The default objective by task and η."""
+    columns = "task | η | runs | fell | steps to 0.9 | seconds to 0.9 | area per token | area per second"
+    columns += " | worst after it was learned | effective sample size, least | mean age of a token"
+    found = staleness.summaries(results["rows"])
+    table = of_kinds(columns, [s for s in found if s.kind.objective == "default" and s.kind.over_age == "mask"])
+    return f"{table}\n\n{staleness.conditions(results['rows'])}".rstrip()
+
+
+def staleness_objectives(results: Results) -> str:
+    """All objectives where there is more than the default."""
+    columns = "task | η | objective | runs | fell | worst after it was learned | reward at the end"
+    columns += " | steps to 0.9 | area per token | effective sample size, least"
+    found = [s for s in staleness.summaries(results["rows"]) if s.kind.over_age == "mask"]
+    compared = {(s.kind.task, s.kind.eta) for s in found if s.kind.objective != "default"}
+    tasks, objectives = list(staleness.TASKS), list(staleness.OBJECTIVES)
+    found.sort(key=lambda s: (tasks.index(s.kind.task), s.kind.eta, objectives.index(s.kind.objective)))
+    return of_kinds(columns, [s for s in found if (s.kind.task, s.kind.eta) in compared])
+
+
+def staleness_over_age(results: Results) -> str:
+    """The tokens that the policies for over-age tokens train on, where answers differ in length."""
+    columns = "η | over-age tokens | runs | masked or dropped | tokens per response in the loss / generated"
+    columns += " | steps to 0.9 | area per token | worst after it was learned"
+    found = staleness.summaries(results["rows"])
+    lengths = [s for s in found if s.kind.task == staleness.LENGTH_TASK and s.kind.objective == "default"]
+    return of_kinds(columns, lengths)
+
+
+def delay(results: Results) -> str:
+    """Remedies against the collapse of stale runs, by delay."""
+
+    def over(runs: Sequence[Row], key: str, form: str) -> str:
+        values = [run[key] for run in runs if run[key] is not None]
+        if not values:
+            return MISSING
+        least, most = f"{min(values):{form}}", f"{max(values):{form}}"
+        return least if least == most else f"{least} to {most}"
+
+    rows: list[list[str]] = []
+
+    def kind(row: Row) -> tuple[str, int, str]:
+        return row["task"], row["delay"], row["variant"]
+
+    for place in unique(kind(row) for row in sorted(results["rows"], key=lambda row: (row["task"], row["delay"]))):
+        runs = [row for row in results["rows"] if kind(row) == place]
+        cells = [*map(str, place), f"{len(runs)}", over(runs, "learned", "d"), over(runs, "worst", ".3f")]
+        rows.append([*cells, over(runs, "end", ".2f"), over(runs, "area", ".2f")])
+    header = "task | delay | variant | runs | learned at step | worst after that | reward at the end"
+    header += " | mean reward of all steps"
+    return markdown(header.split(" | "), rows)
+
+
+# --- memory, computed ----------------------------------------------------------------------------
+
+
+def gib(value: float, form: str = ".1f") -> str:
+    return f"{value / GIB:{form}}"
+
+
+def capacity_memory(_: Results) -> str:
+    """Memory of one GPU of each pool, for given divisions of GPUs."""
+    header = "model | GPUs | trainer | weights, gradients, optimizer | gathered | activations, logits | all"
+    header += " | gservers | weights | KV cache | tokens in it"
+    rows = []
+    for machine, shape, one in capacity.divisions():
+        trainer, server = one.trainer, one.server
+        lacking = f" (lacks {gib(one.lacking, '.0f')})" if one.lacking else ""
+        cells = [shape.name, f"{machine.gpus}", f"{one.layout} ({one.layout.backend})"]
+        cells += map(gib, (trainer.state, trainer.gathered, trainer.activations + trainer.logits))
+        cells += [f"{gib(trainer.total)}{lacking}", f"{one.gservers} × {one.server_tensor}"]
+        rows.append([*cells, gib(server.weights), gib(server.kv_room), f"{server.kv_tokens:,}"])
+    return markdown(header.split(" | "), rows)
+
+
+def capacity_roles(_: Results) -> str:
+    """Memory of one GPU of the trainer with adapters, a critic and a reference."""
+    header = "model | GPUs | trainer | roles | weights, gradients, optimizer | critic | reference | gathered"
+    header += " | activations, logits | all | checkpoint"
+    rows = []
+    for machine, shape, one, roles in capacity.divisions_with_roles():
+        trainer = one.trainer
+        lacking = f" (lacks {gib(one.lacking, '.0f')})" if one.lacking else ""
+        cells = [shape.name, f"{machine.gpus}", f"{one.layout} ({one.layout.backend})"]
+        cells += ["policy" + (f", {roles}" if str(roles) else "")]
+        cells += [gib(trainer.weights + trainer.gradients + trainer.optimizer)]
+        cells += [
+            gib(trainer.critic) if roles.critic else MISSING,
+            gib(trainer.reference) if roles.reference else MISSING,
+        ]
+        cells += [gib(trainer.gathered), gib(trainer.activations + trainer.logits), f"{gib(trainer.total)}{lacking}"]
+        rows.append([*cells, f"{gib(one.checkpoint, ',.1f')} GiB"])
+    return markdown(header.split(" | "), rows)
+
+
+def capacity_traffic(_: Results) -> str:
+    """Bytes that a weight update moves, and the size of a checkpoint, for the same divisions."""
+    header = "model | trainer | gservers | served weights | senders | sent by each | received by each GPU | time"
+    header += " | checkpoint"
+    rows = []
+    for _, shape, one in capacity.divisions():
+        update = one.update
+        cells = [shape.name, str(one.layout), f"{one.gservers} × {one.server_tensor}", f"{gib(update.weights)} GiB"]
+        cells += [f"{update.senders}", f"{gib(update.sent_per_link)} GiB", f"{gib(update.received_per_link)} GiB"]
+        rows.append([*cells, f"{update.seconds:.1f} s", f"{gib(one.checkpoint, ',.0f')} GiB"])
+    return markdown(header.split(" | "), rows)
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+def source(results: Results) -> str:
+    """The line under each table: the state of the code that was measured, and the machine."""
+    commit, machine = results["commit"], results["machine"]
+    state = f"commit {commit['id']} of {commit['date'][:10]}" if commit["id"] else "no commit"
+    state += " with uncommitted changes" if commit["changed"] else ""
+    devices = "".join(f", {device}" for device in unique(machine["devices"]))
+    return f"*{state}, {machine['processor']}, {machine['cores']} cores{devices}*"
+
+
+class Table(NamedTuple):
+    page: str
+    """The page that has the table, relative to the root."""
+    name: str
+    benchmark: str
+    """The benchmark whose results it shows, or `COMPUTED`."""
+    render: Render
+
+
+TABLES = (
+    Table("README.md", "demo-printed", "demo", demo_printed),
+    Table("README.md", "throughput", "throughput", lines_of(THROUGHPUT)),
+    Table("docs/figures.md", "demo-in-full", "demo", demo_in_full),
+    Table("docs/figures.md", "engine", "bench_engine", engine),
+    Table("docs/figures.md", "rewards", "bench_rewards", lines_of(REWARDS)),
+    Table("docs/figures.md", "stream", "bench_stream", stream),
+    Table("docs/figures.md", "manager", "bench_manager", manager),
+    Table("docs/figures.md", "weights", "bench_weights", weights),
+    Table("docs/figures.md", "trainer", "bench_trainer", trainer),
+    Table("docs/figures.md", "demo", "bench_demo", demo),
+    Table("docs/trainer.md", "long-rows", "bench_long_rows", long_rows),
+    Table("docs/planning.md", "plan", "bench_plan", plan),
+    Table("docs/collapse.md", "delay", "delay", delay),
+    Table("docs/manager.md", "manager-cost", "bench_manager", lines_of(MANAGER_COST)),
+    Table("docs/manager.md", "routing", "bench_routing", routing),
+    Table("docs/agents.md", "agents", "bench_agents", lines_of(AGENTS)),
+    Table("docs/agents.md", "agents-trainer", "bench_agents_trainer", agents_trainer),
+    Table("docs/clusters.md", "scale", "bench_scale", scale),
+    Table("docs/security.md", "fuzz", "fuzz", fuzz),
+    Table("docs/security.md", "fuzz-of-sglang", "fuzz_sglang", fuzz),
+    Table("docs/page.md", "page-views", "bench_page", page_views),
+    Table("docs/page.md", "page-cost", "bench_page", page_cost),
+    Table("docs/staleness.md", "staleness-verdict", "staleness", staleness_verdict),
+    Table("docs/staleness.md", "staleness-default", "staleness", staleness_default),
+    Table("docs/staleness.md", "staleness-objectives", "staleness", staleness_objectives),
+    Table("docs/staleness.md", "staleness-over-age", "staleness", staleness_over_age),
+    Table("docs/scale.md", "capacity-memory", COMPUTED, capacity_memory),
+    Table("docs/scale.md", "capacity-roles", COMPUTED, capacity_roles),
+    Table("docs/scale.md", "capacity-traffic", COMPUTED, capacity_traffic),
+    Table("docs/scale.md", "checkpoint", "bench_checkpoint", lines_of(CHECKPOINT)),
+    Table("docs/scale.md", "gpu", "gpu", gpu),
+)
+BLOCK = re.compile(r"<!-- table: (?P<name>\S+) -->\n.*?<!-- end of table -->", re.DOTALL)
+
+
+def rendered(page: str, text: str, tables: Sequence[Table] = TABLES, kept: Path = KEPT) -> str:
+    """`text`, the content of `page`, with all its tables as the results in `kept` have them."""
+    mine = {table.name: table for table in tables if table.page == page}
+    there = [match["name"] for match in BLOCK.finditer(text)]
+    if sorted(there) != sorted(mine):
+        raise SystemExit(f"{page} has places for the tables {sorted(there)}, and should have them for {sorted(mine)}")
+
+    def block(match: re.Match[str]) -> str:
+        table = mine[match["name"]]
+        if table.benchmark == COMPUTED:
+            shown = f"{table.render({})}\n\n*computed, not measured*"
+        else:
+            found = [read_results(path) for path in results_of(table.benchmark, kept)]
+            tables = [f"{table.render(results)}\n\n{source(results)}" for results in found]
+            shown = "\n\n".join(tables) or NOT_MEASURED
+        return f"<!-- table: {table.name} -->\n\n{shown}\n\n<!-- end of table -->"
+
+    return BLOCK.sub(block, text)
+
+
+def results_of(benchmark: str, folder: Path) -> list[Path]:
+    """The results in `folder`: of `gpu`, one file for each kind of device."""
+    return sorted(folder.glob("gpu-*.json" if benchmark == "gpu" else f"{benchmark}.json"))

@@ -256,8 +256,8 @@ class Ledger:
         return self._lease([*again, *fresh], worker, now=now)
 
     def keep(self, worker: str, seqs: Collection[int], *, now: float) -> list[Group]:
-        """Lease to `worker` those of `seqs` that `admit` would lease next: it has them in hand from an earlier lineage.
-        Return all groups of `seqs` that it holds then.
+        """Lease to `worker` the groups of `seqs` that `admit` would lease next: it has them in hand from an earlier
+        lineage. Return all groups of `seqs` that it holds then.
 
         So a group that is kept takes the place of the same group made again, and of no other.
         """

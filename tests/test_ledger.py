@@ -217,7 +217,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def go_back(self, data: st.DataObject) -> None:
-        """The trainer's processes die, or the controller does: workers keep what the earlier policies sampled."""
+        """The trainer's processes die, or the controller does: workers keep groups of the earlier policies."""
         version = data.draw(st.integers(0, self.ledger.policy_version))
         if data.draw(st.booleans()):  # a controller that has died leaves nothing but the checkpoint
             self.ledger.next_seq = 0
@@ -239,7 +239,7 @@ class Run(RuleBasedStateMachine):
             del self.generating[key]
 
     def keep(self, worker: str, in_hand: set[int]) -> None:
-        """The worker keeps what it would be given now if it were alone, of what it has."""
+        """The worker keeps the groups in hand that it would be admitted now if it were alone."""
         closed_or_held = {*self.accepted, *self.rejected, *self.leased}
         open_seqs = (seq for seq in count() if seq not in closed_or_held)
         expected = in_hand.intersection(islice(open_seqs, self.room))

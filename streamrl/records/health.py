@@ -425,8 +425,8 @@ def _went_back(run: RunFigures) -> Iterator[Finding]:
         yield Finding(
             "warning" if len(deaths) >= OFTEN_RESTARTED else "note",
             "went back",
-            f"the run went back to a checkpoint {_times(len(deaths))}, and made {lost} steps again{without}; the last time to "
-            f"step {deaths[-1].policy_version}, because {deaths[-1].cause}",
+            f"the run went back to a checkpoint {_times(len(deaths))}, and made {lost} steps again{without}; the last "
+            f"time to step {deaths[-1].policy_version}, because {deaths[-1].cause}",
             ["trainer.save_every_steps"] if lost > OFTEN_RESTARTED * len(deaths) else [],
         )
 

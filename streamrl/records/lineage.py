@@ -111,7 +111,7 @@ class History(msgspec.Struct, frozen=True):
     lineages: list[Lineage] = []
 
     def label(self, policy_version: int) -> str:
-        """Return what a gserver calls the weights of `policy_version`, one that the present lineage begins with or
+        """Return the name at gservers of the weights of `policy_version`, one that the present lineage begins with or
         makes."""
         return (self.lineages[-1] if self.lineages else FIRST).label(policy_version)
 

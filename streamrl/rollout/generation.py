@@ -105,9 +105,9 @@ class Generator:
     ) -> None:
         """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
         longer responses are asked for in parts. `decode` and `eos_token_ids` are the model's. `policy_version` returns
-        the version that gservers serve, or an older one; `history` that of the present weights, another object after
-        the run has gone back. `named_adapters`: as in `Config`. `return_routed_experts`: ask
-        which experts compute tokens."""
+        the version that gservers serve, or an older one; `history` returns the history of the present
+        weights, another object after the run has gone back. `named_adapters`: as in `Config`. `return_routed_experts`:
+        ask which experts compute tokens."""
         self._named_adapters = named_adapters
         self._return_routed_experts = return_routed_experts
         self._tokens_per_request = tokens_per_request
@@ -378,7 +378,7 @@ class GroupRoute:
         self.labels.update(_label(span.version) for span in spans if span.end > span.start)
 
     def in_hand(self, seq: int) -> GroupInHand:
-        """Return what of the group, which has this sequence number, is in flight."""
+        """Return the work in flight of the group, which has this sequence number."""
         if self._requests is None:
             return GroupInHand(seq, self.gserver)
         return GroupInHand(seq, self.gserver, self._requests.requests, self._requests.tokens)
@@ -515,8 +515,8 @@ def _cut(reply: GenerateReply, kept: int, why: str) -> GenerateReply:
 def with_version_spans(reply: GenerateReply, oldest: int, history: History) -> GenerateReply:
     """Return `reply` with spans of versions, also for an engine that names only the version at the reply's end.
 
-    `oldest`: a policy version of `history` that was served when the request was made, or an older one. Where the engine
-    does not say more, all tokens count as sampled under it: they may be younger than recorded, never older.
+    `oldest`: a policy version of `history` that was served when the request was made, or an older one. Without spans
+    all tokens count as sampled under it: they may be younger than recorded, never older.
     """
     meta = reply.meta_info
     if meta.weight_versions or not reply.output_ids or meta.weight_version == MIXED_WEIGHTS:
@@ -525,8 +525,8 @@ def with_version_spans(reply: GenerateReply, oldest: int, history: History) -> G
 
 
 def with_version(reply: GenerateReply, label: str) -> GenerateReply:
-    """Return `reply` with all of its tokens sampled by the weights called `label`, whatever the engine calls its
-    own: the request may have named an adapter, which it has to its end."""
+    """Return `reply` with all of its tokens sampled by the weights called `label`: a request that names an adapter has
+    it to its end, under any name of the engine's weights."""
     spans = [VersionSpan(label, 0, len(reply.output_ids))]
     return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(reply.meta_info, weight_versions=spans))
 

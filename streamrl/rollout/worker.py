@@ -2,10 +2,10 @@
 
 Owns its reward processes, its connections, and one task for each group that it was admitted and that has not ended:
 the group is being generated, being scored, or on its way to the trainer. Invariant: as long as the worker lives and
-the run does not go back, each group ends in exactly one of two ways: it is stored with the trainer (who tells the
-manager), or the worker rejects it with a reason. When the run has gone back, the worker keeps the groups that the
-present weights can learn from, and that the controller leases to it again; it drops all others. What a worker leaves
-undone when it dies, the manager gives to another.
+the run does not go back, each group ends in exactly one of two ways: it is stored with the trainer, which reports it to
+the manager, or the worker rejects it with a reason. When the run has gone back, the worker keeps the groups that the
+present weights can learn from and that the controller leases to it again; it drops all others. The manager gives the
+unfinished groups of a dead worker to another one.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ class _Group:
     task: asyncio.Task[None] | None = None
 
     def can_be_kept(self, history: History) -> bool:
-        """Return whether the group can be trained on, or finished, in a run whose weights have this `history`."""
+        """Return whether the group can be trained on, or finished, with weights of this `history`."""
         known = all(history.has(label) for label in self.route.labels)
         return known and (self.made is not None or self.route.resumable)
 
     def in_hand(self) -> GroupInHand:
-        """Return how the controller hears of it."""
+        """Return the group for the controller."""
         seq = self.admission.seq
         return GroupInHand(seq) if self.made is not None else self.route.in_hand(seq)
 

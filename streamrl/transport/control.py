@@ -102,7 +102,7 @@ class RegisterReply(msgspec.Struct, frozen=True):
     lineage: str = ""
     """Tells the lineage of the run from all others."""
     lineages: list[Lineage] = []
-    """For rollout workers: those of the run so far, the present one last."""
+    """For rollout workers: all lineages of the run, the present one last."""
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
@@ -301,7 +301,7 @@ class GroupInHand(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """The groups in hand whose tokens all come from policies in the history of the present weights."""
+    """The groups in hand with tokens of policies in the history of the present weights alone."""
 
     worker: int
     groups: list[GroupInHand]

@@ -56,7 +56,7 @@ class Manager:
         self.lineage = "first"
         self.lineages: list[Lineage] = []
         self.kept: list[set[int]] = []
-        """What the worker had in hand each time that the run went back."""
+        """The groups in hand that the worker reported, each time that the run went back."""
         self.refused: set[int] = set()
         """Groups that the worker may not keep."""
         self._seqs: list[int] = []

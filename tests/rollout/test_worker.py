@@ -422,7 +422,7 @@ async def test_when_the_run_has_gone_back_groups_are_kept_that_its_weights_can_l
         await on.manager.give(range(5))
         await on.trainer.until(1)
         await on.manager.until(lambda: on.manager.heartbeats[-1].stats["requests_in_flight"] == 12)
-        await on.manager.until(lambda: len(on.engine.requests) == 18)  # those of 2 were continued
+        await on.manager.until(lambda: len(on.engine.requests) == 18)  # group 2 was continued
         for dataset in on.trainer.datasets:
             dataset.discard(held(dataset), forget=True)  # as the heads of the next lineage
         on.manager.refused = {4}

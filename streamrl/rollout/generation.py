@@ -106,7 +106,7 @@ class Generator:
         """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
         longer responses are asked for in parts. `decode` and `eos_token_ids` are the model's. `policy_version` returns
         the version that gservers serve, or an older one; `history` returns the history of the present
-        weights, another object after the run has gone back. `named_adapters`: as in `Config`. `return_routed_experts`:
+        weights. `named_adapters`: as in `Config`. `return_routed_experts`:
         ask which experts compute tokens."""
         self._named_adapters = named_adapters
         self._return_routed_experts = return_routed_experts
@@ -488,7 +488,7 @@ def of_history(reply: GenerateReply, history: History, *, requested_in: History)
     meta = reply.meta_info
     if spans := meta.weight_versions:
         kept = next((s.start for s in spans if s.end > s.start and not _is_in(history, s.version)), None)
-    elif reply.output_ids and (history is not requested_in or not _is_in(history, meta.weight_version)):
+    elif reply.output_ids and (history != requested_in or not _is_in(history, meta.weight_version)):
         kept = 0
     else:
         kept = None

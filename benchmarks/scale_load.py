@@ -34,7 +34,6 @@ from streamrl.rollout.worker import RolloutWorker
 from streamrl.transport.control import DataFacts
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
-from streamrl.transport.push_pull import GroupPusher
 from streamrl.transport.secret import of_run_at
 from streamrl.types import Trajectory, TrajectoryGroup
 
@@ -105,17 +104,8 @@ async def one_worker(config: Config, settings: Settings, *, manager_url: str, in
     """Run one rollout worker until the run is over."""
 
     async def work(joined: Joined) -> None:
-        heads = await joined.control.topology("model_worker", config.trainer.workers, patience=300)
-        pusher = GroupPusher(
-            worker=joined.membership.name,
-            heads=[head for head in heads if head.address],
-            shown=joined.membership.shows("model_worker"),
-            max_group_bytes=config.stream.max_group_bytes,
-            resend_seconds=config.stream.resend_seconds,
-        )
-        joined.at_exit.push_async_callback(pusher.close)
         maker: Any = SimulatedMaker(config, settings, joined)
-        await RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data=DataFacts(config.data.size)).run()
+        await RolloutWorker(config, joined=joined, maker=maker, data=DataFacts(config.data.size)).run()
 
     activity = Activity(idle="room in the ledger")
     await serve_until_over(config, index=index, manager_url=manager_url, advertise="", activity=activity, work=work)

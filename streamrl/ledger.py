@@ -23,7 +23,7 @@ skipped; none is trained on twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -145,6 +145,8 @@ class Ledger:
         """Times that a stored group was too old and its prompt went back (`over_age = "drop"`)."""
         self.expired = 0
         """Times that a lease ran out and its prompt went back."""
+        self.kept = 0
+        """Groups that workers had in hand when `lineage` began, and hold again."""
         self.groups: dict[int, Group] = {}
         """Open groups by sequence number."""
         self.trained_seqs = SeqSet()
@@ -162,13 +164,14 @@ class Ledger:
     def restore(self, lineage: Lineage, *, trained: Iterable[int], rejected: Iterable[int]) -> None:
         """Continue from the end of the step at which `lineage` begins, whatever was admitted since.
 
-        All leases end. All other sequence numbers that were ever handed out are returned to be admitted again.
+        All leases end. All other sequence numbers that were ever handed out are returned to be admitted again, or kept
+        (`keep`).
         """
         for group in [group for own in self._leases.values() for group in own.values()]:
             self._end_lease(group)
         self.groups.clear()
         self._returned = SeqQueue()
-        self._held = self._first_open = 0
+        self._held = self._first_open = self.kept = 0
         self.trained_seqs, self.rejected = SeqSet(trained), SeqSet(rejected)
         self.lineage, self.policy_version = lineage, lineage.policy_version
         self._began = (lineage.policy_version, len(self.trained_seqs))
@@ -250,11 +253,27 @@ class Ledger:
         self.next_seq += len(fresh)
         for group in fresh:
             self.groups[group.seq] = group
-        admitted = again + fresh
-        for group in admitted:
-            group.state, group.worker, group.granted = "leased", worker, now
-            self._leases.setdefault(worker, {})[group.seq] = group
-        return admitted
+        return self._lease([*again, *fresh], worker, now=now)
+
+    def keep(self, worker: str, seqs: Collection[int], *, now: float) -> list[Group]:
+        """Lease to `worker` the groups of `seqs` that `admit` would lease next: it has them in hand from an earlier
+        lineage. Return all groups of `seqs` that it holds then.
+
+        So a group that is kept takes the place of the same group made again, and of no other.
+        """
+        room = self.room
+        again = self._returned.smallest(room)
+        next_ones = {*again, *range(self.next_seq, self.next_seq + room - len(again))}
+        kept = sorted(next_ones.intersection(seqs))
+        end = max([self.next_seq, *(seq + 1 for seq in kept)])
+        for seq in range(self.next_seq, end):  # those before it were given out, too
+            self._return(Group(seq))
+        self.next_seq = end
+        for seq in kept:
+            self._returned.discard(seq)
+        self._lease([self.groups[seq] for seq in kept], worker, now=now)
+        self.kept += len(kept)
+        return [self.groups[seq] for seq in sorted(seqs) if self.holder(seq) == worker]
 
     def accept(self, meta: SampleMeta) -> Group | None:
         """Enter a group that is stored with the trainer, and return its record; None if it was closed before.
@@ -351,6 +370,12 @@ class Ledger:
         if groups:
             self._changed()
         return sorted(groups, key=lambda group: group.seq)
+
+    def _lease(self, groups: list[Group], worker: str, *, now: float) -> list[Group]:
+        for group in groups:
+            group.state, group.worker, group.granted = "leased", worker, now
+            self._leases.setdefault(worker, {})[group.seq] = group
+        return groups
 
     def _return(self, group: Group) -> None:
         group.state = "returned"

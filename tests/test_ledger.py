@@ -8,6 +8,7 @@ hears of it late; leases live from heartbeat to heartbeat.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import count, islice
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from streamrl.ledger import Ledger, OverAge, ReadyGroups, count_over_age, next_in_order, select_batch
+from streamrl.records.lineage import Lineage
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.types import SampleMeta
@@ -62,6 +64,7 @@ class Run(RuleBasedStateMachine):
         self.returned: set[int] = set()
         self.accepted: set[int] = set()
         self.rejected: set[int] = set()
+        self.rejected_at: dict[int, int] = {}  # policy version
         # the workers: versions of the tokens so far
         self.generating: dict[tuple[str, int], list[int]] = {}
         # the trainer
@@ -167,6 +170,7 @@ class Run(RuleBasedStateMachine):
             if effective:
                 take_out(self, seq)
                 self.rejected.add(seq)
+                self.rejected_at[seq] = self.ledger.policy_version
                 assert self.changed > changed, "whoever waits for the place is not woken"
                 assert self.ledger.room == self.room
                 assert self.gate >= gate, "a rejection gives the place back"
@@ -210,6 +214,46 @@ class Run(RuleBasedStateMachine):
         for seq in due:
             take_out(self, seq)
             self.returned.add(seq)
+
+    @rule(data=st.data())
+    def go_back(self, data: st.DataObject) -> None:
+        """The trainer's processes die, or the controller does: workers keep groups of the earlier policies."""
+        version = data.draw(st.integers(0, self.ledger.policy_version))
+        if data.draw(st.booleans()):  # a controller that has died leaves nothing but the checkpoint
+            self.ledger.next_seq = 0
+        in_hand = {key for key, tokens in self.generating.items() if max(tokens, default=0) <= version}
+        self.trained = self.trained[: version * self.batch]
+        self.rejected = {seq for seq, at in self.rejected_at.items() if at <= version and seq in self.rejected}
+        self.ends.extend(self.leased)
+        self.ledger.restore(Lineage(1, version), trained=self.trained, rejected=self.rejected)
+        self.known, self.accepted = set(self.trained), set(self.trained)
+        self.arrivals.clear()
+        self.held.clear()
+        self.leased.clear()
+        self.expires.clear()
+        self.returned = {seq for seq in range(self.ledger.next_seq) if seq not in self.accepted | self.rejected}
+        self.buffer = AsyncIOSequenceBuffer(Graph(()), self.ledger)
+        for worker in data.draw(st.permutations(WORKERS)):
+            self.keep(worker, {seq for holder, seq in in_hand if holder == worker})
+        for key in [key for key in self.generating if self.leased.get(key[1]) != key[0]]:
+            del self.generating[key]
+
+    def keep(self, worker: str, in_hand: set[int]) -> None:
+        """The worker keeps the groups in hand that it would be admitted now if it were alone."""
+        closed_or_held = {*self.accepted, *self.rejected, *self.leased}
+        open_seqs = (seq for seq in count() if seq not in closed_or_held)
+        expected = in_hand.intersection(islice(open_seqs, self.room))
+        kept = [group.seq for group in self.ledger.keep(worker, in_hand, now=self.now)]
+        assert kept == sorted(expected)
+        assert self.ledger.keep(worker, kept, now=self.now) == [self.ledger.groups[seq] for seq in kept], "asked again"
+        for seq in kept:
+            self.leased[seq] = worker
+            self.expires[seq] = self.now + LEASE
+        self.returned.update(seq for seq in range(self.ledger.next_seq) if seq not in closed_or_held)
+        self.returned.difference_update(kept)
+        assert self.ledger.kept == len(self.leased)
+        if self.over_age != "wait":
+            assert not kept or self.ledger.accepted + self.ledger.running <= self.bound
 
     # --- trainer ---------------------------------------------------------------------------------
 

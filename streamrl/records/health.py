@@ -420,11 +420,13 @@ def _went_back(run: RunFigures) -> Iterator[Finding]:
     deaths = [lineage for lineage in run.lineages if lineage.cause]
     if deaths:
         lost = sum(lineage.steps_lost for lineage in deaths)
+        kept = sum(lineage.groups_kept for lineage in deaths)
+        without = f" with {kept} groups that were not generated again" if kept else ""
         yield Finding(
             "warning" if len(deaths) >= OFTEN_RESTARTED else "note",
             "went back",
-            f"the run went back to a checkpoint {_times(len(deaths))}, and made {lost} steps again; the last time to "
-            f"step {deaths[-1].policy_version}, because {deaths[-1].cause}",
+            f"the run went back to a checkpoint {_times(len(deaths))}, and made {lost} steps again{without}; the last "
+            f"time to step {deaths[-1].policy_version}, because {deaths[-1].cause}",
             ["trainer.save_every_steps"] if lost > OFTEN_RESTARTED * len(deaths) else [],
         )
 

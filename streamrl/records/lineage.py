@@ -5,7 +5,8 @@ steps again: a *rewind*. A run that is resumed does the same. Each such beginnin
 a policy version is identified by its number together with the number of the lineage that made it. The later steps of
 earlier lineages are abandoned: no checkpoint and no gserver with their weights may be mistaken for a new one.
 
-    run_dir/lineages.jsonl      one line for each `Lineage` after the first, oldest first
+    run_dir/lineages.jsonl      a line for each `Lineage` after the first, oldest first; a further line for one that has
+                                kept groups, at its first step
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Lineage(msgspec.Struct, frozen=True):
     """The death that the run went back for; empty: the run was started, or resumed."""
     steps_lost: int = 0
     """Steps of earlier lineages that are made once more."""
+    groups_kept: int = 0
+    """Groups that rollout workers had in hand when it began, and that were not generated again."""
 
     def maker(self, policy_version: int) -> int:
         """Return the number of the lineage that made `policy_version`, one that this lineage begins with or makes."""
@@ -65,7 +68,7 @@ def version_of(label: str) -> int:
 
 def read(run_dir: Path) -> list[Lineage]:
     """Return the lineages of the run, oldest first; the first one has no record unless it began from a checkpoint."""
-    return read_records(run_dir / LINEAGES_FILE, Lineage)
+    return list({lineage.number: lineage for lineage in read_records(run_dir / LINEAGES_FILE, Lineage)}.values())
 
 
 def begin(run_dir: Path, *, policy_version: int, parent: int, cause: str, steps_reached: int) -> Lineage:
@@ -83,13 +86,40 @@ def begin(run_dir: Path, *, policy_version: int, parent: int, cause: str, steps_
         cause=cause,
         steps_lost=max(0, steps_reached - policy_version),
     )
+    file = _append(run_dir, lineage)
+    if read(run_dir)[-1:] != [lineage]:
+        raise DataError(f"{file} cannot be written; make room there, and start the run again with --resume")
+    to_disk(file)
+    return lineage
+
+
+def record_kept(run_dir: Path, lineage: Lineage, *, groups: int) -> None:
+    """Add to the record of `lineage`, the newest one, how many groups it has kept."""
+    _append(run_dir, msgspec.structs.replace(lineage, groups_kept=groups))
+
+
+def _append(run_dir: Path, lineage: Lineage) -> Path:
     file = LineFile(run_dir / LINEAGES_FILE)
     file.append(msgspec.json.encode(lineage))
     file.close()
-    if read(run_dir)[-1:] != [lineage]:
-        raise DataError(f"{file.path} cannot be written; make room there, and start the run again with --resume")
-    to_disk(file.path)
-    return lineage
+    return file.path
+
+
+class History(msgspec.Struct, frozen=True):
+    """The lineages of a run up to the present one, for a process that has no access to the run's folder."""
+
+    lineages: list[Lineage] = []
+
+    def label(self, policy_version: int) -> str:
+        """Return the name at gservers of the weights of `policy_version`, one that the present lineage begins with or
+        makes."""
+        return (self.lineages[-1] if self.lineages else FIRST).label(policy_version)
+
+    def has(self, label: str) -> bool:
+        """Return whether the weights that a gserver calls `label` are in the history of the present ones; raises
+        `ValueError` as `version_of`."""
+        lineage = int(label.partition(".")[2] or 0)
+        return in_history(self.lineages, policy_version=version_of(label), lineage=lineage)
 
 
 def in_history(lineages: Sequence[Lineage], *, policy_version: int, lineage: int) -> bool:

@@ -31,10 +31,10 @@ from numpy.typing import NDArray
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
-from streamrl.records.lineage import version_of
+from streamrl.records.lineage import History, version_of
 from streamrl.retry import Retry
 from streamrl.stop_strings import Decode, StopStrings
-from streamrl.transport.control import GroupInFlight, InFlight
+from streamrl.transport.control import GroupInFlight, GroupInHand, InFlight
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
     MIXED_WEIGHTS,
@@ -99,13 +99,15 @@ class Generator:
         decode: Decode,
         eos_token_ids: Collection[int],
         policy_version: Callable[[], int],
+        history: Callable[[], History] = History,
         named_adapters: bool = False,
         return_routed_experts: bool = False,
     ) -> None:
         """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
         longer responses are asked for in parts. `decode` and `eos_token_ids` are the model's. `policy_version` returns
-        the version that gservers serve, or an older one. `named_adapters`: as in `Config`. `return_routed_experts`: ask
-        which experts compute tokens."""
+        the version that gservers serve, or an older one; `history` returns the history of the present
+        weights. `named_adapters`: as in `Config`. `return_routed_experts`:
+        ask which experts compute tokens."""
         self._named_adapters = named_adapters
         self._return_routed_experts = return_routed_experts
         self._tokens_per_request = tokens_per_request
@@ -117,6 +119,7 @@ class Generator:
         self._sampling = sampling
         self._seed = seed
         self._policy_version = policy_version
+        self._history = history
         self._patience = patience
 
     async def generate(
@@ -141,11 +144,13 @@ class Generator:
         """
         response = _PartialResponse(prompt=len(input_ids))
         endings = self._endings.and_also(tokens=stop_token_ids, strings=stop)
+        route.resumable &= on_tokens is None and not self._named_adapters
         retry = Retry(
             f"request {rid}", patience=self._patience, first_pause=FIRST_PAUSE_SECONDS, warn_after=WARNING_SECONDS
         )
         while True:
-            gserver, version, before = route.gserver, self._policy_version(), len(response.ids)
+            gserver, before = route.gserver, len(response.ids)
+            version, history = self._policy_version(), self._history()
             budget = min(max_new_tokens - before, self._tokens_per_request)
             request = GenerateRequest(
                 input_ids=[*input_ids, *response.ids],
@@ -169,10 +174,11 @@ class Generator:
                 response.interruptions += 1
                 continue
             mixed = serves_mixed_weights(reply)
-            reply = (of_version if self._named_adapters else with_version_spans)(unmixed(reply), version)
+            reply, abandoned = self._usable(unmixed(reply), version, history)
             finish = check_reply(reply, budget=budget, peer=gserver)
             response.extend(reply)
-            if reply.output_ids:
+            route.sampled_by(reply)
+            if reply.output_ids or abandoned:
                 retry.succeeded()
             if ending := endings.overlooked(response.ids, earlier=before, reported=finish.type == "stop"):
                 length, matched = ending
@@ -180,13 +186,25 @@ class Generator:
             incomplete = len(response.ids) < max_new_tokens
             if finish.type == "abort" and incomplete:
                 response.interruptions += 1
-                if not reply.output_ids:
+                if not reply.output_ids and not abandoned:
                     await _pause(retry, rid, PeerError(f"gserver {gserver} aborted the request: {finish.message}"))
-                if mixed or broken:
+                if mixed or abandoned or broken:
                     await route.replace(gserver)
             elif not (finish.type == "length" and len(reply.output_ids) == budget and incomplete):  # not only a part
                 reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
                 return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
+
+    def _usable(self, reply: GenerateReply, version: int, history: History) -> tuple[GenerateReply, bool]:
+        """Return the first tokens of `reply` with their versions, up to one of a policy that the run has gone back
+        behind, and whether there is one.
+
+        `version`, `history`: the policy version and the history of its weights when the request was made.
+        """
+        if self._named_adapters:
+            return with_version(reply, history.label(version)), False
+        present = self._history()
+        usable = of_history(reply, present, requested_in=history)
+        return with_version_spans(usable, version, present), usable is not reply
 
     async def _streamed(
         self, gserver: str, request: GenerateRequest, on_tokens: OnTokens
@@ -338,6 +356,11 @@ class GroupRoute:
         self.gserver = gserver
         self.name = name or gserver
         """Name of the gserver; its URL where the name is not known."""
+        self.labels: set[str] = set()
+        """Of the weights that sampled tokens of the group."""
+        self.resumable = True
+        """Whether its requests can lose tokens of abandoned weights: none names an adapter, or has passed on its
+        tokens."""
         self._find_another = find_another
         self._requests = requests
         self._asking = asyncio.Lock()
@@ -348,6 +371,17 @@ class GroupRoute:
             if self.gserver == failed:  # otherwise a sibling has asked already
                 self.gserver = await self._find_another(failed) or failed
                 self.name = self.name if self.gserver == failed else self.gserver
+
+    def sampled_by(self, reply: GenerateReply) -> None:
+        """Note the weights of a checked reply."""
+        spans = reply.meta_info.weight_versions or ()
+        self.labels.update(_label(span.version) for span in spans if span.end > span.start)
+
+    def in_hand(self, seq: int) -> GroupInHand:
+        """Return the work in flight of the group, which has this sequence number."""
+        if self._requests is None:
+            return GroupInHand(seq, self.gserver)
+        return GroupInHand(seq, self.gserver, self._requests.requests, self._requests.tokens)
 
     def request(self, tokens: int) -> AbstractContextManager[None]:
         """Count a request with a context of `tokens` tokens as in flight while inside."""
@@ -442,40 +476,58 @@ def unmixed(reply: GenerateReply) -> GenerateReply:
         kept = next((s.start for s in spans if s.version == MIXED_WEIGHTS and s.end > s.start), None)
     else:
         kept = 0 if meta.weight_version == MIXED_WEIGHTS else None
-    if kept is None:
-        return reply
+    return reply if kept is None else _cut(reply, kept, "a weight update broke off")
+
+
+def of_history(reply: GenerateReply, history: History, *, requested_in: History) -> GenerateReply:
+    """Return `reply` up to the first token of a policy that is not in `history`; if that cuts it, as aborted there.
+
+    An engine that names only the version at the reply's end may have had any before that, if the run has gone back
+    since the request was made: `requested_in` is the history of then.
+    """
+    meta = reply.meta_info
+    if spans := meta.weight_versions:
+        kept = next((s.start for s in spans if s.end > s.start and not _is_in(history, s.version)), None)
+    elif reply.output_ids and (history != requested_in or not _is_in(history, meta.weight_version)):
+        kept = 0
+    else:
+        kept = None
+    return reply if kept is None else _cut(reply, kept, "the run has gone back")
+
+
+def _cut(reply: GenerateReply, kept: int, why: str) -> GenerateReply:
+    """Return the first `kept` tokens of `reply` as aborted there."""
+    meta = reply.meta_info
     return msgspec.structs.replace(
         reply,
         output_ids=reply.output_ids[:kept],
         meta_info=msgspec.structs.replace(
             meta,
-            finish_reason=FinishReason(type="abort", message="a weight update broke off"),
+            finish_reason=FinishReason(type="abort", message=why),
             completion_tokens=kept,
-            weight_versions=[span for span in spans or () if span.end <= kept],
+            weight_versions=[span for span in meta.weight_versions or () if span.end <= kept],
             output_token_logprobs=(meta.output_token_logprobs or [])[:kept],
             routed_experts=None,
         ),
     )
 
 
-def with_version_spans(reply: GenerateReply, oldest: int) -> GenerateReply:
+def with_version_spans(reply: GenerateReply, oldest: int, history: History) -> GenerateReply:
     """Return `reply` with spans of versions, also for an engine that names only the version at the reply's end.
 
-    `oldest`: a policy version that was served when the request was made, or an older one. Where the engine does not
-    say more, all tokens count as sampled under it: they may be younger than recorded, never older.
+    `oldest`: a policy version of `history` that was served when the request was made, or an older one. Without spans
+    all tokens count as sampled under it: they may be younger than recorded, never older.
     """
     meta = reply.meta_info
     if meta.weight_versions or not reply.output_ids or meta.weight_version == MIXED_WEIGHTS:
         return reply
-    version = min(oldest, _version(meta.weight_version))
-    spans = [VersionSpan(str(version), 0, len(reply.output_ids))]
-    return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(meta, weight_versions=spans))
+    return with_version(reply, history.label(min(oldest, _version(meta.weight_version))))
 
 
-def of_version(reply: GenerateReply, version: int) -> GenerateReply:
-    """Return `reply` to a request that named the adapter of `version`, which it had to its end, whatever the engine
-    called its weights meanwhile."""
-    spans = [VersionSpan(str(version), 0, len(reply.output_ids))]
+def with_version(reply: GenerateReply, label: str) -> GenerateReply:
+    """Return `reply` with all of its tokens sampled by the weights called `label`: a request that names an adapter has
+    it to its end, under any name of the engine's weights."""
+    spans = [VersionSpan(label, 0, len(reply.output_ids))]
     return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(reply.meta_info, weight_versions=spans))
 
 
@@ -500,14 +552,22 @@ def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
 
 
 def _version(text: str) -> int:
-    if text == INITIAL_WEIGHT_VERSION:
-        return 0
     try:
-        return version_of(text)
+        return version_of(_label(text))
     except ValueError:
         raise WireError(
             f"weight version {text!r} is not a policy version; start the gserver with a number for it"
         ) from None
+
+
+def _is_in(history: History, text: str) -> bool:
+    """Whether weights that an engine calls `text` are in `history`; raises as `_version`."""
+    _version(text)
+    return history.has(_label(text))
+
+
+def _label(text: str) -> str:
+    return "0" if text == INITIAL_WEIGHT_VERSION else text
 
 
 # --- siblings travel together ---
@@ -612,11 +672,17 @@ class RequestCount:
     """Counts the requests of one group: those that run, and those that its siblings have not begun yet."""
 
     def __init__(self, seq: int, *, siblings: int, reports: InFlightReports) -> None:
+        self.tokens = 0
+        """In the contexts of the requests that run."""
         self._seq = seq
         self._to_begin = siblings
         self._running = 0
-        self._tokens = 0
         self._reports = reports
+
+    @property
+    def requests(self) -> int:
+        """Requests that run or are still to begin."""
+        return self._to_begin + self._running
 
     @contextmanager
     def request(self, tokens: int) -> Iterator[None]:
@@ -630,5 +696,5 @@ class RequestCount:
 
     def _change(self, requests: int, tokens: int) -> None:
         self._running += requests
-        self._tokens += tokens
-        self._reports.report(GroupInFlight(self._seq, self._to_begin + self._running, self._tokens))
+        self.tokens += tokens
+        self._reports.report(GroupInFlight(self._seq, self.requests, self.tokens))

@@ -119,6 +119,7 @@ class Workshop:
             decode=self.chat.decode,
             eos_token_ids=eos_token_ids(self.model_dir),
             policy_version=lambda: membership.policy_version,
+            history=lambda: membership.history,
             named_adapters=config.named_adapters,
             return_routed_experts=replays_routing(config, self.model_dir),
         )

@@ -1,34 +1,42 @@
 """A rollout worker: takes sequence numbers from the manager, and streams finished groups to the trainer.
 
 Owns its reward processes, its connections, and one task for each group that it was admitted and that has not ended:
-the group is being generated, being scored, or on its way to the trainer. Invariant: as long as the worker lives, each
-group ends in exactly one of two ways: it is stored with the trainer (who tells the manager), or the worker rejects it
-with a reason. What a worker leaves undone when it dies, the manager gives to another.
+the group is being generated, being scored, or on its way to the trainer. Invariant: as long as the worker lives and
+the run does not go back, each group ends in exactly one of two ways: it is stored with the trainer, which reports it to
+the manager, or the worker rejects it with a reason. When the run has gone back, the worker keeps the groups that the
+present weights can learn from and that the controller leases to it again; it drops all others. The manager gives the
+unfinished groups of a dead worker to another one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from streamrl.config import Config
-from streamrl.errors import DataError, StreamRLError, first_error
+from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
+from streamrl.records.lineage import History
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCount
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.held_out import HeldOutPrompts
 from streamrl.rollout.process import Joined, RunOver, open_workshop, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
-from streamrl.transport.control import Admission, Admit, AskRoute, DataFacts, FailRun, Reject
+from streamrl.transport import codec
+from streamrl.transport.control import Admission, Admit, AskRoute, DataFacts, FailRun, GroupInHand, Keep, Reject
 from streamrl.transport.push_pull import GroupPusher
+from streamrl.types import TrajectoryGroup
 from streamrl.waits import first_of
 
 log = logging.getLogger(__name__)
 
+STORED_BYTES = 128 * 2**20
+"""Of arrays of groups that the trainer has stored; they are sent again if it loses them."""
 UNIFORM_WARNING_GROUPS = 100
 """After this many groups in a row whose responses all scored the same, a warning is logged."""
 
@@ -45,14 +53,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         maker = workshop.group_maker(config, prompts=prompts, rewards=workshop.rewards, activity=joined.activity)
         data = DataFacts(len(prompts), await asyncio.to_thread(prompts.digest))
         held_out = HeldOutPrompts(config, joined=joined, workshop=workshop) if config.evaluation.enabled else None
-        gone_back = joined.membership.gone_back
-        while True:
-            gone_back.clear()
-            groups = _make_groups(config, joined, maker=maker, data=data, held_out=held_out)
-            making, _ = await first_of(groups, gone_back.wait())
-            if not making.cancelled():
-                return
-            log.warning("%s: the run has gone back; groups under way are dropped", joined.membership.name)
+        await RolloutWorker(config, joined=joined, maker=maker, data=data, held_out=held_out).run()
 
     await serve_until_over(
         config,
@@ -64,22 +65,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     )
 
 
-async def _make_groups(
-    config: Config, joined: Joined, *, maker: GroupMaker, data: DataFacts, held_out: HeldOutPrompts | None
-) -> None:
-    """Make groups for the present model workers until the manager says stop."""
-    async with AsyncExitStack() as stack:
-        pusher = await _open_stream(config, joined)
-        stack.push_async_callback(pusher.close)
-        worker = RolloutWorker(config, joined=joined, maker=maker, pusher=pusher, data=data, held_out=held_out)
-        calls = None
-        if config.trainer.synchronous:
-            calls = await _open_calls(config, joined, worker)
-            stack.push_async_callback(calls.close)
-        await worker.run(calls)
-
-
-async def _open_stream(config: Config, joined: Joined) -> GroupPusher:
+async def _open_pusher(config: Config, joined: Joined) -> GroupPusher:
     """Connect to the model workers that store groups, once all of them have registered."""
     joined.membership.waiting_for = "the model workers to register"
     workers = await joined.control.topology(
@@ -108,6 +94,61 @@ async def _open_calls(config: Config, joined: Joined, worker: RolloutWorker) -> 
     )
 
 
+@dataclass(eq=False)
+class _Group:
+    """A group that was admitted to this worker."""
+
+    admission: Admission
+    route: GroupRoute
+    made: TrajectoryGroup | None = None
+    """Set once it is finished."""
+    task: asyncio.Task[None] | None = None
+
+    def can_be_kept(self, history: History) -> bool:
+        """Return whether the group can be trained on, or finished, with weights of this `history`."""
+        known = all(history.has(label) for label in self.route.labels)
+        return known and (self.made is not None or self.route.resumable)
+
+    def in_hand(self) -> GroupInHand:
+        """Return the group for the controller."""
+        seq = self.admission.seq
+        return GroupInHand(seq) if self.made is not None else self.route.in_hand(seq)
+
+
+class StoredGroups:
+    """The groups that were stored last with the trainer, by sequence number, up to a limit of bytes.
+
+    A model worker that dies takes the groups with it that no checkpoint counts yet; they can be sent again from here.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._bytes = 0
+        self._groups: dict[int, _Group] = {}  # stored last: at the end
+
+    def add(self, group: _Group) -> None:
+        """Add a finished group; the oldest ones make room for it."""
+        self._remove(group.admission.seq)
+        self._groups[group.admission.seq] = group
+        self._bytes += _bytes(group)
+        while self._bytes > self._most_bytes:
+            self._remove(next(iter(self._groups)))
+
+    def take_all(self) -> dict[int, _Group]:
+        """Remove and return all groups."""
+        groups, self._groups, self._bytes = self._groups, {}, 0
+        return groups
+
+    def _remove(self, seq: int) -> None:
+        if (group := self._groups.pop(seq, None)) is not None:
+            self._bytes -= _bytes(group)
+
+
+def _bytes(group: _Group) -> int:
+    assert group.made is not None, "it is finished"
+    return codec.group_bytes(group.made)
+
+
 class RolloutWorker:
     """Has groups admitted, by itself or when the master calls for them, and sees each to its end."""
 
@@ -117,7 +158,6 @@ class RolloutWorker:
         *,
         joined: Joined,
         maker: GroupMaker,
-        pusher: GroupPusher,
         data: DataFacts,
         held_out: HeldOutPrompts | None = None,
     ) -> None:
@@ -125,34 +165,67 @@ class RolloutWorker:
         self._config = config
         self._held_out = held_out
         self._data = data
+        self._joined = joined
         self._membership = joined.membership
         self._control = joined.control
         self._maker = maker
-        self._pusher = pusher
+        self._pusher: asyncio.Future[GroupPusher] = asyncio.get_running_loop().create_future()
+        """To the present model workers, once all have registered."""
         self._activity = joined.activity
         self._failures: list[Exception] = []
         """Why groups failed since the last one that did not; what several of them have in common, such as the end of
         the process in which their agents ran, is there once."""
         self._uniform_in_a_row = 0
-        self._unfinished: set[int] = set()
+        self._unfinished: dict[int, _Group] = {}
         """Groups that were admitted here, and are neither stored with the trainer nor rejected."""
+        self._stored = StoredGroups(0 if config.trainer.synchronous else STORED_BYTES)
         self._finished_one = asyncio.Event()
         self._reports = InFlightReports(joined.control, worker=joined.membership.index)
         self._groups = asyncio.TaskGroup()
-        joined.activity.on_wait(self._show_wait)
 
-    async def run(self, calls: SynchronousRollout | None = None) -> None:
+    async def run(self) -> None:
         """Make groups until the run is over; raises errors that have to stop it.
 
-        Groups start whenever `rollout.max_concurrent_groups` allows, or with `calls` when the master calls for them.
         A worker that is asked to leave before the end of the run starts no more, and sees those that it has to their
         end, held-out prompts included.
         """
+        gone_back = self._membership.gone_back
         try:
             async with self._groups:
                 reporting = self._groups.create_task(self._reports.run(), name="requests in flight")
+                while True:
+                    making, _ = await first_of(self._make_groups(), gone_back.wait())
+                    if not making.cancelled():
+                        break
+                    gone_back.clear()
+                    await self._go_back()
+                making.result()
+                reporting.cancel()
+                log.info("%s leaves the run, as it was asked to", self._membership.name)
+        except BaseExceptionGroup as errors:
+            _, failures = errors.split(RunOver)
+            if failures is not None:
+                raise first_error(failures) from None
+            log.info("%s: the run is over", self._membership.name)
+
+    async def _make_groups(self) -> None:
+        """Make groups for the present model workers until this worker was asked to leave and has finished them; raises
+        `RunOver` at the end of the run.
+
+        Groups start whenever `rollout.max_concurrent_groups` allows, or in a synchronous graph when the master calls
+        for them.
+        """
+        async with AsyncExitStack() as stack:
+            self._pusher.set_result(await _open_pusher(self._config, self._joined))
+            stack.push_async_callback(self._close_pusher)
+            self._activity.on_wait(self._show_wait)
+            calls = None
+            if self._config.trainer.synchronous:
+                calls = await _open_calls(self._config, self._joined, self)
+                stack.push_async_callback(calls.close)
+            async with asyncio.TaskGroup() as tasks:
                 held_out = self._held_out.run() if self._held_out is not None else None
-                evaluating = self._groups.create_task(held_out, name="held-out prompts") if held_out else None
+                evaluating = tasks.create_task(held_out, name="held-out prompts") if held_out else None
                 if calls is not None:
                     await calls.run()
                 elif not await self._start_until_asked_to_leave():
@@ -160,15 +233,45 @@ class RolloutWorker:
                     if evaluating is not None:
                         self._show_wait("held-out prompts to finish, then it leaves")
                         await evaluating
-                    reporting.cancel()
-                    log.info("%s leaves the run, as it was asked to", self._membership.name)
                     return
                 raise RunOver
-        except BaseExceptionGroup as errors:
-            _, failures = errors.split(RunOver)
-            if failures is not None:
-                raise first_error(failures) from None
-            log.info("%s: the run is over", self._membership.name)
+
+    async def _close_pusher(self) -> None:
+        """Leave the present model workers: groups that they have not stored wait for their successors."""
+        pusher = self._pusher.result()
+        self._pusher = asyncio.get_running_loop().create_future()
+        await pusher.close()
+
+    async def _go_back(self) -> None:
+        """Keep the groups in hand that can still be trained on and have a place in the ledger, and drop all others.
+
+        Those that dead model workers had stored are sent again.
+        """
+        history, stored = self._membership.history, self._stored.take_all()
+        in_hand: dict[int, _Group] = {}
+        if not self._config.trainer.synchronous:
+            in_hand = {seq: group for seq, group in (stored | self._unfinished).items() if group.can_be_kept(history)}
+        before = len(self._unfinished)
+        dropped = self._drop(self._unfinished.keys() - in_hand.keys())
+        message = Keep(worker=self._membership.index, groups=[group.in_hand() for group in in_hand.values()])
+        reply = await self._control.keep(message)
+        self._membership.policy_version = reply.policy_version
+        dropped += self._drop(self._unfinished.keys() - set(reply.kept))
+        again = [in_hand[seq] for seq in reply.kept if in_hand[seq] is stored.get(seq)]
+        for group in again:
+            self._begin(group)
+        log.warning(
+            "%s: the run has gone back; of %d groups under way %d are dropped, and %d that were stored are sent again",
+            *(self._membership.name, before, len(dropped), len(again)),
+        )
+        await asyncio.gather(*dropped, return_exceptions=True)
+
+    def _drop(self, seqs: Collection[int]) -> list[asyncio.Task[None]]:
+        """Cancel these unfinished groups; return their tasks, which are about to end."""
+        tasks = [task for seq in seqs if (task := self._unfinished.pop(seq).task) is not None]
+        for task in tasks:
+            task.cancel()
+        return tasks
 
     async def _start_until_asked_to_leave(self) -> bool:
         """Start groups; return True when the run is over, False when this worker is asked to leave it."""
@@ -189,8 +292,18 @@ class RolloutWorker:
 
     def start(self, admission: Admission, gate: ScoringGate | None = None) -> None:
         """Make the group in a task of its own; `gate` stands between its generation and its scoring."""
-        self._unfinished.add(admission.seq)
-        self._groups.create_task(self._group(admission, gate), name=f"group {admission.seq}")
+        route = GroupRoute(
+            admission.gserver,
+            name=admission.name,
+            find_another=partial(self._find_another_gserver, admission.seq),
+            requests=RequestCount(admission.seq, siblings=self._config.rollout.group_size, reports=self._reports),
+        )
+        self._begin(_Group(admission, route), gate)
+
+    def _begin(self, group: _Group, gate: ScoringGate | None = None) -> None:
+        seq = group.admission.seq
+        self._unfinished[seq] = group
+        group.task = self._groups.create_task(self._see_to_end(group, gate), name=f"group {seq}")
 
     async def _room(self) -> int:
         """Return how many groups may start, once at least one may."""
@@ -209,36 +322,35 @@ class RolloutWorker:
         # one that is unfinished here was given out again while this worker was silent: it still makes it
         return [admission for admission in reply.admissions if admission.seq not in self._unfinished]
 
-    async def _group(self, admission: Admission, gate: ScoringGate | None) -> None:
-        stored = False
+    async def _see_to_end(self, group: _Group, gate: ScoringGate | None) -> None:
+        seq, stored = group.admission.seq, False
         try:
             with self._activity.group():
-                stored = await self._make_and_push(admission, gate)
+                stored = await self._make_and_push(group, gate)
         finally:
-            self._unfinished.discard(admission.seq)
-            self._reports.forget(admission.seq)
+            if self._unfinished.get(seq) is group:  # not dropped, and perhaps admitted again
+                del self._unfinished[seq]
+            self._reports.forget(seq)
             self._finished_one.set()
             if gate is not None:
                 gate.end(stored=stored)
 
-    async def _make_and_push(self, admission: Admission, gate: ScoringGate | None) -> bool:
-        """Return whether the group is stored with the trainer; otherwise it was rejected."""
-        seq = admission.seq
-        route = GroupRoute(
-            admission.gserver,
-            name=admission.name,
-            find_another=partial(self._find_another_gserver, seq),
-            requests=RequestCount(seq, siblings=self._config.rollout.group_size, reports=self._reports),
-        )
+    async def _make_and_push(self, group: _Group, gate: ScoringGate | None) -> bool:
+        """Return whether the group is stored with the trainer; otherwise it was rejected, or the run has gone back."""
+        seq = group.admission.seq
         try:
-            before_scoring = gate.before_scoring if gate is not None else None
-            group = await self._maker.make(seq, route, before_scoring, may_retry=self._young_enough())
-            if self._config.rollout.drop_uniform_groups and bool((group.rewards == group.rewards[0]).all()):
-                await self._drop_uniform(seq, float(group.rewards[0]))
-                return False
+            if group.made is None:
+                before_scoring = gate.before_scoring if gate is not None else None
+                made = await self._maker.make(seq, group.route, before_scoring, may_retry=self._young_enough())
+                if self._config.rollout.drop_uniform_groups and bool((made.rewards == made.rewards[0]).all()):
+                    await self._drop_uniform(seq, float(made.rewards[0]))
+                    return False
+                group.made = made
             with self._activity.pushing():
-                await self._pusher.push(group, permit=admission.permit)
+                await self._push(group.made, permit=group.admission.permit)
         except Exception as error:  # one group may fail, for example in the user's workflow; many stop the run
+            if not group.can_be_kept(self._membership.history):
+                return False
             if not isinstance(error, StreamRLError):
                 log.exception("group %d failed", seq)
             if self._config.rollout.on_failed_sibling == "stop" and not isinstance(error, DataError):
@@ -249,9 +361,19 @@ class RolloutWorker:
         else:
             self._failures.clear()
             self._uniform_in_a_row = 0
-            self._activity.done(mean_reward=group.mean_reward)
+            self._activity.done(mean_reward=group.made.mean_reward)
+            self._stored.add(group)
             return True
         return False
+
+    async def _push(self, group: TrajectoryGroup, *, permit: str) -> None:
+        """Return once `group` is stored with the trainer, whose model workers may be replaced until then."""
+        while True:
+            pusher = await asyncio.shield(self._pusher)
+            try:
+                return await pusher.push(group, permit=permit)
+            except PeerLost:  # it was closed
+                continue
 
     def _young_enough(self) -> Callable[[], bool]:
         """Return a function that returns whether tokens sampled now are not older than `staleness.max_staleness`."""

@@ -16,6 +16,7 @@ and joins with it; each role has a token for its own calls.
 | GET /model/part | all | bytes of one of these files |
 | GET /topology | rollout, model worker | waits until the named processes are registered; their addresses |
 | POST /member | model worker | whether a CURVE key belongs to a member that may send to the caller |
+| POST /keep | rollout | after the run has gone back: which groups in hand the worker may finish |
 | POST /admit | rollout | waits for room in the ledger, or for a held-out prompt; sequence numbers and gservers |
 | POST /route | rollout | another gserver for a group whose gserver failed |
 | POST /in_flight | rollout | how many requests of its groups still run |
@@ -40,6 +41,7 @@ import msgspec
 
 from streamrl.architecture import Architecture
 from streamrl.records.evaluation import EvaluationReport
+from streamrl.records.lineage import Lineage
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import FrequentFailure
 
@@ -99,6 +101,8 @@ class RegisterReply(msgspec.Struct, frozen=True):
     """For rollout workers: the key that gservers require."""
     lineage: str = ""
     """Tells the lineage of the run from all others."""
+    lineages: list[Lineage] = []
+    """For rollout workers: all lineages of the run, the present one last."""
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
@@ -283,6 +287,32 @@ class DataFacts(msgspec.Struct, frozen=True):
     """0: no worker has reported its data yet."""
     digest: str = ""
     """Fingerprint of prompts in files; empty for those that a function or a task generates."""
+
+
+class GroupInHand(msgspec.Struct, frozen=True, array_like=True):
+    """A group that a worker was admitted before the run went back, and that it can finish or has finished."""
+
+    seq: int
+    gserver: str = ""
+    """URL of the gserver that makes it; empty: it is finished."""
+    requests: int = 0
+    """As in `GroupInFlight`."""
+    tokens: int = 0
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """The groups in hand with tokens of policies in the history of the present weights alone."""
+
+    worker: int
+    groups: list[GroupInHand]
+
+
+class KeepReply(msgspec.Struct, frozen=True):
+    """The groups that are leased to the worker; it drops all others."""
+
+    kept: list[int]
+    policy_version: int
+    """The version at which the present lineage is."""
 
 
 class Admit(msgspec.Struct, frozen=True):

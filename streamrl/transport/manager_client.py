@@ -41,6 +41,8 @@ from streamrl.transport.control import (
     InFlight,
     InFlightReply,
     IsMember,
+    Keep,
+    KeepReply,
     Leave,
     ModelListing,
     ModelPart,
@@ -233,6 +235,10 @@ class ControlClient:
         """Return groups to start. Tried again under the same ticket, which gives no group twice and loses none."""
         ticketed = msgspec.structs.replace(message, ticket=uuid.uuid4().hex)
         return await self._post_patiently("/admit", ticketed, AdmitReply)
+
+    async def keep(self, message: Keep) -> KeepReply:
+        """Return which groups in hand the worker may finish after the run has gone back."""
+        return await self._post_patiently("/keep", message, KeepReply)
 
     async def route(self, message: AskRoute) -> RouteReply:
         """Return another gserver for a group whose gserver failed, or none after a long poll."""

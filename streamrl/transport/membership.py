@@ -17,6 +17,7 @@ from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import GoneBack, PeerError, PeerLost, StreamRLError, first_error
 from streamrl.machine import machine_identity, process_space
+from streamrl.records.lineage import History
 from streamrl.records.metrics import finite
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, FrequentFailure
 from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
@@ -72,6 +73,8 @@ class Membership:
         self.waiting_for = ""
         self.on_unanswering: Callable[[Collection[str]], None] | None = None
         """Called after each heartbeat with the addresses of gservers from which no answer is to be expected."""
+        self.history = History()
+        """Of the run's present weights; only rollout workers receive it."""
         self.gone_back = asyncio.Event()
         """Set when the run has gone back to a checkpoint, or begun again, under another lineage."""
         self._address = address
@@ -155,8 +158,10 @@ class Membership:
                 raise GoneBack(str(refusal)) from None
             raise
         self.policy_version = reply.policy_version  # that of a run that has gone back is an older one
-        if self.granted.lineage not in ("", reply.lineage):
-            self.gone_back.set()
+        if self.granted.lineage != reply.lineage:
+            self.history = History(reply.lineages)
+            if self.granted.lineage:
+                self.gone_back.set()
         self.granted = reply
         return reply.heartbeat_seconds
 

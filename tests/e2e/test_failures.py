@@ -18,6 +18,7 @@ from streamrl.trainer.replay.plan import stretch
 from streamrl.trainer.replay.recording import read_recording
 from tests.e2e.harness import (
     COPY_SCRATCH,
+    PACED,
     QUICK,
     SMALL,
     assert_exactly_once,
@@ -119,6 +120,30 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     done = start(COPY_SCRATCH, [*settings, "run.total_train_steps=32", "--resume"])
     assert done.exit_code(seconds=60) == 2
     assert "is done: it made 32 steps" in done.said
+
+
+def test_groups_that_were_under_way_are_kept_when_a_model_worker_dies(tmp_path: Path) -> None:
+    """Simulated responses take seconds, so at any time some are under way, and each is of several policies."""
+    run_dir = tmp_path / "kept"
+    settings = (
+        SMALL
+        | PACED
+        | {
+            "run__total_train_steps": 20,
+            "trainer__save_every_steps": 1,
+            "trainer__save_at_end": "false",
+            "staleness__max_staleness": 4,
+        }
+    )
+    process = start(COPY_SCRATCH, overrides(tmp_path, "kept", **settings))
+    wait_for_steps(run_dir, 6)
+    process_of(run_dir, "model-worker").kill()
+    process.ends_well()
+    (death,) = lineages.read(run_dir)
+    assert death.groups_kept > 0
+    assert_exactly_once(run_dir)
+    assert summary(run_dir)["steps"] == 20
+    wait_until_gone(run_dir, seconds=10)
 
 
 FIGURES = ("loss", "grad_norm", "lr", "entropy", "kl", "kl_coef", "sampling_diff_max", "reward_mean", "tokens_trained")

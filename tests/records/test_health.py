@@ -106,8 +106,9 @@ def test_a_run_that_went_back_says_why_and_what_it_cost():
     (found,) = findings(healthy(lineages=[Lineage(0), *deaths]))
     assert (found.severity, found.topic, found.turn) == ("warning", "went back", ["trainer.save_every_steps"])
     assert "3 times, and made 60 steps again; the last time to step 8, because model_worker/3 died" in found.text
-    (once,) = findings(healthy(lineages=[Lineage(1, cause="controller/0 died", steps_lost=1)]))
+    (once,) = findings(healthy(lineages=[Lineage(1, cause="controller/0 died", steps_lost=1, groups_kept=7)]))
     assert (once.severity, once.turn) == ("note", [])
+    assert "made 1 steps again with 7 groups that were not generated again" in once.text
 
 
 def test_a_healthy_run_has_nothing_to_tell():

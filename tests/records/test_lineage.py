@@ -56,6 +56,8 @@ def test_lineages_are_recorded(tmp_path: Path) -> None:
     second = lineages.begin(tmp_path, policy_version=9, parent=5, cause="", steps_reached=2)
     assert (second.number, second.steps_lost) == (6, 0)
     assert lineages.read(tmp_path) == [first, second]
+    lineages.record_kept(tmp_path, second, groups=3)
+    assert [lineage.groups_kept for lineage in lineages.read(tmp_path)] == [0, 3]
 
 
 def test_a_line_that_was_cut_off_does_not_cost_the_next_one(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import msgspec
 from aiohttp import web
 
+from streamrl.records.lineage import Lineage
 from streamrl.transport.control import (
     Admission,
     Admit,
@@ -20,6 +21,8 @@ from streamrl.transport.control import (
     HeartbeatReply,
     InFlight,
     InFlightReply,
+    Keep,
+    KeepReply,
     Peer,
     Register,
     RegisterReply,
@@ -50,6 +53,12 @@ class Manager:
         """Policy version in replies to /admit; heartbeats have version 0 throughout."""
         self.failures = 0
         """How many of the next calls of /admit and /reject are answered 500."""
+        self.lineage = "first"
+        self.lineages: list[Lineage] = []
+        self.kept: list[set[int]] = []
+        """The groups in hand that the worker reported, each time that the run went back."""
+        self.refused: set[int] = set()
+        """Groups that the worker may not keep."""
         self._seqs: list[int] = []
         self._changed = asyncio.Condition()
 
@@ -63,6 +72,13 @@ class Manager:
         async with self._changed:
             self._seqs.extend(seqs)
             self._changed.notify_all()
+
+    async def go_back(self, lineage: Lineage) -> None:
+        """Begin `lineage`, and wait until the worker has asked which groups it may keep."""
+        self.lineages = [*self.lineages, lineage]
+        self.lineage = str(lineage.number)
+        asked = len(self.kept)
+        await self.until(lambda: len(self.kept) > asked)
 
     async def end(self) -> None:
         """The run is over."""
@@ -80,6 +96,8 @@ class Manager:
         return RegisterReply(
             policy_version=0,
             heartbeat_seconds=0.05,
+            lineage=self.lineage,
+            lineages=self.lineages,
             credentials={"model_worker": shown_by(message.role, message.index, to="model_worker").credential},
         )
 
@@ -87,7 +105,13 @@ class Manager:
         async with self._changed:
             self.heartbeats.append(message)
             self._changed.notify_all()
-        return HeartbeatReply(stop=self.stop, policy_version=self.policy_version, known=True)
+        return HeartbeatReply(stop=self.stop, policy_version=self.policy_version, known=True, lineage=self.lineage)
+
+    async def keep(self, message: Keep) -> msgspec.Struct:
+        async with self._changed:
+            self.kept.append({group.seq for group in message.groups})
+            self._changed.notify_all()
+        return KeepReply(kept=sorted(self.kept[-1] - self.refused), policy_version=self.policy_version)
 
     async def admit(self, message: Admit) -> msgspec.Struct:
         self._maybe_fail()
@@ -142,6 +166,7 @@ async def managing(*, heads: list[str], gserver: str) -> AsyncIterator[Manager]:
     add("/register", Register, manager.register)
     add("/heartbeat", Heartbeat, manager.heartbeat)
     add("/admit", Admit, manager.admit)
+    add("/keep", Keep, manager.keep)
     add("/route", AskRoute, manager.route)
     add("/in_flight", InFlight, manager.in_flight)
     add("/reject", Reject, manager.reject)

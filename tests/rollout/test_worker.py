@@ -15,6 +15,7 @@ import pytest
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import DataError, RewardError, StreamRLError
+from streamrl.records.lineage import Lineage
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.worker import serve
 from streamrl.stream_dataset import StreamDataset
@@ -395,6 +396,58 @@ async def test_groups_move_to_another_gserver(model_dir: Path) -> None:
         await on.trainer.until(6)
         await on.finish()
         assert not on.manager.rejected
+
+
+async def test_when_the_run_has_gone_back_groups_are_kept_that_its_weights_can_learn_from(model_dir: Path) -> None:
+    source = PromptSource.open(configure(), CHAT)
+    prompts = {seq: source.prompt(seq).input_ids for seq in range(5)}
+    resynced, never = asyncio.Event(), asyncio.Event()
+
+    async def script(request: GenerateRequest, number: int) -> GenerateReply:
+        ids = request.input_ids
+        seq = next(seq for seq, prompt in prompts.items() if ids[: len(prompt)] == prompt)
+        new = ids[len(prompts[seq]) :]
+        if seq == 1:  # stored with the trainer, which loses it
+            return answer([*CHAT.encode("1"), 2], version="4")
+        if seq == 2 and not new:  # has a token of a policy that is abandoned
+            return answer(CHAT.encode("1"), version="7", finish="abort")
+        if seq in (2, 4):  # 4: has no place in the ledger
+            await never.wait()
+        await resynced.wait()
+        if seq == 3 and not new:  # its gserver is brought from abandoned weights to the present ones
+            return answer(CHAT.encode("123"), spans=[("5", 0, 1), ("7", 1, 2), ("5", 2, 3)], finish="stop")
+        return answer([2], version="5" if seq == 0 else "6.1")
+
+    async with stage(script, model_dir, configure(max_concurrent_groups=5)) as on:
+        await on.manager.give(range(5))
+        await on.trainer.until(1)
+        await on.manager.until(lambda: on.manager.heartbeats[-1].stats["requests_in_flight"] == 12)
+        await on.manager.until(lambda: len(on.engine.requests) == 18)  # group 2 was continued
+        for dataset in on.trainer.datasets:
+            dataset.discard(held(dataset), forget=True)  # as the heads of the next lineage
+        on.manager.refused = {4}
+        await on.manager.go_back(Lineage(1, policy_version=5, cause="model_worker/0 died"))
+        assert on.manager.kept == [{0, 1, 3, 4}]
+        await on.engine.until_cancelled(6)
+        resynced.set()
+        await on.trainer.until(3)
+        await on.finish()
+    assert not on.manager.rejected
+    versions = {seq: set(meta.version_counts) for seq, meta in on.trainer.stored.items()}
+    assert versions == {0: {5}, 1: {4}, 3: {5, 6}}
+    asked = {tuple(request.input_ids) for request in on.engine.requests}
+    assert (*prompts[3], *CHAT.encode("1")) in asked, "the token before the abandoned one is kept"
+    assert len(on.engine.requests) == 18 + 3
+
+
+async def test_a_group_of_abandoned_weights_is_not_sent_again(model_dir: Path) -> None:
+    async with stage(lambda request, number: answer([2], version="6"), model_dir) as on:
+        await on.manager.give(range(4))
+        await on.trainer.until(4)
+        await on.manager.go_back(Lineage(1, policy_version=6, cause="model_worker/0 died"))
+        await on.manager.go_back(Lineage(2, policy_version=5, parent=0, cause="model_worker/0 died"))
+        await on.finish()
+    assert on.manager.kept == [{0, 1, 2, 3}, set()]
 
 
 @pytest.mark.parametrize("ending", ["stop", "cancel"])

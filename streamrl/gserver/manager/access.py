@@ -17,6 +17,7 @@ import msgspec
 
 from streamrl.errors import PeerError
 from streamrl.gserver.manager.registry import Member, Registry
+from streamrl.records.lineage import Lineage
 from streamrl.transport.control import RegisterReply, Role
 from streamrl.transport.credentials import HEARS, credential, permit
 from streamrl.transport.secret import Secret
@@ -49,6 +50,7 @@ ALLOWED: Mapping[str, Allowed] = {
     "GET /topology": Allowed(frozenset({"rollout", "model_worker"})),
     "POST /member": Allowed(frozenset({"model_worker"})),
     "POST /admit": Allowed(frozenset({"rollout"}), "worker"),
+    "POST /keep": Allowed(frozenset({"rollout"}), "worker"),
     "POST /route": Allowed(frozenset({"rollout"}), "worker"),
     "POST /in_flight": Allowed(frozenset({"rollout"}), "worker"),
     "POST /reject": Allowed(frozenset({"rollout"}), "worker"),
@@ -77,7 +79,8 @@ class Access:
         self._gserver_key = gserver_key
         self.lineage = ""
         """Tells this lineage of the run from all others, those of earlier controllers included; no secret."""
-        self.begin_lineage()
+        self._lineages: list[Lineage] = []
+        self.begin_lineage([])
         self._keys = {receiver: secret.key(f"credentials for {receiver}") for receiver in HEARS}
 
     def grant(self, member: Member, *, policy_version: int, heartbeat_seconds: float) -> RegisterReply:
@@ -99,12 +102,14 @@ class Access:
             },
             verification_key=self._keys[member.role].hex() if member.role in self._keys else "",
             lineage=self.lineage,
+            lineages=self._lineages if member.role == "rollout" else [],
             gserver_key=self._gserver_key if member.role == "rollout" else "",
         )
 
-    def begin_lineage(self) -> None:
-        """Another lineage begins."""
+    def begin_lineage(self, lineages: list[Lineage]) -> None:
+        """Another lineage begins, the last of the run's `lineages`."""
         self.lineage = secrets.token_hex(8)
+        self._lineages = lineages
 
     def permit(self, seq: int, worker: str) -> str:
         """Return what `worker` shows with the group `seq`, which it is given."""

@@ -18,6 +18,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from streamrl.config import Config
 from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.evaluations import Evaluations
@@ -36,9 +38,12 @@ from streamrl.transport.control import (
     AskRoute,
     DataFacts,
     Done,
+    GroupInHand,
     HeldOutResult,
     InFlight,
     InFlightReply,
+    Keep,
+    KeepReply,
     Reject,
     RouteReply,
 )
@@ -110,6 +115,17 @@ class Admissions:
         self.remember(worker, ticket, admissions)
         return admissions
 
+    def keep(self, worker: str, in_hand: Sequence[GroupInHand], *, now: float) -> list[int]:
+        """Lease groups that `worker` has in hand to it, as far as the ledger allows; return those that it holds."""
+        by_seq = {group.seq: group for group in in_hand}
+        kept = self._ledger.keep(worker, by_seq, now=now)
+        for group in kept:
+            _, address, *work = msgspec.structs.astuple(by_seq[group.seq])
+            gserver = self._fleet.at(address) if group.route is None else None
+            if gserver is not None:
+                group.route = self._fleet.assign_to(gserver, Work(*work), now=now)
+        return [group.seq for group in kept]
+
     def remember(self, worker: str, ticket: str, admissions: list[Admission]) -> None:
         """Note that `worker` was given `admissions` under `ticket`."""
         if ticket and admissions:
@@ -125,8 +141,8 @@ class Admissions:
 
     def in_flight(self, worker: str, seq: int, work: Work, *, now: float) -> None:
         """Note what `worker` says is in flight of `seq`; it counts while `worker` holds the lease."""
-        if self._ledger.holder(seq) == worker:
-            self._fleet.change(self._ledger.groups[seq].route, work, now=now)
+        if self._ledger.holder(seq) == worker and (route := self._ledger.groups[seq].route) is not None:
+            self._fleet.change(route, work, now=now)
 
     def reject(self, worker: str, seq: int, reason: str) -> None:
         """Give `seq` up for `worker`, unless another holds it by now."""
@@ -314,6 +330,14 @@ class GroupCalls:
             found = None
         return AdmitReply(admissions=found or [], policy_version=self._ledger.policy_version, stop=self._state.over)
 
+    async def keep(self, message: Keep) -> KeepReply:
+        """Have a worker finish groups that it was admitted before the run went back."""
+        worker = self._members.caller("rollout", message.worker).name
+        kept = self._admissions.keep(worker, message.groups, now=time.monotonic())
+        if message.groups:
+            log.info("%s keeps %d of %d groups that it has in hand", worker, len(kept), len(message.groups))
+        return KeepReply(kept, policy_version=self._ledger.policy_version)
+
     async def route(self, message: AskRoute) -> RouteReply:
         """Name a gserver in place of the one that failed; none after a long poll, or once the run is over."""
         member = self._members.caller("rollout", message.worker)
@@ -340,7 +364,8 @@ class GroupCalls:
 
     async def reject(self, message: Reject) -> Done:
         """Give a prompt up."""
-        self._admissions.reject(f"rollout/{message.worker}", message.seq, message.reason)
+        worker = self._members.caller("rollout", message.worker).name
+        self._admissions.reject(worker, message.seq, message.reason)
         return Done()
 
     async def held_out_result(self, message: HeldOutResult) -> Done:

@@ -37,7 +37,7 @@ from streamrl.ledger import Ledger
 from streamrl.machine import machine_identity
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
-from streamrl.records.lineage import Lineage
+from streamrl.records.lineage import Lineage, record_kept
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import PublicationEntry, Timeline
 from streamrl.transport.control import (
@@ -207,11 +207,12 @@ class Manager:
         """Begin `lineage` from `run.resume_from` of `config`, the run's own but for that, at the start of the run or
         after the death of a model worker.
 
-        Model workers join again. Of the groups those remain that the checkpoint counts; the prompts of all others are
-        given out again. gservers and rollout workers stay, and gservers take groups once they have these weights.
+        Model workers join again. Of the groups those remain that the checkpoint counts, and those that rollout workers
+        keep; the prompts of all others are given out again. gservers and rollout workers stay, and gservers take groups
+        once they have these weights.
         """
         begun = progress.of_run(config)
-        self.members.begin_lineage(config, gone_back=bool(lineage.cause))
+        self.members.begin_lineage(config, lineage)
         self._death = asyncio.get_running_loop().create_future()
         self.evaluations.forget()
         await self.comparisons.close()
@@ -250,6 +251,9 @@ class Manager:
     def report(self, report: StepReport) -> None:
         """Keep the report of a step for /status, and limit admission by its `admitted_staleness`."""
         self._last_step = report.finite()
+        lineage, kept = self.ledger.lineage, self.ledger.kept
+        if kept and report.step == lineage.policy_version + 1:
+            record_kept(self._config.run_dir, lineage, groups=kept)
         self.groups.limit_staleness(report.admitted_staleness)
 
     def evaluate(self, version: int, *, training_over: bool) -> None:

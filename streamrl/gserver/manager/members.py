@@ -27,7 +27,9 @@ from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.run_state import RunState, Signals
 from streamrl.ledger import Ledger
 from streamrl.machine import process_space
+from streamrl.records import lineage as lineages
 from streamrl.records import progress
+from streamrl.records.lineage import Lineage
 from streamrl.records.timeline import HeartbeatEntry, Timeline
 from streamrl.transport.addresses import host_of, is_loopback
 from streamrl.transport.control import (
@@ -79,6 +81,7 @@ class Members:
         self._config = config
         self._open = open_to_others
         self._resume_point = _resume_point(config)
+        self._lineage = ledger.lineage
         self._gone_back = False
         self._left_behind: list[Member] = []
         """Model workers of earlier lineages that have to end."""
@@ -222,13 +225,13 @@ class Members:
             )
         return member
 
-    def begin_lineage(self, config: Config, *, gone_back: bool) -> None:
-        """Forget the model workers of the lineage before this one, which begins from `run.resume_from` of `config`.
-        `gone_back`: after a death."""
+    def begin_lineage(self, config: Config, lineage: Lineage) -> None:
+        """Forget the model workers of the lineage before this one, which begins from `run.resume_from` of `config`."""
         self._resume_point = _resume_point(config)
-        self._gone_back = gone_back
+        self._lineage = lineage
+        self._gone_back = bool(lineage.cause)
         self._model = None
-        self._access.begin_lineage()
+        self._access.begin_lineage(lineages.read(config.run_dir))
         present = self._registry.of("model_worker")
         self._left_behind = [*self._without_successor(), *present]
         for member in present:
@@ -240,8 +243,8 @@ class Members:
         return [member for member in self._left_behind if self._registry.get(member.role, member.index) is None]
 
     def is_of_this_lineage(self, member: Member) -> bool:
-        """Whether `member` has heard that the run has gone back, if it has."""
-        return member.lineage == self._access.lineage
+        """Whether `member` has heard that the run has gone back, if it has, and the ledger counts from there."""
+        return member.lineage == self._access.lineage and self._ledger.lineage is self._lineage
 
     def tell_over(self, member: Member) -> None:
         """Note that `member` is told, in the reply that is under way, that the run is over."""

@@ -66,6 +66,10 @@ class Fleet:
         """Return the gserver at `address`, if it takes groups."""
         return self._serving.get(address)
 
+    def at(self, address: str) -> Gserver | None:
+        """Return the gserver at `address`, whether it takes groups or not; looks at all."""
+        return next((gserver for gserver in self._gservers.values() if gserver.address == address), None)
+
     @property
     def has_capacity(self) -> bool:
         """Whether a group could be routed now."""

@@ -19,6 +19,7 @@ from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
 from streamrl.gserver.manager.admission import LEAST_PAUSE_SECONDS, REPORTS_PER_SECOND
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.process import managing
+from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.records.files import read_records
 from streamrl.records.metrics import StepReport
@@ -32,8 +33,10 @@ from streamrl.transport.control import (
     AskPlace,
     AskRoute,
     DataFacts,
+    GroupInHand,
     Heartbeat,
     InFlight,
+    Keep,
     PublishBegin,
     Register,
     Reject,
@@ -599,6 +602,37 @@ async def test_a_rejection_by_a_worker_that_lost_the_lease_is_ignored(tmp_path: 
         assert await run.admit_seqs(worker=0) == [0, 1]
         await run.client.reject(Reject(worker=1, seq=0, reason="late"))
         assert (await run.client.status()).ledger.rejected == 0
+
+
+async def test_when_the_run_has_gone_back_workers_keep_what_would_be_admitted_next(tmp_path: Path) -> None:
+    async with scripted() as [gserver], managed(small_config(tmp_path)) as run:
+        await join(run, gserver, workers=2)
+        assert await run.admit_seqs(worker=0) == [0, 1]
+        assert await run.admit_seqs(worker=1) == [2]
+        assert await run.admit_seqs(worker=0) == [3]
+        run.manager.ledger.advance(1)
+        assert await run.admit_seqs(1, worker=1) == [4]
+        lineage = progress.begin_lineage(run.config, cause="model_worker/0 died")
+        await run.manager.begin(run.config, lineage=lineage)
+        assert run.manager.ledger.room == 4
+
+        in_flight = GroupInHand(3, gserver.url, requests=2, tokens=70)
+        with pytest.raises(PeerError, match="gone back behind; it registers again first"):
+            await run.manager.groups.keep(Keep(0, [in_flight]))
+        for worker in range(2):
+            granted = await run.register("rollout", worker, pid=200 + worker)
+            assert [(each.number, each.cause) for each in granted.lineages] == [(1, "model_worker/0 died")]
+        kept = await run.client.keep(Keep(0, [in_flight, GroupInHand(1)]))
+        assert (kept.kept, kept.policy_version) == ([1, 3], 0)
+        assert (await run.client.keep(Keep(0, [in_flight]))).kept == [3], "asked again"
+        assert (await run.client.keep(Keep(1, [GroupInHand(3), GroupInHand(4)]))).kept == []
+        (serving,) = [p for p in (await run.client.status()).processes if p.role == "gserver"]
+        assert run.manager.ledger.groups[3].route.work == (2, 70), serving
+        assert await run.admit_seqs(worker=0) + await run.admit_seqs(worker=1) == [0, 2]
+        assert run.manager.ledger.room == 0
+
+        run.manager.report(StepReport(step=1, time=0.0, metrics={}, token_ages={}, spans=[]))
+        assert [each.groups_kept for each in lineages.read(run.config.run_dir)] == [2]
 
 
 async def test_the_status_has_the_model_that_the_trainer_has_reported(tmp_path: Path) -> None:

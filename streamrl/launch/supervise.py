@@ -553,13 +553,14 @@ def _is_no_member(child: Child, status: Status | None) -> bool:
 
 
 def _successor(child: Child, status: Status | None) -> ProcessStatus | None:
-    """Return the process that has the place of `child`, a model worker, in the run after that went back."""
-    own = (child.pid, socket.gethostname())
-    found = (
-        (process for process in status.processes if f"{process.role}/{process.index}" == child.name) if status else ()
-    )
-    others = (process for process in found if process.state == "live" and (process.pid, process.host) != own)
-    return next(others, None) if child.name.startswith("model_worker/") else None
+    """Return the process that has taken the place of `child`, a model worker, after the run went back."""
+    if status is None or child.process is None or child.process.role != "model_worker":
+        return None
+    for process in status.processes:
+        has_place = process.state == "live" and f"{process.role}/{process.index}" == child.name
+        if has_place and (process.pid, process.host) != (child.pid, socket.gethostname()):
+            return process
+    return None
 
 
 async def _tell(client: ControlClient, reason: str) -> None:

@@ -32,7 +32,7 @@ SETTINGS: dict[str, Any] = SMALL | {
 
 def wait_for_step_since(cluster: Cluster, moment: float) -> None:
     """Wait for a step that is made after `moment`."""
-    until(lambda: steps(cluster.run_dir)[-1]["time"] > moment, "another step", seconds=30)
+    until(lambda: steps(cluster.run_dir)[-1]["time"] > moment, "another step", seconds=60)
 
 
 def assert_whole(cluster: Cluster) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,9 +27,9 @@ async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = Non
 
 
 @contextmanager
-def warned_of(what: str, *, after: float, log: logging.Logger) -> Iterator[None]:
-    """Warn that `what` is awaited if the context takes longer than `after` seconds, and again each time that it has
-    taken twice as long."""
+def warned_of(what: Callable[[], str], *, after: float, log: logging.Logger) -> Iterator[None]:
+    """Log a warning that names the result of `what` as awaited if the context takes longer than `after` seconds, and
+    again each time that it has taken twice as long."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 
@@ -37,7 +37,7 @@ def warned_of(what: str, *, after: float, log: logging.Logger) -> Iterator[None]
 
     def warn() -> None:
         waited = loop.time() - began
-        log.warning("waiting for %s, for %.0f s now", what, waited)
+        log.warning("waiting for %s, for %.0f s now", what(), waited)
         timers[:] = [loop.call_later(waited, warn)]
 
     timers.append(loop.call_later(after, warn))

@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -40,7 +41,7 @@ from streamrl.launch.process import EXIT_FAILED, STACKS_SIGNAL, Departure
 from streamrl.launch.processes import STOP_ORDER, Helper, PlanRole, ProcessPlan
 from streamrl.records.metrics import write_ending
 from streamrl.retry import Retry
-from streamrl.transport.control import Drain, FinishRun, Leave, Status
+from streamrl.transport.control import Drain, FinishRun, Leave, ProcessStatus, Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import DESCRIPTOR, Secret
 
@@ -55,6 +56,9 @@ LEAVE_SECONDS = 10.0
 REPLACED: Collection[PlanRole] = ("gserver", "rollout", "model_worker")
 """Roles whose processes are ended when the controller hears nothing of them: others do their work, or the run goes back
 to its latest checkpoint, and another process takes the place."""
+RETURN_SECONDS = 5.0
+"""A silent gserver or rollout worker has so long to be heard again before its end begins: after an interruption of the
+network the launcher may reach the controller first."""
 UNHEARD_SECONDS = 30.0
 """A warning is logged when the controller has not reported for this long which processes are silent."""
 HUNG_SECONDS = 15.0
@@ -338,7 +342,8 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
     """Wait until the run is over, and all children have left it or had time to do so.
 
     `goes_on` is called for each child that died before the end of the run. Raises `ProcessDied` if the run cannot
-    continue, `RunStopped` if it was asked to stop.
+    continue, `RunStopped` if it was asked to stop, `StreamRLError` if it continues with another process in the place of
+    a child.
     """
     told: list[Status] = []
 
@@ -431,11 +436,16 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
                     if child in ending:
                         ending.pop(child).cancel()  # it is heard of again
                 elif child not in ending:
-                    why = "the controller heard nothing of it"
-                    ending[child] = asyncio.create_task(child.end_by_force(why), name=f"end of {child.name}")
+                    ending[child] = asyncio.create_task(_end_silent(child), name=f"end of {child.name}")
     finally:
         for task in ending.values():
             task.cancel()
+
+
+async def _end_silent(child: Child) -> None:
+    if child.process is not None and child.process.role != "model_worker":  # the run waits for the end of that one
+        await asyncio.sleep(RETURN_SECONDS)
+    await child.end_by_force("the controller heard nothing of it")
 
 
 async def _end_controller(children: Children) -> None:
@@ -495,6 +505,11 @@ async def _until_over(
                 return status
         elif child.exit_code == 0 and state == "running" and _is_no_member(child, status) and _may_leave(child):
             log.info("%s has left the run, as it was asked to", child.name)
+        elif (successor := _successor(child, status)) is not None:
+            raise StreamRLError(
+                f"{child.name} (pid {child.pid}) {child.how_it_ended}: process {successor.pid} on {successor.host} has "
+                "taken its place; this trainer ends, and the run continues without it"
+            )
         elif not (child.exit_code != 0 and await goes_on(child, status)):
             early = "the run was not over, but " if child.exit_code == 0 else ""
             unheard = "" if status is not None or controls else "; the controller does not answer"
@@ -535,6 +550,17 @@ async def _status(client: ControlClient) -> Status | None:
 def _is_no_member(child: Child, status: Status | None) -> bool:
     names = {f"{process.role}/{process.index}" for process in status.processes} if status is not None else set()
     return child.name not in names
+
+
+def _successor(child: Child, status: Status | None) -> ProcessStatus | None:
+    """Return the process that has taken the place of `child`, a model worker, after the run went back."""
+    if status is None or child.process is None or child.process.role != "model_worker":
+        return None
+    for process in status.processes:
+        has_place = process.state == "live" and f"{process.role}/{process.index}" == child.name
+        if has_place and (process.pid, process.host) != (child.pid, socket.gethostname()):
+            return process
+    return None
 
 
 async def _tell(client: ControlClient, reason: str) -> None:

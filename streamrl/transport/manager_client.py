@@ -81,6 +81,9 @@ CONNECT_SECONDS = 10.0
 """After this long without any answer, not even a refusal, a warning is logged and the call is tried again."""
 INCOMPLETE_SECONDS = 0.5
 """Between two questions who has registered: the manager of a run that is over holds none of them."""
+HEARTBEAT_SECONDS = 4.0
+"""Longest wait for the reply to one heartbeat. After an interruption of the network, TCP resends over an old connection
+with pauses of up to the length of the interruption; another request connects again, within seconds."""
 PATIENCE_SECONDS = 120.0
 """How long after its first failure a call is tried again: a controller that has died is started again within that."""
 UNKNOWN = 401
@@ -261,12 +264,13 @@ class ControlClient:
         return await self._get_patiently("/publish/places", GserverPlaces)
 
     async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
-        """Begin a weight update; return how its weights are to be sent."""
-        return await self._post("/publish/begin", message, PublishBeginReply, timeout=timeout)
+        """Begin a weight update; return how its weights are to be sent. Tried again: a second call rolls the first
+        back."""
+        return await self._post_patiently("/publish/begin", message, PublishBeginReply, timeout=timeout, again=())
 
     async def publish_commit(self, message: PublishCommit, *, timeout: float) -> PublishReply:
-        """End this side of a weight update; return how the update went."""
-        return await self._post("/publish/commit", message, PublishReply, timeout=timeout)
+        """End this side of a weight update; return how the update went. Tried again: a second call returns the same."""
+        return await self._post_patiently("/publish/commit", message, PublishReply, timeout=timeout, again=())
 
     async def compare(self, message: Compare) -> None:
         """Have the gservers score a response; does not wait for them."""
@@ -299,12 +303,21 @@ class ControlClient:
         """Make a call of one who is to become a member, whatever this client was before."""
         return await self._call("POST", path, body, reply, self._timeout, key=self._shown)
 
-    async def _post_patiently(self, path: str, message: msgspec.Struct, reply: type[Reply]) -> Reply:
+    async def _post_patiently(
+        self,
+        path: str,
+        message: msgspec.Struct,
+        reply: type[Reply],
+        *,
+        timeout: float | None = None,
+        again: Collection[int] | None = None,
+    ) -> Reply:
+        """`again`: as of `patiently`; None: `_passing`."""
         return await patiently(
-            lambda: self._post(path, message, reply),
+            lambda: self._post(path, message, reply, timeout=timeout),
             what=f"POST {path}",
             patience=PATIENCE_SECONDS,
-            again=self._passing,
+            again=self._passing if again is None else again,
         )
 
     async def _get_patiently(self, path: str, reply: type[Reply]) -> Reply:
@@ -314,7 +327,7 @@ class ControlClient:
 
     async def heartbeat(self, message: Heartbeat, *, patience: float = 0.0) -> HeartbeatReply:
         """Say that the caller lives; tried again for `patience` seconds."""
-        timeout = patience / 3 or None
+        timeout = min(HEARTBEAT_SECONDS, patience / 3) or None
         return await patiently(
             lambda: self._post("/heartbeat", message, HeartbeatReply, timeout=timeout),
             what=f"the heartbeat of {message.role}/{message.index}",

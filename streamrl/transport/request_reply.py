@@ -52,6 +52,7 @@ from streamrl.transport.credentials import (
 )
 from streamrl.transport.liveness import LastHeard
 from streamrl.transport.seldom import Seldom
+from streamrl.waits import warned_of
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ class _Request:
 class Requests(Protocol):
     """How a master calls its workers: `RequestChannel`, which does it over ZMQ, or what a test puts in its place."""
 
-    async def wait_for(self, workers: set[int], *, patience: float) -> None: ...
+    async def wait_for(self, workers: set[int], *, patience: float, warn_after: float = ...) -> None: ...
 
     async def living(self, workers: Sequence[int], *, patience: float) -> list[int]: ...
 
@@ -237,15 +238,21 @@ class RequestChannel(Generic[Notice]):
         self._verifier = verifier
         self._admitting.set()
 
-    async def wait_for(self, workers: set[int], *, patience: float) -> None:
-        """Wait until all of `workers` have connected; raises `DeadlineExceeded` after `patience` seconds."""
+    async def wait_for(self, workers: set[int], *, patience: float, warn_after: float = BEGIN_WARNING_SECONDS) -> None:
+        """Wait until all of `workers` have connected, and log a warning that names the missing ones after `warn_after`
+        seconds; raises `DeadlineExceeded` after `patience` seconds."""
+
+        def missing() -> str:
+            return ", ".join(self._name_of(worker) for worker in sorted(workers - self._heard.keys()))
+
         try:
             async with asyncio.timeout(patience), self._joined:
-                await self._joined.wait_for(lambda: workers <= self._heard.keys())
+                with warned_of(lambda: f"{missing()} to connect to the controller", after=warn_after, log=log):
+                    await self._joined.wait_for(lambda: workers <= self._heard.keys())
         except TimeoutError as error:
-            missing = ", ".join(self._name_of(worker) for worker in sorted(workers - self._heard.keys()))
             raise DeadlineExceeded(
-                f"{missing} did not connect to the master within {patience:.0f} s; look at the logs there"
+                f"{missing()} did not connect to the controller within {patience:.0f} s; look at the logs there, or "
+                "start it again"
             ) from error
 
     async def living(self, workers: Sequence[int], *, patience: float) -> list[int]:

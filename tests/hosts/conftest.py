@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.hosts.cluster import Cluster
 from tests.hosts.network import Hosts, why_not
 
 COUNT = 4
@@ -19,3 +20,11 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         pytest.skip(f"no network namespaces can be made here: {problem}")
     with Hosts(COUNT, folder=tmp_path) as made:
         yield made
+
+
+@pytest.fixture
+def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(hosts, tmp_path)
+    yield made
+    for command in made.commands:
+        command.end()

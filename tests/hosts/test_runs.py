@@ -8,19 +8,16 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from streamrl.transport.control import FinishRun
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import VARIABLE, Secret
+from streamrl.transport.secret import Secret
 from tests.e2e.harness import (
     COPY_SCRATCH,
     SUPPORTED,
-    Command,
     assert_exactly_once,
     assert_none_missing,
     largest_difference,
@@ -32,88 +29,22 @@ from tests.e2e.harness import (
 )
 from tests.forked import forking
 from tests.gserver.installed import sglang_python
+from tests.hosts.cluster import (
+    LEASE_SECONDS,
+    MAX_STALENESS,
+    PORT,
+    SECRET,
+    SMALL,
+    Cluster,
+    name_of,
+    wait_for_output,
+)
 from tests.hosts.network import Hosts, enter
 from tests.ipv6 import IPV6
 
-PORT = 7000
-SECRET = "known-to-every-host"
-LEASE_SECONDS = 5.0
-MAX_STALENESS = 4
 LEARNED = 0.45
 """Mean reward of the last steps. A policy from scratch begins at 0.07, and has 0.5 when every response ends after one
 character."""
-SMALL: dict[str, Any] = {
-    "model__scratch__hidden_size": 64,
-    "model__scratch__heads": 2,
-    "model__scratch__kv_heads": 1,
-    "data__args__digits": 1,
-    "rollout__sampling__max_new_tokens": 4,
-    "rollout__group_size": 8,
-    "rollout__max_concurrent_groups": 16,
-    "rollout__request_timeout_seconds": 10,
-    "trainer__data_parallel": 2,
-    "trainer__batch_groups": 8,
-    "trainer__lr": 3e-3,
-    "trainer__save_at_end": "false",
-    "staleness__max_staleness": MAX_STALENESS,
-    "staleness__over_age": "wait",
-    "manager__lease_seconds": LEASE_SECONDS,
-    "manager__heartbeat_seconds": 0.5,
-    "stream__resend_seconds": 2,
-    "weights__timeout_seconds": 10,
-    "weights__attempts": 10,
-}
-
-
-class Cluster:
-    """The commands of one run, on the hosts where they were started."""
-
-    def __init__(self, hosts: Hosts, folder: Path) -> None:
-        self.hosts = hosts
-        self.folder = folder
-        self.commands: list[Command] = []
-        self.settings: dict[str, Any] = SMALL
-
-    @property
-    def run_dir(self) -> Path:
-        return self.folder / "run"
-
-    def start(self, host: int, role: str, *options: str, variables: Mapping[str, str] | None = None) -> Command:
-        """Start `streamrl ROLE` on `host`."""
-        joins = (
-            ["--manager", f"http://{self.hosts.address(0)}:{PORT}"] if role != "controller" else ["--port", str(PORT)]
-        )
-        words = [role, str(COPY_SCRATCH), *overrides(self.folder, "run", **self.settings), *joins, *options]
-        command = start_command(
-            words,
-            within=() if SUPPORTED else self.hosts.entering(host),
-            holder=self.hosts.holder(host),
-            variables={VARIABLE: SECRET, **(variables or {})},
-        )
-        self.commands.append(command)
-        return command
-
-    def rewards(self) -> list[float]:
-        return [step["metrics"]["reward_mean"] for step in steps(self.run_dir)]
-
-
-@pytest.fixture
-def cluster(hosts: Hosts, tmp_path: Path) -> Iterator[Cluster]:
-    made = Cluster(hosts, tmp_path)
-    yield made
-    for command in made.commands:
-        command.end()
-
-
-def until_said(command: Command, pattern: str, *, after: int = 0, seconds: float = 120.0) -> None:
-    """Until it has printed that, behind its first `after` characters."""
-    until(lambda: re.search(pattern, command.output[after:]), f"{pattern!r}", seconds=seconds)
-
-
-def name_of(command: Command) -> str:
-    """Its name in the run, such as gserver/1."""
-    until_said(command, r"the controller calls this process \w+/\d+\n")
-    return command.output.partition("the controller calls this process ")[2].partition("\n")[0]
 
 
 def finish(holder: int, url: str) -> None:
@@ -146,12 +77,12 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
     controller = cluster.start(0, "controller", "--host", "0.0.0.0")
     far_gserver = cluster.start(3, "gserver")
     near_worker = cluster.start(1, "rollout")
-    until_said(controller, r"the controller of run 'run' listens at https://10\.77\.0\.1:7000")
+    wait_for_output(controller, r"the controller of run 'run' listens at https://10\.77\.0\.1:7000")
     for address in (hosts.address(2), hosts.address(3)):
-        until_said(controller, rf"gserver/\d+ joined at https://{re.escape(address)}:")
+        wait_for_output(controller, rf"gserver/\d+ joined at https://{re.escape(address)}:")
     far = [name_of(far_gserver), name_of(far_worker)]
     wait_for_steps(run_dir, 5)
-    until_said(first, r"weights\.mode: collective \(gservers are on other hosts\)")
+    wait_for_output(first, r"weights\.mode: collective \(gservers are on other hosts\)")
 
     def goes_on(count: int) -> None:
         wait_for_steps(run_dir, len(steps(run_dir)) + count)
@@ -164,18 +95,18 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
     heard = len(controller.output)
     hosts.cut(3)
     for name in far:
-        until_said(controller, f"{name} has been silent for", after=heard)
+        wait_for_output(controller, f"{name} has been silent for", after=heard)
     heard = len(controller.output)
     hosts.mend(3)  # at once: its processes give up some 40 s after the cut
     for name in far:
-        until_said(controller, f"{name} is heard of again", after=heard)
+        wait_for_output(controller, f"{name} is heard of again", after=heard)
     goes_on(10)
     until(lambda: steps(run_dir)[-1]["metrics"]["gservers_compared"] == 2, "the work of both gservers", seconds=120)
     heard = len(controller.output)
 
     hosts.cut(3)
     for name in far:
-        until_said(controller, f"{name} has been silent for", after=heard)
+        wait_for_output(controller, f"{name} has been silent for", after=heard)
     goes_on(40)
     until(lambda: sum(cluster.rewards()[-5:]) / 5 > LEARNED, f"a reward of {LEARNED}", seconds=120)
 

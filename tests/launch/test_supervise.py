@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.errors import PeerLost, ProcessDied
+from streamrl.errors import PeerLost, ProcessDied, StreamRLError
+from streamrl.launch import supervise
 from streamrl.launch.processes import PlanRole, ProcessPlan
 from streamrl.launch.supervise import LONGEST_DELAY_SECONDS, Children, Restarts, until_finished
-from streamrl.transport.control import FinishRun, Silence, Status
+from streamrl.transport.control import FinishRun, Silence, SilentProcess, Status
 from streamrl.transport.manager_client import ControlClient
 from tests.launch.statuses import status
 
@@ -130,6 +131,47 @@ async def test_one_that_was_killed_is_to_blame_before_those_that_lost_it() -> No
     killed = f"model_worker/0 (pid {started[0].pid}) was ended by SIGKILL (out of memory?)"
     assert died.value.reason == f"{killed}; then model_worker/1: RuntimeError: Connection closed by peer"
     assert client.told == [died.value.reason]
+    children.close()
+
+
+class _OtherTrainer(_FailedRun):
+    """A client of the controller of a run in which another host has a place of this trainer's."""
+
+    async def status(self) -> Status:
+        return status(1, state="running")
+
+
+async def test_a_trainer_ends_when_another_one_has_its_place_and_the_run_continues() -> None:
+    children, client = Children(logs=None), _OtherTrainer()
+    await children.start(ProcessPlan("model_worker", 0, 1, "cpu", (), ""), ["sh", "-c", "exit 69"])
+    with pytest.raises(StreamRLError, match=r"model_worker/0 .* process 202 on here has taken its place; this trainer"):
+        await until_finished(children, client=cast(ControlClient, cast(Any, client)))
+    assert client.told == [], "it is no failure of the run"
+    children.close()
+
+
+class _Interrupted(_FailedRun):
+    """A client of a controller that a launcher reaches again before the process `pid` does."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self._silent = [SilentProcess("gserver", 0, pid, "here")]
+
+    async def silence(self, after: int) -> Silence:  # type: ignore[override]
+        if after == 0:
+            return Silence(changes=1, processes=self._silent, over=False)
+        await asyncio.sleep(0.2)
+        return Silence(changes=2, processes=[], over=after == 2)
+
+
+async def test_a_process_that_is_soon_heard_again_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.01)
+    children = Children(logs=None)
+    child = await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["sh", "-c", "sleep 60"])
+    await supervise.end_who_is_silent(children, cast(ControlClient, cast(Any, _Interrupted(child.pid))))
+    await asyncio.sleep(0.1)
+    assert child.exit_code is None
+    await children.stop()
     children.close()
 
 

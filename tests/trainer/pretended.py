@@ -182,7 +182,7 @@ class Workers:
     def named(self, name: str) -> list[Event]:
         return [event for event in self.events if event.name == name]
 
-    async def wait_for(self, workers: set[int], *, patience: float) -> None:
+    async def wait_for(self, workers: set[int], *, patience: float, warn_after: float = 30.0) -> None:
         pass
 
     async def living(self, workers: Sequence[int], *, patience: float) -> list[int]:

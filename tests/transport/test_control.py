@@ -31,10 +31,15 @@ from streamrl.transport.control import (
     HeldOutResult,
     InFlight,
     InFlightReply,
+    PublishBegin,
+    PublishBeginReply,
+    PublishCommit,
+    PublishReply,
     Register,
     RegisterReply,
     Reject,
     RouteReply,
+    Snapshot,
     Topology,
 )
 from streamrl.transport.group_sockets import closed_after_forming, possible
@@ -187,11 +192,15 @@ CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
     "/route": lambda client: client.route(AskRoute(worker=0, seq=1, failed="http://g")),
     "/evaluation": lambda client: client.held_out_result(HeldOutResult(0, "id", 0, [1.0], [3])),
     "/topology": lambda client: client.topology("controller", 1, patience=5.0),
+    "/publish/begin": lambda client: client.publish_begin(PublishBegin(version=1, weights=Snapshot("v1")), timeout=5.0),
+    "/publish/commit": lambda client: client.publish_commit(PublishCommit(version=1, group_name="group"), timeout=5.0),
 }
 REPLIES: dict[str, msgspec.Struct] = {
     "/in_flight": InFlightReply(pause_seconds=0.02),
     "/route": RouteReply(gserver="http://h"),
     "/topology": Topology(complete=True, peers=[]),
+    "/publish/begin": PublishBeginReply(group_name="group", world_size=2),
+    "/publish/commit": PublishReply(done=True, error="", pause_seconds=0.0, evicted=[]),
 }
 
 
@@ -264,11 +273,16 @@ class FakeManager:
         self.beats: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.reply = HeartbeatReply(stop=False, policy_version=1, known=True)
         self.down = False
+        self.lost_replies = 0
+        """How many heartbeats are received and not replied to, as if the network were interrupted."""
 
     async def handle(self, request: web.Request) -> web.Response:
         if self.down:
             return hang_up(request)
         body = msgspec.json.decode(await request.read())
+        if request.path == "/heartbeat" and self.lost_replies:
+            self.lost_replies -= 1
+            await asyncio.Event().wait()
         if request.path == "/register":
             self.registrations += 1
             return answer(RegisterReply(policy_version=0, heartbeat_seconds=0.02))
@@ -344,6 +358,17 @@ async def test_a_member_survives_a_short_silence_of_the_manager() -> None:
         while not manager.beats.empty():
             manager.beats.get_nowait()
         await manager.beat()
+        assert not membership.stopping.is_set()
+
+
+async def test_a_heartbeat_without_a_reply_is_soon_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over another connection: the old one may take as long again as the network was interrupted."""
+    monkeypatch.setattr(control_client, "HEARTBEAT_SECONDS", 0.1)
+    manager = FakeManager()
+    manager.lost_replies = 2
+    async with joined(manager, patience=60.0) as membership:
+        async with asyncio.timeout(10):
+            await manager.beat()
         assert not membership.stopping.is_set()
 
 

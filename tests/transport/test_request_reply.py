@@ -256,10 +256,12 @@ async def test_the_living_are_those_that_spoke_lately(monkeypatch):
             assert await returning == [1]
 
 
-async def test_a_worker_that_never_comes_is_named():
+async def test_a_worker_that_never_comes_is_named(caplog: pytest.LogCaptureFixture):
     async with master() as m, worker(m, 1):
+        await m.wait_for({1}, patience=30)
         with pytest.raises(DeadlineExceeded, match="model_worker/0 did not connect"):
-            await m.wait_for({0, 1}, patience=0.3)
+            await m.wait_for({0, 1}, patience=0.3, warn_after=0.1)
+    assert "waiting for model_worker/0 to connect to the controller, for 0 s now" in caplog.text
 
 
 async def test_notices_arrive_and_nonsense_is_passed_over():

@@ -237,7 +237,7 @@ class Master:
         """Wait for the size of the data set, begin to count epochs, checkpoints and evaluations, and request the first
         evaluation if it is due."""
         self.waiting_for = "a rollout worker to report the size of the data set"
-        with warned_of(self.waiting_for, after=self._config.trainer.wait_warning_seconds, log=log):
+        with warned_of(lambda: self.waiting_for, after=self._config.trainer.wait_warning_seconds, log=log):
             data = await self._pool.data()
         self.waiting_for = ""
         self._data = data

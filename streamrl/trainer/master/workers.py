@@ -58,7 +58,8 @@ class ModelWorkers:
 
     async def connected(self) -> None:
         """Wait until all workers have connected. Raises `DeadlineExceeded` if one does not."""
-        await self._channel.wait_for(set(self._workers), patience=self._config.manager.join_timeout_seconds)
+        patience, warn_after = self._config.manager.join_timeout_seconds, self._config.trainer.wait_warning_seconds
+        await self._channel.wait_for(set(self._workers), patience=patience, warn_after=warn_after)
 
     async def initialize(self) -> None:
         """Have the workers connect to each other and load the models."""

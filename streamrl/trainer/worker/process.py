@@ -31,7 +31,7 @@ from streamrl.children import EXIT_GONE_BACK
 from streamrl.config import Config
 from streamrl.cuda_memory import gpu_identity
 from streamrl.device import compute_repeatably, compute_with, empty_cache, resolve_device, resolve_dtype
-from streamrl.errors import GoneBack, StreamRLError, TrainingError
+from streamrl.errors import GoneBack, PeerLost, StreamRLError, TrainingError
 from streamrl.models import routing_of, special_token_ids, vocab_size, weights_fingerprint
 from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset
@@ -156,9 +156,11 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
         try:
             await membership.until_over(work())
-        except GoneBack as gone_back:  # other ranks may be gone: nothing here is waited for
-            log.warning("%s: %s", membership.name, gone_back)
-            os._exit(EXIT_GONE_BACK)
+        except (GoneBack, PeerLost) as lost:
+            if lost is not membership.lost:
+                raise
+            log.warning("%s: %s", membership.name, lost)
+            os._exit(EXIT_GONE_BACK)  # at once: other ranks may be gone, and a thread may wait for them
 
 
 class Door:

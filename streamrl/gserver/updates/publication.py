@@ -124,15 +124,16 @@ class WeightUpdates:
             members = await (self._members_to_resync if message.resync else self._members_of_update)(message)
             if not members:
                 return PublishBeginReply(group_name="", world_size=1)
-            group = self._group_of(members, message)
+            group, joined = self._group_for(members, message)
             update = self._update = WeightUpdate(
                 version=message.version,
                 weights=message.weights,
                 group=group,
+                joined=joined,
                 calls=self._calls,
                 config=self._config,
                 ledger=self._ledger,
-                on_swapped=None if message.resync else self._swapped,
+                on_swapped=self._swapped,
             )
             self._running = asyncio.create_task(self._run(update, message), name=f"weights v{message.version}")
             return PublishBeginReply(group_name=group.name, world_size=group.world_size)
@@ -193,7 +194,7 @@ class WeightUpdates:
         else:
             self.failed += 1
             if isinstance(message.weights, Broadcast):
-                self._destroy(update.group)
+                self._leave_group()
             log.warning("weights v%d rolled back: %s", record.version, record.error)
         if record.evicted:
             log.warning("weights v%d: evicted gservers %s", record.version, record.evicted)
@@ -275,24 +276,24 @@ class WeightUpdates:
             return False
         return True
 
-    def _group_of(self, members: list[Gserver], message: PublishBegin) -> WeightGroup:
-        """Return the weight group of `members`: the one in use if it is theirs and sound, else a new one."""
-        name = f"weights-{self._run_name}-{next(self._group_numbers)}"
+    def _group_for(self, members: list[Gserver], message: PublishBegin) -> tuple[WeightGroup, bool]:
+        """Return the weight group of `members`, and whether they have joined it. It is the group of the last broadcast
+        if that is theirs and the publisher's, else a new one."""
+        new = WeightGroup(f"weights-{self._run_name}-{next(self._group_numbers)}", tuple(members))
         if isinstance(message.weights, Snapshot):
-            return WeightGroup(name, tuple(members))
+            return new, False
         old = self._group
-        if old is not None:
-            in_use = old.formed and not old.broken and old.name == message.weights.group_name
-            if in_use and old.members == tuple(members):
-                return old
-            if not old.broken:
-                self._destroy(old)
-        self._group = WeightGroup(name, tuple(members))
-        return self._group
+        if old is not None and old.name == message.weights.group_name and old.members == new.members:
+            return old, True
+        self._leave_group()
+        self._group = new
+        return new, False
 
-    def _destroy(self, group: WeightGroup) -> None:
-        """Have the members of `group` leave it, in the background."""
-        self._calls.leave_group(group.name, [gserver for gserver in group.members if gserver.takes_part])
+    def _leave_group(self) -> None:
+        """Have the members of the weight group leave it, in the background."""
+        if self._group is not None:
+            self._calls.leave_group(self._group.name, [g for g in self._group.members if g.takes_part])
+            self._group = None
 
 
 def _readers(weights: Broadcast | Snapshot, gservers: list[Gserver]) -> tuple[list[Gserver], str]:

@@ -27,7 +27,6 @@ from streamrl.gserver.updates.states import (
     ORDER,
     Action,
     MemberHealth,
-    Phase,
     Serves,
     Stage,
     Step,
@@ -47,17 +46,13 @@ CLOSING_SECONDS = 2.0
 """Deadline, in seconds, for each gserver to be resumed when the manager itself leaves."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class WeightGroup:
     """The gservers that take part. Where weights are broadcast, the publisher is rank 0 of a process group, and the
     ranks of `members` follow from 1 on, in this order."""
 
     name: str
     members: tuple[Gserver, ...]
-    formed: bool = False
-    """All members have joined: an update may use it again."""
-    broken: bool = False
-    """An update failed in it: no other may use it."""
 
     @property
     def world_size(self) -> int:
@@ -95,13 +90,15 @@ class WeightUpdate:
         version: int,
         weights: Broadcast | Snapshot,
         group: WeightGroup,
+        joined: bool,
         calls: WeightCalls,
         config: WeightsConfig,
         ledger: Ledger,
-        on_swapped: Callable[[int], None] | None = None,
+        on_swapped: Callable[[int], None],
     ) -> None:
-        """`ledger` has the version that gservers must serve to be given groups; it may pass `version` before this
-        update ends. `on_swapped` is called with `version` as soon as the first gserver serves it."""
+        """`joined`: all members have joined the group. `ledger` has the version that gservers must serve to be given
+        groups. If that is an older one, `on_swapped` is called with `version` as soon as the first gserver serves it,
+        and advances the ledger."""
         self.version = version
         self.group = group
         self.record = UpdateRecord(
@@ -120,7 +117,7 @@ class WeightUpdate:
                 gserver: plan_for(
                     way=_way(weights),
                     staged=stages_weights(gserver),
-                    joined=group.formed,
+                    joined=joined,
                     verified=config.checksum,
                     cut=config.pause_mode == "abort",
                 )
@@ -134,7 +131,6 @@ class WeightUpdate:
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_for = ""
         self._paused_at: dict[Gserver, float] = {}
-        self._swap_told = False
         self._ended = asyncio.Event()
 
     def status(self) -> dict[str, Any]:
@@ -190,19 +186,13 @@ class WeightUpdate:
         self._set_alarm()
 
     def _record(self) -> None:
-        """Bring the record, the group and the gservers up to what the states say."""
+        """Bring the record, the ledger and the gservers up to the states."""
         self._record_stage(self._states.stage)
-        if self._states.phase not in (Phase.PREPARE, Phase.ENDED) and not self.record.error:
-            self.group.formed = True
-        if self._states.done and not self._swap_told:
-            self._swap_told = True
-            if self._on_swapped is not None:
-                self._on_swapped(self.version)
-        for gserver in self._states.swapped if self.version == self._ledger.policy_version else ():
+        if self._states.done and self._ledger.policy_version < self.version:
+            self._on_swapped(self.version)
+        for gserver in self._states.swapped:
             gserver.handle(MemberEvent.UPDATED)
         self.record.error = self._states.reason
-        if self.record.error:
-            self.group.broken = True
         if self._states.ended and not self._ended.is_set():
             self._conclude()
 

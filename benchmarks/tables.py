@@ -616,14 +616,13 @@ def capacity_roles(_: Results) -> str:
 
 def capacity_traffic(_: Results) -> str:
     """Bytes that a weight update moves, and the size of a checkpoint, for the same divisions."""
-    header = "model | trainer | gservers | served weights | senders | sent by each | received by each GPU | time"
-    header += " | checkpoint"
+    header = "model | trainer | gservers | served weights | over each GPU's link | time | checkpoint"
     rows = []
     for _, shape, one in capacity.divisions():
         update = one.update
         cells = [shape.name, str(one.layout), f"{one.gservers} × {one.server_tensor}", f"{gib(update.weights)} GiB"]
-        cells += [f"{update.senders}", f"{gib(update.sent_per_link)} GiB", f"{gib(update.received_per_link)} GiB"]
-        rows.append([*cells, f"{update.seconds:.1f} s", f"{gib(one.checkpoint, ',.0f')} GiB"])
+        cells += [f"{gib(update.per_link)} GiB", f"{update.seconds:.1f} s", f"{gib(one.checkpoint, ',.0f')} GiB"]
+        rows.append(cells)
     return markdown(header.split(" | "), rows)
 
 

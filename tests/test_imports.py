@@ -25,7 +25,6 @@ GROUND = {
     "children",
     "config",
     "cuda_memory",
-    "delta",
     "device",
     "disk",
     "errors",

@@ -59,6 +59,11 @@ RENAMED = {
     "rollout.agent.on_error": 'rollout.on_failed_sibling, whose "reject" and "zero" hold for reward functions, too',
 }
 """Keys of earlier versions, and what took their place."""
+REMOVED = {
+    "weights.senders": "the first model worker sends all weights, since each gserver's link limits a broadcast",
+    "weights.delta": "weights are always sent whole",
+}
+"""Keys of earlier versions that nothing replaces, and the reason."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -158,6 +163,8 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
         if name not in fields:
             if key in RENAMED:
                 raise ConfigError(f"{where}: {key} is now {RENAMED[key]}")
+            if key in REMOVED:
+                raise ConfigError(f"{where}: {key} was removed ({REMOVED[key]}): delete it")
             raise ConfigError(f"{where}: unknown key {_unknown(key, value, siblings=list(fields))}")
         kinds = [fields[name].type, *getattr(fields[name].type, "__args__", ())]
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)

@@ -439,9 +439,6 @@ class WeightsConfig(Section, frozen=True):
     """Where `mode = "disk"` writes; empty: `weights` in the run's folder."""
     checksum: bool = True
     """Compare the weights that a gserver has staged with those that were trained, before it serves them."""
-    delta: bool = False
-    """Broadcast indices and values alone of a weight of which less than a tenth has changed since the version that all
-    gservers serve. Each sender then keeps a copy of what it has sent. Not with SGLang servers."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
     """What running requests do during the swap: stay, are computed again, or are cut and continued."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
@@ -449,12 +446,9 @@ class WeightsConfig(Section, frozen=True):
     `streamrl run` starts have to share them: NCCL allows one rank on each."""
     host: str = ""
     """Where the publisher listens for the weight group; empty: at the address by which others reach it."""
-    senders: Positive | None = None
-    """Model workers that each broadcast a part of the weights, at most; None: 8. Over NCCL and to SGLang servers they
-    take turns, which spreads bytes over more links and takes no less time; None: one sends all there."""
     bucket_mb: PositiveFloat = 256.0
-    """Size of the pieces in which weights are broadcast. One is sent again when a broadcast breaks off, and has to come
-    within `timeout_seconds` (a larger weight is alone)."""
+    """Size of the buckets in which weights are broadcast; a larger weight is a bucket alone. Each bucket has to arrive
+    within `timeout_seconds`."""
     timeout_seconds: PositiveFloat = 120.0
     """How long each wait in a weight update may take."""
     attempts: Positive = 3

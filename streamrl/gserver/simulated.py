@@ -20,7 +20,7 @@ import torch
 from streamrl.checksum import WeightsChecksum
 from streamrl.config import PACE_SIGMA, SimulationConfig
 from streamrl.errors import Refused
-from streamrl.gserver.server.engine import Job, Output, QueueFull, ServedWeights, Ticket
+from streamrl.gserver.server.engine import Job, Output, QueueFull, Ticket
 from streamrl.gserver.server.receiver import WeightReceiver
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
@@ -76,7 +76,6 @@ class SimulatedEngine:
     """See the module; everything happens on the event loop."""
 
     name = "simulated"
-    sends_weights = False
 
     def __init__(
         self,
@@ -207,9 +206,6 @@ class SimulatedEngine:
 
     async def checksum(self) -> WeightsChecksum:
         return WeightsChecksum(dtype="none", total=self._version, tensors={})
-
-    async def served_weights(self) -> ServedWeights:
-        raise Refused("a simulated engine has no weights to send")
 
     def stats(self) -> dict[str, float]:
         self._count()

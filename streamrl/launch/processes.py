@@ -268,10 +268,7 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
     weights = config.weights
     if weights.backend != "auto" or weights.mode not in ("auto", "collective"):
         return config
-    # over NCCL one sends, unless several are asked for
-    senders = 1 if weights.senders in (None, 1) else workers
-    ranks = senders + config.gserver.count * of_a_gserver
-    if ranks <= len(gpus) and config.gserver.engine != "simulated":
+    if 1 + config.gserver.count * of_a_gserver <= len(gpus) and config.gserver.engine != "simulated":
         return config
     return msgspec.structs.replace(config, weights=msgspec.structs.replace(weights, backend="gloo"))
 

@@ -113,9 +113,6 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """What it is on average."""
     microbatch_tokens: int = 8192
     """Tokens of rows that are computed together (`trainer.max_tokens_per_microbatch`); a longer row is alone."""
-    senders: int = 8
-    """Model workers that broadcast a part of the weights each, at most: what `weights.senders` has to be set to over
-    NCCL, or with SGLang servers."""
     roles: Roles = ONLY_POLICY
 
 
@@ -192,11 +189,8 @@ class UpdateTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: int
     """As they are served."""
-    senders: int
-    sent_per_link: float
-    """By each of the senders."""
-    received_per_link: float
-    """By each GPU of a gserver: all weights, whatever its part of them is."""
+    per_link: float
+    """Sent by the trainer's first rank, and received by each GPU of a gserver, whatever its part of them is."""
     seconds: float
 
 
@@ -356,19 +350,12 @@ def server_memory(shape: Shape, machine: Machine, *, tensor: int) -> ServerMemor
 # --- traffic and rates ---------------------------------------------------------------------------
 
 
-def update_traffic(shape: Shape, machine: Machine, *, gservers: int, senders: int) -> UpdateTraffic:
-    """Return what an update by broadcast moves: each of the `senders` sends its part along the ranks, each of which
-    passes it on once, so the links of the receivers, over which all weights come, decide how long it takes."""
+def update_traffic(shape: Shape, machine: Machine, *, gservers: int) -> UpdateTraffic:
+    """Return the traffic of an update by broadcast: the weights are sent along the ranks, each of which passes them on
+    once, so all of them pass each link once."""
     weights = 2 * shape.parameters
-    sent = weights / senders if gservers else 0.0
-    received = float(weights) if gservers else 0.0
-    return UpdateTraffic(
-        weights=weights,
-        senders=senders,
-        sent_per_link=sent,
-        received_per_link=received,
-        seconds=max(sent, received) / machine.link,
-    )
+    per_link = float(weights) if gservers else 0.0
+    return UpdateTraffic(weights=weights, per_link=per_link, seconds=per_link / machine.link)
 
 
 def trained_per_second(
@@ -416,7 +403,6 @@ def division(
     }
     where = max(missing, key=lambda name: missing[name])
     lacking = max(0.0, missing[where])
-    senders = min(job.senders, layout.data * layout.context)
     trained = shape.adapter(job.roles.lora_rank) or shape.parameters
     if job.roles.critic:
         trained += shape.parameters - (0 if shape.tied else shape.embedding) + shape.hidden_size
@@ -434,7 +420,7 @@ def division(
             shape, machine, gpus=layout.world, mean_context=job.mean_context, roles=job.roles
         ),
         generated_per_second=gservers * generated,
-        update=update_traffic(shape, machine, gservers=gservers, senders=senders),
+        update=update_traffic(shape, machine, gservers=gservers),
         checkpoint=12 * trained,
         lacking=lacking,
         lacks=where if lacking else "",
@@ -668,10 +654,8 @@ def shown(plan: CapacityPlan) -> RenderableType:
         )
     update = best.update
     lines = [
-        f"weight update: {update.weights / GIB:.1f} GiB in bfloat16, of which with weights.senders = {update.senders} "
-        f"each sender sends {update.sent_per_link / GIB:.1f} and each GPU of a gserver receives "
-        f"{update.received_per_link / GIB:.1f}: "
-        f"{update.seconds:.1f} s at {machine.link / 1e9:.0f} GB/s for a GPU",
+        f"weight update: {update.weights / GIB:.1f} GiB in bfloat16, {update.per_link / GIB:.1f} over the link of each "
+        f"GPU: {update.seconds:.1f} s at {machine.link / 1e9:.0f} GB/s for a GPU",
         f"checkpoint: {best.checkpoint / GIB:,.1f} GiB (float32 weights and both moments of all that is trained)",
     ]
     note = "Computed from the model's shape; nothing was measured (docs/scale.md)."

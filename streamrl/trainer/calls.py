@@ -276,8 +276,6 @@ class Published(msgspec.Struct, frozen=True):
     bytes: int
     """What was sent or written in all attempts, once however many received it."""
     attempts: int
-    sent_share: float = 0.0
-    """How many numbers that were, as a share of all weights: of a delta, those that have changed."""
 
 
 class Stored(msgspec.Struct, frozen=True):

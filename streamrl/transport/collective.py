@@ -3,10 +3,9 @@
 Groups are formed as SGLang forms its weight-update group (at a TCP store on rank 0, prefixed with the group's name), so
 that either side may be SGLang. The publisher and the gservers meet so, and model workers among themselves.
 
-`Broadcaster` sends weights as rank 0 of such a group: from the publisher to all gservers, or from one gserver to
-another that is resynced. It owns the group, and the store at which it meets. A weight is sent from where it lies, or
-from a buffer if it has to be converted first; while some are on their way, the next one is converted and its checksum
-taken.
+`Broadcaster` sends weights as rank 0 of such a group, from the publisher to the gservers. It owns the group, and the
+store at which it meets. A weight is sent from where it lies, or from a buffer if it has to be converted first; while
+some are on their way, the next one is converted and its checksum taken.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ import os
 import socket
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from itertools import islice
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -33,11 +30,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
 from streamrl.config import WeightsConfig
-from streamrl.delta import Delta, apply, delta
 from streamrl.device import SideStream
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.transport.addresses import LOOPBACK, Listening, meeting_interface
-from streamrl.transport.control import Broadcast, PublishBeginReply, Sender, TensorSpec
+from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
 from streamrl.transport.group_sockets import closed_after_forming, open_for_good, open_while_forming
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
@@ -334,12 +330,9 @@ class Broadcaster:
         backend: Literal["gloo", "nccl"],
         dtype: torch.dtype,
         device: torch.device,
-        whole_buckets: bool = False,
     ) -> None:
-        """`listening`: where the others meet this end. `whole_buckets`: have all of a bucket here before any of it is
-        sent, for a sender that keeps others waiting meanwhile."""
+        """`listening`: where the gservers meet the publisher."""
         self.dtype = dtype
-        self._whole_buckets = whole_buckets
         self._config = config
         self._listening = listening
         self._backend: Literal["gloo", "nccl"] = backend
@@ -351,79 +344,45 @@ class Broadcaster:
         self._group: Any = None
         self._group_name = ""
         self._weights: Weights
-        self.sent_bytes = 0
-        """What it has broadcast so far, each byte once however many receive it."""
-        self._transfer = ""
-        self._checksums: dict[str, str] = {}
-        """Checksums of what was sent of these weights, in whichever attempt."""
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
-        self._kept: dict[str, Tensor] = {}
-        """With `weights.delta`, what was sent last, by name."""
-        self._kept_version: int | None = None
-        """Which version that is; None: some of it did not arrive."""
-        self._version = 0
-        self.sent_numbers = 0
-        """How many numbers it has broadcast of weights so far: of a delta, those that have changed."""
+        self.sent_bytes = 0
         self._buffers = [torch.empty(0, dtype=dtype, device=self._device)] * AT_ONCE
-        """Used in turn: when the turn of one comes again, it has been sent. With `whole_buckets` one for each weight of
-        a bucket."""
+        """Used in turn: when the turn of one comes again, it has been sent."""
 
     def prepare(self, version: int, weights: Weights) -> None:
-        """These weights come next."""
+        """Plan the buckets of `weights`, which are sent next."""
         self._weights = weights
-        self._transfer = uuid.uuid4().hex
-        self._checksums = {}
-        self._version = version
-        self._buckets = self.buckets(weights.specs())
-
-    def buckets(self, specs: Bucket) -> list[list[tuple[str, tuple[int, ...]]]]:
-        """Return in which buckets weights of these `specs` are sent."""
         limit = int(self._config.bucket_mb * 2**20)
-        return plan_buckets(specs, itemsize=self.dtype.itemsize, limit_bytes=limit)
+        self._buckets = plan_buckets(weights.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
 
     def announce(self) -> Broadcast:
-        """Return what is to be sent, and where to meet for it."""
+        """Return the buckets, and the address at which gservers meet the publisher."""
         if self._store is None:
             self._store = open_store(self._listening.at)
         dtype = dtype_name(self.dtype)
         return Broadcast(
-            senders=[
-                Sender(
-                    buckets=[
-                        [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
-                        for bucket in self._buckets
-                    ],
-                    address=self._listening.announced,
-                    port=self._store.port,
-                )
+            buckets=[
+                [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
+                for bucket in self._buckets
             ],
+            address=self._listening.announced,
+            port=self._store.port,
             backend=self._backend,
             group_name=self._group_name,
-            transfer=self._transfer,
-            base=self._kept_version,
         )
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
-        """Meet the others if the group is a new one, and send what they lack; return the checksum of each weight, by
-        name."""
+        """Form the group if it is a new one, and send all weights; return the checksum of each weight, by name."""
         if begin.group_name != self._group_name:
             self._form(begin)
-        first = begin.first_buckets[0] if begin.first_buckets else 0
+        checksums: dict[str, str] = {}
         with self._beside.after_computation(), closing(self._weights.weights()) as weights:
-            for number, bucket in enumerate(self._buckets):
-                if number < first:
-                    deque(islice(weights, len(bucket)), maxlen=0)
-                    continue
-                contents: Iterable[tuple[str, Tensor]]
-                contents = self._deltas(bucket, weights) if begin.as_deltas else self._contents(bucket, weights)
-                if self._whole_buckets:
-                    contents = list(contents)
+            for bucket in self._buckets:
                 # One bucket after another: no gserver gets far ahead of one that fails.
+                contents = self._contents(bucket, weights, checksums)
                 for _, content in broadcasts(contents, self._group, watched_seconds=self._watched_seconds):
                     self.sent_bytes += content.nbytes
-            deque(weights, maxlen=0)  # to its end, which tells that all was sent
-        self._kept_version = self._version if self._config.delta else None
-        return self._checksums
+        return checksums
 
     def abort(self) -> None:
         """Leave the group: it is of no use after a broadcast that broke off.
@@ -433,7 +392,6 @@ class Broadcaster:
         """
         self._leave()
         self._store = None
-        self._kept_version = None
 
     def close(self) -> None:
         self.abort()
@@ -458,70 +416,24 @@ class Broadcaster:
             )
         self._group_name = begin.group_name
 
-    def _contents(self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]]) -> Generator[tuple[str, Tensor]]:
-        """Yield the names and contents of a `bucket`, which are the next of `weights`."""
+    def _contents(
+        self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]], checksums: dict[str, str]
+    ) -> Generator[tuple[str, Tensor]]:
+        """Yield the names and contents of a `bucket`, which are the next of `weights`; enter their `checksums`."""
         for place, (name, shape) in enumerate(bucket):
             weight = _next(weights, name, shape)
-            if self._config.delta:
-                if name not in self._kept:
-                    self._kept[name] = torch.empty(shape, dtype=self.dtype, device=self._device)
-                weight = self._converted(name, weight, self._kept[name])
-            elif self._is_as_sent(weight):
-                self._take_sums(name, weight)
+            if weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous():
+                if self._config.checksum:
+                    checksums[name] = tensor_sums(weight)
             else:
-                weight = self._converted(name, weight, self._buffer(place, weight.numel()).view(shape))
-            self.sent_numbers += weight.numel()
+                source, weight = weight, self._buffer(place % AT_ONCE, weight.numel()).view(shape)
+                if self._config.checksum:
+                    checksums[name] = copy_and_sum(weight, source)
+                else:
+                    weight.copy_(source)
             yield name, weight
 
-    def _deltas(self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """Return what is broadcast of a `bucket` whose base the others have: for each weight how many of its numbers
-        have changed (int64; -1: too many); the `places` of all deltas, and their `values`; the other weights whole."""
-        counts: list[int] = []
-        deltas: list[Delta] = []
-        whole: list[tuple[str, Tensor]] = []
-        for name, shape in bucket:
-            new = _next(weights, name, shape)
-            kept = self._kept[name]
-            if not self._is_as_sent(new):
-                buffer = self._buffer(0, new.numel()).view(shape)
-                new = buffer.copy_(new)
-            changed = delta(kept, new)
-            if changed is None:
-                kept.copy_(new)
-                whole.append((name, kept))
-            else:
-                apply(changed, kept)
-                deltas.append(changed)
-            counts.append(-1 if changed is None else len(changed.places))
-            self._take_sums(name, kept)
-            self.sent_numbers += kept.numel() if changed is None else len(changed.places)
-        what = f"what has changed of {len(bucket)} weights from {bucket[0][0]} on"
-        sent = [(what, torch.tensor(counts, device=self._device))]
-        if any(count > 0 for count in counts):
-            sent.append((what, torch.cat([changed.places for changed in deltas])))
-            sent.append((what, torch.cat([changed.values for changed in deltas])))
-        return sent + whole
-
-    def _is_as_sent(self, weight: Tensor) -> bool:
-        return weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous()
-
-    def _converted(self, name: str, source: Tensor, target: Tensor) -> Tensor:
-        """Copy `source` to `target`, and return that."""
-        if self._config.checksum:
-            self._checksums[name] = copy_and_sum(target, source)
-        else:
-            target.copy_(source)
-        return target
-
-    def _take_sums(self, name: str, weight: Tensor) -> None:
-        if self._config.checksum:
-            self._checksums[name] = tensor_sums(weight)
-
-    def _buffer(self, place: int, numbers: int) -> Tensor:
-        """Return a buffer for the weight at this `place` in the order."""
-        which = place if self._whole_buckets else place % AT_ONCE
-        while which >= len(self._buffers):
-            self._buffers.append(self._buffers[0].new_empty(0))
+    def _buffer(self, which: int, numbers: int) -> Tensor:
         if self._buffers[which].numel() < numbers:
             self._buffers[which] = torch.empty(numbers, dtype=self.dtype, device=self._device)
         return self._buffers[which][:numbers]

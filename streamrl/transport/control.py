@@ -34,7 +34,6 @@ and joins with it; each role has a token for its own calls.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -465,48 +464,17 @@ class TensorSpec(msgspec.Struct, frozen=True):
     shape: list[int]
 
 
-class Sender(msgspec.Struct, frozen=True):
-    """A process that broadcasts a part of the weights, as rank 0 of a process group of its own."""
+class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
+    """Weights that the publisher broadcasts, as rank 0 of a process group."""
 
     buckets: list[list[TensorSpec]]
-    """What it sends, in this order; each tensor is one broadcast."""
+    """The weights in the order in which they are sent; each tensor is one broadcast."""
     address: str
-    """Host of its store, at which a new group meets."""
+    """Host of the publisher's store, at which a new group meets."""
     port: int
-
-
-class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
-    """Weights that are broadcast, by several senders."""
-
-    senders: list[Sender]
-    """Each weight has one sender."""
     backend: Literal["gloo", "nccl"]
     group_name: str
-    """The weight group that the senders have now; empty: none."""
-    transfer: str = ""
-    """Names these weights: what a gserver has staged of them counts when they are sent again. Empty: nothing does."""
-    base: int | None = None
-    """The version from which deltas can be sent to gservers that serve it; None: there is none."""
-    turns: list[int] = []
-    """The number of the sender of each bucket, in the order in which all of them are sent, each when the one before it
-    is through. Empty: all senders send at once."""
-
-
-def group_of_sender(group_name: str, number: int) -> str:
-    """Return what the process group of a weight group's `number`-th sender is called."""
-    return group_name if number == 0 else f"{group_name}/{number}"
-
-
-def turns_left(turns: Sequence[int], first_buckets: Sequence[int]) -> list[int]:
-    """Return `Broadcast.turns` from the bucket on with which each sender begins (`first_buckets`; empty: the first)."""
-    skipped = dict(enumerate(first_buckets))
-    left = []
-    for sender in turns:
-        if skipped.get(sender, 0) > 0:
-            skipped[sender] -= 1
-        else:
-            left.append(sender)
-    return left
+    """The weight group that the publisher has now; empty if it has none."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
@@ -547,14 +515,10 @@ class PublishBeginReply(msgspec.Struct, frozen=True):
     """How the publisher is to send the weights of an update."""
 
     group_name: str
-    """Names the update for the commit, and is the group to broadcast in: senders that do not have it must form it now,
-    each as rank 0 of `world_size`, at the address that it gave."""
+    """Names the update for the commit, and the group to broadcast in. A publisher without this group forms it now, as
+    rank 0 of `world_size`, at the address that it announced."""
     world_size: int
-    """A sender and the ranks of all gservers; 1: no gserver lacks this version, there is nothing to do or to commit."""
-    first_buckets: list[int] = []
-    """For each sender the bucket to begin with: all gservers have staged the ones before it. Empty: the first."""
-    as_deltas: bool = False
-    """Send deltas: all gservers serve the base."""
+    """The publisher and the ranks of all gservers; 1: no gserver lacks this version, there is nothing to commit."""
 
 
 class PublishCommit(msgspec.Struct, frozen=True):

@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from streamrl.errors import UNDECODABLE, PeerError, PeerLost, WireError
 from streamrl.transport import http
-from streamrl.transport.control import TensorSpec
 from streamrl.transport.keys import GENERATION_CALLS, bearer
 from streamrl.types import NO_EXPERT
 
@@ -209,14 +208,7 @@ class AbortRequest(msgspec.Struct, frozen=True):
     abort_all: bool = False
 
 
-class Meeting(msgspec.Struct, frozen=True):
-    """Where the ranks of a process group meet."""
-
-    address: str
-    port: int
-
-
-class InitWeightsUpdateGroup(msgspec.Struct, frozen=True, omit_defaults=True):
+class InitWeightsUpdateGroup(msgspec.Struct, frozen=True):
     """Join the group in which weights are broadcast."""
 
     master_address: str
@@ -226,8 +218,6 @@ class InitWeightsUpdateGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     world_size: int
     group_name: str
     backend: str = "nccl"
-    further_senders: list[Meeting] = []
-    """Join their groups as well, as the same rank: `control.group_of_sender`. SGLang is asked for one after another."""
 
 
 class DestroyWeightsUpdateGroup(msgspec.Struct, frozen=True):
@@ -246,67 +236,8 @@ class UpdateWeightsFromDistributed(msgspec.Struct, frozen=True):
     flush_cache: bool = True
     abort_all_requests: bool = False
     weight_version: str | None = None
-    load_format: Literal["flattened_bucket"] | None = None
-    """`flattened_bucket`: one broadcast of all tensors' bytes one after another."""
-
-
-class BeginWeightUpdate(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Begin to stage weights."""
-
-    transfer: str = ""
-    """Names the weights that will come: what is staged of them is kept. Empty (and SGLang): nothing is kept."""
-
-
-class ReceiveWeights(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Receive all weights of an update; the reply is a stream of `Received`. SGLang has no such call."""
-
-    group_name: str
-    senders: list[list[list[TensorSpec]]]
-    """For each sender the buckets that it sends in all, in its order."""
-    first_buckets: list[int]
-    """For each sender the bucket that it begins with; those before are staged."""
-    weight_version: str
-    base: str | None = None
-    """Each bucket comes as `delta.Delta`s from the weights of this version, which has to be served; None: whole."""
-    turns: list[int] = []
-    """As in `control.Broadcast`, of the buckets that are sent."""
-
-
-class Received(msgspec.Struct, frozen=True):
-    """How far a gserver is with `ReceiveWeights`: told at most every `RECEIVED_SECONDS`, and at the end."""
-
-    buckets: list[int]
-    """For each sender how many of its buckets are staged."""
-    error: str = ""
-    """Why no more will come."""
-
-
-RECEIVED_SECONDS = 0.5
-_received_decoder = msgspec.json.Decoder(Received)
-
-
-class StagedWeights(msgspec.Struct, frozen=True):
-    """What a gserver has staged of an update that has not ended."""
-
-    transfer: str
-    """As in `BeginWeightUpdate`."""
-    buckets: list[int]
-    """As in `Received`."""
-
-
-class OfferWeights(msgspec.Struct, frozen=True):
-    """Have a gserver get ready to send what it serves, as rank 0 of a new group of two; the reply is a
-    `control.Broadcast`. SGLang has no such call."""
-
-    group_name: str
-    version: str
-    """What it has to serve, as it calls its weights."""
-
-
-class SendWeights(msgspec.Struct, frozen=True):
-    """Send what was offered, to a gserver that joins the group meanwhile. It stays until both are told to leave."""
-
-    group_name: str
+    load_format: str | None = None
+    """None: one broadcast for each tensor. The embedded engine refuses all others."""
 
 
 class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
@@ -411,18 +342,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
     """`embedded` and `simulated` are streamrl's own."""
     staged_weight_update: bool = False
     """Whether tensors received between begin and end wait aside until /end_weight_update."""
-    sends_weights: bool = False
-    """Whether it can send what it serves to another gserver."""
-    applies_deltas: bool = False
-    """Whether it can receive what has changed of the weights that it serves, rather than all."""
-    weight_version: str = ""
-    """As in `ModelInfo`."""
     max_running_requests: int | None = None
     """Requests that it runs together; None: it does not say."""
     max_total_num_tokens: int | None = None
     """Tokens that its cache holds; None: it does not say."""
-    staged: StagedWeights | None = None
-    """What it has staged of weights that may be sent again; None: nothing."""
     tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Its ranks, each of which takes a place of its own in a weight group."""
     stats: dict[str, float] = {}
@@ -542,33 +465,6 @@ class GenerationClient:
     ) -> Outcome:
         """Make a call that changes the gserver, for example `/pause_generation`."""
         return await self._call("POST", url, path, body or Empty(), Outcome, timeout, if_empty=Outcome())
-
-    async def receive_weights(
-        self, url: str, message: ReceiveWeights, on_progress: Callable[[list[int]], None], *, timeout: float
-    ) -> None:
-        """Have `url` receive weights. `on_progress` is told how many buckets of each sender it has; `timeout` is how
-        long it may be without any progress."""
-
-        def take(data: bytes) -> None:
-            try:
-                told = _received_decoder.decode(data)
-            except UNDECODABLE as error:
-                raise WireError(f"gserver {url} says nothing of the weights that it receives: {error}") from error
-            if told.error:
-                raise PeerError(f"gserver {url} failed: {told.error}", status=500)
-            on_progress(told.buckets)
-
-        async with self._unless_given_up(url):
-            await http.follow(
-                self._opened(),
-                url + "/receive_weights",
-                message,
-                take,
-                timeout=timeout,
-                each=True,
-                peer=f"gserver {url}",
-                headers=self._control(url),
-            )
 
     async def model_info(self, url: str) -> ModelInfo:
         """Return which model `url` serves, at which version."""

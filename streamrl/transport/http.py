@@ -107,25 +107,18 @@ async def follow(
     *,
     timeout: float,
     peer: str,
-    each: bool = False,
-    headers: Mapping[str, str] | None = None,
 ) -> None:
     """Post `body` as JSON, and hand the data of each server-sent event of the answer to `on_event` as it comes.
 
-    `each`: `timeout` is for each event, not for all. Raises as `call` does (`WireError` for what is no stream of
-    events), and `PeerLost` when the answer breaks off before its `[DONE]`.
+    Raises as `call` does (`WireError` for an answer that is no stream of events), and `PeerLost` when the answer
+    breaks off before its `[DONE]`.
     """
-    limit = asyncio.timeout(timeout)
-    async with _answered(
-        session, "POST", url, body, timeout=timeout, peer=peer, headers=headers, limit=limit
-    ) as response:
+    async with _answered(session, "POST", url, body, timeout=timeout, peer=peer) as response:
         if response.content_type != "text/event-stream":
             said = (await response.content.read(200))[:200]
             raise WireError(f"{peer} answered POST {url} with something else than events; it said {said!r}")
         received, searched = bytearray(), 0
         async for content in response.content.iter_any():
-            if each:
-                limit.reschedule(asyncio.get_running_loop().time() + timeout)
             received += content
             while (end := received.find(_END_OF_EVENT, searched)) >= 0:
                 data = bytes(received[:end]).removeprefix(b"data:").strip()
@@ -148,17 +141,14 @@ async def _answered(
     timeout: float,
     peer: str,
     headers: Mapping[str, str] | None = None,
-    limit: asyncio.Timeout | None = None,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The answer, if it is none of 400 or above; `timeout` covers what is done with it, too. `limit`: what counts it,
-    for who wants to give it more time."""
+    """The answer, if its status is below 400; `timeout` includes the time in which the caller reads it."""
     data = _encoder.encode(body) if body is not None else None
     shown = dict(headers or ())
     if data is not None:
         shown["Content-Type"] = "application/json"
-    limit = limit or asyncio.timeout(timeout)
     try:
-        async with limit, session.request(method, url, data=data, headers=shown) as response:
+        async with asyncio.timeout(timeout), session.request(method, url, data=data, headers=shown) as response:
             if response.status >= 400:
                 told = _error_told(await response.read())
                 raise PeerError(

@@ -97,6 +97,8 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["rollout.on_failed_sibling=shrink", "rollout.min_siblings=1"], "must be at least 2: grpo compares siblings"),
         (["rollout.reward.on_error=zero"], "rollout.reward.on_error is now rollout.on_failed_sibling"),
         (["rollout.agent.on_error=zero"], "rollout.agent.on_error is now rollout.on_failed_sibling"),
+        (["weights.senders=2"], "weights.senders was removed"),
+        (["weights.delta=true"], "weights.delta was removed"),
         (["rollout.reward.overlong_tokens=9999"], "must not exceed rollout.sampling.max_new_tokens"),
         (
             ["rollout.reward.overlong_tokens=4", "reward_model.path=judge"],

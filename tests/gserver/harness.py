@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +35,6 @@ from streamrl.transport.control import (
     Register,
     RegisterReply,
     Role,
-    Sender,
     Status,
     TensorSpec,
 )
@@ -250,22 +249,13 @@ async def begin_publication(
     *,
     group: str = "",
     buckets: int = 2,
-    transfer: str = "",
-    turns: Sequence[int] = (),
+    resync: bool = False,
 ) -> PublishBeginReply:
-    """`turns`: the sender of each bucket, in place of so many `buckets` of one."""
-    senders: dict[int, list[list[TensorSpec]]] = {}
-    for number, sender in enumerate(turns or [0] * buckets):
-        senders.setdefault(sender, []).append([TensorSpec(f"layer.{number}.weight", "float32", [2, 3])])
+    specs = [TensorSpec(f"layer.{number}.weight", "float32", [2, 3]) for number in range(buckets)]
     message = PublishBegin(
         version=version,
-        weights=Broadcast(
-            senders=[Sender(senders[n], address="127.0.0.1", port=29500 + n) for n in sorted(senders)],
-            backend="gloo",
-            group_name=group,
-            transfer=transfer,
-            turns=list(turns),
-        ),
+        weights=Broadcast([[spec] for spec in specs], "127.0.0.1", 29500, backend="gloo", group_name=group),
+        resync=resync,
     )
     return await run.client.publish_begin(message, timeout=10.0)
 

@@ -67,7 +67,6 @@ async def rank0() -> AsyncIterator[Rank0]:
 
 
 def _publish(commands: Connection[Any, Any]) -> None:
-    import torch
     from safetensors.torch import load_file
 
     from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
@@ -95,9 +94,6 @@ def _publish(commands: Connection[Any, Any]) -> None:
                 commands.send("formed")
             case "send":
                 weights = load_file(command["file"])
-                tensors = [weights[name] for name in command["names"]]
-                if command["flat"]:
-                    tensors = [torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])]
-                for tensor in tensors:
-                    broadcast(tensor, group, what="weights")
+                for name in command["names"]:
+                    broadcast(weights[name], group, what=name)
                 commands.send("sent")

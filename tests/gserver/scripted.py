@@ -11,7 +11,6 @@ from typing import Any, Literal
 import msgspec
 from aiohttp import web
 
-from streamrl.transport.control import Broadcast, Sender, TensorSpec
 from streamrl.transport.generation import (
     FinishReason,
     GenerateReply,
@@ -20,11 +19,9 @@ from streamrl.transport.generation import (
     ModelInfo,
     Outcome,
     RankSums,
-    Received,
     ReceivedSums,
     ServerInfo,
     StagedSums,
-    StagedWeights,
     TokenLogprob,
 )
 
@@ -39,7 +36,6 @@ class ScriptedGserver:
         self,
         *,
         staged: bool = True,
-        sends: bool = False,
         version: str = "default",
         ranks: int = 1,
         engine: str = "scripted",
@@ -47,8 +43,6 @@ class ScriptedGserver:
         self.engine = engine
         self.staged = staged
         self.ranks = ranks
-        self.sends = sends
-        """Whether it says that it can send its weights to others. It never does."""
         self.weight_version = version
         self.calls: list[str] = []
         self.bodies: dict[str, list[Any]] = {}
@@ -56,10 +50,8 @@ class ScriptedGserver:
         self.paused = False
         self.paused_changed = asyncio.Event()
         self.began = False
-        self.staged_weights: StagedWeights | None = None
-        """What it says that it has staged."""
         self.bucket_seconds: list[float] = []
-        """How long it takes to receive each bucket."""
+        """How long the next buckets take to receive."""
         self.pending_version = ""
         self.adapters: dict[str, str] = {}
         """Name → folder of what it has loaded, as SGLang would."""
@@ -127,19 +119,9 @@ class ScriptedGserver:
             await self._stalled.wait()
         if fault == "nonsense_after":
             return web.Response(body=b"{}")
-        if isinstance(answer, Received):
-            return await self._receive(request, answer)
+        if path == "/update_weights_from_distributed" and self.bucket_seconds:
+            await asyncio.sleep(self.bucket_seconds.pop(0))
         return _json(answer)
-
-    async def _receive(self, request: web.Request, whole: Received) -> web.StreamResponse:
-        """Tell of one bucket after another, each after its time."""
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        for seconds in self.bucket_seconds:
-            await asyncio.sleep(seconds)
-            await response.write(b"data: " + msgspec.json.encode(Received([1])) + b"\n\n")
-        await response.write(b"data: " + msgspec.json.encode(whole) + b"\n\ndata: [DONE]\n\n")
-        return response
 
     def _carry_out(self, path: str) -> msgspec.Struct:
         match path:
@@ -147,8 +129,6 @@ class ScriptedGserver:
                 return ServerInfo(
                     engine=self.engine,
                     staged_weight_update=self.staged,
-                    sends_weights=self.sends,
-                    staged=self.staged_weights,
                     tp_size=self.ranks,
                 )
             case "/model_info":
@@ -161,10 +141,6 @@ class ScriptedGserver:
                 self.began = True
             case "/update_weights_from_distributed":
                 self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
-            case "/receive_weights":
-                body = self.bodies[path][-1]
-                self.pending_version = body["weight_version"]
-                return Received([len(buckets) for buckets in body["senders"]])
             case "/update_weights_from_disk":
                 self.pending_version = self.bodies[path][-1]["weight_version"] or self.weight_version
             case "/update_weight_version":
@@ -181,9 +157,6 @@ class ScriptedGserver:
                 return LoadedAdapters(dict(self.adapters))
             case "/generate":
                 return self._score(self.bodies[path][-1])
-            case "/offer_weights":
-                spec = TensorSpec(name="a", dtype="float32", shape=[1])
-                return Broadcast([Sender([[spec]], address="127.0.0.1", port=1)], backend="gloo", group_name="")
             case "/weights_checker" if not self.staged and not self.tells_received:
                 raise web.HTTPBadRequest(body=msgspec.json.encode(Outcome(False, "Unsupported action='received'")))
             case "/weights_checker":

@@ -150,9 +150,9 @@ async def test_behind_the_server_with_a_real_weight_group(tmp_path: Path) -> Non
         await client.post("/init_weights_update_group", group)
         assert await publisher.answer() == "formed"
         await client.post("/begin_weight_update")
-        publisher.tell("send", file=str(folder / "model.safetensors"), names=["model.norm.weight"], flat=True)
+        publisher.tell("send", file=str(folder / "model.safetensors"), names=["model.norm.weight"])
         message = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[64]], "weight_version": "4"}
-        message |= {"group_name": publisher.group, "load_format": "flattened_bucket"}
+        message |= {"group_name": publisher.group}
         await client.post("/update_weights_from_distributed", message)
         assert await publisher.answer() == "sent"
         assert (await client.get("/model_info"))["weight_version"] == "default"

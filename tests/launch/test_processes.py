@@ -137,17 +137,13 @@ def test_sglang_leaves_memory_to_whom_it_shares_a_gpu_with(gservers: int, gpus: 
     assert fitted(sglang(gservers, args=own), gpus=names).gserver.sglang.args == own
 
 
-@pytest.mark.parametrize(
-    ("senders", "workers", "gpus", "backend"), [(2, 2, 2, "gloo"), (1, 2, 2, "auto"), (2, 2, 3, "auto")]
-)
-def test_whoever_sends_weights_over_nccl_has_a_gpu_without_a_gserver(
-    senders: int, workers: int, gpus: int, backend: str
-) -> None:
+@pytest.mark.parametrize(("gservers", "gpus", "backend"), [(1, 2, "auto"), (2, 2, "gloo"), (2, 3, "auto")])
+def test_the_publisher_has_a_gpu_without_a_gserver_for_nccl(gservers: int, gpus: int, backend: str) -> None:
     chosen = from_dict(
         {
             "run": {"device": "cuda"},
-            "trainer": {"data_parallel": workers, "batch_groups": 16},
-            "weights": {"senders": senders},
+            "trainer": {"data_parallel": 2, "batch_groups": 16},
+            "gserver": {"count": gservers},
         }
     )
     assert fitted(chosen, gpus=[str(i) for i in range(gpus)]).weights.backend == backend

@@ -97,13 +97,10 @@ def test_more_ranks_never_need_more_memory_each(drawn: tuple[Shape, TrainerLayou
     assert longer.state == memory.state
 
 
-@given(SHAPES, POWERS, st.integers(1, 64), st.integers(1, 16))
-def test_weight_updates_carry_every_weight_to_every_server(
-    shape: Shape, tensor: int, gservers: int, senders: int
-) -> None:
-    update = update_traffic(shape, LARGE, gservers=gservers, senders=senders)
-    assert update.weights == 2 * shape.parameters == update.received_per_link
-    assert update.sent_per_link * senders == pytest.approx(update.weights)
+@given(SHAPES, POWERS, st.integers(1, 64))
+def test_weight_updates_carry_every_weight_to_every_server(shape: Shape, tensor: int, gservers: int) -> None:
+    update = update_traffic(shape, LARGE, gservers=gservers)
+    assert update.weights == 2 * shape.parameters == update.per_link
     assert update.seconds >= update.weights / (LARGE.host_gbit_s / 8 * 1e9)
     memory = server_memory(shape, LARGE, tensor=tensor)
     assert memory.weights * tensor == pytest.approx(2 * shape.parameters)

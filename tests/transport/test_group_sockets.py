@@ -136,7 +136,7 @@ def test_the_store_of_weight_groups_is_open_only_while_one_forms() -> None:
 
     def announced(version: int) -> int:
         sender.prepare(version, OneWeight(float(version)))
-        return sender.announce().senders[0].port
+        return sender.announce().port
 
     port = announced(1)
     with Forked(take_part, [(port,)]) as ranks:

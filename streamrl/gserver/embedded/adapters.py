@@ -173,9 +173,6 @@ class Adapters:
         same = self._parameters.compute_dtype == self._parameters.dtype
         return self._writable().named[name] if same else None
 
-    def served_weight(self, name: str) -> Tensor:
-        return self.served.named[name].to(self._parameters.dtype)
-
     def sums(self, name: str) -> str:
         return tensor_sums(self._writable().named[name])
 
@@ -194,10 +191,6 @@ class Adapters:
         self.make_ready()
         self.served, self._staged = self._writable(), None
         return self.served
-
-    def share(self) -> Mapping[str, Tensor]:
-        """Return the served adapter's tensors, by name, for others to read as long as they like."""
-        return self.served.named
 
     def checksum(self) -> WeightsChecksum:
         """Return the checksum of the served adapter, as it was published."""

@@ -34,7 +34,7 @@ from streamrl.gserver.embedded.model import KVCache, Model
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import DeterministicScheduler, Event, Scheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
-from streamrl.gserver.server.engine import Job, QueueFull, ServedWeights, Text, Ticket
+from streamrl.gserver.server.engine import Job, QueueFull, Text, Ticket
 from streamrl.gserver.server.receiver import (
     CLOSING_SECONDS,
     Expected,
@@ -117,7 +117,6 @@ class EmbeddedEngine:
             deterministic=deterministic,
             rounds=rounds,
         )
-        self.sends_weights = not rounds or lora is not None  # weights that were rounded are not those that were trained
         self._adapters = Adapters(self._weights.served, lora) if lora is not None else None
         self._first_adapter = adapter
         cache = KVCache(
@@ -248,16 +247,6 @@ class EmbeddedEngine:
 
     async def checksum(self) -> WeightsChecksum:
         return await self.receiver.exclusively(self._updated.checksum)
-
-    async def served_weights(self) -> ServedWeights:
-        return await self._do(
-            lambda: ServedWeights(
-                version=self._scheduler.version,
-                tensors=self._updated.share(),
-                dtype=self._weights.dtype,
-                device=self._device,
-            )
-        )
 
     def stats(self) -> dict[str, float]:
         scheduler = self._scheduler

@@ -9,7 +9,7 @@ packed copy besides.
 
 Weights are served in one dtype and may be kept in a wider one, in which is computed.
 
-Invariants: the served set is never written to, and one that was adopted from, or shared with, others never at all.
+Invariants: the served set is never written to, and an adopted set never at all.
 Nothing is computed from packed copies that are older than the weights; a matrix that is written to is unpacked before.
 Every number that is kept is one of the served dtype, so the checksum is that of the weights as served.
 """
@@ -84,9 +84,6 @@ class DoubleBufferedWeights:
     def place(self, name: str) -> Tensor | None:
         return self._writable().place(name) if self._compute_dtype == self.dtype else None
 
-    def served_weight(self, name: str) -> Tensor:
-        return self.served.named[name].to(self.dtype)
-
     def sums(self, name: str) -> str:
         return tensor_sums(self._writable().named[name])
 
@@ -132,17 +129,12 @@ class DoubleBufferedWeights:
         """Return the checksum of the weights as served."""
         return self.served.checksum()
 
-    def share(self) -> Mapping[str, Tensor]:
-        """Return what is served now, by name, for others to read as long as they like."""
-        self.served.read_only = True
-        return self.served.named
-
     def free_retired(self) -> None:
         """Free what is no longer served; takes longer the larger it is."""
         self._retired = None
 
     def _writable(self) -> Parameters:
-        """Return the staged set, or a new one in its place if others read it."""
+        """Return the staged set, or a new one in its place if it was adopted."""
         with self._making:
             if self._staged is None or self._staged.read_only:
                 self._staged = self._new()

@@ -216,7 +216,8 @@ class Manager:
         self._death = asyncio.get_running_loop().create_future()
         self.evaluations.forget()
         await self.comparisons.close()
-        await self.weights.end_all()  # an update that has gone too far to be aborted still takes effect
+        # an update that has gone too far to be aborted still takes effect
+        await self.weights.abort("the run goes back to an earlier version")
         self.groups.begin(lineage, begun)
         for gserver in self._fleet.all():
             gserver.forget_updates()
@@ -237,7 +238,7 @@ class Manager:
         return await self.groups.data()
 
     async def resync_needed(self) -> list[str]:
-        """Wait for gservers that only the publisher can resync to the current weights; return their names."""
+        """Wait for gservers that lack the served weights; return their names."""
         return await self.weights.resync_needed()
 
     def scores(self, version: int) -> list[Scores]:
@@ -411,7 +412,7 @@ class Manager:
         self._signals.deadlines.notify()
 
     def _gserver_checked(self) -> None:
-        self.weights.resyncs.start()
+        self.weights.look_for_lacking()
         self.comparisons.look()
         self._start_if_served()
 

@@ -178,9 +178,6 @@ class Gserver(Member):
         """The last weight update that failed because of it."""
         self.failed_resyncs = 0
         """How often in a row it could not be resynced to the current weights."""
-        self.overtaken_resyncs = 0
-        """How often it was resynced to weights that were no longer the current ones, since it last took part in an
-        update."""
         self.tells_received = True
         """Whether one that stages no weights can tell checksums of those that came, as far as known."""
         self.adapters: dict[str, float] = {}
@@ -204,7 +201,7 @@ class Gserver(Member):
         """The run has gone back: it is checked before it takes groups, and its failed updates count no more."""
         self.handle(MemberEvent.UNREACHABLE)
         self.failed_version = None
-        self.failed_resyncs = self.overtaken_resyncs = 0
+        self.failed_resyncs = 0
 
     @property
     def serving(self) -> bool:

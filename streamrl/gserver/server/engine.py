@@ -8,17 +8,14 @@ nothing else of them. `Text` turns text to tokens and back with the checkpoint's
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
-from torch import Tensor
 
 from streamrl.errors import ModelError, Refused, StreamRLError
 from streamrl.gserver.server.receiver import WeightReceiver
@@ -152,26 +149,6 @@ class Ticket:
                     return
 
 
-@dataclass(frozen=True)
-class ServedWeights:
-    """Weights that are served, for others to read; nobody writes to them any more. A `transport.broadcaster.Source`."""
-
-    version: str
-    tensors: Mapping[str, Tensor]
-    """By Hugging Face name."""
-    dtype: torch.dtype
-    """Number format in which they are served; they may be held in a wider one."""
-    device: torch.device
-
-    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the name and shape of each weight."""
-        return [(name, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
-
-    def weights(self) -> Generator[tuple[str, Tensor]]:
-        """Yield each weight with its name."""
-        yield from self.tensors.items()
-
-
 class Served(Protocol):
     """What a gserver process needs to know of whatever answers its requests."""
 
@@ -196,8 +173,6 @@ class Engine(Served, Protocol):
     """Prompt and response, in tokens."""
     receiver: WeightReceiver
     """Takes new weights in while generation goes on."""
-    sends_weights: bool
-    """Whether `served_weights` can be asked for, and deltas from them can be received."""
 
     @property
     def weight_version(self) -> str:
@@ -241,6 +216,3 @@ class Engine(Served, Protocol):
 
     async def checksum(self) -> Any:
         """Return a checksum of the served weights: equal weights give equal ones."""
-
-    async def served_weights(self) -> ServedWeights:
-        """Return what is served now; raises `Refused` where there are no weights."""

@@ -28,13 +28,9 @@ from aiohttp.typedefs import Middleware
 
 from streamrl.errors import UNDECODABLE, ModelError, Refused, StreamRLError
 from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Text, Ticket
-from streamrl.gserver.server.sender import WeightSender
 from streamrl.stop_strings import without_begun
-from streamrl.transport.control import Broadcast
 from streamrl.transport.generation import (
-    RECEIVED_SECONDS,
     AbortRequest,
-    BeginWeightUpdate,
     DestroyWeightsUpdateGroup,
     Empty,
     GenerateReply,
@@ -42,13 +38,9 @@ from streamrl.transport.generation import (
     InitWeightsUpdateGroup,
     MetaInfo,
     ModelInfo,
-    OfferWeights,
     Outcome,
     PauseGeneration,
-    Received,
-    ReceiveWeights,
     SamplingParams,
-    SendWeights,
     StagedSums,
     StreamPart,
     TokenLogprob,
@@ -343,9 +335,8 @@ _encode = msgspec.json.Encoder().encode
 class Server:
     """Owns the live requests of one engine."""
 
-    def __init__(self, engine: Engine, *, text: Text, sender: WeightSender) -> None:
+    def __init__(self, engine: Engine, *, text: Text) -> None:
         self._engine = engine
-        self._sender = sender
         self._text = text
         self._limits = EngineLimits(vocab_size=engine.vocab_size, max_context=engine.max_context)
         self._live: dict[str, list[str]] = {}  # `GenerationRequest.rids` of all that are not finished
@@ -375,11 +366,8 @@ class Server:
                 web.get("/flush_cache", self._flush_by_get),
                 _post("/init_weights_update_group", InitWeightsUpdateGroup, self._join_group),
                 _post("/destroy_weights_update_group", DestroyWeightsUpdateGroup, self._leave_group),
-                _post("/begin_weight_update", BeginWeightUpdate, self._begin_update),
-                web.post("/receive_weights", self._receive_all),
+                _post("/begin_weight_update", Empty, self._begin_update),
                 _post("/update_weights_from_distributed", UpdateWeightsFromDistributed, self._receive),
-                _post("/offer_weights", OfferWeights, self._offer),
-                _post("/send_weights", SendWeights, self._send),
                 _post("/end_weight_update", Empty, self._end_update),
                 _post("/update_weights_from_disk", UpdateWeightsFromDisk, self._load),
                 _post("/update_weight_version", UpdateWeightVersion, self._set_version),
@@ -470,9 +458,6 @@ class Server:
             {
                 "engine": self._engine.name,
                 "staged_weight_update": True,
-                "sends_weights": self._engine.sends_weights,
-                "applies_deltas": self._engine.sends_weights,
-                "staged": self._engine.receiver.staged(),
                 "stats": self._engine.stats(),
                 "model_path": self._engine.model_path,
                 "weight_version": self._engine.weight_version,
@@ -511,62 +496,16 @@ class Server:
         return Outcome(success=True, message=f"joined {message.group_name} as rank {message.rank_offset}")
 
     async def _leave_group(self, message: DestroyWeightsUpdateGroup) -> Outcome:
-        if self._sender.has(message.group_name):
-            await self._sender.leave(message.group_name)
-        else:
-            await self._engine.receiver.leave_group(message.group_name)
+        await self._engine.receiver.leave_group(message.group_name)
         return Outcome(success=True, message=f"left {message.group_name}")
 
-    async def _begin_update(self, message: BeginWeightUpdate) -> Outcome:
-        await self._engine.receiver.begin(message.transfer)
+    async def _begin_update(self, message: Empty) -> Outcome:
+        await self._engine.receiver.begin()
         return Outcome(success=True, message="a weight update has begun")
 
     async def _receive(self, message: UpdateWeightsFromDistributed) -> Outcome:
         await self._engine.receiver.receive(message)
         return Outcome(success=True, message=f"{len(message.names)} tensors received")
-
-    async def _receive_all(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events with a `Received` whenever there is more of the weights, then `[DONE]`."""
-        message = await _read(request, ReceiveWeights)
-        if message.base not in (None, self._engine.weight_version):
-            served = self._engine.weight_version
-            raise Refused(f"deltas from weights {message.base} were announced, and {served!r} are served here")
-        told = list(message.first_buckets)
-        here = told
-
-        def note(buckets: list[int]) -> None:
-            nonlocal here
-            here = buckets
-
-        receiving = asyncio.create_task(self._engine.receiver.receive_all(message, note))
-        response = web.StreamResponse(headers=EVENTS)
-        try:
-            while not (await asyncio.wait({receiving}, timeout=RECEIVED_SECONDS))[0]:
-                if here != told:
-                    told = here
-                    if not response.prepared:
-                        await response.prepare(request)
-                    await response.write(_event(Received(told)))
-            error = receiving.exception()
-            if isinstance(error, StreamRLError) and response.prepared:  # the status line is gone: it becomes an event
-                last = Received(here, str(error))
-            elif error is not None:
-                raise error
-            else:
-                last = Received(here)
-        finally:
-            receiving.cancel()  # what has begun goes on to its end
-        if not response.prepared:
-            await response.prepare(request)
-        await response.write_eof(_event(last) + DONE)  # at once: the manager has one thing to wake up for
-        return response
-
-    async def _offer(self, message: OfferWeights) -> Broadcast:
-        return await self._sender.offer(message)
-
-    async def _send(self, message: SendWeights) -> Outcome:
-        await self._sender.send(message)
-        return Outcome(success=True, message=f"the weights were sent in {message.group_name}")
 
     async def _end_update(self, message: Empty) -> Outcome:
         return Outcome(success=True, message=await self._engine.end_update())

@@ -22,7 +22,6 @@ from streamrl.export import hugging_face_folder, merge_adapter
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import Engine, Served, Text
 from streamrl.gserver.server.http import Server
-from streamrl.gserver.server.sender import WeightSender
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
@@ -185,8 +184,7 @@ async def _embedded(
     """An engine in this process behind its HTTP server, and the server's URL."""
     text = Text(model_dir)
     engine = make_engine(config, index=index, model_dir=model_dir, text=text)
-    sender = WeightSender(engine, config=config.weights, listening=listening)
-    server = Server(engine, text=text, sender=sender)
+    server = Server(engine, text=text)
     await engine.start()
     try:
         runner = web.AppRunner(
@@ -206,7 +204,6 @@ async def _embedded(
         finally:
             await asyncio.shield(runner.cleanup())
     finally:
-        await sender.close()
         await engine.close()
 
 

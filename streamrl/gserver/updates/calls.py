@@ -10,31 +10,27 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from streamrl.errors import PeerError, PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
-from streamrl.transport.control import Broadcast, TensorSpec
+from streamrl.transport.control import TensorSpec
 from streamrl.transport.generation import (
     ADAPTER_PREFIX,
     AbortRequest,
-    BeginWeightUpdate,
     DestroyWeightsUpdateGroup,
     GenerationClient,
     InitWeightsUpdateGroup,
     LoadedAdapters,
     LoadLoraAdapter,
     ModelInfo,
-    OfferWeights,
     PauseGeneration,
     PauseMode,
     RankSums,
     ReceivedSums,
-    ReceiveWeights,
-    SendWeights,
     ServerInfo,
     StagedSums,
     UnloadLoraAdapter,
@@ -115,53 +111,36 @@ class WeightCalls:
         except StreamRLError as error:
             log.info("%s did not leave the weight group %s: %s", gserver.name, name, error)
 
-    # One gserver sends to another
-
-    async def offer(self, gserver: Gserver, *, group: str, label: str) -> Broadcast:
-        """Have the gserver prepare to send its weights in `group`, and return how; it refuses unless it calls them
-        `label`."""
-        message = OfferWeights(group_name=group, version=label)
-        return await self._client.post(gserver.address, "/offer_weights", message, Broadcast, timeout=self._timeout)
-
-    async def send(self, gserver: Gserver, *, group: str, buckets: int) -> None:
-        """Have the gserver send the weights that it has offered, `buckets` in all; return when they are sent."""
-        await self._post(gserver, "/send_weights", SendWeights(group_name=group), timeout=(buckets + 1) * self._timeout)
-
     # The steps of an update
 
-    async def begin(self, gserver: Gserver, *, transfer: str = "") -> None:
-        """Begin an update. A gserver with a stage keeps what it has staged of the weights that `transfer` names."""
-        message = BeginWeightUpdate(transfer=transfer)
+    async def begin(self, gserver: Gserver) -> None:
+        """Begin an update, with nothing staged."""
         try:
-            await self._post(gserver, "/begin_weight_update", message)
+            await self._post(gserver, "/begin_weight_update")
         except PeerError as error:
             if not 400 <= error.status < 500:
                 raise
             await self.end(gserver)  # SGLang refuses as long as an update is open, for example one that broke off
-            await self._post(gserver, "/begin_weight_update", message)
+            await self._post(gserver, "/begin_weight_update")
 
-    async def receive_all(
-        self, gserver: Gserver, message: ReceiveWeights, on_progress: Callable[[list[int]], None]
+    async def receive(
+        self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, label: str | None, flush_cache: bool
     ) -> None:
-        """Have the gserver receive all weights into its stage. One call, in which the deadline is that of each bucket;
-        `on_progress` is called with how many buckets of each sender are there."""
-        await self._client.receive_weights(gserver.address, message, on_progress, timeout=self._timeout)
-
-    async def receive(self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, flush_cache: bool) -> None:
-        """Have the gserver receive the next broadcasts in `group`, one for each tensor of `bucket`, and write them over
-        the weights that it serves."""
+        """Have the gserver receive the next broadcasts in `group`, one for each tensor of `bucket`: into its stage if
+        it has one, else over the weights that it serves. `label` as in `load`."""
         message = UpdateWeightsFromDistributed(
             names=[spec.name for spec in bucket],
             dtypes=[spec.dtype for spec in bucket],
             shapes=[spec.shape for spec in bucket],
             group_name=group,
+            weight_version=label,
             flush_cache=flush_cache,
         )
         await self._post(gserver, "/update_weights_from_distributed", message)
 
     async def load(self, gserver: Gserver, folder: str, *, label: str | None, flush_cache: bool) -> None:
-        """Have the gserver read the weights in `folder`, which it is to call `label`: into its stage if it has one,
-        else over those that it serves; `label` is None then, and `name` tells it later."""
+        """Have the gserver read the weights in `folder`: into its stage if it has one, else over the weights that it
+        serves. `label` is the name of the new weights, or None if `name` follows."""
         message = UpdateWeightsFromDisk(model_path=folder, weight_version=label, flush_cache=flush_cache)
         await self._post(gserver, "/update_weights_from_disk", message)
 

@@ -2,10 +2,14 @@
 
 `WeightUpdates` owns the weight group and the update in progress; the version that the gservers serve is the ledger's
 (`Ledger.policy_version`). It decides which gservers take part and in which group; `WeightUpdate` (`update.py`) carries
-the update through, and `Resyncs` (`resync.py`) brings the remaining gservers to the same weights afterwards.
+the update through.
 
-Invariants: at most one update by the publisher is under way. Except within the moments of a swap every gserver that is
-given groups serves the policy version.
+A gserver lacks the served weights if it joined late, came back, or failed in an update; after a rewind all gservers do.
+`resync_needed` returns them to the master, and the publisher publishes the served version again, to them alone
+(`PublishBegin.resync`).
+
+Invariants: at most one update is under way. Except within the moments of a swap every gserver that is given groups
+serves the policy version. A gserver that failed in `weights.attempts` resyncs to a version waits for the next version.
 """
 
 from __future__ import annotations
@@ -24,13 +28,12 @@ import msgspec
 from streamrl.config import WeightsConfig
 from streamrl.errors import PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
-from streamrl.gserver.manager.member_states import MemberEvent
+from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import Wakeup
 from streamrl.gserver.updates.calls import WeightCalls
-from streamrl.gserver.updates.resync import CurrentWeights, Resyncs
 from streamrl.gserver.updates.states import Stage
-from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate, stages_weights
+from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate
 from streamrl.ledger import Ledger
 from streamrl.transport.control import (
     Broadcast,
@@ -40,15 +43,13 @@ from streamrl.transport.control import (
     PublishCommit,
     PublishReply,
     Snapshot,
-    group_of_sender,
 )
-from streamrl.transport.generation import StagedWeights
 
 log = logging.getLogger(__name__)
 
 
 class WeightUpdates:
-    """What the publisher calls: it begins an update, commits it, and asks which gservers need a resync."""
+    """All weight updates of a run: the publisher begins and commits them, the master waits for needed resyncs."""
 
     def __init__(
         self,
@@ -62,10 +63,10 @@ class WeightUpdates:
         on_record: Callable[[UpdateRecord], None],
         on_unrecoverable: Callable[[str], None],
     ) -> None:
-        """`changed` is notified when a gserver is heard of, or may lack the current weights. As soon as the first
+        """`changed` is notified when a gserver is heard of, or may lack the served weights. As soon as the first
         gserver serves a new version, the ledger advances to it and `on_version` is called. `on_record` is called with
         the record of every attempt that has ended, `on_unrecoverable` with the reason why no live gserver can be
-        brought to the current weights."""
+        brought to the served weights."""
         self.completed = 0
         """Updates that took effect."""
         self.failed = 0
@@ -81,29 +82,17 @@ class WeightUpdates:
         self._calls = calls
         self._on_version = on_version
         self._on_record = on_record
-        self.resyncs = Resyncs(
-            config=config,
-            fleet=fleet,
-            calls=calls,
-            changed=changed,
-            ledger=ledger,
-            updating=lambda: self.under_way,
-            on_unrecoverable=on_unrecoverable,
-        )
+        self._on_unrecoverable = on_unrecoverable
         self._group: WeightGroup | None = None
         self._run_name = uuid.uuid4().hex[:8]  # a server that several runs join after another still has their groups
         self._group_numbers = itertools.count(1)
         self._update: WeightUpdate | None = None
         self._running: asyncio.Task[PublishReply] | None = None
         self._beginning = asyncio.Lock()
-        self._distrusted = ""
-        """The transfer that was found to be other weights than were trained: nothing that is staged of it counts."""
 
-    async def end_all(self) -> None:
-        """Abort what is under way, and wait for its end: the run goes back to an earlier version."""
-        abort = self._until_ended(lambda update: update.abort("the run goes back to an earlier version"))
-        await asyncio.gather(self.resyncs.end_all(), abort)
-        self._distrusted = ""
+    async def abort(self, reason: str) -> None:
+        """Abort the update under way for `reason`, and wait until it has ended."""
+        await self._until_ended(lambda update: update.abort(reason))
 
     @property
     def under_way(self) -> bool:
@@ -125,37 +114,29 @@ class WeightUpdates:
         """Choose the gservers that take part, start their update, and return the group in which they wait.
 
         An update that is still in progress is rolled back first. A resync that no gserver needs any more starts
-        nothing: the group that is returned has no member but the publisher.
+        nothing: the returned group has no member but the publisher.
 
         Raises `PublicationError` when the version is not newer than the one served, when no gserver replies within
         `weights.timeout_seconds`, or when none of them can read the snapshot.
         """
         async with self._beginning:
-            await self._until_ended(lambda update: update.abort("the publisher began another update"))
+            await self.abort("the publisher began another update")
             members = await (self._members_to_resync if message.resync else self._members_of_update)(message)
             if not members:
                 return PublishBeginReply(group_name="", world_size=1)
-            members, first_buckets = self._resumed(message.weights, members)
-            base = _common_base(message.weights, members, label=self._ledger.lineage.label)
-            group = self._group_of(members, message)
+            group, joined = self._group_for(members, message)
             update = self._update = WeightUpdate(
                 version=message.version,
                 weights=message.weights,
                 group=group,
+                joined=joined,
                 calls=self._calls,
                 config=self._config,
                 ledger=self._ledger,
-                first_buckets=first_buckets,
-                base=base,
-                on_swapped=None if message.resync else self._swapped,
+                on_swapped=self._swapped,
             )
             self._running = asyncio.create_task(self._run(update, message), name=f"weights v{message.version}")
-            return PublishBeginReply(
-                group_name=group.name,
-                world_size=group.world_size,
-                first_buckets=first_buckets,
-                as_deltas=base is not None,
-            )
+            return PublishBeginReply(group_name=group.name, world_size=group.world_size)
 
     async def commit(self, message: PublishCommit) -> PublishReply:
         """Note that the publisher has sent everything, or why it could not; wait for the end of the update and return
@@ -173,14 +154,26 @@ class WeightUpdates:
         return await asyncio.shield(running)
 
     async def resync_needed(self) -> list[str]:
-        """Wait for gservers that only the publisher can resync to the current weights; return their names."""
-        needed = self.resyncs.from_publisher
-        await self._changed.until(lambda: bool(needed()), timeout=None)
-        return [gserver.name for gserver in needed()]
+        """Wait for gservers that lack the served weights while no update is under way; return their names."""
+        await self._changed.until(lambda: not self.under_way and bool(self._lacking()), timeout=None)
+        return [gserver.name for gserver in self._lacking()]
+
+    def look_for_lacking(self) -> None:
+        """Wake `resync_needed`, after an event that may have left a gserver behind; call `on_unrecoverable` if all live
+        gservers have failed as often as they may."""
+        self._changed.notify()
+        heard = [g for g in self._fleet.all() if not g.silent]
+        failed = [g for g in heard if g.state is MemberState.EVICTED and g.failed_resyncs >= self._config.attempts]
+        if not self.under_way and heard and len(failed) == len(heard):
+            names = ", ".join(g.name for g in failed)
+            self._on_unrecoverable(
+                f"no gserver serves weights v{self._ledger.policy_version}, and {names} could not be brought to them "
+                f"in {self._config.attempts} attempts each; see the controller's log"
+            )
 
     async def close(self) -> None:
-        """Roll back the update in progress, end all resyncs, and resume every gserver that they have paused."""
-        await asyncio.gather(self.resyncs.close(), self._until_ended(WeightUpdate.leave))
+        """Roll back the update in progress, and resume every gserver that it has paused."""
+        await self._until_ended(WeightUpdate.leave)
         await self._calls.close()
 
     async def _until_ended(self, end: Callable[[WeightUpdate], None]) -> None:
@@ -195,24 +188,26 @@ class WeightUpdates:
         self.pause_seconds_total += record.pause_seconds
         if record.done:
             self.completed += 1
-            log.info("weights v%d served after a pause of %.3f s", record.version, record.pause_seconds)
+            how = "resynced" if message.resync else "updated"
+            names = ", ".join(g.name for g in update.group.members if g.index not in record.evicted)
+            log.info("%s %s to weights v%d after a pause of %.3f s", names, how, record.version, record.pause_seconds)
         else:
             self.failed += 1
             if isinstance(message.weights, Broadcast):
-                self._destroy(update.group)
-                if Stage.CHECKING.value in record.reached:
-                    self._distrusted = message.weights.transfer
+                self._leave_group()
             log.warning("weights v%d rolled back: %s", record.version, record.error)
         if record.evicted:
             log.warning("weights v%d: evicted gservers %s", record.version, record.evicted)
-        if record.done and not message.resync:
-            snapshot = message.weights if isinstance(message.weights, Snapshot) else None
-            self.resyncs.weights_served(CurrentWeights(update.version, snapshot, update.checksums))
-        elif not record.done and message.resync:
-            for gserver in update.group.members:
+        if message.resync:
+            lacking = [g for g in update.group.members if g.lacks_weights]
+            blamed = [g for g in lacking if g.failed_version == update.version]
+            for gserver in blamed or lacking:
                 gserver.handle(MemberEvent.RESYNC_FAILED)
+        elif record.done:
+            for gserver in self._fleet.all():
+                gserver.failed_resyncs = 0
         self._on_record(record)
-        asyncio.get_running_loop().call_soon(self.resyncs.start)  # when this task has ended
+        asyncio.get_running_loop().call_soon(self.look_for_lacking)  # when this task has ended
         return reply
 
     def _swapped(self, version: int) -> None:
@@ -223,10 +218,24 @@ class WeightUpdates:
 
     # Who takes part
 
+    def _lacking(self) -> list[Gserver]:
+        """Return the live gservers that do not serve the policy version and may be resynced to it."""
+        evicted = [g for g in self._fleet.all() if g.state is MemberState.EVICTED]
+        return [gserver for gserver in evicted if gserver.failed_resyncs < self._config.attempts]
+
     async def _members_to_resync(self, message: PublishBegin) -> list[Gserver]:
-        """Return the gservers that only the publisher can bring to the version served, and that reply; perhaps none."""
-        lacking = self.resyncs.from_publisher() if message.version == self._ledger.policy_version else []
-        return await self._responding(lacking)
+        """Return the gservers that lack the version served, can read it, and reply; perhaps none. A gserver that made
+        an earlier attempt fail is tried again when no other lacks the version."""
+        if message.version != self._ledger.policy_version:
+            return []
+        lacking = self._lacking()
+        able, problem = _readers(message.weights, lacking)
+        if problem:
+            log.error("%s", problem)
+        for gserver in lacking:
+            if gserver not in able:
+                gserver.handle(MemberEvent.RESYNC_FAILED)
+        return await self._responding([g for g in able if g.failed_version != message.version] or able)
 
     async def _members_of_update(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that reply now, at least one: wait for it if there is none. Raises as `begin` does."""
@@ -236,14 +245,13 @@ class WeightUpdates:
         deadline = time.monotonic() + self._config.timeout_seconds
         seen = self._fleet.news
         while True:
-            busy = self.resyncs.addresses  # they stay behind, and are resynced again
-            candidates = [g for g in self._fleet.candidates(version) if g.address not in busy]
-            if isinstance(message.weights, Snapshot):
-                candidates = _able_to_read(message.weights, candidates)
+            candidates, problem = _readers(message.weights, self._fleet.candidates(version))
+            if problem and not candidates:
+                raise PublicationError(problem)
+            if problem:
+                log.error("%s", problem)
             live = await self._responding(candidates)
             if live:
-                for gserver in live:
-                    gserver.overtaken_resyncs = 0
                 return live
             log.warning("weights v%d wait for a gserver: none of %d replies", version, len(candidates))
             left = deadline - time.monotonic()
@@ -255,11 +263,9 @@ class WeightUpdates:
             seen = self._fleet.news
 
     async def _responding(self, gservers: list[Gserver]) -> list[Gserver]:
-        """Ask `gservers` what they can do; return those that reply, still have their place in the run, and have not
-        begun to be resynced meanwhile."""
+        """Ask `gservers` for their abilities; return those that reply and still have their place in the run."""
         replied = await asyncio.gather(*(self._responds(g) for g in gservers))
-        live = [g for g, lives in zip(gservers, replied, strict=True) if lives and g.takes_part]
-        return [g for g in live if g.address not in self.resyncs.addresses]
+        return [g for g, lives in zip(gservers, replied, strict=True) if lives and g.takes_part]
 
     async def _responds(self, gserver: Gserver) -> bool:
         try:
@@ -270,69 +276,35 @@ class WeightUpdates:
             return False
         return True
 
-    def _resumed(self, weights: Broadcast | Snapshot, members: list[Gserver]) -> tuple[list[Gserver], list[int]]:
-        """Return which of `members` take part in this attempt, and the bucket with which each sender begins (empty: the
-        first).
-
-        If an earlier attempt left a part of these weights staged, the gservers that have it take part alone, and each
-        sender goes on with the first bucket that one of them lacks. The others are resynced afterwards.
-        """
-        if not isinstance(weights, Broadcast) or weights.transfer == self._distrusted:
-            return members, []
-        infos = {gserver: gserver.info.staged for gserver in members if gserver.info is not None}
-        staged = {g: found.buckets for g, found in infos.items() if found is not None and _is_of(weights, found)}
-        first_buckets = [min(counts) for counts in zip(*staged.values(), strict=True)]
-        return (list(staged), first_buckets) if any(first_buckets) else (members, [])
-
-    def _group_of(self, members: list[Gserver], message: PublishBegin) -> WeightGroup:
-        """Return the weight group of `members`: the one in use if it is theirs and sound, else a new one."""
-        name = f"weights-{self._run_name}-{next(self._group_numbers)}"
+    def _group_for(self, members: list[Gserver], message: PublishBegin) -> tuple[WeightGroup, bool]:
+        """Return the weight group of `members`, and whether they have joined it. It is the group of the last broadcast
+        if that is theirs and the publisher's, else a new one."""
+        new = WeightGroup(f"weights-{self._run_name}-{next(self._group_numbers)}", tuple(members))
         if isinstance(message.weights, Snapshot):
-            return WeightGroup(name, tuple(members))
+            return new, False
         old = self._group
-        if old is not None:
-            in_use = old.formed and not old.broken and old.name == message.weights.group_name
-            if in_use and old.members == tuple(members):
-                return old
-            if not old.broken:
-                self._destroy(old)
-        self._group = WeightGroup(name, tuple(members), senders=len(message.weights.senders))
-        return self._group
+        if old is not None and old.name == message.weights.group_name and old.members == new.members:
+            return old, True
+        self._leave_group()
+        self._group = new
+        return new, False
 
-    def _destroy(self, group: WeightGroup) -> None:
-        """Have the members of `group` leave it, in the background."""
-        members = [gserver for gserver in group.members if gserver.takes_part]
-        self._calls.leave_group(group.name, members)
-        with_a_group_for_each = [gserver for gserver in members if not stages_weights(gserver)]
-        for number in range(1, group.senders):
-            self._calls.leave_group(group_of_sender(group.name, number), with_a_group_for_each)
+    def _leave_group(self) -> None:
+        """Have the members of the weight group leave it, in the background."""
+        if self._group is not None:
+            self._calls.leave_group(self._group.name, [g for g in self._group.members if g.takes_part])
+            self._group = None
 
 
-def _common_base(weights: Broadcast | Snapshot, members: list[Gserver], *, label: Callable[[int], str]) -> int | None:
-    """Return the version from which deltas may be sent, one that all `members` serve and can apply deltas to; None:
-    weights have to be sent whole. `label` returns what gservers call a version."""
-    if not isinstance(weights, Broadcast) or weights.base is None:
-        return None
-    infos = [gserver.info for gserver in members]
-    able = all(info and info.applies_deltas and info.weight_version == label(weights.base) for info in infos)
-    return weights.base if able else None
-
-
-def _is_of(weights: Broadcast, staged: StagedWeights) -> bool:
-    return staged.transfer == weights.transfer and len(staged.buckets) == len(weights.senders)
-
-
-def _able_to_read(snapshot: Snapshot, gservers: list[Gserver]) -> list[Gserver]:
-    """Return those of `gservers` that can read the snapshot; raises `PublicationError` when none of them can."""
-    able = [g for g in gservers if snapshot.readable_by(g.machine, g.gpu)]
+def _readers(weights: Broadcast | Snapshot, gservers: list[Gserver]) -> tuple[list[Gserver], str]:
+    """Return those of `gservers` that the weights can reach, and a text on the others; empty if there are none."""
+    if isinstance(weights, Broadcast):
+        return gservers, ""
+    able = [g for g in gservers if weights.readable_by(g.machine, g.gpu)]
     far = ", ".join(f"{g.name} on {g.host}" for g in gservers if g not in able)
-    memory, several = ("memory of the trainer's GPU", "GPUs") if snapshot.gpu else ("shared memory", "hosts")
+    memory, several = ("memory of the trainer's GPU", "GPUs") if weights.gpu else ("shared memory", "hosts")
     problem = (
         f"weights in {memory} reach gservers on the trainer's {several[:-1]} alone, and not {far}; for several "
         f'{several} set weights.mode to "auto" or "collective", or to "disk" where hosts share one'
     )
-    if far and not able:
-        raise PublicationError(problem)
-    if far:
-        log.error("%s", problem)
-    return able
+    return able, problem if far else ""

@@ -11,9 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,7 +27,6 @@ from streamrl.gserver.updates.states import (
     ORDER,
     Action,
     MemberHealth,
-    Phase,
     Serves,
     Stage,
     Step,
@@ -37,8 +35,8 @@ from streamrl.gserver.updates.states import (
     plan_for,
 )
 from streamrl.ledger import Ledger
-from streamrl.transport.control import Broadcast, PublishReply, Snapshot, group_of_sender, turns_left
-from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup, Meeting, ReceiveWeights, adapter_name
+from streamrl.transport.control import Broadcast, PublishReply, Snapshot
+from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup, adapter_name
 
 log = logging.getLogger(__name__)
 
@@ -48,19 +46,13 @@ CLOSING_SECONDS = 2.0
 """Deadline, in seconds, for each gserver to be resumed when the manager itself leaves."""
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class WeightGroup:
-    """The gservers that take part. Where weights are broadcast there is a process group for each sender: it is rank 0,
-    and the ranks of `members` follow from 1 on, in this order."""
+    """The gservers that take part. Where weights are broadcast, the publisher is rank 0 of a process group, and the
+    ranks of `members` follow from 1 on, in this order."""
 
     name: str
     members: tuple[Gserver, ...]
-    senders: int = 1
-    """Each is rank 0 of a process group of its own (`group_of_sender`)."""
-    formed: bool = False
-    """All members have joined: an update may use it again."""
-    broken: bool = False
-    """An update failed in it: no other may use it."""
 
     @property
     def world_size(self) -> int:
@@ -98,29 +90,25 @@ class WeightUpdate:
         version: int,
         weights: Broadcast | Snapshot,
         group: WeightGroup,
+        joined: bool,
         calls: WeightCalls,
         config: WeightsConfig,
         ledger: Ledger,
-        first_buckets: Sequence[int] = (),
-        base: int | None = None,
-        on_swapped: Callable[[int], None] | None = None,
+        on_swapped: Callable[[int], None],
     ) -> None:
-        """`ledger` has the version that gservers must serve to be given groups; it may pass `version` before this
-        update ends. `first_buckets` and `base` are for a broadcast: the bucket with which each sender begins (empty:
-        the first), and the version from which deltas are sent (None: weights are sent whole). `on_swapped` is called
-        with `version` as soon as the first gserver serves it."""
+        """`joined`: all members have joined the group. `ledger` has the version that gservers must serve to be given
+        groups. If that is an older one, `on_swapped` is called with `version` as soon as the first gserver serves it,
+        and advances the ledger."""
         self.version = version
         self.group = group
         self.record = UpdateRecord(
             version=version, group=group.name, gservers=[g.index for g in group.members], begin=time.time()
         )
-        self.checksums: dict[str, str] = {}
+        self._checksums: dict[str, str] = {}
         """Name → checksum of each weight as it was trained; known from the commit on."""
         self._ledger = ledger
         self._old_version = ledger.policy_version
         self._weights = weights
-        self._first_buckets = first_buckets
-        self._base = base
         self._calls = calls
         self._config = config
         self._on_swapped = on_swapped
@@ -129,7 +117,7 @@ class WeightUpdate:
                 gserver: plan_for(
                     way=_way(weights),
                     staged=stages_weights(gserver),
-                    joined=group.formed,
+                    joined=joined,
                     verified=config.checksum,
                     cut=config.pause_mode == "abort",
                 )
@@ -137,13 +125,12 @@ class WeightUpdate:
             }
         )
         self._resume_timeout = config.timeout_seconds
-        self._received: dict[Gserver, list[int]] = {}
-        """How many buckets of each sender the gservers have staged."""
+        self._received: dict[Gserver, int] = {}
+        """Number of buckets that each gserver has received."""
         self._tasks: dict[Action[Gserver], asyncio.Task[None]] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._alarm_for = ""
         self._paused_at: dict[Gserver, float] = {}
-        self._swap_told = False
         self._ended = asyncio.Event()
 
     def status(self) -> dict[str, Any]:
@@ -153,7 +140,7 @@ class WeightUpdate:
             "version": self.version,
             "group": self.group.name,
             "gservers": {g.name: stage.value for g, stage in self._states.stages().items()},
-            "received": {g.name: sum(buckets) for g, buckets in self._received.items()},
+            "received": {g.name: buckets for g, buckets in self._received.items()},
         }
 
     def commit(self, error: str, checksums: dict[str, str]) -> None:
@@ -162,7 +149,7 @@ class WeightUpdate:
         if error:
             self.abort(f"the publisher failed: {error}")
         elif not self._ended.is_set():
-            self.checksums = self.checksums or checksums
+            self._checksums = self._checksums or checksums
             self._begin(self._states.commit())
 
     def abort(self, reason: str) -> None:
@@ -199,19 +186,13 @@ class WeightUpdate:
         self._set_alarm()
 
     def _record(self) -> None:
-        """Bring the record, the group and the gservers up to what the states say."""
+        """Bring the record, the ledger and the gservers up to the states."""
         self._record_stage(self._states.stage)
-        if self._states.phase not in (Phase.PREPARE, Phase.ENDED) and not self.record.error:
-            self.group.formed = True
-        if self._states.done and not self._swap_told:
-            self._swap_told = True
-            if self._on_swapped is not None:
-                self._on_swapped(self.version)
-        for gserver in self._states.swapped if self.version == self._ledger.policy_version else ():
+        if self._states.done and self._ledger.policy_version < self.version:
+            self._on_swapped(self.version)
+        for gserver in self._states.swapped:
             gserver.handle(MemberEvent.UPDATED)
         self.record.error = self._states.reason
-        if self.record.error:
-            self.group.broken = True
         if self._states.ended and not self._ended.is_set():
             self._conclude()
 
@@ -284,11 +265,11 @@ class WeightUpdate:
             case Step.JOIN:
                 await self._join(gserver)
             case Step.BEGIN:
-                await self._calls.begin(gserver, transfer=self._transfer if stages_weights(gserver) else "")
+                await self._calls.begin(gserver)
             case Step.RECEIVE:
                 await self._receive(gserver)
             case Step.VERIFY:
-                await self._calls.verify(gserver, self.checksums)
+                await self._calls.verify(gserver, self._checksums)
             case Step.PAUSE:
                 self._paused_at[gserver] = time.monotonic()
                 await self._calls.pause(gserver, self._config.pause_mode)
@@ -302,7 +283,7 @@ class WeightUpdate:
             case Step.SWAP:
                 if isinstance(self._weights, Broadcast):
                     await self._calls.end(gserver)
-                await self._calls.name(gserver, self._ledger.lineage.label(self.version))
+                await self._calls.name(gserver, self._label(self.version))
                 if _way(self._weights) == "adapter":
                     self._calls.unload_old_adapters(gserver, serves=_adapter(self.version))
             case Step.CLEAR:
@@ -312,49 +293,33 @@ class WeightUpdate:
 
     async def _join(self, gserver: Gserver) -> None:
         assert isinstance(self._weights, Broadcast)
-        first, *further = [
-            InitWeightsUpdateGroup(
-                master_address=sender.address,
-                master_port=sender.port,
-                rank_offset=self.group.first_rank(gserver),
-                world_size=self.group.world_size,
-                group_name=group_of_sender(self.group.name, number),
-                backend=self._weights.backend,
-            )
-            for number, sender in enumerate(self._weights.senders)
-        ]
-        if stages_weights(gserver):
-            meetings = [Meeting(other.master_address, other.master_port) for other in further]
-            await self._calls.join_group(gserver, msgspec.structs.replace(first, further_senders=meetings))
-        else:
-            for message in (first, *further):
-                await self._calls.join_group(gserver, message)
+        message = InitWeightsUpdateGroup(
+            master_address=self._weights.address,
+            master_port=self._weights.port,
+            rank_offset=self.group.first_rank(gserver),
+            world_size=self.group.world_size,
+            group_name=self.group.name,
+            backend=self._weights.backend,
+        )
+        await self._calls.join_group(gserver, message)
 
     async def _receive(self, gserver: Gserver) -> None:
         if isinstance(self._weights, Snapshot):
             await self._load(gserver, self._weights)
             return
-        senders = [sender.buckets for sender in self._weights.senders]
-        if stages_weights(gserver):
-            message = ReceiveWeights(
-                group_name=self.group.name,
-                senders=senders,
-                first_buckets=list(self._first_buckets) or [0] * len(senders),
-                weight_version=self._ledger.lineage.label(self.version),
-                base=None if self._base is None else self._ledger.lineage.label(self._base),
-                turns=turns_left(self._weights.turns, self._first_buckets),
-            )
-            await self._calls.receive_all(gserver, message, partial(self._note_received, gserver))
-            return
-        left = [iter(buckets) for buckets in senders]
-        turns = self._weights.turns or [0] * len(senders[0])
-        for number, sender in enumerate(turns, start=1):
-            flush = self._flushes(gserver) and number == len(turns)
-            group = group_of_sender(self.group.name, sender)
-            await self._calls.receive(gserver, next(left[sender]), group=group, flush_cache=flush)
+        buckets = self._weights.buckets
+        for number, bucket in enumerate(buckets, start=1):
+            flush = self._flushes(gserver) and number == len(buckets)
+            label = self._staged_label(gserver)
+            await self._calls.receive(gserver, bucket, group=self.group.name, label=label, flush_cache=flush)
+            self._received[gserver] = number
 
-    def _note_received(self, gserver: Gserver, buckets: list[int]) -> None:
-        self._received[gserver] = buckets
+    def _staged_label(self, gserver: Gserver) -> str | None:
+        """Return the name that staged weights get as they are swapped in; None if `gserver` stages none."""
+        return self._label(self.version) if stages_weights(gserver) else None
+
+    def _label(self, version: int) -> str:
+        return self._ledger.lineage.label(version)
 
     async def _load(self, gserver: Gserver, files: Snapshot) -> None:
         if files.adapter and not stages_weights(gserver):
@@ -365,7 +330,7 @@ class WeightUpdate:
         await self._calls.load(
             gserver,
             files.folder,
-            label=self._ledger.lineage.label(self.version) if stages_weights(gserver) else None,
+            label=self._staged_label(gserver),
             flush_cache=self._flushes(gserver),
         )
 
@@ -378,15 +343,11 @@ class WeightUpdate:
         """Whether `gserver` writes new weights over those that it serves."""
         return not stages_weights(gserver) and _way(self._weights) != "adapter"
 
-    @property
-    def _transfer(self) -> str:
-        return self._weights.transfer if isinstance(self._weights, Broadcast) else ""
-
     def _meaning(self, label: str) -> Serves:
         """Return which weights those are that a gserver calls `label`."""
-        if serves(label, self._ledger.lineage.label(self.version)):
+        if serves(label, self._label(self.version)):
             return "new"
-        return "old" if serves(label, self._ledger.lineage.label(self._old_version)) else "other"
+        return "old" if serves(label, self._label(self._old_version)) else "other"
 
 
 def _way(weights: Broadcast | Snapshot) -> Way:

@@ -73,13 +73,6 @@ def dealt(sizes: Sequence[int], ranks: Sequence[Sequence[int]]) -> list[int]:
     return chosen
 
 
-def spread(ranks: Sequence[int], most: int) -> list[int]:
-    """Return `most` of `ranks` at even distances (all, if there are fewer), the first among them: neighbours are on one
-    host, which has one link."""
-    count = min(most, len(ranks))
-    return [ranks[i * len(ranks) // count] for i in range(count)]
-
-
 # --- offload ---
 
 
@@ -191,20 +184,12 @@ class WholeWeights(Protocol):
         `gather_weights`."""
         ...
 
-    def weight_senders(self, *, most: int) -> list[int]:
-        """Return, for each of `weight_specs`, the rank that is to send it to others, so that about `most` ranks have as
-        much to send as each other; with 1 it is rank 0."""
-        ...
-
-    def gather_weights(
-        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def gather_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Each weight as a whole, by Hugging Face name, one after another. Collective: all ranks iterate to the end.
 
-        Runs on communicators of its own, so it may go on beside `infer` and `accumulate`. Ranks other than the one that
-        `to` names for each weight (0 without it) get empty tensors. What has to travel does so as `dtype`, if that is
-        given. No rank holds more than a few weights at a time; nobody writes to one that was given out before the
-        caller has dropped it, or ends the iteration.
+        Runs on communicators of its own, so it may run beside `infer` and `accumulate`. Ranks other than 0 get empty
+        tensors. Weights travel between ranks as `dtype`, if that is given. No rank holds more than a few weights at a
+        time; a weight that was yielded is not written to before the caller drops it, or ends the iteration.
         """
         ...
 

@@ -41,7 +41,6 @@ from streamrl.trainer.backends.base import (
     busy_ranks,
     dealt,
     read_weights,
-    spread,
 )
 from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.experts import route, separate_experts, sparse_layers
@@ -85,26 +84,24 @@ class Shards:
         """Return this rank's part of each weight."""
         return {name: shard.local for name, shard in self._weights.items()}
 
-    def gather(
-        self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors from `parts`, one after another, each on the rank that `to` names for it (rank 0 without
-        it); empty ones elsewhere. What travels does so as `dtype`. Collective when sharded."""
-        for name, target in zip(self._weights, to or [0] * len(self._weights), strict=True):
-            yield name, self.whole(name, parts[name], dtype=dtype, to=target)
+    def gather(self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors from `parts`, one after another, on rank 0; empty ones elsewhere. They travel as `dtype`.
+        Collective when sharded."""
+        for name in self._weights:
+            yield name, self.whole(name, parts[name], dtype=dtype)
 
-    def whole(self, name: str, part: Tensor, *, dtype: torch.dtype | None, to: int) -> Tensor:
-        """Return the tensor of which each rank has `part`, as `gather` gives it. Collective when sharded."""
+    def whole(self, name: str, part: Tensor, *, dtype: torch.dtype | None) -> Tensor:
+        """Return the tensor whose rows on this rank are `part`, as `gather` yields it. Collective when sharded."""
         mine = part.detach()
         if self._group is None:
-            return mine if self._rank == to else mine.new_empty(0)
+            return mine if self._rank == 0 else mine.new_empty(0)
         total, *rest = self._weights[name].shape
         pinned = mine.device.type == "cuda"
         padded = torch.zeros((self._rows(total), *rest), dtype=dtype or mine.dtype, pin_memory=pinned)
         with self._beside.after_computation():
             padded[: len(mine)].copy_(mine, non_blocking=pinned)
-        found = [torch.empty_like(padded) for _ in range(self._world)] if self._rank == to else None
-        dist.gather(padded, found, dst=to, group=self._group)
+        found = [torch.empty_like(padded) for _ in range(self._world)] if self._rank == 0 else None
+        dist.gather(padded, found, dst=0, group=self._group)
         return mine.new_empty(0) if found is None else torch.cat(found)[:total].to(mine.device)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -272,14 +269,9 @@ class TorchModel:
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._shards.specs()
 
-    def weight_senders(self, *, most: int) -> list[int]:
-        return _senders(self.weight_specs(), world=self._world, most=most)
-
-    def gather_weights(
-        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def gather_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._check_here()
-        return self._shards.gather(self._shards.local(), dtype=dtype, to=to)
+        return self._shards.gather(self._shards.local(), dtype=dtype)
 
     def weight_parts(self) -> list[Part]:
         self._check_here()
@@ -319,7 +311,7 @@ class TorchModel:
     def merged(self) -> WholeWeights:
         assert self._frozen is not None, "there is no adapter"
         assert self._spec.lora is not None
-        return _Merged(self._frozen, self._shards, scale=self._spec.lora.scale, world=self._world)
+        return _Merged(self._frozen, self._shards, scale=self._spec.lora.scale)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -422,35 +414,23 @@ class TorchModel:
 class _Merged:
     """`AdaptedModel.merged`."""
 
-    def __init__(self, frozen: Shards, adapter: Shards, *, scale: float, world: int) -> None:
+    def __init__(self, frozen: Shards, adapter: Shards, *, scale: float) -> None:
         self._frozen = frozen
         self._adapter = adapter
         self._scale = scale
-        self._world = world
 
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._frozen.specs()
 
-    def weight_senders(self, *, most: int) -> list[int]:
-        return _senders(self.weight_specs(), world=self._world, most=most)
-
-    def gather_weights(
-        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def gather_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         frozen, adapter = self._frozen.local(), self._adapter.local()
-        for name, target in zip(frozen, to or [0] * len(frozen), strict=True):
-            weight = self._frozen.whole(name, frozen[name], dtype=None, to=target)
+        for name in frozen:
+            weight = self._frozen.whole(name, frozen[name], dtype=None)
             if (pair := pair_of(name))[0] in adapter:
-                a, b = (self._adapter.whole(each, adapter[each], dtype=None, to=target) for each in pair)
+                a, b = (self._adapter.whole(each, adapter[each], dtype=None) for each in pair)
                 if weight.numel():
                     weight = torch.addmm(weight.float(), b, a, alpha=self._scale)
             yield name, weight if dtype is None else weight.to(dtype)
-
-
-def _senders(specs: Sequence[tuple[str, tuple[int, ...]]], *, world: int, most: int) -> list[int]:
-    """`WholeWeights.weight_senders`: any rank can send any weight."""
-    sizes = [math.prod(shape) for _, shape in specs]
-    return dealt(sizes, [spread(range(world), most)] * len(sizes))
 
 
 class _Net(nn.Module):

@@ -166,7 +166,9 @@ class Master:
         self._counted = await self._workers.specs()
         if at_end:
             self.waiting_for = f"the evaluation of version {self.policy_version}"
-            waiting, _ = await first_of(self._evaluations.wait_for(self.policy_version), self._leaving.wait())
+            waiting, *_ = await first_of(
+                self._evaluations.wait_for(self.policy_version), self._leaving.wait(), self._follow_resyncs()
+            )
             unwritten += "; its evaluation was not waited for" if waiting.cancelled() else waiting.result()
         elif self._config.evaluation.enabled:
             self._evaluations.warn_of_unfinished()
@@ -508,7 +510,6 @@ class Master:
         report.metrics["publish_seconds"] = published.seconds
         report.metrics["pause_seconds"] = published.pause_seconds
         report.metrics["publish_bytes"] = float(published.bytes)
-        report.metrics["publish_sent_share"] = published.sent_share
         report.spans.append(("publish", begin, time.time()))
         if comparison is not None:
             report.metrics.update(await comparison.figures(trained))
@@ -519,7 +520,7 @@ class Master:
             self._evaluations.request(report.step)
 
     async def _follow_resyncs(self) -> None:
-        """Publish the current weights between two steps to gservers that only the publisher can resync."""
+        """Between two steps, publish the current weights again to the gservers that lack them."""
         while True:
             gservers = await self._pool.resync_needed()
             if self._publication is not None and not self._publication.done():

@@ -62,11 +62,11 @@ from streamrl.trainer.layout import layout_of
 from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.computation import ACTOR, Computation
 from streamrl.trainer.worker.data import DataManager, WorkerData
-from streamrl.trainer.worker.publisher import Publisher, carriers_for, sending
+from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reach_towards
 from streamrl.transport.codec import Limits
-from streamrl.transport.collective import Broadcaster, allocate_as_sglang, backend_for, join_world, open_store
+from streamrl.transport.collective import allocate_as_sglang, backend_for, join_world, open_store
 from streamrl.transport.control import Compare
 from streamrl.transport.credentials import CurveKeys, Doorkeeper
 from streamrl.transport.group_sockets import closed_after_forming, shut
@@ -308,8 +308,6 @@ class ModelWorker:
         self._publishing.shutdown(wait=False, cancel_futures=True)
         if self._publisher is not None:
             self._publisher.close()
-        if self._source is not None:
-            self._source.close()
         self._data.close()
         if self._computation is not None:
             await asyncio.to_thread(self._computation.close)
@@ -406,25 +404,11 @@ class ModelWorker:
         weights = config.weights
         carried_by = backend_for(weights, self._device)
         dtype = resolve_dtype(config.gserver.dtype, self._device)
-        senders, in_turn = sending(config, world=world, backend=carried_by)
-        listening = self._reach.listening(weights.host)
-        own = Broadcaster(
-            weights,
-            listening=listening,
-            backend=carried_by,
-            dtype=dtype,
-            device=self._device,
-            whole_buckets=in_turn,
-        )
         self._source = WeightSource(
             assembly.published(),
-            rank=self._index,
             world=world,
             timeout_seconds=PUBLICATION_STEPS * weights.attempts * weights.timeout_seconds,
             dtype=dtype,
-            own=own if senders > 1 else None,
-            most_senders=senders,
-            in_turn=in_turn,
         )
         if self._index == 0:
             carriers = carriers_for(
@@ -432,11 +416,10 @@ class ModelWorker:
                 backend=carried_by,
                 dtype=dtype,
                 device=self._device,
-                listening=listening,
+                listening=self._reach.listening(weights.host),
                 numbers=sum(math.prod(shape) for _, shape in self._source.specs()),
                 gpu=gpu_identity(self._device),
                 gpu_memory=lambda: torch.cuda.mem_get_info(self._device)[0],
-                several_senders=senders > 1,
             )
             self._publisher = Publisher(
                 client=self._client, config=weights, carriers=carriers, in_thread=self._in_publishing

@@ -1,7 +1,7 @@
 """The trainer's side of a weight update: sends the weights of a version to the gservers.
 
 The manager runs the transaction (`gserver/updates/publication.py`); a `Carrier` moves the weights, by broadcast
-(`transport/collective.py`; from several ranks at once: `weight_source.py`) or through files (`weight_files.py`).
+(`transport/collective.py`) or through files (`weight_files.py`).
 `Publisher` runs on the trainer's rank 0.
 
 Invariant: weights are only read here, so the next training step may compute meanwhile. It must not update them before
@@ -11,10 +11,9 @@ Invariant: weights are only read here, so the next training step may compute mea
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -26,7 +25,7 @@ from streamrl.machine import GPUS_OF_WINDOWS, SHARED_MEMORY, machine_identity
 from streamrl.trainer.calls import Published
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
 from streamrl.trainer.worker.weight_memory import SETS, WeightMemory
-from streamrl.trainer.worker.weight_source import Senders, WeightSource
+from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import Listening
 from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import (
@@ -48,8 +47,6 @@ COMMIT_MARGIN_SECONDS = 10.0
 MANAGER_STEPS = 5
 """Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
 NOWHERE = GserverPlaces(machines=[], gpus=[])
-MOST_SENDERS = 8
-"""Unless `weights.senders` says how many."""
 VERSIONS = 3
 """Versions of the weights that may be in shared memory: two, and one that a gserver still reads."""
 
@@ -62,9 +59,7 @@ class Carrier(Protocol):
     reads_once: bool
     """Whether `prepare` reads all there is to read of the weights."""
     sent_bytes: int
-    """What it has sent, or written, since it exists: once however many receive it."""
-    sent_numbers: int
-    """The numbers of weights in that: of a delta, those that have changed."""
+    """Bytes that it has sent, or written, since it exists: once however many receive them."""
 
     def prepare(self, version: int, weights: WeightSource) -> None:
         """These weights come next."""
@@ -160,13 +155,12 @@ class Publisher:
         of those gservers.
         """
         began = time.monotonic()
-        numbers = sum(math.prod(shape) for _, shape in source.specs())
         reading = True
         problems: list[str] = []
         try:
             places = await self._client.gserver_places() if self._carriers.depend_on_places else NOWHERE
             carrier = self._carriers.choose(places)
-            before = carrier.sent_bytes, carrier.sent_numbers
+            before = carrier.sent_bytes
             await self._in_thread(carrier.prepare, version, source)
             if carrier.reads_once:
                 reading = False
@@ -190,8 +184,7 @@ class Publisher:
         return Published(
             seconds=time.monotonic() - began,
             pause_seconds=pause,
-            bytes=carrier.sent_bytes - before[0],
-            sent_share=(carrier.sent_numbers - before[1]) / max(1, numbers),
+            bytes=carrier.sent_bytes - before,
             attempts=len(problems) + 1,
         )
 
@@ -235,11 +228,10 @@ def carriers_for(
     numbers: int,
     gpu: str = "",
     gpu_memory: Callable[[], int] = lambda: 0,
-    several_senders: bool = False,
 ) -> Carriers:
-    """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast, and so is
-    `several_senders`: whether the ranks' `WeightSource`s send; `numbers`: how many all weights are; `gpu`: the
-    `gpu_identity` of `device`, and `gpu_memory` returns how many bytes are free there now."""
+    """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast; `numbers`: how many
+    all weights are; `gpu`: the `gpu_identity` of `device`, and `gpu_memory` returns how many bytes are free there
+    now."""
     weights = config.weights
     if weights.checksum:
         checksum.make_ready()
@@ -262,11 +254,7 @@ def carriers_for(
         if device.type != "cuda":
             raise ConfigError(f'weights.mode = "cuda_ipc" needs a trainer on a GPU, and it is on {device}')
         return Carriers(in_gpu_memory())
-    broadcaster: Carrier
-    if several_senders:
-        broadcaster = Senders(dtype)
-    else:
-        broadcaster = Broadcaster(weights, listening=listening, backend=backend, dtype=dtype, device=device)
+    broadcaster = Broadcaster(weights, listening=listening, backend=backend, dtype=dtype, device=device)
     if weights.mode == "collective":
         return Carriers(broadcaster)
     if gpu:
@@ -325,23 +313,3 @@ def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str
     if not has_room(VERSIONS * size):
         return f"{SHARED_MEMORY} has no room for {VERSIONS} times {size / 2**20:.0f} MiB"
     return ""
-
-
-class Sending(NamedTuple):
-    """How the trainer's ranks broadcast the weights."""
-
-    senders: int
-    """Most ranks that send a part of the weights each."""
-    in_turn: bool
-    """One bucket after another. SGLang receives one at a time, and NCCL must not have several communicators of one GPU
-    at work at once."""
-
-
-def sending(config: Config, *, world: int, backend: Literal["gloo", "nccl"]) -> Sending:
-    """Return how `world` ranks send. With turns the receiving link sets the pace, as with one sender: there it is one,
-    unless several are asked for."""
-    if config.weights.mode not in ("auto", "collective"):
-        return Sending(1, in_turn=False)
-    in_turn = backend == "nccl" or config.gserver.engine == "sglang"
-    senders = min(world, config.weights.senders or (1 if in_turn else MOST_SENDERS))
-    return Sending(senders, in_turn=in_turn and senders > 1)

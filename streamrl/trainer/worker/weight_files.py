@@ -12,7 +12,6 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import math
 import mmap
 import os
 import shutil
@@ -78,7 +77,6 @@ class WeightFiles:
         self._sums: dict[str, str] = {}
         self._lock = claim(folder)
         self.sent_bytes = 0
-        self.sent_numbers = 0
         self._copiers = Copiers()
         self._files: dict[Path, _MappedFile] = {}
         """The files that may be written over, by the folders that they are in."""
@@ -124,8 +122,6 @@ class WeightFiles:
             if self._adapter is not None:
                 (unfinished / SETTINGS).write_text(json.dumps(self._adapter))
             self._sums = self._write(unfinished, weights)
-            self.sent_numbers += sum(math.prod(shape) for _, shape in weights.specs())
-            self.sent_bytes = self.sent_numbers * self.dtype.itemsize
             if self._durable:
                 to_disk(unfinished)
             self._rename(unfinished, target)
@@ -193,6 +189,7 @@ class WeightFiles:
 
         with closing(weights.weights()) as found:
             sums = self._copiers.each(write, found)
+        self.sent_bytes += size - len(header)
         if self._durable:
             file.memory.flush()
             to_disk(folder / self._file_name)

@@ -44,7 +44,6 @@ class WeightMemory:
         files that tell gservers of it."""
         self.dtype = dtype
         self.sent_bytes = 0
-        self.sent_numbers = 0
         self._device = device
         self._gpu = gpu
         self._checksum = checksum
@@ -76,8 +75,7 @@ class WeightMemory:
                     self._sums[name] = copy_and_sum(targets[name], weight.detach())
                 else:
                     targets[name].copy_(weight.detach())
-                self.sent_numbers += weight.numel()
-        self.sent_bytes = self.sent_numbers * self.dtype.itemsize
+                self.sent_bytes += targets[name].nbytes
         folder = self._folder_of(version)
         folder.mkdir(exist_ok=True)
         cuda_memory.write(folder, content)

@@ -28,7 +28,6 @@ from streamrl.transport.generation import GenerateReply, GenerateRequest, Genera
 from streamrl.transport.keys import bearer, control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, start_command
-from tests.gserver.contract.two_senders import Sending
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import KEY_VARIABLE, MAX_CONTEXT, MAX_RUNNING, SCRATCH, START_SECONDS
@@ -148,12 +147,6 @@ class Contract:
         """The initial weights times `factor` are the next version."""
         self.version += 1
         self._factors[self.version] = factor
-
-    def sending(self) -> Sending:
-        """What model workers need to send the next version."""
-        return Sending(
-            self.run.config, self.run.url, self.run.secret, version=self.version + 1, model_dir=self.model_dir
-        )
 
     def model_of(self, version: int) -> Any:
         """transformers with the weights of `version`, until the next call."""

@@ -14,9 +14,7 @@ import pytest
 from streamrl.config import SamplingConfig
 from streamrl.errors import PeerError
 from streamrl.rollout.generation import Generator, GroupRoute, check_reply, token_versions
-from streamrl.transport.collective import open_store
 from streamrl.transport.generation import AbortRequest, GenerationClient, PauseGeneration, PauseMode, SamplingParams
-from tests.forked import Forked
 from tests.gserver.contract.fixture import (
     JOINED,
     MODES,
@@ -31,7 +29,6 @@ from tests.gserver.contract.fixture import (
     request,
     served,
 )
-from tests.gserver.contract.two_senders import send_a_part
 from tests.gserver.running_sglang import MAX_CONTEXT, MAX_RUNNING, START_SECONDS
 
 pytestmark = [
@@ -195,21 +192,6 @@ async def test_pause_and_continue(mode: PauseMode, gserver: Contract) -> None:
     assert finish.type == ("abort" if mode == "abort" else "length")
     assert output_logprobs(reply) == pytest.approx(gserver.logprobs(PROMPT, reply.output_ids), abs=TOLERANCE)
     assert len((await late).output_ids) == 4
-
-
-@served(*ONE_OF_EACH, TWO_RANKS)
-async def test_two_model_workers_send_a_part_each(gserver: Contract) -> None:
-    """To SGLang in turn, each in a group of its own."""
-    store = open_store("127.0.0.1")
-    with Forked(send_a_part, [(rank, store.port, gserver.sending()) for rank in range(2)]) as ranks:
-        (sent,) = await asyncio.to_thread(ranks.take, 1)
-        await asyncio.to_thread(ranks.end)
-    gserver.published(1.5)
-    assert len(sent) == 2
-    assert max(sent) < 0.75 * sum(sent), "no rank has sent most of it"
-    assert (await gserver.client.model_info(gserver.url)).weight_version == str(gserver.version)
-    reply = await gserver.generate(PROMPT, 20)
-    assert output_logprobs(reply) == pytest.approx(gserver.logprobs(PROMPT, reply.output_ids), abs=TOLERANCE)
 
 
 @served(*WHATEVER_THE_PAUSE, TWO_RANKS)

@@ -16,6 +16,7 @@ from streamrl.gserver.server.process import running
 from streamrl.launch.process import run_component
 from tests.gserver.serving import config_of
 
+BUCKET = "/update_weights_from_distributed"
 FIRST, SECOND = "model.norm.weight", "model.layers.0.input_layernorm.weight"
 
 
@@ -33,12 +34,13 @@ async def main(folder: Path) -> None:
             assert answer.status == 200, await answer.text()
         async with session.post(url + "/begin_weight_update", json={}) as answer:
             assert answer.status == 200
-        buckets = [[{"name": name, "dtype": "float32", "shape": [64]}] for name in (FIRST, SECOND)]
-        message = {"group_name": group, "senders": [buckets], "first_buckets": [0], "weight_version": "1"}
-        async with session.post(url + "/receive_weights", json=message) as answer:
-            assert b'"buckets":[1]' in await answer.content.readline()
-            say("receiving")
-            await answer.read()
+        receive = {"dtypes": ["float32"], "shapes": [[64]], "group_name": group}
+        async with session.post(url + BUCKET, json={**receive, "names": [FIRST]}) as answer:
+            assert answer.status == 200, await answer.text()
+        receiving = asyncio.create_task(session.post(url + BUCKET, json={**receive, "names": [SECOND]}).__aenter__())
+        await asyncio.sleep(0.5)
+        say("receiving")
+        await receiving
 
 
 def say(word: str) -> None:

@@ -69,17 +69,13 @@ def announcement(publisher: Rank0, names: list[str], **more: Any) -> dict[str, A
     }
 
 
-async def send(
-    client: Client, publisher: Rank0, file: str, names: list[str], *, flat: bool = True, **more: Any
-) -> None:
-    publisher.tell("send", file=file, names=names, flat=flat)
-    load_format = {"load_format": "flattened_bucket"} if flat else {}
-    await client.post("/update_weights_from_distributed", announcement(publisher, names, **load_format, **more))
+async def send(client: Client, publisher: Rank0, file: str, names: list[str], **more: Any) -> None:
+    publisher.tell("send", file=file, names=names)
+    await client.post("/update_weights_from_distributed", announcement(publisher, names, **more))
     assert await publisher.answer() == "sent"
 
 
-@pytest.mark.parametrize("flat", [True, False], ids=["buckets", "tensors"])
-async def test_a_staged_update(flat: bool, folder: Path, new_file: str, publisher: Rank0) -> None:
+async def test_a_staged_update(folder: Path, new_file: str, publisher: Rank0) -> None:
     names = list(weights_of(make_model()))
     async with serving(folder) as client:
         await join(client, publisher)
@@ -87,8 +83,8 @@ async def test_a_staged_update(flat: bool, folder: Path, new_file: str, publishe
         assert before["total"] == weights_checksum(weights_of(make_model(seed=0))).total
         assert before["dtype"] == "float32"
         await client.post("/begin_weight_update")
-        await send(client, publisher, new_file, names[:5], flat=flat, weight_version="7")
-        await send(client, publisher, new_file, names[5:], flat=flat, weight_version="7", flush_cache=False)
+        await send(client, publisher, new_file, names[:5], weight_version="7")
+        await send(client, publisher, new_file, names[5:], weight_version="7", flush_cache=False)
         assert await client.post("/weights_checker") == before
         assert (await client.get("/model_info"))["weight_version"] == "default"
         outcome = await client.post("/end_weight_update")
@@ -169,15 +165,11 @@ async def test_generation_goes_on_while_weights_arrive(folder: Path, new_file: s
     async with serving(folder) as client:
         await join(client, publisher)
         await client.post("/begin_weight_update")
-        receiving = asyncio.create_task(
-            client.post(
-                "/update_weights_from_distributed", announcement(publisher, names, load_format="flattened_bucket")
-            )
-        )
+        receiving = asyncio.create_task(client.post("/update_weights_from_distributed", announcement(publisher, names)))
         for _ in range(3):
             await client.post("/generate", {"input_ids": prompt(9)})
         assert not receiving.done()
-        await publisher.ask("send", file=new_file, names=names, flat=True)
+        await publisher.ask("send", file=new_file, names=names)
         await receiving
         await client.post("/end_weight_update")
         assert (await client.get("/model_info"))["weight_version"] == "default"
@@ -215,6 +207,7 @@ async def test_a_partial_update_is_refused_with_the_names(folder: Path, new_file
         ({"dtypes": ["int8"]}, "int8"),
         ({"dtypes": []}, "equal length"),
         ({"group_name": "others"}, "no weight group others"),
+        ({"load_format": "flattened_bucket"}, "one broadcast for each tensor"),
     ],
 )
 async def test_tensors_that_do_not_fit_are_refused_before_they_come(
@@ -238,12 +231,12 @@ async def test_a_publisher_that_dies_leaves_the_old_weights(folder: Path, new_fi
         before = await client.post("/weights_checker")
         await client.post("/begin_weight_update")
         await send(client, mortal, new_file, names[:3])
-        body = announcement(mortal, names[3:], load_format="flattened_bucket")
+        body = announcement(mortal, names[3:])
         receiving = asyncio.create_task(client.post("/update_weights_from_distributed", body, status=500))
         await client.post("/generate", {"input_ids": prompt(9)})
         await mortal.kill()
         answer = await receiving
-        assert "broadcast of a bucket" in answer["error"]["message"]
+        assert f"broadcast of {names[3]}" in answer["error"]["message"]
         await client.post("/end_weight_update", status=400)
         assert await client.post("/weights_checker") == before
         await client.post("/destroy_weights_update_group", {"group_name": mortal.group})
@@ -252,23 +245,6 @@ async def test_a_publisher_that_dies_leaves_the_old_weights(folder: Path, new_fi
         await send(client, publisher, new_file, names, weight_version="2")
         await client.post("/end_weight_update")
         assert (await client.get("/model_info"))["weight_version"] == "2"
-
-
-async def test_files_are_not_mixed_with_a_part_of_a_broadcast(folder: Path, tmp_path: Path) -> None:
-    """A broadcast that broke off may go on later from what is here of it, whoever loads files meanwhile."""
-    files = {"model_path": str(save(make_model(seed=1), tmp_path)), "weight_version": "7"}
-    async with serving(folder) as client:
-        before = await client.post("/weights_checker")
-        await client.post("/begin_weight_update", {"transfer": "these"})
-        answer = await client.post("/update_weights_from_disk", files, status=400)
-        assert "call /begin_weight_update first" in answer["error"]["message"]
-        assert (await client.post("/weights_checker", {"action": "staged"}))["tensors"] == {}
-        assert await client.post("/weights_checker") == before
-        await client.post("/begin_weight_update")
-        await client.post("/update_weights_from_disk", files)
-        await client.post("/end_weight_update")
-        assert (await client.get("/model_info"))["weight_version"] == "7"
-        assert await client.post("/weights_checker") != before
 
 
 async def test_versions_can_be_named_without_an_update(folder: Path) -> None:
@@ -305,7 +281,7 @@ async def test_a_hanging_receive_does_not_keep_the_process(sender_dies: bool, fo
             port = await publisher.form()
             process.stdin.write(f"{port} {publisher.group}\n".encode())
             assert await publisher.answer() == "formed"
-            assert await publisher.ask("send", file=new_file, names=[hanging_gserver.FIRST], flat=False) == "sent"
+            assert await publisher.ask("send", file=new_file, names=[hanging_gserver.FIRST]) == "sent"
             assert await asyncio.wait_for(process.stdout.readline(), 180) == b"receiving\n"
             process.terminate()
             async with asyncio.timeout(60):  # the broadcast has 600 s

@@ -14,7 +14,7 @@ import pytest
 from streamrl.errors import PeerError
 from streamrl.records.lineage import Lineage
 from streamrl.transport.control import PublishReply, Status
-from streamrl.transport.generation import MIXED_WEIGHTS, StagedWeights
+from streamrl.transport.generation import MIXED_WEIGHTS
 from tests.gserver.harness import (
     Run,
     begin_publication,
@@ -30,9 +30,7 @@ from tests.gserver.scripted import Fault, ScriptedGserver, scripted
 INIT = "/init_weights_update_group"
 BEGIN = "/begin_weight_update"
 NAME = "/update_weight_version"
-BUCKET = "/update_weights_from_distributed"
-"""Real SGLang's way to receive."""
-RECEIVE = "/receive_weights"
+RECEIVE = "/update_weights_from_distributed"
 PAUSE = "/pause_generation"
 END = "/end_weight_update"
 CONTINUE = "/continue_generation"
@@ -79,7 +77,7 @@ async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path:
         assert reply.evicted == []
         assert 0 < reply.pause_seconds < TIMEOUT
         for rank, gserver in enumerate(gservers, start=1):
-            assert calls_of_an_update(gserver) == [INIT, BEGIN, RECEIVE, PAUSE, END, CONTINUE]
+            assert calls_of_an_update(gserver) == [INIT, BEGIN, RECEIVE, RECEIVE, PAUSE, END, CONTINUE]
             assert gserver.bodies[INIT][0] == {
                 "master_address": "127.0.0.1",
                 "master_port": 29500,
@@ -90,13 +88,16 @@ async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path:
             }
             assert gserver.bodies[RECEIVE] == [
                 {
+                    "names": [f"layer.{number}.weight"],
+                    "dtypes": ["float32"],
+                    "shapes": [[2, 3]],
                     "group_name": group,
-                    "senders": [
-                        [[{"name": f"layer.{n}.weight", "dtype": "float32", "shape": [2, 3]}] for n in range(2)]
-                    ],
-                    "first_buckets": [0],
                     "weight_version": "1",
+                    "flush_cache": False,
+                    "abort_all_requests": False,
+                    "load_format": None,
                 }
+                for number in range(2)
             ]
             assert gserver.bodies[PAUSE][0] == {"mode": "in_place"}
             assert gserver.weight_version == "1"
@@ -105,22 +106,6 @@ async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path:
         assert status.publication["state"] == "done"
         stages = ["transferring", "waiting_commit"]
         assert [stage for stage in last(status)["reached"] if stage in stages] == stages
-
-
-async def test_turns_are_told_to_a_gserver_with_a_stage_in_one_call(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1) as (run, (gserver,)):
-        begin = await begin_publication(run, 1, turns=[1, 0, 1])
-        assert (await commit_publication(run, 1, begin.group_name)).done
-        (join,) = gserver.bodies[INIT]
-        assert (join["group_name"], join["further_senders"]) == (
-            begin.group_name,
-            [{"address": "127.0.0.1", "port": 29501}],
-        )
-        (receive,) = gserver.bodies[RECEIVE]
-        assert receive["turns"] == [1, 0, 1]
-        assert [len(buckets) for buckets in receive["senders"]] == [1, 2]
-        await commit_publication(run, 2, (await begin_publication(run, 2)).group_name)
-        assert [body["group_name"] for body in gserver.bodies[DESTROY]] == [begin.group_name]
 
 
 async def test_a_server_takes_a_place_in_the_group_for_each_of_its_ranks(tmp_path: Path) -> None:
@@ -339,41 +324,16 @@ async def test_all_gservers_failing_alike_evicts_nobody(tmp_path: Path) -> None:
         assert (await attempt(run, 1))[0].done
 
 
-async def test_nothing_counts_of_a_transfer_that_was_other_weights_than_were_trained(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, gservers):
-        for gserver in gservers:
-            gserver.staged_weights, gserver.sums = StagedWeights("these", [2]), {"a": "1"}
-        begin = await begin_publication(run, 1, transfer="these")
-        assert begin.first_buckets == [2]
-        reply = await commit_publication(run, 1, begin.group_name, checksums={"a": "2"})
-        assert "received other weights than were trained" in reply.error
-        begin = await begin_publication(run, 1, transfer="these")
-        assert begin.first_buckets == []
-        assert (await commit_publication(run, 1, begin.group_name, checksums={"a": "1"})).done
-
-
-async def test_an_update_costs_as_many_calls_however_many_buckets_there_are(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, gservers):
-        for version, buckets in ((1, 1), (2, 500)):
-            for gserver in gservers:
-                gserver.calls.clear()
-            assert (await publish(run, version, buckets=buckets)).done
-            for gserver in gservers:
-                calls = [path for path in calls_of_an_update(gserver) if path != DESTROY]
-                assert calls == [INIT, BEGIN, RECEIVE, PAUSE, END, CONTINUE]
-            assert len(gservers[0].bodies[RECEIVE][-1]["senders"][0]) == buckets
-
-
 async def test_a_transfer_may_take_long_as_long_as_it_goes_on(tmp_path: Path) -> None:
     """The deadline is on what comes next, so it is the same for a small model and for a large one."""
     async with fleet(tmp_path, timeout_seconds=2.5) as (run, gservers):
         for gserver in gservers:
             gserver.bucket_seconds = [0.5] * 6
-        begin = await begin_publication(run, 1)
+        begin = await begin_publication(run, 1, buckets=6)
         status = await run.until(lambda s: s.publication.get("received", {}).get("gserver/1") == 1, timeout=20)
         assert status.publication["state"] == "transferring"
         assert (await commit_publication(run, 1, begin.group_name, timeout=20)).done
-        assert [gserver.counts[RECEIVE] for gserver in gservers] == [1, 1]
+        assert [gserver.counts[RECEIVE] for gserver in gservers] == [6, 6]
 
 
 async def test_a_gserver_that_stops_in_the_middle_of_a_transfer_is_given_up(tmp_path: Path) -> None:
@@ -385,31 +345,6 @@ async def test_a_gserver_that_stops_in_the_middle_of_a_transfer_is_given_up(tmp_
         assert f"within {TIMEOUT:g} s" in reply.error
         assert reply.evicted == [1]
         assert not good.paused
-
-
-async def test_an_update_goes_on_with_the_bucket_in_which_it_broke(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 4) as (run, gservers):
-        for gserver, buckets in zip(gservers, [3, 2, None, 5], strict=True):
-            gserver.staged_weights = None if buckets is None else StagedWeights("these", [buckets])
-        begin = await begin_publication(run, 1, buckets=6, transfer="these")
-        assert (begin.first_buckets, begin.world_size) == ([2], 4)
-        assert (await commit_publication(run, 1, begin.group_name)).done
-        for gserver in (*gservers[:2], gservers[3]):
-            assert gserver.bodies[RECEIVE][0]["first_buckets"] == [2]
-            assert gserver.bodies[BEGIN] == [{"transfer": "these"}]
-        assert gservers[2].counts[RECEIVE] == 0, "it has none of them: it is resynced without the others"
-        assert live_gservers(await run.client.status()) == {0, 1, 3}
-
-
-@pytest.mark.parametrize("staged", [StagedWeights("others", [2]), StagedWeights("these", [2, 2]), None])
-async def test_what_is_staged_of_other_weights_does_not_count(tmp_path: Path, staged: StagedWeights | None) -> None:
-    async with fleet(tmp_path) as (run, gservers):
-        for gserver in gservers:
-            gserver.staged_weights = staged
-        begin = await begin_publication(run, 1, transfer="these")
-        assert (begin.first_buckets, begin.world_size) == ([], 3)
-        assert (await commit_publication(run, 1, begin.group_name)).done
-        assert gservers[0].bodies[RECEIVE][0]["first_buckets"] == [0]
 
 
 async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:
@@ -549,29 +484,10 @@ class TestWithoutStaging:
             reply, _ = await attempt(run, 1)
             assert reply.done
             for gserver in gservers:
-                assert calls_of_an_update(gserver) == [INIT, PAUSE, BEGIN, NAME, BUCKET, BUCKET, END, NAME, CONTINUE]
+                assert calls_of_an_update(gserver) == [INIT, PAUSE, BEGIN, NAME, RECEIVE, RECEIVE, END, NAME, CONTINUE]
                 assert [body["new_version"] for body in gserver.bodies[NAME]] == [MIXED_WEIGHTS, "1"]
-                assert [body["weight_version"] for body in gserver.bodies[BUCKET]] == [None, None]
+                assert [body["weight_version"] for body in gserver.bodies[RECEIVE]] == [None, None]
                 assert gserver.weight_version == "1"
-
-    async def test_each_sender_has_a_group_and_they_take_turns(self, tmp_path: Path) -> None:
-        """SGLang knows groups by their names, and receives one bucket after another."""
-        turns = [1, 0, 0, 1]
-        async with fleet(tmp_path, staged=False, pause_mode="retract") as (run, gservers):
-            begin = await begin_publication(run, 1, turns=turns)
-            assert (await commit_publication(run, 1, begin.group_name)).done
-            names = [begin.group_name, f"{begin.group_name}/1"]
-            for rank, gserver in enumerate(gservers, start=1):
-                joined = [(body["group_name"], body["master_port"]) for body in gserver.bodies[INIT]]
-                assert joined == [(names[0], 29500), (names[1], 29501)]
-                assert {(body["rank_offset"], body["world_size"]) for body in gserver.bodies[INIT]} == {(rank, 3)}
-                assert [body["group_name"] for body in gserver.bodies[BUCKET]] == [names[turn] for turn in turns]
-                received = [name for body in gserver.bodies[BUCKET] for name in body["names"]]
-                assert received == [f"layer.{number}.weight" for number in range(4)]
-                assert [body["flush_cache"] for body in gserver.bodies[BUCKET]] == [False, False, False, True]
-            await commit_publication(run, 2, (await begin_publication(run, 2, turns=turns)).group_name)
-            for gserver in gservers:
-                assert sorted(body["group_name"] for body in gserver.bodies[DESTROY]) == names
 
     @pytest.mark.parametrize(("mode", "flushes"), [("in_place", [False, False]), ("retract", [False, True])])
     async def test_the_cache_is_flushed_with_the_last_bucket(
@@ -579,12 +495,12 @@ class TestWithoutStaging:
     ) -> None:
         async with fleet(tmp_path, 1, staged=False, pause_mode=mode) as (run, (gserver,)):
             await attempt(run, 1)
-            assert [body["flush_cache"] for body in gserver.bodies[BUCKET]] == flushes
+            assert [body["flush_cache"] for body in gserver.bodies[RECEIVE]] == flushes
 
     @pytest.mark.parametrize("fault", FAULTS)
     async def test_mixed_weights_are_never_served(self, tmp_path: Path, fault: Fault) -> None:
         async with fleet(tmp_path, staged=False) as (run, (good, bad)):
-            bad.faults[BUCKET] = [fault]
+            bad.faults[RECEIVE] = [fault]
             reply, _ = await attempt(run, 1)
             assert not reply.done
             assert reply.evicted == [0, 1]

@@ -26,8 +26,6 @@ from streamrl.transport.generation import (
     GenerateRequest,
     GenerationClient,
     SamplingParams,
-    UpdateWeightsFromDisk,
-    UpdateWeightVersion,
 )
 from streamrl.transport.keys import control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
@@ -148,28 +146,16 @@ class Killing(FixedWeights):
             yield weight
 
 
-class RecordingClient(ControlClient):
-    """Remembers what every attempt was begun with."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.begun: list[PublishBeginReply] = []
-
-    async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
-        self.begun.append(await super().publish_begin(message, timeout=timeout))
-        return self.begun[-1]
-
-
 @pytest.mark.timeout(180)
 async def test_a_gserver_that_is_killed_in_the_middle_of_a_broadcast_costs_itself_alone(tmp_path: Path) -> None:
-    """The others keep the buckets that they have, and are sent the rest."""
+    """The next attempt sends all weights to the others."""
     config = tiny_config(tmp_path, gservers=3)
     model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
     initial = load_file(model_dir / "model.safetensors")
     size = sum(tensor.nbytes for tensor in initial.values())
     async with managed(config) as run, gserver_processes(run, tmp_path, model_dir) as processes:
         client = GenerationClient(timeout=30.0, key=generation_key(config, run.secret))
-        control = RecordingClient(run.url, secret=run.secret)
+        control = ControlClient(run.url, secret=run.secret)
         broadcaster = Broadcaster(config.weights, backend="gloo", dtype=torch.float32, device=torch.device("cpu"))
         publisher = Publisher(
             client=control, config=config.weights, carriers=Carriers(broadcaster), in_thread=asyncio.to_thread
@@ -182,68 +168,8 @@ async def test_a_gserver_that_is_killed_in_the_middle_of_a_broadcast_costs_itsel
         published = await publisher.publish(1, Killing(new, processes[2], len(new) - 3))
         assert published.attempts == 2
         assert live_gservers(await run.client.status()) == {0, 1}
-        (bucket,) = control.begun[1].first_buckets
-        assert bucket > 0
-        largest = max(tensor.nbytes for tensor in new.values())
-        assert size < broadcaster.sent_bytes <= size + max(largest, int(config.weights.bucket_mb * 2**20))
+        assert size < broadcaster.sent_bytes <= 2 * size
         assert {(await client.checksum(url))["total"] for url in urls[:2]} == {weights_checksum(new).total}
-        publisher.close()
-        await control.close()
-        await client.close()
-
-
-@pytest.mark.timeout(180)
-async def test_what_has_changed_little_is_sent_as_deltas(tmp_path: Path) -> None:
-    config = tiny_config(tmp_path, delta=True)
-    model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
-    weights = load_file(model_dir / "model.safetensors")
-    size = sum(tensor.nbytes for tensor in weights.values())
-    async with managed(config) as run, gserver_processes(run, tmp_path, model_dir):
-        client = GenerationClient(timeout=30.0, key=generation_key(config, run.secret))
-        control = RecordingClient(run.url, secret=run.secret)
-        broadcaster = Broadcaster(config.weights, backend="gloo", dtype=torch.float32, device=torch.device("cpu"))
-        publisher = Publisher(
-            client=control, config=config.weights, carriers=Carriers(broadcaster), in_thread=asyncio.to_thread
-        )
-        status = await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)
-        urls = [p.address for p in status.processes if p.role == "gserver"]
-        client.control_keys |= {url: control_key(config, run.secret, index) for index, url in enumerate(urls)}
-
-        async def publish(version: int, *, every: int) -> tuple[float, float, int]:
-            """Change every so-manieth number of each weight, and publish. Return the bytes that were sent as a share of
-            the model's, the numbers as a share of all, and how many attempts it took."""
-            for tensor in weights.values():
-                tensor.view(-1)[::every] += 1.0
-            published = await publisher.publish(version, FixedWeights(weights))
-            return published.bytes / size, published.sent_share, published.attempts
-
-        async def served(*gservers: int) -> set[str]:
-            return {(await client.checksum(urls[gserver]))["total"] for gserver in gservers}
-
-        assert await publish(1, every=1) == (1.0, 1.0, 1), "nobody has a base"
-        sent, share, _ = await publish(2, every=50)
-        assert share < 0.04
-        assert sent < 0.1
-        assert await served(0, 1) == {weights_checksum(weights).total}
-        sent, share, _ = await publish(3, every=5)
-        assert share == 1.0, "too much has changed"
-        assert await served(0, 1) == {weights_checksum(weights).total}
-
-        await client.update(urls[1], "/update_weight_version", UpdateWeightVersion("another"))
-        _, share, attempts = await publish(4, every=50)
-        assert (share, attempts) == (1.0, 1), "one of them says that it lacks the base"
-        assert not control.begun[-1].as_deltas
-
-        # One serves other weights than it says: what the delta makes of them is noticed, and it is left out.
-        await client.update(
-            urls[1], "/update_weights_from_disk", UpdateWeightsFromDisk(str(model_dir), weight_version="4")
-        )
-        _, _, attempts = await publish(5, every=50)
-        assert [begun.as_deltas for begun in control.begun[-2:]] == [True, False]
-        assert attempts == 2
-        assert await served(0) == {weights_checksum(weights).total}
-        await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)
-        assert await served(1) == {weights_checksum(weights).total}, "it was brought to them afterwards"
         publisher.close()
         await control.close()
         await client.close()

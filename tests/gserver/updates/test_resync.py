@@ -1,4 +1,4 @@
-"""Gservers that come late or back, weights in files, and checksums, with scripted gservers."""
+"""Resyncs of gservers that come late or back, weights in files, and checksums, with scripted gservers."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ from tests.gserver.scripted import Fault, ScriptedGserver, scripted
 
 BEGIN = "/begin_weight_update"
 LOAD = "/update_weights_from_disk"
-OFFER = "/offer_weights"
-SEND = "/send_weights"
 JOIN = "/init_weights_update_group"
-RECEIVE = "/receive_weights"
+RECEIVE = "/update_weights_from_distributed"
 LEAVE = "/destroy_weights_update_group"
 VERIFY = "/weights_checker"
 PAUSE = "/pause_generation"
@@ -41,11 +39,9 @@ CONTINUE = "/continue_generation"
 
 
 @asynccontextmanager
-async def fleet(
-    folder: Path, count: int = 2, *, staged: bool = True, sends: bool = False, **weights: Any
-) -> AsyncIterator[Any]:
+async def fleet(folder: Path, count: int = 2, *, staged: bool = True, **weights: Any) -> AsyncIterator[Any]:
     config = small_config(folder, gserver={"count": count}, weights={"timeout_seconds": 2.0} | weights)
-    async with managed(config) as run, scripted(count, staged=staged, sends=sends) as gservers:
+    async with managed(config) as run, scripted(count, staged=staged) as gservers:
         for index, gserver in enumerate(gservers):
             await run.register("gserver", index, address=gserver.url, pid=100 + index)
         await run.until_live(*range(count))
@@ -102,7 +98,9 @@ async def test_one_without_a_stage_that_took_other_weights_is_given_no_groups(tm
         reply = await publish(run, 1, checksums={"a": "1", "b": "2"})
         assert reply.done
         assert reply.evicted == [1]
-        await run.until(lambda status: bad.counts[LOAD] == 2)  # it was tried again, as one that comes late
+        assert await run.manager.resync_needed() == ["gserver/1"]
+        assert not (await publish(run, 1, checksums={"a": "1", "b": "2"}, resync=True)).done
+        assert bad.counts[LOAD] == 2
         assert live_gservers(await run.client.status()) == {0}
         assert bad.weight_version == MIXED_WEIGHTS
         await run.until(lambda status: not bad.paused)
@@ -142,105 +140,86 @@ async def test_other_weights_than_were_trained_are_refused_and_named(tmp_path: P
         assert (good.weight_version, bad.weight_version) == ("1", "default")
 
 
-async def test_a_late_gserver_takes_the_files_without_the_others(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1) as (run, (old,)), scripted() as (late,):
-        assert (await publish(run, 1)).done
-        old.calls.clear()
-        await run.register("gserver", 1, address=late.url)
-        await run.until_live(0, 1)
-        assert late.weight_version == "1"
-        assert calls(late) == [BEGIN, LOAD, VERIFY, PAUSE, END, CONTINUE] or VERIFY not in late.calls
-        assert calls(old) == []
+async def resync(run: Run, version: int) -> None:
+    """Resync gservers for as long as any lacks `version`, as the master does between two steps."""
+    while True:
+        await run.manager.resync_needed()
+        snapshot = Snapshot(folder=f"/weights/v{version}")
+        begin = await run.client.publish_begin(PublishBegin(version, snapshot, resync=True), timeout=20.0)
+        if begin.world_size > 1:
+            await run.client.publish_commit(PublishCommit(version, begin.group_name), timeout=20.0)
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("fault", ["error", "nonsense", "refuse"])
 @pytest.mark.parametrize("path", [BEGIN, LOAD, PAUSE, END, CONTINUE])
-async def test_a_catch_up_that_fails_is_tried_again(tmp_path: Path, path: str, fault: Fault) -> None:
-    async with fleet(tmp_path, 1) as (run, _), scripted() as (late,):
+async def test_a_resync_that_fails_is_tried_again(tmp_path: Path, path: str, fault: Fault) -> None:
+    async with fleet(tmp_path, 1) as (run, (old,)), scripted() as (late,):
         assert (await publish(run, 1)).done
+        old.calls.clear()
         late.faults[path] = [fault]
         await run.register("gserver", 1, address=late.url)
+        resyncing = asyncio.create_task(resync(run, 1))
         async with asyncio.timeout(30):
             while live_gservers(await run.client.status()) != {0, 1} or late.paused:
-                await run.beat("gserver", 1)  # one that could not be resumed is asked again at its heartbeat
+                await run.beat("gserver", 1)  # a gserver that could not be resumed is checked at its heartbeat
                 await asyncio.sleep(0.05)
+        resyncing.cancel()
         assert late.weight_version == "1"
-        assert not late.paused
+        assert calls(old) == []
 
 
-async def test_a_catch_up_does_not_delay_the_next_version_and_is_not_mistaken_for_it(tmp_path: Path) -> None:
+async def test_a_faulty_gserver_does_not_keep_another_from_its_resync(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1) as (run, _), scripted(2) as (good, bad):
+        assert (await publish(run, 1)).done
+        bad.faults[LOAD] = ["error"] * 10
+        for index, gserver in enumerate((good, bad), start=1):
+            await run.register("gserver", index, address=gserver.url)
+        await run.until(lambda _: good.counts["/model_info"] > 0 and bad.counts["/model_info"] > 0)
+        assert not (await publish(run, 1, resync=True)).done
+        assert await run.manager.resync_needed() == ["gserver/1"], "the faulty one is checked at its next heartbeat"
+        await run.beat("gserver", 2)
+        await run.until(lambda _: bad.counts["/model_info"] > 2)
+        assert (await publish(run, 1, resync=True)).done
+        assert live_gservers(await run.client.status()) == {0, 1}
+        assert bad.counts[LOAD] == 1
+
+
+async def test_a_gserver_that_cannot_be_resynced_waits_for_the_next_version(tmp_path: Path) -> None:
+    async with fleet(tmp_path, 1, attempts=2) as (run, _), scripted() as (late,):
+        assert (await publish(run, 1)).done
+        late.faults[LOAD] = ["error", "error"]
+        await run.register("gserver", 1, address=late.url)
+        for _ in range(2):
+            assert await asyncio.wait_for(run.manager.resync_needed(), 10) == ["gserver/1"]
+            assert not (await publish(run, 1, resync=True)).done
+            checks = late.counts["/model_info"]
+            await run.beat("gserver", 1)
+            await run.until(lambda _, checks=checks: late.counts["/model_info"] > checks)
+        waiting = asyncio.create_task(run.manager.resync_needed())
+        done, _ = await asyncio.wait({waiting}, timeout=0.3)
+        assert not done
+        assert (await publish(run, 2)).done
+        assert live_gservers(await run.client.status()) == {0, 1}
+        waiting.cancel()
+
+
+async def test_the_next_version_ends_a_resync_under_way(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1, timeout_seconds=10.0) as (run, (old,)), scripted() as (late,):
         assert (await publish(run, 1)).done
         late.faults[LOAD] = ["stall"]
         await run.register("gserver", 1, address=late.url)
-        await run.until(lambda status: LOAD in late.calls, timeout=20)
+        await run.manager.resync_needed()
+        snapshot = Snapshot(folder="/weights/v1")
+        await run.client.publish_begin(PublishBegin(version=1, weights=snapshot, resync=True), timeout=20.0)
+        await run.until(lambda _: LOAD in late.calls)
         assert (await publish(run, 2)).done
-        assert old.weight_version == "2"
-        late.let_go()  # the catch-up to version 1 goes on, and ends
-        await run.until_live(0, 1)
+        assert (old.weight_version, late.weight_version) == ("2", "default")
+        await run.beat("gserver", 1)  # brings a check
+        await run.manager.resync_needed()
+        assert (await publish(run, 2, resync=True)).done
         assert late.weight_version == "2"
-
-
-async def test_one_whose_catch_up_begins_while_others_are_asked_for_the_next_version_is_left_to_it(
-    tmp_path: Path,
-) -> None:
-    """Two updates at once would take each other's weights away."""
-    async with fleet(tmp_path, 1, timeout_seconds=10.0) as (run, (old,)), scripted() as (late,):
-        assert (await publish(run, 1)).done
-        old.calls.clear()
-        old.faults["/server_info"] = ["stall"]
-        late.faults |= {"/model_info": ["stall"], LOAD: ["stall"]}
-        await run.register("gserver", 1, address=late.url)
-        await run.until(lambda status: "/model_info" in late.calls)
-        publishing = asyncio.create_task(publish(run, 2))
-        await run.until(lambda status: "/server_info" in old.calls and late.counts["/server_info"] == 2)
-        late.let_go()  # it is found to serve other weights
-        await run.until(lambda status: LOAD in late.calls)
-        old.let_go()
-        reply = await publishing
-        assert (reply.done, reply.error) == (True, "")
-        assert late.counts[BEGIN] == 1
-        late.let_go()
-        await run.until_live(0, 1)
-        assert late.weight_version == "2"
-
-
-async def test_one_that_new_versions_overtake_is_taken_along_by_the_next(tmp_path: Path) -> None:
-    """It is not resynced for ever, always to weights that have just been replaced."""
-    async with fleet(tmp_path, 1, timeout_seconds=10.0) as (run, _), scripted() as (late,):
-        assert (await publish(run, 1)).done
-        late.faults[LOAD] = ["stall", "stall"]
-        await run.register("gserver", 1, address=late.url)
-        for version in (2, 3):
-            await run.until(lambda status, loads=version - 1: late.counts[LOAD] == loads, timeout=20)
-            assert (await publish(run, version)).done
-            late.let_go()
-        await run.until(lambda status: late.counts[END] + late.counts[CONTINUE] >= 2, timeout=20)
-        await asyncio.sleep(0.2)
-        assert late.counts[LOAD] == 2
-        assert live_gservers(await run.client.status()) == {0}
-        assert (await publish(run, 4)).done
-        assert late.counts[LOAD] == 3
         assert live_gservers(await run.client.status()) == {0, 1}
-        assert late.weight_version == "4"
-
-
-async def test_the_next_gserver_at_an_address_waits_for_what_was_begun_for_the_one_before(tmp_path: Path) -> None:
-    """A joined server is still at it when the gserver that joined it has died and the next one has come."""
-    async with fleet(tmp_path, 1, staged=False, timeout_seconds=10.0) as (run, _), scripted(staged=False) as (server,):
-        assert (await publish(run, 1)).done
-        server.faults[LOAD] = ["stall"]
-        await run.register("gserver", 1, address=server.url, pid=200)
-        await run.until(lambda status: LOAD in server.calls, timeout=20)
-        await run.register("gserver", 1, address=server.url, pid=201)
-        await asyncio.sleep(0.3)
-        assert server.counts[LOAD] == 1
-        assert (await publish(run, 2)).done, "nor do updates wait for it, or take it along"
-        assert server.counts[LOAD] == 1
-        server.let_go()
-        await run.until_live(0, 1)
-        assert server.counts[LOAD] == 2
-        assert server.weight_version == "2"
 
 
 async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: Path) -> None:
@@ -255,7 +234,18 @@ async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: 
         assert (near.weight_version, far.weight_version) == ("1", "default")
         assert live_gservers(await run.client.status()) == {0}
         needed = await asyncio.wait_for(run.manager.resync_needed(), 10)
-        assert needed == ["gserver/1"], "these gservers do not send weights: the publisher has to"
+        assert needed == ["gserver/1"], "the publisher may have another way to it"
+        memory = Snapshot(folder="/weights/v1", machine=machine_identity())
+        begin = await run.client.publish_begin(PublishBegin(version=1, weights=memory, resync=True), timeout=10.0)
+        assert begin.world_size == 1
+        assert far.counts[LOAD] == 0
+        broadcast = await begin_publication(run, 1, resync=True)
+        assert broadcast.world_size == 1, "it is checked first, at its next heartbeat"
+        await run.beat("gserver", 1)
+        await asyncio.wait_for(run.manager.resync_needed(), 10)
+        broadcast = await begin_publication(run, 1, resync=True)
+        assert (await commit_publication(run, 1, broadcast.group_name)).done
+        assert far.weight_version == "1"
 
 
 async def test_a_gserver_on_another_gpu_is_not_told_to_read_the_trainers(tmp_path: Path) -> None:
@@ -277,8 +267,10 @@ async def test_a_gserver_on_another_gpu_is_not_told_to_read_the_trainers(tmp_pat
         needed = await asyncio.wait_for(run.manager.resync_needed(), 10)
         assert needed == ["gserver/1"], "the publisher has to send to it"
         await run.register("gserver", 2, address=late.url, gpu="GPU-1")
-        await run.until_live(0, 2)
-        assert late.weight_version == "1", "it reads what lies there"
+        await run.until(lambda _: late.counts["/model_info"] > 0)
+        assert (await publish(run, 1, machine=machine_identity(), gpu="GPU-1", resync=True)).done
+        assert live_gservers(await run.client.status()) == {0, 2}
+        assert late.weight_version == "1"
 
 
 async def test_the_publisher_is_asked_for_weights_that_only_it_has(tmp_path: Path) -> None:
@@ -301,108 +293,16 @@ async def test_the_publisher_is_asked_for_weights_that_only_it_has(tmp_path: Pat
         assert begin.world_size == 1, "nobody lacks it any more"
 
 
-async def broadcast(run: Run, version: int) -> None:
-    begin = await begin_publication(run, version)
-    assert (await commit_publication(run, version, begin.group_name)).done
-
-
-async def test_a_late_gserver_is_sent_what_another_serves(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1, sends=True) as (run, (old,)), scripted() as (late,):
-        await broadcast(run, 1)
-        waiting = asyncio.create_task(run.manager.resync_needed())
-        old.calls.clear()
-        await run.register("gserver", 1, address=late.url)
-        await run.until_live(0, 1)
-        await run.until(lambda status: LEAVE in calls(old) and LEAVE in calls(late))
-        assert calls(old) == [OFFER, SEND, LEAVE], "it is not paused"
-        assert calls(late) == [JOIN, BEGIN, RECEIVE, PAUSE, END, CONTINUE, LEAVE]
-        assert old.bodies[OFFER][0]["version"] == "1"
-        assert late.bodies[JOIN][0]["world_size"] == 2
-        assert late.weight_version == "1"
-        assert not waiting.done(), "the publisher is not asked"
-        waiting.cancel()
-
-
-@pytest.mark.parametrize("fault", ["error", "nonsense", "refuse", "stall", "die"])
-@pytest.mark.parametrize("path", [OFFER, SEND])
-async def test_one_that_does_not_send_is_replaced_by_another(tmp_path: Path, path: str, fault: Fault) -> None:
-    async with fleet(tmp_path, 2, sends=True, timeout_seconds=1.0) as (run, (bad, good)), scripted() as (late,):
-        await broadcast(run, 1)
-        bad.faults[path] = [fault]
-        await run.register("gserver", 2, address=late.url)
-        await run.until(lambda status: 2 in live_gservers(status) and not late.paused, timeout=20)
-        assert late.weight_version == "1"
-        assert calls(bad).count(OFFER) == 1
-        assert SEND in calls(good)
-
-
-@pytest.mark.parametrize("path", [JOIN, BEGIN, RECEIVE, PAUSE, END, CONTINUE])
-async def test_one_that_does_not_receive_is_sent_to_by_another(tmp_path: Path, path: str) -> None:
-    async with fleet(tmp_path, 2, sends=True) as (run, old), scripted() as (late,):
-        await broadcast(run, 1)
-        late.faults[path] = ["error"]
-        await run.register("gserver", 2, address=late.url)
-        async with asyncio.timeout(30):
-            while 2 not in live_gservers(await run.client.status()) or late.paused:
-                await run.beat("gserver", 2)  # one that could not be resumed is asked again at its heartbeat
-                await asyncio.sleep(0.05)
-        assert late.weight_version == "1"
-        assert all(calls(gserver).count(OFFER) <= 1 for gserver in old)
-
-
-async def test_the_publisher_is_asked_when_nobody_can_send(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 2, sends=True, attempts=5) as (run, old), scripted() as (late,):
-        await broadcast(run, 1)
-        for gserver in old:
-            gserver.faults[SEND] = ["error"]
-        await run.register("gserver", 2, address=late.url)
-        wanted = await asyncio.wait_for(run.manager.resync_needed(), 20)
-        assert wanted == ["gserver/2"]
-        assert [calls(gserver).count(OFFER) for gserver in old] == [1, 1]
-        assert (await publish(run, 1, resync=True)).done
-        assert live_gservers(await run.client.status()) == {0, 1, 2}
-        assert late.weight_version == "1"
-
-
-async def test_several_late_ones_wait_for_the_one_that_can_send(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1, sends=True, timeout_seconds=10.0) as (run, (old,)), scripted(2) as late:
-        await broadcast(run, 1)
-        old.faults[SEND] = ["stall"]
-        for index, gserver in enumerate(late, start=1):
-            await run.register("gserver", index, address=gserver.url)
-        await run.until(lambda status: SEND in old.calls, timeout=20)
-        waiting = asyncio.create_task(run.manager.resync_needed())
-        done, _ = await asyncio.wait({waiting}, timeout=0.3)
-        assert not done
-        assert calls(old).count(OFFER) == 1
-        old.let_go()
-        await run.until_live(0, 1, 2)
-        assert not waiting.done()
-        waiting.cancel()
-
-
-@pytest.mark.parametrize("path", [OFFER, SEND, LEAVE])
-async def test_the_managers_end_does_not_wait_for_one_that_sends(tmp_path: Path, path: str) -> None:
-    async with fleet(tmp_path, 1, sends=True, timeout_seconds=60.0) as (run, (old,)), scripted() as (late,):
-        await broadcast(run, 1)
-        old.faults[path] = ["stall"]
-        await run.register("gserver", 1, address=late.url)
-        await run.until(lambda status: path in old.calls, timeout=20)
-        run.serving.cancel()
-        done, _ = await asyncio.wait({run.serving}, timeout=10)
-        assert done
-        assert not late.paused
-
-
 async def test_a_run_without_hope_ends_with_the_reason(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1, attempts=2) as (run, (gserver,)), scripted() as (broken,):
         assert (await publish(run, 1)).done
         await gserver.die()
         broken.faults[LOAD] = ["error", "error"]
         await run.register("gserver", 0, address=broken.url, pid=999)
-        beating = asyncio.create_task(keep_beating(run, "gserver"))
+        working = [asyncio.create_task(work) for work in (keep_beating(run, "gserver"), resync(run, 1))]
         status = await run.until(lambda status: status.state == "failed", timeout=20)
-        beating.cancel()
+        for task in working:
+            task.cancel()
         assert (
             "no gserver serves weights v1, and gserver/0 could not be brought to them in 2 attempts" in status.message
         )
@@ -414,6 +314,7 @@ async def test_one_that_dies_has_not_failed(tmp_path: Path) -> None:
         assert (await publish(run, 1)).done
         await gserver.die()
         dying.faults[BEGIN] = ["die"]
+        resyncing = asyncio.create_task(resync(run, 1))
         await run.register("gserver", 0, address=dying.url, pid=999)
         await run.until(lambda status: BEGIN in dying.calls, timeout=20)
         await asyncio.sleep(0.3)
@@ -421,6 +322,7 @@ async def test_one_that_dies_has_not_failed(tmp_path: Path) -> None:
         assert (await run.client.status()).state != "failed"
         await run.register("gserver", 0, address=successor.url, pid=1000)
         await run.until_live(0)
+        resyncing.cancel()
 
 
 async def test_the_publisher_is_not_asked_again_and_again_for_one_that_died(tmp_path: Path) -> None:

@@ -117,7 +117,9 @@ async def test_one_that_comes_late_loads_the_adapter_that_is_served(tmp_path: Pa
         await publish(publisher, 1)
         late.sums = SUMS
         await run.register("gserver", 1, address=late.url, pid=200)
-        await run.until(lambda status: 1 in live_gservers(status))
+        await run.manager.resync_needed()
+        await publisher.publish(1, FixedWeights(ADAPTER), resync=True)
+        assert live_gservers(await run.client.status()) == {0, 1}
         assert list(late.adapters) == ["streamrl-v1"]
         assert late.weight_version == "1"
 

@@ -23,9 +23,11 @@ async def test_an_update_that_is_left_before_its_pause_was_asked_for_ends() -> N
             version=1,
             weights=Snapshot(folder="/weights/v1"),
             group=WeightGroup("g", (gserver,)),
+            joined=False,
             calls=WeightCalls(client, timeout=2.0),
             config=config,
             ledger=Ledger(groups_per_batch=1, max_staleness=0, lease_seconds=1.0),
+            on_swapped=lambda version: None,
         )
         update.commit("", {})
         running = asyncio.create_task(update.run())

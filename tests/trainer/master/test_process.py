@@ -492,6 +492,23 @@ def test_a_run_whose_last_evaluation_was_cut_off_makes_that_and_nothing_else(tmp
     assert [event.call.progress.policy_version for event in run.workers.named("Save")] == [7]
 
 
+def test_gservers_get_weights_during_the_last_evaluation(tmp_path):
+    async def work():
+        config = configured(tmp_path, evaluation={"at_end": True}, trainer={"save_at_end": False})
+        async with pretended(config, Script(seconds=lasting(evaluation=100.0))) as run:
+            await run.master.run()
+            finishing = asyncio.create_task(run.master.finish())
+            await run.manager.until(lambda: run.manager.evaluated)
+            run.manager.lacking.add("gserver/0")
+            run.manager.wake()
+            await asyncio.sleep(50.0)
+            assert not run.manager.lacking
+            assert not finishing.done()
+            assert await finishing == ""
+
+    virtually(work())
+
+
 def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_no_other(tmp_path):
     """Most groups are given up: then an epoch may end with those, before the last ones of the batch are trained on."""
     script = Script(rejects=lambda seq: seq % 4 > 0, rows=23)

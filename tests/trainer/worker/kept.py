@@ -22,9 +22,6 @@ class Kept:
     def place(self, name: str) -> Tensor | None:
         return None
 
-    def served_weight(self, name: str) -> Tensor:
-        return self.tensors[name]
-
     def sums(self, name: str) -> str:
         return tensor_sums(self.tensors[name])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch
 from streamrl import config as configuration
 from streamrl.errors import ConfigError
 from streamrl.machine import machine_identity
-from streamrl.trainer.worker.publisher import Carrier, Carriers, carriers_for, sending
+from streamrl.trainer.worker.publisher import Carrier, Carriers, carriers_for
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
 from streamrl.trainer.worker.weight_memory import WeightMemory
 from streamrl.transport.addresses import LOCAL
@@ -189,27 +189,6 @@ def test_over_gloo_weights_are_sent_from_the_cpu(tmp_path: Path) -> None:
 def test_the_backend_is_that_of_the_device_unless_it_is_chosen(device: str, chosen: str, backend: str) -> None:
     weights = configuration.from_dict({"weights": {"backend": chosen}}).weights
     assert backend_for(weights, torch.device(device)) == backend
-
-
-@pytest.mark.parametrize(
-    ("backend", "engine", "asked", "senders", "in_turn"),
-    [
-        ("gloo", "embedded", {}, 8, False),
-        ("gloo", "embedded", {"senders": 3}, 3, False),
-        ("gloo", "sglang", {}, 1, False),
-        ("gloo", "sglang", {"senders": 3}, 3, True),
-        ("nccl", "embedded", {}, 1, False),
-        ("nccl", "embedded", {"senders": 3}, 3, True),
-        ("nccl", "embedded", {"senders": 1}, 1, False),
-        ("nccl", "sglang", {"senders": 99}, 16, True),
-        ("gloo", "embedded", {"senders": 3, "mode": "disk"}, 1, False),
-    ],
-)
-def test_ranks_send_at_once_where_that_can_be_and_else_in_turn_if_several_are_asked_for(
-    backend: Literal["gloo", "nccl"], engine: str, asked: dict[str, Any], senders: int, in_turn: bool
-) -> None:
-    config = configuration.from_dict({"weights": asked, "gserver": {"engine": engine}})
-    assert sending(config, world=16, backend=backend) == (senders, in_turn)
 
 
 def test_a_host_without_shared_memory_has_no_room_there(tmp_path: Path) -> None:

@@ -130,12 +130,7 @@ class MegatronModel:
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         return self._whole.specs()
 
-    def weight_senders(self, *, most: int) -> list[int]:
-        return self._whole.senders(most=most)
-
-    def gather_weights(
-        self, *, dtype: torch.dtype | None = None, to: Sequence[int] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def gather_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         self._check_onloaded()
 
         def piece(number: int) -> Tensor:
@@ -143,7 +138,7 @@ class MegatronModel:
             assert master is not None  # only what this rank contributes is asked for
             return master.detach().flatten().float()
 
-        yield from self._whole.gather(piece, dtype=dtype or torch.float32, to=to)
+        yield from self._whole.gather(piece, dtype=dtype or torch.float32)
 
     def weight_parts(self) -> list[Part]:
         self._check_onloaded()

@@ -23,7 +23,7 @@ from torch import Tensor
 from streamrl.device import SideStream
 from streamrl.errors import ModelError
 from streamrl.safetensors_files import Part
-from streamrl.trainer.backends.base import SCORE, Head, dealt, spread
+from streamrl.trainer.backends.base import SCORE, Head
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
 
@@ -348,26 +348,8 @@ class WholeTensors:
         dist.all_gather(tables, table, group=group)
         self._ranges: list[list[tuple[int, int]]] = [[tuple(row) for row in found.tolist()] for found in tables]
 
-    def senders(self, *, most: int) -> list[int]:
-        """Return the rank that is to send each tensor on, one of its pipeline stage unless `most` is 1."""
-        if most == 1:
-            return [0] * len(self.shapes)
-        chosen: dict[str, int] = {}
-        for stage, weights in enumerate(self._stages):
-            ranks = [rank for rank in range(self._layout.world) if self._layout.coordinates(rank).pipeline == stage]
-            own = [weight for weight in weights if not weight.copy]
-            sizes = [sum(math.prod(shape) for _, shape in weight.sources) for weight in own]
-            candidates = spread(ranks, max(1, most // len(self._stages)))
-            for weight, rank in zip(own, dealt(sizes, [candidates] * len(own)), strict=True):
-                chosen |= {name: rank for name, _ in weight.sources}
-        return [chosen[name] for name in self.shapes]
-
-    def gather(
-        self, piece: Piece, *, dtype: torch.dtype = torch.float32, to: Sequence[int] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Each whole tensor with its name, in order, as `dtype`, on the rank that `to` names for it (0 without it; one
-        for all tensors of a parameter); empty ones elsewhere. Collective."""
-        targets = dict(zip(self.shapes, to or [0] * len(self.shapes), strict=True))
+    def gather(self, piece: Piece, *, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
+        """Each whole tensor with its name, in order, as `dtype`, on rank 0; empty ones elsewhere. Collective."""
         order = iter(self.shapes)
         expected = next(order, None)
         ready: dict[str, Tensor] = {}
@@ -375,13 +357,12 @@ class WholeTensors:
             for number, weight in enumerate(weights):
                 if weight.copy:
                     continue
-                target = targets[weight.sources[0][0]]
-                if self._rank == target:
+                if self._rank == 0:
                     wholes = weight.join(self._receive(stage, number, weight, piece, dtype))
                     ready |= {name: whole.to(self._device) for name, whole in wholes}
                 else:
                     if stage == self._stage:
-                        self._send(number, piece, dtype, target)
+                        self._send(number, piece, dtype)
                     ready |= {name: torch.empty(0, device=self._device) for name, _ in weight.sources}
                 while expected in ready:
                     yield expected, ready.pop(expected)
@@ -457,10 +438,10 @@ class WholeTensors:
                 work.wait()
         return shards
 
-    def _send(self, number: int, piece: Piece, dtype: torch.dtype, target: int) -> None:
+    def _send(self, number: int, piece: Piece, dtype: torch.dtype) -> None:
         start, end = self._ranges[self._rank][number]
         if start < end:
-            dist.send(self._on_host(piece, number, dtype), target, group=self._group)
+            dist.send(self._on_host(piece, number, dtype), 0, group=self._group)
 
     def _on_host(self, piece: Piece, number: int, dtype: torch.dtype) -> Tensor:
         with self._beside.after_computation():

@@ -62,8 +62,6 @@ class FaultyFleet:
         self.control = ControlClient(run.url, secret=run.secret)
         self.checked = 0
         """Responses whose every token was compared with the weights of its version."""
-        self.asked_again = 0
-        """How often the publisher was asked for weights that are served already."""
         self._places = places
         self._model = model
         self._initial = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
@@ -102,9 +100,7 @@ class FaultyFleet:
         while True:
             await self.run.manager.resync_needed()
             async with self._publisher_lock:
-                manager = self.run.manager
-                if manager.ledger.policy_version == self.version and manager.weights.resyncs.from_publisher():
-                    self.asked_again += 1
+                if self.run.manager.ledger.policy_version == self.version:
                     await self.publisher.publish(self.version, FixedWeights(self.weights(self.version)), resync=True)
 
     def arm(self, path: str, fault: Fault, *, skip: int = 0, gserver: int = 1) -> Armed:

@@ -28,7 +28,6 @@ from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import PublishBegin, PublishBeginReply, PublishCommit
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, GenerationClient, PauseGeneration
 from streamrl.transport.keys import read_key
-from tests.gserver.harness import live_gservers
 from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import RunningSglang
 from tests.gserver.updates.faults.fleet import PATIENCE, FaultyFleet, faulty_fleet, fleet_config, request
@@ -42,21 +41,17 @@ NO_SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not in
 JOIN = "/init_weights_update_group"
 BEGIN = "/begin_weight_update"
 BUCKET = "/update_weights_from_distributed"
-RECEIVE = "/receive_weights"
 LOAD = "/update_weights_from_disk"
 VERIFY = "/weights_checker"
 PAUSE = "/pause_generation"
 SWAP = "/end_weight_update"
 NAME = "/update_weight_version"
-OFFER = "/offer_weights"
-SEND = "/send_weights"
-LEAVE = "/destroy_weights_update_group"
 RESUME = "/continue_generation"
 
 STEPS = {
     "embedded": {
         "collective": [
-            *((JOIN, 0), (BEGIN, 0), (RECEIVE, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)),
+            *((JOIN, 0), (BEGIN, 0), (BUCKET, 0), (BUCKET, 1), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)),
         ],
         "disk": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
         "shared_memory": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
@@ -128,66 +123,24 @@ async def test_a_gserver_fails_at_every_step(
         await publisher_faults(fleet)
 
 
-SENDER, LATE = 0, 1
-CATCH_UP = [
-    *((SENDER, OFFER, 0), (LATE, JOIN, 0), (LATE, BEGIN, 0), (LATE, RECEIVE, 0), (SENDER, SEND, 0)),
-    *((LATE, VERIFY, 0), (LATE, PAUSE, 0), (LATE, SWAP, 0), (LATE, RESUME, 0), (LATE, LEAVE, 0), (SENDER, LEAVE, 0)),
-]
-"""Calls of a catch-up with `collective`, and to whom."""
+LATE = 1
 
 
-def catch_up_cases() -> list[tuple[int, str, int, Fault]]:
-    """At every step each end dies once, and another fault comes in turn."""
-    found: list[tuple[int, str, int, Fault]] = []
-    for number, (who, path, skip) in enumerate(CATCH_UP):
-        found += [(who, path, skip, FAULTS[number % len(FAULTS)]), (who, path, skip, "kill")]
-    return found
-
-
-async def test_the_sender_or_the_receiver_of_a_catch_up_fails_at_every_step(
-    tmp_path: Path, running_sglang: RunningSglang
-) -> None:
+async def test_a_late_gserver_fails_at_every_step_of_its_resync(tmp_path: Path, running_sglang: RunningSglang) -> None:
     async with faulty_fleet(tmp_path, "collective", running=running_sglang) as fleet:
         await fleet.publish()
-        for who, path, skip, fault in catch_up_cases():
+        faults: list[Fault] = ["kill", *FAULTS]
+        for number, (path, skip) in enumerate(STEPS["embedded"]["collective"]):
+            fault = faults[number % len(faults)]
             try:
-                armed = fleet.arm(path, fault, skip=skip, gserver=who)
+                armed = fleet.arm(path, fault, skip=skip, gserver=LATE)
                 await fleet.restart(LATE)
                 await fleet.run.until(lambda _, armed=armed: armed.struck, timeout=PATIENCE)
                 await fleet.settle()
             except BaseException as error:
-                error.add_note(f"at {fault} in {path} (call {skip + 1}) of gserver/{who}")
+                error.add_note(f"at {fault} in {path} (call {skip + 1})")
                 raise
             await fleet.publish()
-
-
-async def test_a_sender_is_stopped_in_the_middle(tmp_path: Path, running_sglang: RunningSglang) -> None:
-    async with faulty_fleet(tmp_path, "collective", running=running_sglang) as fleet:
-        await fleet.publish()
-        armed = fleet.arm(RECEIVE, "held", gserver=LATE)
-        await fleet.restart(LATE)
-        await fleet.run.until(lambda _: armed.struck, timeout=PATIENCE)
-        fleet.proxies[SENDER].stop()
-        fleet.proxies[LATE].hang_up()
-        await fleet.run.until(lambda status: LATE in live_gservers(status), timeout=PATIENCE)
-        assert fleet.asked_again > 0, "the publisher has the weights too"
-        await fleet.settle()
-
-
-async def test_updates_that_come_while_a_gserver_sends_do_not_change_what_it_sends(
-    tmp_path: Path, running_sglang: RunningSglang
-) -> None:
-    """Two of them: the second would be written where the weights lie that the first has replaced."""
-    async with faulty_fleet(tmp_path, "collective", running=running_sglang, timeout=PATIENCE) as fleet:
-        await fleet.publish()
-        armed = fleet.arm(RECEIVE, "held", gserver=LATE)
-        await fleet.restart(LATE)
-        await fleet.run.until(lambda _: armed.struck, timeout=PATIENCE)
-        await fleet.publish()
-        await fleet.publish()
-        fleet.proxies[LATE].hang_up()
-        await fleet.settle()
-        assert fleet.asked_again == 0, "what was sent was whole, and so was what was sent after it"
 
 
 async def publisher_faults(fleet: FaultyFleet) -> None:

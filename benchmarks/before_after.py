@@ -38,7 +38,7 @@ class Compared(NamedTuple):
 
 def _rate(column: str) -> Callable[[Mapping[str, Any]], float | None]:
     """A column that is a rate; rows whose rate was asked for tell nothing."""
-    return lambda row: None if row.get("kind") == "open" else row.get(column)
+    return lambda row: None if row.get("kind") in ("open", "one by one") else row.get(column)
 
 
 COMPARED = {

@@ -5,14 +5,17 @@
 The manager is the real one, in a process of its own, on one core. With it is the master's buffer, which takes each
 group that has ended and forms training batches of 512; no model worker computes. gservers and rollout workers are
 SIMULATED: they make the calls of real ones from one process on another core, and generate nothing. Each request is a
-group of its own and is admitted by a call of its own, which is the dearest way. There are also the calls that end
-requests (batched for each worker every 10 ms), and every member's heartbeat each second. A real run schedules
-`group_size` requests with each admitted group, and several groups with each call.
+group of its own. There are also the calls that end requests (batched for each worker every 10 ms), and every member's
+heartbeat each second. A real run schedules `group_size` requests with each admitted group.
 
-Two measurements for each number of gservers and of requests in flight: as fast as 16 workers can (closed loop), and
-5,000 admissions a second whether the manager keeps up or not (open loop; a call's latency counts from when it was
-due). Of a third kind is `waiting`: so many admissions wait for room while a place becomes free now and then; the
-latency is that from a change of groups to the answer of the one whose turn it is.
+Four kinds of measurements, the first three for each number of gservers and of requests in flight:
+
+- `closed`: as fast as 16 workers can ask for one group after another. Each group is a call, which is the dearest way.
+- `open`: 5,000 admissions a second, whether the manager keeps up or not. A worker asks as real ones do: by one call at
+  a time, for all groups that it can start by then. The latency of an admission counts from when it was due.
+- `one by one`: the same, but each group is asked for by a call of its own.
+- `waiting`: many admissions wait for room while a place becomes free now and then. The latency counts from a change of
+  groups to the answer of the call whose turn it is.
 
 CPU time of both processes is in the figures: where the load generator's share is near 1, it is the limit, and where
 other programs use the cores, wall-clock figures say little and the manager's CPU time per call still holds.
@@ -161,7 +164,7 @@ async def measure(process: psutil.Process, load: Load, kind: str, in_flight: int
         if kind == "closed":
             await load.at_full_speed(in_flight, seconds)
         else:
-            await load.at_rate(in_flight, RATE, seconds)
+            await load.at_rate(in_flight, RATE, seconds, one_by_one=kind == "one by one")
         return figures(
             load,
             seconds=time.monotonic() - began,
@@ -173,7 +176,7 @@ async def measure(process: psutil.Process, load: Load, kind: str, in_flight: int
 async def measure_waiting(process: psutil.Process, load: Load, waiting: int, wakes: int, pipe: Any) -> dict[str, Any]:
     """`waiting` admissions stand in line; one place after another becomes free."""
     async with load.joined():
-        await load.admit(time.monotonic())  # takes the only place
+        await load.admit(0, [time.monotonic()])  # takes the only place
         connections = [await load.connect() for _ in range(waiting)]
         served: asyncio.Queue[float] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -243,7 +246,8 @@ def one_row(kind: str, gservers: int, in_flight: int, seconds: float, cores: tup
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     for kind, title in (
         ("closed", f"As fast as {WORKERS} simulated workers can"),
-        ("open", f"{RATE:,.0f} admissions a second, come what may"),
+        ("open", f"{RATE:,.0f} admissions a second; each worker asks for all that it can start"),
+        ("one by one", f"{RATE:,.0f} admissions a second, each by a call of its own"),
         ("waiting", "Admissions that wait in line, and one place at a time"),
     ):
         table = Table(title=title)
@@ -296,7 +300,7 @@ def main() -> None:
         os.sched_setaffinity(0, {cores[1]})
     sizes = (1, 1000) if arguments.quick else (1, 30, 1000)
     in_flights = (100,) if arguments.quick else (1, 100, 10_000)
-    points = [(kind, g, n) for kind in ("closed", "open") for g in sizes for n in in_flights]
+    points = [(kind, g, n) for kind in ("closed", "open", "one by one") for g in sizes for n in in_flights]
     points += [("waiting", 1, n) for n in ((100,) if arguments.quick else (100, 10_000))]
     rows = []
     for point in points:

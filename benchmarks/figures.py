@@ -33,7 +33,12 @@ from streamrl.planner.capacity import GIB
 Results = dict[str, Any]
 """What `common.write_results` has written."""
 
-MANAGER_KINDS = {"closed": "as fast as it can", "open": "at a fixed rate", "waiting": "in line, one place at a time"}
+MANAGER_KINDS = {
+    "closed": "as fast as it can",
+    "open": "at a fixed rate",
+    "one by one": "at a fixed rate, one call each",
+    "waiting": "in line, one place at a time",
+}
 MODES = {"collective": "broadcast", "shared_memory": "shared memory", "disk": "disk"}
 TRAINERS = {
     "streamrl": "streamrl",

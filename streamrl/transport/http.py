@@ -55,8 +55,11 @@ class ErrorReply(msgspec.Struct, frozen=True):
 def new_session(
     tls: ssl.SSLContext | None, *, headers: Mapping[str, str] | None = None, connect_seconds: float | None = None
 ) -> aiohttp.ClientSession:
-    """Return a session of any number of connections, without a limit of its own on what is asked. `tls`: what servers
-    are known by that are encrypted; `connect_seconds`: how long one may take to let itself be connected to."""
+    """Return a session with any number of connections.
+
+    `tls`: recognizes encrypted servers. `connect_seconds`: limit on the time to connect. A session has no other limit:
+    a task that is cancelled in the moment when aiohttp's own runs out is not cancelled.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),

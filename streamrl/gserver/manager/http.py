@@ -28,26 +28,7 @@ from streamrl.gserver.manager.access import ALLOWED, LOOKS, Allowed, check_speak
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.status import render
-from streamrl.transport.control import (
-    LONG_POLL_SECONDS,
-    Admit,
-    AskMember,
-    AskPlace,
-    AskRoute,
-    Compare,
-    Drain,
-    FailRun,
-    FinishRun,
-    Heartbeat,
-    HeldOutResult,
-    InFlight,
-    Leave,
-    PublishBegin,
-    PublishCommit,
-    Register,
-    Reject,
-    Role,
-)
+from streamrl.transport import control
 from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts, HttpServer, read_body
 from streamrl.transport.keys import HEADER
 from streamrl.transport.seldom import Seldom
@@ -73,22 +54,22 @@ class Post(NamedTuple):
 
 
 POSTS: Mapping[str, Post] = {
-    "/register": Post(Register, lambda manager: manager.members.register),
-    "/place": Post(AskPlace, lambda manager: manager.elastic.place),
-    "/drain": Post(Drain, lambda manager: manager.elastic.drain),
-    "/leave": Post(Leave, lambda manager: manager.elastic.left),
-    "/heartbeat": Post(Heartbeat, lambda manager: manager.members.heartbeat),
-    "/member": Post(AskMember, lambda manager: manager.members.is_member),
-    "/admit": Post(Admit, lambda manager: manager.groups.admit),
-    "/route": Post(AskRoute, lambda manager: manager.groups.route),
-    "/in_flight": Post(InFlight, lambda manager: manager.groups.in_flight),
-    "/reject": Post(Reject, lambda manager: manager.groups.reject),
-    "/publish/begin": Post(PublishBegin, lambda manager: manager.weights.begin),
-    "/publish/commit": Post(PublishCommit, lambda manager: manager.weights.commit),
-    "/compare": Post(Compare, lambda manager: manager.comparisons.ask),
-    "/evaluation": Post(HeldOutResult, lambda manager: manager.groups.held_out_result),
-    "/finish_run": Post(FinishRun, lambda manager: manager.finish_run),
-    "/fail_run": Post(FailRun, lambda manager: manager.fail_run),
+    "/register": Post(control.Register, lambda manager: manager.members.register),
+    "/place": Post(control.AskPlace, lambda manager: manager.elastic.place),
+    "/drain": Post(control.Drain, lambda manager: manager.elastic.drain),
+    "/leave": Post(control.Leave, lambda manager: manager.elastic.left),
+    "/heartbeat": Post(control.Heartbeat, lambda manager: manager.members.heartbeat),
+    "/member": Post(control.AskMember, lambda manager: manager.members.is_member),
+    "/admit": Post(control.Admit, lambda manager: manager.groups.admit),
+    "/route": Post(control.AskRoute, lambda manager: manager.groups.route),
+    "/in_flight": Post(control.InFlight, lambda manager: manager.groups.in_flight),
+    "/reject": Post(control.Reject, lambda manager: manager.groups.reject),
+    "/publish/begin": Post(control.PublishBegin, lambda manager: manager.weights.begin),
+    "/publish/commit": Post(control.PublishCommit, lambda manager: manager.weights.commit),
+    "/compare": Post(control.Compare, lambda manager: manager.comparisons.ask),
+    "/evaluation": Post(control.HeldOutResult, lambda manager: manager.groups.held_out_result),
+    "/finish_run": Post(control.FinishRun, lambda manager: manager.finish_run),
+    "/fail_run": Post(control.FailRun, lambda manager: manager.fail_run),
 }
 
 
@@ -180,7 +161,7 @@ def _calls(manager: Manager) -> dict[str, _Route]:
         "/model": lambda request: manager.model.listing(),
         "/model/part": lambda request: manager.model.part(request.query.get("name", ""), _count(request, "begin")),
         "/topology": lambda request: members.topology(
-            _role(request), _count(request, "count", 1), wait=_number(request, "wait", LONG_POLL_SECONDS)
+            _role(request), _count(request, "count", 1), wait=_number(request, "wait", control.LONG_POLL_SECONDS)
         ),
     }
     handlers = {f"GET {path}": _get(call) for path, call in gets.items()}
@@ -236,12 +217,12 @@ async def _health(made: _Call) -> web.Response:
     return web.Response(body=b"")
 
 
-def _role(request: web.BaseRequest) -> Role:
+def _role(request: web.BaseRequest) -> control.Role:
     role = request.query.get("role", "")
-    for known in get_args(Role):
+    for known in get_args(control.Role):
         if role == known:
             return known  # type: ignore[no-any-return]
-    raise WireError(f"{request.path}?role={role}: role is one of {', '.join(get_args(Role))}")
+    raise WireError(f"{request.path}?role={role}: role is one of {', '.join(get_args(control.Role))}")
 
 
 def _count(request: web.BaseRequest, name: str, default: int = 0) -> int:

@@ -15,10 +15,10 @@ Four kinds of measurements, the first three for each number of gservers and of r
   a time, for all groups that it can start by then. The latency of an admission counts from when it was due.
 - `one by one`: the same, but each group is asked for by a call of its own.
 - `waiting`: many admissions wait for room while a place becomes free now and then. The latency counts from a change of
-  groups to the answer of the call whose turn it is.
+  groups to the reply to the call that is first in line.
 
-CPU time of both processes is in the figures: where the load generator's share is near 1, it is the limit, and where
-other programs use the cores, wall-clock figures say little and the manager's CPU time per call still holds.
+CPU time of both processes is in the figures: where the load generator's share is near 1, it is the limit. Where other
+programs use the cores, compare the manager's CPU time per call and not the wall-clock figures.
 """
 
 from __future__ import annotations

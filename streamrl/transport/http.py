@@ -1,9 +1,9 @@
 """Typed JSON over HTTP: one call, one Struct in, one Struct out, one deadline; and the server for such calls.
 
-Both are aiohttp. The server is aiohttp's low-level one, without a router or middlewares, for a process that answers
-thousands of short calls each second. Invariants: a caller that hangs up cancels its call; no body is read into memory
-beyond the limit, and none of a request that is refused by its head; a connection whose answers are not taken gets no
-further ones, and is closed in the end; after `close` no call runs.
+Both are aiohttp. The server is aiohttp's low-level one, without a router or middlewares, for thousands of short
+calls each second. Invariants: a caller that hangs up cancels its call; no body is read into memory beyond the limit,
+and none if the head of the request is refused; a connection gets no further replies until its caller takes those that
+were sent, and is closed if it does not; after `close` no call runs.
 """
 
 from __future__ import annotations
@@ -268,7 +268,6 @@ class HttpServer:
             request_factory=partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=most_body_bytes),
             handler_cancellation=True,
             access_log=None,
-            logger=_server_log,
             keepalive_timeout=IDLE_SECONDS,
             lingering_time=LINGER_SECONDS,
             auto_decompress=False,
@@ -317,9 +316,9 @@ async def read_body(request: web.BaseRequest) -> bytes:
 
 
 def _is_fault_of_server(record: logging.LogRecord) -> bool:
-    """Whether a line of aiohttp's log is about more than bytes of a caller that are no HTTP, which are answered 400."""
+    """Return whether a line of aiohttp's log is about more than bytes that are no HTTP: such bytes are replied to with
+    status 400, and their tracebacks could fill the log."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 
-_server_log = logging.getLogger(f"{__name__}.server")
-_server_log.addFilter(_is_fault_of_server)
+logging.getLogger("aiohttp.server").addFilter(_is_fault_of_server)

@@ -85,7 +85,7 @@ def _once(path: str, message: type[Message], reply: type[Reply]) -> Method[Messa
 
 
 def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Message, Reply]:
-    """Return the method of a call that is made until the manager answers."""
+    """Return the method of a call that is made again until it succeeds."""
 
     async def call(client: ControlClient, body: Message) -> Reply:
         return await client._patiently("POST", path, body, reply)
@@ -282,7 +282,7 @@ class ControlClient:
         timeout: float | None = None,
         key: str = "",
     ) -> Reply:
-        """`key`: shown in place of the token, by a process that joins, whatever it was before."""
+        """`key`: shown in place of the token by a process that joins, also if it was a member before."""
         if self._session is None:
             self._session = http.new_session(self._tls, connect_seconds=CONNECT_SECONDS)
         return await http.call(

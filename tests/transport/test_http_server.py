@@ -23,7 +23,7 @@ BODY_LIMIT = 1000
 
 @dataclass
 class Echo:
-    """Answers with the request; `/wait` is answered when `go` is set, and `/secret` is refused by its head."""
+    """Replies with the request: to `/wait` once `go` is set. `/secret` is refused by its head."""
 
     go: asyncio.Event = field(default_factory=asyncio.Event)
     began: asyncio.Event = field(default_factory=asyncio.Event)

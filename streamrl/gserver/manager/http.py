@@ -1,15 +1,15 @@
-"""The manager's HTTP layer: bodies to Structs, errors to replies. Nothing is decided here.
+"""The manager's HTTP layer: bodies to Structs, errors to replies. It makes no decisions.
 
-Who calls is told by the head of the call: of those who may not call, no body is read.
+The head of a call identifies the caller. The body is read only if the caller may make the call.
 
 | status | when |
 |---|---|
-| 400 | the body or the query is not what the call takes |
-| 401 | the caller has shown nothing that is known here |
-| 403 | who calls may not, says that it is somebody else, or is a web page |
+| 400 | the body or the query does not fit the call |
+| 401 | the caller shows no key, or an unknown one |
+| 403 | the caller may not make the call, makes it in the name of another member, or is a web page |
 | 404, 405 | there is no such call |
 | 408, 413 | the body is too slow, or too large |
-| 409 | the call makes sense but is refused; the message says why |
+| 409 | the call makes sense but is refused; the message has the reason |
 | 423 | another process has the place, and lives |
 | 500 | a fault of the manager, logged with its traceback; it lives on |
 """

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from http import HTTPStatus
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -47,32 +47,6 @@ PATIENCE_SECONDS = 120.0
 """How long after its first failure a call is tried again: a controller that has died is started again within that."""
 UNKNOWN = 401
 """HTTP status: what the caller shows is not known, or not any more."""
-
-
-async def patiently(
-    call: Callable[[], Awaitable[Reply]], *, what: str, patience: float, again: Collection[int] = (HTTPStatus.CONFLICT,)
-) -> Reply:
-    """Make `call` until it succeeds; raises its last error when it still fails `patience` seconds after it did first.
-
-    Tried again is what may pass: no connection, no answer in time, a fault of the peer, and a refusal with one of the
-    statuses `again`. `what` names the call in the log.
-    """
-    retry = Retry(what, patience=patience)
-    while True:
-        try:
-            reply = await call()
-        except NotOfRun:
-            raise
-        except (PeerError, DeadlineExceeded) as error:
-            if isinstance(error, PeerError) and 400 <= error.status < 500 and error.status not in again:
-                raise
-            if not await retry.pause(error):
-                if patience:
-                    error.args = (f"{what}: {error}; tried again for {retry.failing_seconds:.0f} s",)
-                raise
-        else:
-            retry.succeeded()
-            return reply
 
 
 def _once(path: str, message: type[Message], reply: type[Reply]) -> Method[Message, Reply]:
@@ -138,11 +112,15 @@ class ControlClient:
         given_up_at = None
         while True:
             try:
-                reply = await patiently(
-                    lambda: self._call("POST", "/register", message, control.RegisterReply, key=self._shown),
+                reply = await self._patiently(
+                    "POST",
+                    "/register",
+                    message,
+                    control.RegisterReply,
                     what=what,
                     patience=patience,
                     again=(),
+                    joins=True,
                 )
                 break
             except PeerError as error:
@@ -162,11 +140,8 @@ class ControlClient:
         Keeps trying for `patience` seconds while the manager is not there yet.
         """
         what = f"asking the manager at {self.url} for a place (is it running there?)"
-        place = await patiently(
-            lambda: self._call("POST", "/place", message, control.Place, key=self._shown),
-            what=what,
-            patience=patience,
-            again=(),
+        place = await self._patiently(
+            "POST", "/place", message, control.Place, what=what, patience=patience, again=(), joins=True
         )
         return place.index
 
@@ -174,15 +149,13 @@ class ControlClient:
         """Return what the run goes on from; keeps trying for `patience` seconds while the manager is not there yet, or
         is that of a run which is over."""
         what = f"asking the manager at {self.url} what the run goes on from (is it running there?)"
-        return await patiently(
-            lambda: self._call("GET", "/resume_point", None, control.ResumePoint), what=what, patience=patience
-        )
+        return await self._patiently("GET", "/resume_point", None, control.ResumePoint, what=what, patience=patience)
 
     async def model(self, *, patience: float) -> control.ModelListing:
         """Return the files of the run's model; keeps trying for `patience` seconds while the manager is not there."""
         what = f"asking the manager at {self.url} for the model (is it running there?)"
-        return await patiently(
-            lambda: self._call("GET", "/model", None, control.ModelListing), what=what, patience=patience, again=()
+        return await self._patiently(
+            "GET", "/model", None, control.ModelListing, what=what, patience=patience, again=()
         )
 
     async def model_part(self, name: str, begin: int) -> control.ModelPart:
@@ -231,10 +204,9 @@ class ControlClient:
         """End this side of a weight update; return how the update went."""
         return await self._call("POST", "/publish/commit", message, control.PublishReply, timeout=timeout)
 
-    async def finish_run(self, message: control.FinishRun, *, patience: float = PATIENCE_SECONDS) -> None:
+    async def finish_run(self, message: control.FinishRun, *, patience: float | None = None) -> None:
         """End the run."""
-        what = "POST /finish_run"
-        await patiently(lambda: self._call("POST", "/finish_run", message, control.Done), what=what, patience=patience)
+        await self._patiently("POST", "/finish_run", message, control.Done, patience=patience)
 
     async def status(self) -> control.Status:
         """Return the run as the manager sees it."""
@@ -242,11 +214,15 @@ class ControlClient:
 
     async def heartbeat(self, message: control.Heartbeat, *, patience: float = 0.0) -> control.HeartbeatReply:
         """Report that the caller lives; tried again for `patience` seconds."""
-        timeout = patience / 3 or None
-        return await patiently(
-            lambda: self._call("POST", "/heartbeat", message, control.HeartbeatReply, timeout=timeout),
+        return await self._patiently(
+            "POST",
+            "/heartbeat",
+            message,
+            control.HeartbeatReply,
             what=f"the heartbeat of {message.role}/{message.index}",
             patience=patience,
+            again=(HTTPStatus.CONFLICT,),
+            timeout=patience / 3 or None,
         )
 
     compare = _once("/compare", control.Compare, control.Done)
@@ -264,13 +240,43 @@ class ControlClient:
         """Refusals that may pass: a controller that was started again learns of its members as they register again."""
         return (HTTPStatus.CONFLICT, UNKNOWN) if self.token else (HTTPStatus.CONFLICT,)
 
-    async def _patiently(self, method: str, path: str, body: msgspec.Struct | None, reply: type[Reply]) -> Reply:
-        return await patiently(
-            lambda: self._call(method, path, body, reply),
-            what=f"{method} {path}",
-            patience=PATIENCE_SECONDS,
-            again=self._passing,
-        )
+    async def _patiently(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None,
+        reply: type[Reply],
+        *,
+        what: str = "",
+        patience: float | None = None,
+        again: Collection[int] | None = None,
+        timeout: float | None = None,
+        joins: bool = False,
+    ) -> Reply:
+        """Make a call until it succeeds; raise its last error if it still fails `patience` seconds after it first did
+        (None: `PATIENCE_SECONDS`).
+
+        Reasons to try again are those that may pass: no connection, no reply in time, a fault of the manager, and a
+        refusal with one of the statuses `again` (None: `_passing`). `what` names the call in the log.
+        """
+        what = what or f"{method} {path}"
+        again = self._passing if again is None else again
+        retry = Retry(what, patience=PATIENCE_SECONDS if patience is None else patience)
+        while True:
+            try:
+                found = await self._call(method, path, body, reply, timeout=timeout, joins=joins)
+            except NotOfRun:
+                raise
+            except (PeerError, DeadlineExceeded) as error:
+                if isinstance(error, PeerError) and 400 <= error.status < 500 and error.status not in again:
+                    raise
+                if not await retry.pause(error):
+                    if patience != 0:
+                        error.args = (f"{what}: {error}; tried again for {retry.failing_seconds:.0f} s",)
+                    raise
+            else:
+                retry.succeeded()
+                return found
 
     async def _call(
         self,
@@ -280,9 +286,9 @@ class ControlClient:
         reply: type[Reply],
         *,
         timeout: float | None = None,
-        key: str = "",
+        joins: bool = False,
     ) -> Reply:
-        """`key`: shown in place of the token by a process that joins, also if it was a member before."""
+        """Make a call once. `joins`: as the owner, also if this process was a member before."""
         if self._session is None:
             self._session = http.new_session(self._tls, connect_seconds=CONNECT_SECONDS)
         return await http.call(
@@ -293,6 +299,6 @@ class ControlClient:
             reply,
             timeout=timeout or self._timeout,
             peer="the manager",
-            headers=bearer(key or self.token or self._shown),
+            headers=bearer(self._shown if joins else self.token or self._shown),
             confidential=reply is control.RegisterReply,
         )

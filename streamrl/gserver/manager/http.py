@@ -84,6 +84,8 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     def check(key: str, request: web.BaseRequest) -> _Call:
         """Return the call that `request` makes; raises `PeerError` if its head alone is reason to refuse it."""
         route, headers = calls.get(key), request.headers
+        if not request.raw_path.startswith("/"):
+            raise WireError(f"this is no request to a path: {request.raw_path[:100]!r}")
         if route is None:
             if methods := [known.partition(" ")[0] for known in calls if known.endswith(f" {request.path}")]:
                 raise PeerError(f"{key}: use {' or '.join(methods)}", status=405)

@@ -5,17 +5,20 @@
 The manager is the real one, in a process of its own, on one core. With it is the master's buffer, which takes each
 group that has ended and forms training batches of 512; no model worker computes. gservers and rollout workers are
 SIMULATED: they make the calls of real ones from one process on another core, and generate nothing. Each request is a
-group of its own and is admitted by a call of its own, which is the dearest way. There are also the calls that end
-requests (batched for each worker every 10 ms), and every member's heartbeat each second. A real run schedules
-`group_size` requests with each admitted group, and several groups with each call.
+group of its own. There are also the calls that end requests (batched for each worker every 10 ms), and every member's
+heartbeat each second. A real run schedules `group_size` requests with each admitted group.
 
-Two measurements for each number of gservers and of requests in flight: as fast as 16 workers can (closed loop), and
-5,000 admissions a second whether the manager keeps up or not (open loop; a call's latency counts from when it was
-due). Of a third kind is `waiting`: so many admissions wait for room while a place becomes free now and then; the
-latency is from a change of groups to the reply to the next one in line.
+Four kinds of measurements, the first three for each number of gservers and of requests in flight:
 
-CPU time of both processes is in the figures: where the load generator's share is near 1, it is the limit, and where
-other programs use the cores, wall-clock figures say little and the manager's CPU time per call still holds.
+- `closed`: as fast as 16 workers can ask for one group after another. Each group is a call, which is the dearest way.
+- `open`: 5,000 admissions a second, whether the manager keeps up or not. A worker asks as real ones do: by one call at
+  a time, for all groups that it can start by then. The latency of an admission counts from when it was due.
+- `one by one`: the same, but each group is asked for by a call of its own.
+- `waiting`: many admissions wait for room while a place becomes free now and then. The latency counts from a change of
+  groups to the reply to the call that is first in line.
+
+CPU time of both processes is in the figures: where the load generator's share is near 1, it is the limit. Where other
+programs use the cores, compare the manager's CPU time per call and not the wall-clock figures.
 """
 
 from __future__ import annotations
@@ -141,7 +144,7 @@ async def measure(pid: int, load: Load, kind: str, in_flight: int, seconds: floa
         if kind == "closed":
             await load.at_full_speed(in_flight, seconds)
         else:
-            await load.at_rate(in_flight, RATE, seconds)
+            await load.at_rate(in_flight, RATE, seconds, one_by_one=kind == "one by one")
         return figures(
             load.latencies,
             load.calls,
@@ -154,7 +157,7 @@ async def measure(pid: int, load: Load, kind: str, in_flight: int, seconds: floa
 async def measure_waiting(pid: int, load: Load, waiting: int, wakes: int, pipe: Any) -> dict[str, Any]:
     """`waiting` admissions stand in line; one place after another becomes free."""
     async with load.joined():
-        await load.admit(time.monotonic())  # takes the only place
+        await load.admit(0, [time.monotonic()])  # takes the only place
         connections = [await load.connect() for _ in range(waiting)]
         served: asyncio.Queue[float] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -225,7 +228,7 @@ def main() -> None:
         os.sched_setaffinity(0, {cores[1]})
     sizes = (1, 1000) if arguments.quick else (1, 30, 1000)
     in_flights = (100,) if arguments.quick else (1, 100, 10_000)
-    points = [(kind, g, n) for kind in ("closed", "open") for g in sizes for n in in_flights]
+    points = [(kind, g, n) for kind in ("closed", "open", "one by one") for g in sizes for n in in_flights]
     points += [("waiting", 1, n) for n in ((100,) if arguments.quick else (100, 10_000))]
     rows = []
     for point in points:

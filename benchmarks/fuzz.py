@@ -27,6 +27,7 @@ import errno
 import json
 import os
 import random
+import re
 import select
 import socket
 import sys
@@ -39,7 +40,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import httptools
 import msgspec
 import numpy as np
 import psutil
@@ -487,20 +487,33 @@ def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:
 # --- how it is sent ------------------------------------------------------------------------------
 
 
+HEAD = re.compile(rb"HTTP/1\.[01] (\d{3})[^\r]*(?:\r\n[^\r\n]+)*\r\n\r\n")
+LENGTH = re.compile(rb"^content-length: *(\d+)", re.IGNORECASE | re.MULTILINE)
+CHUNKED = re.compile(rb"^transfer-encoding: *chunked", re.IGNORECASE | re.MULTILINE)
+LAST_CHUNK = b"0\r\n\r\n"
+
+
 class _Replies:
-    """Status codes of the replies that come by one connection."""
+    """Status codes of the whole replies that come by one connection."""
 
     def __init__(self) -> None:
         self.statuses: deque[int] = deque()
-        self._parser = httptools.HttpResponseParser(self)
+        self._received = b""
 
     def feed(self, data: bytes) -> None:
-        self._parser.feed_data(data)
-
-    def on_message_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status >= 200:  # 100: go on
-            self.statuses.append(status)
+        self._received += data
+        while head := HEAD.match(self._received):
+            end = head.end()
+            if CHUNKED.search(head[0]):
+                last = self._received.find(LAST_CHUNK, end)
+                end = last + len(LAST_CHUNK) if last >= 0 else sys.maxsize
+            elif length := LENGTH.search(head[0]):
+                end += int(length[1])
+            if len(self._received) < end:
+                return
+            self._received = self._received[end:]
+            if (status := int(head[1])) >= 200:  # 100: the body may come
+                self.statuses.append(status)
 
 
 class HttpFuzz:

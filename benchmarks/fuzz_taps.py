@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
-import httptools
 import msgspec
 from aiohttp import web
 from yarl import URL
@@ -171,36 +170,18 @@ class Taps:
             writer.close()
 
 
-class _Reading:
-    """Collects the requests of a stream that httptools parses."""
-
-    def __init__(self) -> None:
-        self.found: list[Request] = []
-        self.parser = httptools.HttpRequestParser(self)
-
-    def on_message_begin(self) -> None:
-        self.target, self.headers, self.body = "", dict[str, str](), bytearray()
-
-    def on_url(self, url: bytes) -> None:
-        self.target += url.decode("latin-1")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if name.decode("latin-1").lower() in KEPT_HEADERS:
-            self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_body(self, body: bytes) -> None:
-        self.body += body
-
-    def on_message_complete(self) -> None:
-        method = self.parser.get_method().decode()
-        self.found.append(Request(method, self.target, self.headers, bytes(self.body)))
-
-
 def http_requests(stream: bytes) -> list[Request]:
-    """The requests that were sent on one connection."""
-    reading = _Reading()
-    reading.parser.feed_data(stream)
-    return reading.found
+    """The requests that clients of streamrl and of agents have sent on one connection."""
+    found, at = list[Request](), 0
+    while (end := stream.find(b"\r\n\r\n", at)) >= 0:
+        line, *fields = stream[at:end].decode("latin-1").split("\r\n")
+        method, target, _ = line.split(" ")
+        headers = {name.lower(): value.strip() for name, _, value in (field.partition(":") for field in fields)}
+        begin = end + 4
+        at = begin + int(headers.get("content-length", "0"))
+        kept = {name: value for name, value in headers.items() if name in KEPT_HEADERS}
+        found.append(Request(method, target, kept, stream[begin:at]))
+    return found
 
 
 def zmq_messages(stream: bytes) -> Iterator[list[bytes]]:

@@ -84,7 +84,7 @@ class Load:
         assert secret is not None, "the manager has left it"
         self._shown = secret.shown
         self._workers, self._gservers, self._heartbeat = workers, gservers, heartbeat
-        self._free: asyncio.LifoQueue[tuple[int, Connection]] = asyncio.LifoQueue()
+        self._connections: list[Connection] = []  # by worker
         self._in_flight: deque[tuple[int, int]] = deque()  # worker, seq
         self._decoder = msgspec.json.Decoder(AdmitReply)
         self.latencies: list[float] = []
@@ -102,7 +102,7 @@ class Load:
                 await self._register("gserver", index, f"{url}/{index}")
             for worker in range(self._workers):
                 token = await self._register("rollout", worker)
-                self._free.put_nowait((worker, await self.connect(token)))
+                self._connections.append(await self.connect(token))
             beating = asyncio.create_task(self._beat())
             try:
                 yield
@@ -137,18 +137,16 @@ class Load:
                 sent += 1
             await asyncio.sleep(0.005)
 
-    async def admit(self, due: float) -> None:
-        """Have one group admitted; its latency counts from `due`, also while all connections are busy."""
-        worker, connection = await self._free.get()
-        try:
-            reply = self._decoder.decode(await connection.post("/admit", Admit(worker=worker, count=1)))
-        finally:
-            self._free.put_nowait((worker, connection))
-        self.latencies.append(time.monotonic() - due)
+    async def admit(self, worker: int, due: Sequence[float]) -> None:
+        """Have a group admitted for each time in `due`, from which its latency counts, by one call of `worker`."""
+        body = await self._connections[worker].post("/admit", Admit(worker=worker, count=len(due)))
+        admissions = self._decoder.decode(body).admissions
+        assert len(admissions) == len(due), "there is room for all"
+        now = time.monotonic()
+        self.latencies += [now - since for since in due]
         self.calls += 1
-        for admission in reply.admissions:
-            self._in_flight.append((worker, admission.seq))
-            self.admitted += 1
+        self._in_flight.extend((worker, admission.seq) for admission in admissions)
+        self.admitted += len(admissions)
 
     async def take_down_to(self, groups: int) -> None:
         """End the requests of the oldest groups, so that `groups` are in flight."""
@@ -169,38 +167,56 @@ class Load:
 
     async def fill(self, groups: int) -> None:
         """Have `groups` in flight."""
-        while self.admitted < groups:
-            await asyncio.gather(*(self.admit(time.monotonic()) for _ in range(self._workers)))
+        if groups:
+            await self.admit(0, [time.monotonic()] * groups)
 
     async def at_full_speed(self, groups: int, seconds: float) -> None:
-        """As many admissions as the connections carry, with `groups` in flight."""
+        """As many admissions as the workers can ask for one by one, with `groups` in flight."""
+        end = time.monotonic() + seconds
         if groups == 1:
-            end = time.monotonic() + seconds
             while time.monotonic() < end:
-                await self.admit(time.monotonic())
+                await self.admit(0, [time.monotonic()])
                 await self.take_down_to(0)
             return
-        end = time.monotonic() + seconds
 
-        async def lane() -> None:
+        async def ask(worker: int) -> None:
             while time.monotonic() < end:
-                await self.admit(time.monotonic())
+                await self.admit(worker, [time.monotonic()])
 
         taking = asyncio.create_task(self._take_on(groups))
-        await asyncio.gather(*(lane() for _ in range(self._workers)))
+        await asyncio.gather(*map(ask, range(self._workers)))
         taking.cancel()
 
-    async def at_rate(self, groups: int, rate: float, seconds: float) -> None:
-        """`rate` admissions a second, whatever the manager answers, with `groups` in flight."""
+    async def at_rate(self, groups: int, rate: float, seconds: float, *, one_by_one: bool) -> None:
+        """`rate` admissions a second, dealt to the workers in turn, with `groups` in flight.
+
+        A worker asks as real ones do: by one call at a time, for all groups that it can start by then. `one_by_one`:
+        each group is asked for by a call of its own.
+        """
+        due: list[deque[float]] = [deque() for _ in range(self._workers)]
+        more = [asyncio.Event() for _ in range(self._workers)]
+
+        async def ask(worker: int) -> None:
+            while True:
+                await more[worker].wait()
+                count = 1 if one_by_one else len(due[worker])
+                await self.admit(worker, [due[worker].popleft() for _ in range(count)])
+                if not due[worker]:
+                    more[worker].clear()
+
+        asking = [asyncio.create_task(ask(worker)) for worker in range(self._workers)]
+        asking.append(asyncio.create_task(self._take_on(groups)))
         began, issued = time.monotonic(), 0
-        taking = asyncio.create_task(self._take_on(groups))
-        async with asyncio.TaskGroup() as calls:
-            while (now := time.monotonic() - began) < seconds:
-                while issued < int(now * rate):
-                    calls.create_task(self.admit(began + issued / rate))
-                    issued += 1
-                await asyncio.sleep(TICK_SECONDS)
-        taking.cancel()
+        while (now := time.monotonic() - began) < seconds or any(due):
+            while issued < int(min(now, seconds) * rate):
+                worker = issued % self._workers
+                due[worker].append(began + issued / rate)
+                more[worker].set()
+                issued += 1
+            await asyncio.sleep(TICK_SECONDS)
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
 
 
 class SimulatedGservers:

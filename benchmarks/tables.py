@@ -125,6 +125,7 @@ STREAMS = {
 MANAGER_KINDS = {
     "closed": "as fast as it can",
     "open": "at a fixed rate",
+    "one by one": "at a fixed rate, one call each",
     "waiting": "in line, one place at a time",
 }
 MANAGER_COST: dict[str, Cell] = {

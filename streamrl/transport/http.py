@@ -1,11 +1,9 @@
-"""Typed JSON over HTTP: one call, one Struct in, one Struct out, one deadline; and a small server for such calls.
+"""Typed JSON over HTTP: one call, one Struct in, one Struct out, one deadline; and the server for such calls.
 
-The server is for a process that replies to thousands of short calls each second. It knows what they need and nothing
-else: keep-alive connections, one call at a time on each, bodies with a `Content-Length`. httptools (llhttp, the parser
-of Node.js) parses; a general web server around it spends several times as much on a call (`benchmarks/bench_http.py`).
-It owns its connections. Invariants: a caller that hangs up cancels its call; nothing is read into memory beyond the
-limits, and no body of a call that its head alone has refused; of a caller who does not take his answers no further call
-is answered; after `close` no call runs.
+Both are aiohttp. The server is aiohttp's low-level one, without a router or middlewares, for thousands of short
+calls each second. Invariants: a caller that hangs up cancels its call; no body is read into memory beyond the limit,
+and none if the head of the request is refused; a connection gets no further replies until its caller takes those that
+were sent, and is closed if it does not; after `close` no call runs.
 """
 
 from __future__ import annotations
@@ -16,16 +14,16 @@ import ipaddress
 import logging
 import socket
 import ssl
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from http import HTTPStatus
-from typing import Any, TypeVar
-from urllib.parse import parse_qsl, unquote, urlsplit
+from functools import partial
+from typing import TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
-import httptools
 import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, NotOfRun, PeerError, PeerLost, WireError
 
@@ -57,8 +55,11 @@ class ErrorReply(msgspec.Struct, frozen=True):
 def new_session(
     tls: ssl.SSLContext | None, *, headers: Mapping[str, str] | None = None, connect_seconds: float | None = None
 ) -> aiohttp.ClientSession:
-    """Return a session of any number of connections, without a limit of its own on what is asked. `tls`: what servers
-    are known by that are encrypted; `connect_seconds`: how long one may take to let itself be connected to."""
+    """Return a session with any number of connections.
+
+    `tls`: recognizes encrypted servers. `connect_seconds`: limit on the time to connect. A session has no other limit:
+    a task that is cancelled in the moment when aiohttp's own runs out is not cancelled.
+    """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
@@ -196,15 +197,14 @@ def _error_told(content: bytes) -> ErrorDetail:
 
 # --- the server ---
 
-log = logging.getLogger(__name__)
-
-MOST_HEAD_BYTES = 32 * 2**10
 IDLE_SECONDS = 120.0
-"""A connection without a call for this long is closed."""
-DRAIN_BYTES = 256 * 2**10
-DRAIN_SECONDS = 1.0
-"""What a refused caller goes on sending is thrown away, up to this much and for this long, before the connection is
-closed: closed at once, it might lose the answer that says why."""
+"""A connection is closed after this time without a request, with a body that does not come to its end, or with answers
+that are not taken."""
+LINGER_SECONDS = 1.0
+"""The rest of a refused body is read and thrown away for this long before the connection is closed: closed at once, it
+might lose the answer with the reason."""
+BACKLOG = 4096
+"""Connections that may wait to be accepted: all processes of a run may come at once."""
 
 
 class Hosts:
@@ -243,260 +243,73 @@ class Hosts:
         return True
 
 
-class Call:
-    """One request."""
-
-    __slots__ = ("body", "headers", "member", "method", "path", "query_text")
-
-    def __init__(self, method: str, target: str, headers: dict[str, str]) -> None:
-        self.method = method
-        path, _, self.query_text = target.partition("?")
-        self.path = unquote(path) if "%" in path else path
-        self.headers = headers
-        """By name in lower case."""
-        self.body = b""
-        """Complete once the call is handled; empty while its head is checked."""
-        self.member: Any = None
-        """The member of the run that has proved to be the caller, where the server wants to know."""
-
-    @property
-    def query(self) -> dict[str, str]:
-        """The part of the URL after `?`, by name."""
-        return dict(parse_qsl(self.query_text, keep_blank_values=True))
-
-
-class Answer:
-    """What a call is answered with."""
-
-    __slots__ = ("body", "content_type", "status")
-
-    def __init__(self, body: bytes, *, status: int = 200, content_type: str = "application/json") -> None:
-        self.body = body
-        self.status = status
-        self.content_type = content_type
-
-    def encode(self, *, keep_alive: bool) -> bytes:
-        """Return the answer as it goes over the connection."""
-        head = (
-            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
-            f"Content-Type: {self.content_type}\r\nContent-Length: {len(self.body)}\r\n"
-            f"{'' if keep_alive else 'Connection: close' + chr(13) + chr(10)}\r\n"
-        )
-        return head.encode() + self.body
-
-
-Handler = Callable[[Call], Awaitable[Answer]]
-Check = Callable[[Call], Answer | None]
-"""Returns the answer to a call that is refused by its head; None: its body may come."""
-Refuse = Callable[[int, str], Answer]
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """A small HTTP/1.1 server.
+    """Passes each request to `handle`, one at a time on each connection, as soon as its head is there.
 
-    `check` is given the head of each call before its body is read, and may refuse it; `handle` then answers the call.
-    Neither may raise. `refuse` makes the answer to a request that is not valid HTTP.
+    `handle` takes the body with `read_body`, and is cancelled if the caller hangs up.
     """
 
-    def __init__(
-        self, handle: Handler, *, refuse: Refuse, most_body_bytes: int, check: Check = lambda call: None
-    ) -> None:
-        self.handle = handle
-        self.check = check
-        self.refuse = refuse
-        self.most_body_bytes = most_body_bytes
-        self.connections: set[_Connection] = set()
-        self._server: asyncio.Server | None = None
+    def __init__(self, handle: Handler, *, most_body_bytes: int) -> None:
+        self._server = web.Server(
+            handle,
+            request_factory=partial(web.BaseRequest, loop=asyncio.get_running_loop(), client_max_size=most_body_bytes),
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=IDLE_SECONDS,
+            lingering_time=LINGER_SECONDS,
+            auto_decompress=False,
+        )
+        self._listening: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
-        """Start to listen, and return host and port, those of IPv4 if there are any. `tls`: the server's certificate;
-        None: connections are not encrypted. Raises `OSError`."""
+        """Start to listen; return the host and port, of IPv4 if `host` has an address of both kinds (ZMQ uses IPv4).
+
+        `tls`: the server's certificate; None: connections are not encrypted. Raises `OSError`.
+        """
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Connection(self, loop), host, port, backlog=4096, ssl=tls)
-        # of a name with addresses of both kinds, each of which has a socket: ZMQ speaks IPv4 here
-        address = min((own.getsockname() for own in self._server.sockets), key=lambda place: ":" in place[0])
+        self._listening = await loop.create_server(self._server, host, port, backlog=BACKLOG, ssl=tls)
+        for listening in self._listening.sockets:  # connections inherit it
+            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * IDLE_SECONDS))
+        address = min((own.getsockname() for own in self._listening.sockets), key=lambda place: ":" in place[0])
         return address[0], address[1]
 
     async def close(self, *, patience: float) -> None:
-        """No further call; those that run have `patience` seconds to end."""
-        if self._server is not None:
-            self._server.close()
-        for connection in list(self.connections):
-            connection.finish()
-        running = [c.running for c in self.connections if c.running is not None]
-        if running:
-            await asyncio.wait(running, timeout=patience)
-        for connection in list(self.connections):
-            connection.abort()
+        """Stop listening. Calls that run have `patience` seconds to end, and are cancelled then."""
+        if self._listening is not None:
+            self._listening.close()
+        self._server.pre_shutdown()
+        await self._server.shutdown(patience / 2)  # it waits twice
         await asyncio.sleep(0)
 
 
-class _Connection(asyncio.Protocol):
-    """One connection; `on_...` are called by the parser, from within `_feed`."""
+async def read_body(request: web.BaseRequest) -> bytes:
+    """Return the body of a request; raises `PeerError` for one that is too large, broken or too slow."""
+    most = request.client_max_size
+    try:
+        if request.content.is_eof():  # it came with the head, as most do: a deadline would cost more than the read
+            return await request.read()
+        if (request.content_length or 0) > most:
+            raise PeerError(f"the body has {request.content_length} bytes, more than the {most} allowed", status=413)
+        if request.headers.get("Expect", "").lower() == "100-continue":
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            request.writer.output_size = 0
+        async with asyncio.timeout(IDLE_SECONDS):
+            return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise PeerError(f"the body has more than the {most} bytes allowed", status=413) from error
+    except web.RequestPayloadError as error:
+        raise PeerError(f"the body is not what its head announces: {error}", status=400) from error
+    except TimeoutError as error:
+        raise PeerError(f"the body has not come to its end within {IDLE_SECONDS:g} s", status=408) from error
 
-    def __init__(self, server: HttpServer, loop: asyncio.AbstractEventLoop) -> None:
-        self.running: asyncio.Task[None] | None = None
-        self._server = server
-        self._loop = loop
-        self._parser = httptools.HttpRequestParser(self)
-        self._received = bytearray()  # while a call runs, and not looked at yet
-        self._waiting: deque[tuple[Call, Answer | None, bool]] = deque()
-        """Calls that came in one piece, the answer to each that is refused, and whether others may follow."""
-        self._refusal: Answer | None = None  # of what comes after them
-        self._target = ""
-        self._headers: dict[str, str] = {}
-        self._body = bytearray()
-        self._call: Call | None = None  # whose head is complete
-        self._refused: Answer | None = None  # by its head
-        self._drained = 0  # bytes thrown away
-        self._head_bytes = 0  # of a head that is not complete yet
-        self._in_body = False
-        self._closing = False
-        self._untaken = False
-        """Whether the caller does not take his answers: until he does, no more of what he sends is looked at."""
-        self._since = 0.0
-        self._idle: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport: asyncio.Transport = transport  # type: ignore[assignment]
-        self._server.connections.add(self)
-        self._since = self._loop.time()
-        self._idle = self._loop.call_later(IDLE_SECONDS, self._look_whether_idle)
+def _is_fault_of_server(record: logging.LogRecord) -> bool:
+    """Return whether a line of aiohttp's log is about more than bytes that are no HTTP: such bytes are replied to with
+    status 400, and their tracebacks could fill the log."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
-    def connection_lost(self, error: Exception | None) -> None:
-        self._server.connections.discard(self)
-        if self._idle is not None:
-            self._idle.cancel()
-        if self.running is not None:
-            self.running.cancel()
 
-    def data_received(self, data: bytes) -> None:
-        if self.running is None:
-            if self._closing:
-                self._drain(len(data))
-            else:
-                self._feed(data)
-        else:
-            self._received += data
-            if len(self._received) > MOST_HEAD_BYTES + self._server.most_body_bytes:
-                self.abort()
-
-    def pause_writing(self) -> None:
-        self._untaken = True
-        self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        self._untaken = False
-        self._transport.resume_reading()
-        if self.running is None and not self._closing:
-            self._next()
-
-    def finish(self) -> None:
-        """Close once the call that runs is answered."""
-        self._closing = True
-        if self.running is None:
-            self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def on_message_begin(self) -> None:
-        self._target, self._headers, self._body = "", {}, bytearray()
-        self._call = self._refused = None
-
-    def on_url(self, url: bytes) -> None:
-        self._target += url.decode("latin-1")
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
-
-    def on_headers_complete(self) -> None:
-        self._in_body, self._head_bytes = True, 0
-        length, most = int(self._headers.get("content-length", "0")), self._server.most_body_bytes
-        if not self._target.startswith("/"):
-            self._refuse(400, f"this is no HTTP/1.1 request to a path: {self._target[:100]}")
-        elif "transfer-encoding" in self._headers:
-            self._refuse(411, "send the body with a Content-Length")
-        elif length > most:
-            self._refuse(413, f"the body has {length} bytes, more than the {most} allowed")
-        elif self._refusal is None:
-            self._call = Call(self._parser.get_method().decode("latin-1"), self._target, self._headers)
-            self._refused = self._server.check(self._call)
-
-    def on_body(self, body: bytes) -> None:
-        if self._call is not None and self._refused is None:
-            self._body += body
-
-    def on_message_complete(self) -> None:
-        self._in_body = False
-        if self._call is not None:
-            self._call.body = bytes(self._body)
-            self._waiting.append((self._call, self._refused, self._parser.should_keep_alive()))
-
-    def _feed(self, data: bytes | bytearray) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # which may be ignored, but nothing is parsed after it
-            self._waiting = deque((call, refused, False) for call, refused, _ in self._waiting)
-            self._refuse(400, "this server speaks HTTP/1.1 only")
-        except httptools.HttpParserError as error:
-            self._refuse(400, f"this is no HTTP/1.1 request: {error}")
-        if not self._in_body:
-            self._head_bytes += len(data) if not self._waiting else 0
-            if self._head_bytes > MOST_HEAD_BYTES:
-                self._refuse(431, f"the head of the request is longer than {MOST_HEAD_BYTES} bytes")
-        elif self._refused is not None:
-            self._refusal = self._refusal or self._refused  # without waiting for the rest of its body
-        elif self._refusal is None and self._headers.get("expect", "").lower() == "100-continue":
-            del self._headers["expect"]  # said once
-            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self._next()
-
-    def _next(self) -> None:
-        """Begin the next call, or refuse what is none."""
-        if self._untaken:
-            return
-        if self._waiting:
-            self._head_bytes = 0
-            call, refused, keep_alive = self._waiting.popleft()
-            self.running = self._loop.create_task(self._answer(call, refused, keep_alive=keep_alive))
-        elif self._refusal is not None:
-            self._closing = True
-            self._transport.write(self._refusal.encode(keep_alive=False))
-            if self._transport.can_write_eof():
-                self._transport.write_eof()
-            if self._idle is not None:
-                self._idle.cancel()
-            self._idle = self._loop.call_later(DRAIN_SECONDS, self._transport.close)
-        elif self._received:
-            received, self._received = self._received, bytearray()
-            self._feed(received)
-
-    def _drain(self, count: int) -> None:
-        """Throw `count` bytes away that came after the last answer."""
-        self._drained += count
-        if self._drained > DRAIN_BYTES:
-            self._transport.close()
-
-    async def _answer(self, call: Call, refused: Answer | None, *, keep_alive: bool) -> None:
-        answer = refused if refused is not None else await self._server.handle(call)
-        self.running = None
-        self._since = self._loop.time()
-        keep_alive = keep_alive and not self._closing
-        self._transport.write(answer.encode(keep_alive=keep_alive))
-        if keep_alive:
-            self._next()
-        else:
-            self._closing = True
-            self._transport.close()
-
-    def _refuse(self, status: int, message: str) -> None:
-        if self._refusal is None:
-            self._refusal = self._server.refuse(status, message)
-
-    def _look_whether_idle(self) -> None:
-        left = self._since + IDLE_SECONDS - self._loop.time()
-        if self.running is None and left <= 0:
-            self.abort()  # closed, it would stay until its last answers are taken
-        else:
-            self._idle = self._loop.call_later(left if left > 0 else IDLE_SECONDS, self._look_whether_idle)
+logging.getLogger("aiohttp.server").addFilter(_is_fault_of_server)

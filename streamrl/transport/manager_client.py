@@ -9,9 +9,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from http import HTTPStatus
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import aiohttp
@@ -20,53 +20,15 @@ import msgspec
 from streamrl.config import Config, SecurityConfig
 from streamrl.errors import DeadlineExceeded, NotOfRun, PeerError
 from streamrl.retry import Retry
-from streamrl.transport import http
+from streamrl.transport import control, http
 from streamrl.transport.addresses import is_loopback
-from streamrl.transport.control import (
-    LONG_POLL_SECONDS,
-    Admit,
-    AdmitReply,
-    AskMember,
-    AskPlace,
-    AskRoute,
-    Compare,
-    Done,
-    Drain,
-    FailRun,
-    FinishRun,
-    GserverPlaces,
-    Heartbeat,
-    HeartbeatReply,
-    HeldOutResult,
-    InFlight,
-    InFlightReply,
-    IsMember,
-    Keep,
-    KeepReply,
-    Leave,
-    ModelListing,
-    ModelPart,
-    Peer,
-    Place,
-    PublishBegin,
-    PublishBeginReply,
-    PublishCommit,
-    PublishReply,
-    Register,
-    RegisterReply,
-    Reject,
-    ResumePoint,
-    Role,
-    RouteReply,
-    Silence,
-    Status,
-    Topology,
-)
 from streamrl.transport.keys import bearer
 from streamrl.transport.secret import Secret, of_run_at
 from streamrl.transport.tls import client_context
 
+Message = TypeVar("Message", bound=msgspec.Struct)
 Reply = TypeVar("Reply")
+Method = Callable[["ControlClient", Message], Coroutine[Any, Any, Reply]]
 
 log = logging.getLogger(__name__)
 
@@ -90,34 +52,26 @@ UNKNOWN = 401
 """HTTP status: what the caller shows is not known, or not any more."""
 
 
-async def patiently(
-    call: Callable[[], Awaitable[Reply]], *, what: str, patience: float, again: Collection[int] = (HTTPStatus.CONFLICT,)
-) -> Reply:
-    """Make `call` until it succeeds; raises its last error when it still fails `patience` seconds after it did first.
+def _once(path: str, message: type[Message], reply: type[Reply]) -> Method[Message, Reply]:
+    """Return the method of a call that is made once."""
 
-    Tried again is what may pass: no connection, no answer in time, a fault of the peer, and a refusal with one of the
-    statuses `again`. `what` names the call in the log.
-    """
-    retry = Retry(what, patience=patience)
-    while True:
-        try:
-            reply = await call()
-        except NotOfRun:
-            raise
-        except (PeerError, DeadlineExceeded) as error:
-            if isinstance(error, PeerError) and 400 <= error.status < 500 and error.status not in again:
-                raise
-            if not await retry.pause(error):
-                if patience:
-                    error.args = (f"{what}: {error}; tried again for {retry.failing_seconds:.0f} s",)
-                raise
-        else:
-            retry.succeeded()
-            return reply
+    async def call(client: ControlClient, body: Message) -> Reply:
+        return await client._call("POST", path, body, reply)
+
+    return call
+
+
+def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Message, Reply]:
+    """Return the method of a call that is made again until it succeeds."""
+
+    async def call(client: ControlClient, body: Message) -> Reply:
+        return await client._patiently("POST", path, body, reply)
+
+    return call
 
 
 class ControlClient:
-    """Calls the manager. One for each process; `close` it at the end."""
+    """Calls the manager. One for each process; `close` it at the end. `control.py` describes the calls."""
 
     def __init__(
         self,
@@ -151,7 +105,7 @@ class ControlClient:
         if self._session is not None:
             await self._session.close()
 
-    async def register(self, message: Register, *, patience: float) -> RegisterReply:
+    async def register(self, message: control.Register, *, patience: float) -> control.RegisterReply:
         """Join the run; keeps trying for `patience` seconds while the manager is not there yet.
 
         Where another process has the place, waits until that is gone; raises `PeerError` (423) when it is not gone in
@@ -161,11 +115,15 @@ class ControlClient:
         given_up_at = None
         while True:
             try:
-                reply = await patiently(
-                    lambda: self._join("/register", message, RegisterReply),
+                reply = await self._patiently(
+                    "POST",
+                    "/register",
+                    message,
+                    control.RegisterReply,
                     what=what,
                     patience=patience,
                     again=(),
+                    joins=True,
                 )
                 break
             except PeerError as error:
@@ -179,52 +137,50 @@ class ControlClient:
         self.token = reply.token
         return reply
 
-    async def place(self, message: AskPlace, *, patience: float) -> int:
+    async def place(self, message: control.AskPlace, *, patience: float) -> int:
         """Return a number beyond the configured ones that nobody has; it is kept until the caller registers.
 
         Keeps trying for `patience` seconds while the manager is not there yet.
         """
         what = f"asking the manager at {self.url} for a place (is it running there?)"
-        place = await patiently(lambda: self._join("/place", message, Place), what=what, patience=patience, again=())
+        place = await self._patiently(
+            "POST", "/place", message, control.Place, what=what, patience=patience, again=(), joins=True
+        )
         return place.index
 
-    async def resume_point(self, *, patience: float) -> ResumePoint:
+    async def resume_point(self, *, patience: float) -> control.ResumePoint:
         """Return what the run goes on from; keeps trying for `patience` seconds while the manager is not there yet, or
         is that of a run which is over."""
         what = f"asking the manager at {self.url} what the run goes on from (is it running there?)"
-        return await patiently(lambda: self._get("/resume_point", ResumePoint), what=what, patience=patience)
+        return await self._patiently("GET", "/resume_point", None, control.ResumePoint, what=what, patience=patience)
 
-    async def model(self, *, patience: float) -> ModelListing:
+    async def model(self, *, patience: float) -> control.ModelListing:
         """Return the files of the run's model; keeps trying for `patience` seconds while the manager is not there."""
         what = f"asking the manager at {self.url} for the model (is it running there?)"
-        return await patiently(lambda: self._get("/model", ModelListing), what=what, patience=patience, again=())
+        return await self._patiently(
+            "GET", "/model", None, control.ModelListing, what=what, patience=patience, again=()
+        )
 
-    async def model_part(self, name: str, begin: int) -> ModelPart:
+    async def model_part(self, name: str, begin: int) -> control.ModelPart:
         """Return bytes of a file of the model from `begin` on."""
-        return await self._get_patiently(f"/model/part?name={quote(name)}&begin={begin}", ModelPart)
-
-    async def drain(self, message: Drain) -> None:
-        """Have a gserver or a rollout worker finish what it has and leave."""
-        await self._post("/drain", message, Done)
+        return await self._patiently("GET", f"/model/part?name={quote(name)}&begin={begin}", None, control.ModelPart)
 
     async def is_member(self, curve_key: str) -> bool:
         """Whether a CURVE key is that of a member who may speak over ZMQ."""
-        return (await self._post("/member", AskMember(curve_key), IsMember)).known
+        return (await self._call("POST", "/member", control.AskMember(curve_key), control.IsMember)).known
 
-    async def leave(self, message: Leave) -> None:
-        """Tell the manager that this process has left."""
-        await self._post("/leave", message, Done)
-
-    async def silence(self, after: int) -> Silence:
+    async def silence(self, after: int) -> control.Silence:
         """Return who is silent, once that has changed after the first `after` changes, or after a long poll."""
-        return await self._get(f"/silent?after={after}", Silence, timeout=LONG_POLL_SECONDS + self._timeout)
+        timeout = control.LONG_POLL_SECONDS + self._timeout
+        return await self._call("GET", f"/silent?after={after}", None, control.Silence, timeout=timeout)
 
-    async def topology(self, role: Role, count: int, *, patience: float) -> list[Peer]:
+    async def topology(self, role: control.Role, count: int, *, patience: float) -> list[control.Peer]:
         """Return the addresses of the first `count` processes of `role`, once all have registered."""
         deadline = time.monotonic() + patience
         while True:
-            wait = min(LONG_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
-            reply = await self._get_patiently(f"/topology?role={role}&count={count}&wait={wait:.3f}", Topology)
+            wait = min(control.LONG_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
+            path = f"/topology?role={role}&count={count}&wait={wait:.3f}"
+            reply = await self._patiently("GET", path, None, control.Topology)
             if reply.complete:
                 return reply.peers
             if time.monotonic() >= deadline:
@@ -234,108 +190,100 @@ class ControlClient:
                 )
             await asyncio.sleep(INCOMPLETE_SECONDS)
 
-    async def admit(self, message: Admit) -> AdmitReply:
+    async def admit(self, message: control.Admit) -> control.AdmitReply:
         """Return groups to start. Tried again under the same ticket, which gives no group twice and loses none."""
         ticketed = msgspec.structs.replace(message, ticket=uuid.uuid4().hex)
-        return await self._post_patiently("/admit", ticketed, AdmitReply)
+        return await self._patiently("POST", "/admit", ticketed, control.AdmitReply)
 
-    async def keep(self, message: Keep) -> KeepReply:
-        """Return which groups in hand the worker may finish after the run has gone back."""
-        return await self._post_patiently("/keep", message, KeepReply)
-
-    async def route(self, message: AskRoute) -> RouteReply:
-        """Return another gserver for a group whose gserver failed, or none after a long poll."""
-        return await self._post_patiently("/route", message, RouteReply)
-
-    async def in_flight(self, message: InFlight) -> InFlightReply:
-        """Tell the manager what of a worker's groups is in flight; return when to report again."""
-        return await self._post_patiently("/in_flight", message, InFlightReply)
-
-    async def reject(self, message: Reject) -> None:
-        """Give a group up."""
-        await self._post_patiently("/reject", message, Done)
-
-    async def held_out_result(self, message: HeldOutResult) -> None:
-        """Send the result of a held-out prompt."""
-        await self._post_patiently("/evaluation", message, Done)
-
-    async def gserver_places(self) -> GserverPlaces:
+    async def gserver_places(self) -> control.GserverPlaces:
         """Return on which machines and GPUs the gservers are."""
-        return await self._get_patiently("/publish/places", GserverPlaces)
+        return await self._patiently("GET", "/publish/places", None, control.GserverPlaces)
 
-    async def publish_begin(self, message: PublishBegin, *, timeout: float) -> PublishBeginReply:
+    async def publish_begin(self, message: control.PublishBegin, *, timeout: float) -> control.PublishBeginReply:
         """Begin a weight update; return how its weights are to be sent. Tried again: a second call rolls the first
         back."""
-        return await self._post_patiently("/publish/begin", message, PublishBeginReply, timeout=timeout, again=())
+        path, reply = "/publish/begin", control.PublishBeginReply
+        return await self._patiently("POST", path, message, reply, timeout=timeout, again=())
 
-    async def publish_commit(self, message: PublishCommit, *, timeout: float) -> PublishReply:
+    async def publish_commit(self, message: control.PublishCommit, *, timeout: float) -> control.PublishReply:
         """End this side of a weight update; return how the update went. Tried again: a second call returns the same."""
-        return await self._post_patiently("/publish/commit", message, PublishReply, timeout=timeout, again=())
+        path, reply = "/publish/commit", control.PublishReply
+        return await self._patiently("POST", path, message, reply, timeout=timeout, again=())
 
-    async def compare(self, message: Compare) -> None:
-        """Have the gservers score a response; does not wait for them."""
-        await self._post("/compare", message, Done)
-
-    async def finish_run(self, message: FinishRun, *, patience: float = PATIENCE_SECONDS) -> None:
+    async def finish_run(self, message: control.FinishRun, *, patience: float | None = None) -> None:
         """End the run."""
-        what = "POST /finish_run"
-        await patiently(lambda: self._post("/finish_run", message, Done), what=what, patience=patience)
+        await self._patiently("POST", "/finish_run", message, control.Done, patience=patience)
 
-    async def fail_run(self, message: FailRun) -> None:
-        """Have the run stop because of an error."""
-        await self._post_patiently("/fail_run", message, Done)
-
-    async def status(self) -> Status:
+    async def status(self) -> control.Status:
         """Return the run as the manager sees it."""
-        return await self._get("/status", Status)
+        return await self._call("GET", "/status", None, control.Status)
+
+    async def heartbeat(self, message: control.Heartbeat, *, patience: float = 0.0) -> control.HeartbeatReply:
+        """Report that the caller lives; tried again for `patience` seconds."""
+        return await self._patiently(
+            "POST",
+            "/heartbeat",
+            message,
+            control.HeartbeatReply,
+            what=f"the heartbeat of {message.role}/{message.index}",
+            patience=patience,
+            again=(HTTPStatus.CONFLICT,),
+            timeout=min(HEARTBEAT_SECONDS, patience / 3) or None,
+        )
+
+    compare = _once("/compare", control.Compare, control.Done)
+    drain = _once("/drain", control.Drain, control.Done)
+    leave = _once("/leave", control.Leave, control.Done)
+
+    fail_run = _patient("/fail_run", control.FailRun, control.Done)
+    held_out_result = _patient("/evaluation", control.HeldOutResult, control.Done)
+    keep = _patient("/keep", control.Keep, control.KeepReply)
+    in_flight = _patient("/in_flight", control.InFlight, control.InFlightReply)
+    reject = _patient("/reject", control.Reject, control.Done)
+    route = _patient("/route", control.AskRoute, control.RouteReply)
 
     @property
     def _passing(self) -> Collection[int]:
         """Refusals that may pass: a controller that was started again learns of its members as they register again."""
         return (HTTPStatus.CONFLICT, UNKNOWN) if self.token else (HTTPStatus.CONFLICT,)
 
-    async def _post(
-        self, path: str, body: msgspec.Struct, reply: type[Reply], *, timeout: float | None = None
-    ) -> Reply:
-        return await self._call("POST", path, body, reply, timeout or self._timeout)
-
-    async def _join(self, path: str, body: msgspec.Struct, reply: type[Reply]) -> Reply:
-        """Make a call of one who is to become a member, whatever this client was before."""
-        return await self._call("POST", path, body, reply, self._timeout, key=self._shown)
-
-    async def _post_patiently(
+    async def _patiently(
         self,
+        method: str,
         path: str,
-        message: msgspec.Struct,
+        body: msgspec.Struct | None,
         reply: type[Reply],
         *,
-        timeout: float | None = None,
+        what: str = "",
+        patience: float | None = None,
         again: Collection[int] | None = None,
+        timeout: float | None = None,
+        joins: bool = False,
     ) -> Reply:
-        """`again`: as of `patiently`; None: `_passing`."""
-        return await patiently(
-            lambda: self._post(path, message, reply, timeout=timeout),
-            what=f"POST {path}",
-            patience=PATIENCE_SECONDS,
-            again=self._passing if again is None else again,
-        )
+        """Make a call until it succeeds; raise its last error if it still fails `patience` seconds after it first did
+        (None: `PATIENCE_SECONDS`).
 
-    async def _get_patiently(self, path: str, reply: type[Reply]) -> Reply:
-        return await patiently(
-            lambda: self._get(path, reply), what=f"GET {path}", patience=PATIENCE_SECONDS, again=self._passing
-        )
-
-    async def heartbeat(self, message: Heartbeat, *, patience: float = 0.0) -> HeartbeatReply:
-        """Say that the caller lives; tried again for `patience` seconds."""
-        timeout = min(HEARTBEAT_SECONDS, patience / 3) or None
-        return await patiently(
-            lambda: self._post("/heartbeat", message, HeartbeatReply, timeout=timeout),
-            what=f"the heartbeat of {message.role}/{message.index}",
-            patience=patience,
-        )
-
-    async def _get(self, path: str, reply: type[Reply], *, timeout: float | None = None) -> Reply:
-        return await self._call("GET", path, None, reply, timeout or self._timeout)
+        Reasons to try again are those that may pass: no connection, no reply in time, a fault of the manager, and a
+        refusal with one of the statuses `again` (None: `_passing`). `what` names the call in the log.
+        """
+        what = what or f"{method} {path}"
+        again = self._passing if again is None else again
+        retry = Retry(what, patience=PATIENCE_SECONDS if patience is None else patience)
+        while True:
+            try:
+                found = await self._call(method, path, body, reply, timeout=timeout, joins=joins)
+            except NotOfRun:
+                raise
+            except (PeerError, DeadlineExceeded) as error:
+                if isinstance(error, PeerError) and 400 <= error.status < 500 and error.status not in again:
+                    raise
+                if not await retry.pause(error):
+                    if patience != 0:
+                        error.args = (f"{what}: {error}; tried again for {retry.failing_seconds:.0f} s",)
+                    raise
+            else:
+                retry.succeeded()
+                return found
 
     async def _call(
         self,
@@ -343,11 +291,11 @@ class ControlClient:
         path: str,
         body: msgspec.Struct | None,
         reply: type[Reply],
-        timeout: float,
         *,
-        key: str | None = None,
+        timeout: float | None = None,
+        joins: bool = False,
     ) -> Reply:
-        """`key`: what is shown, instead of the token or what is derived from the secret."""
+        """Make a call once. `joins`: as the owner, also if this process was a member before."""
         if self._session is None:
             self._session = http.new_session(self._tls, connect_seconds=CONNECT_SECONDS)
         return await http.call(
@@ -356,8 +304,8 @@ class ControlClient:
             self.url + path,
             body,
             reply,
-            timeout=timeout,
+            timeout=timeout or self._timeout,
             peer="the manager",
-            headers=bearer(key or self.token or self._shown),
-            confidential=reply is RegisterReply,
+            headers=bearer(self._shown if joins else self.token or self._shown),
+            confidential=reply is control.RegisterReply,
         )

@@ -1,14 +1,15 @@
-"""The manager's HTTP layer: bodies to Structs, errors to replies. Nothing is decided here.
+"""The manager's HTTP layer: bodies to Structs, errors to replies. It makes no decisions.
 
-Who calls is told by the head of the call: of those who may not call, no body is read.
+The head of a call identifies the caller. The body is read only if the caller may make the call.
 
 | status | when |
 |---|---|
-| 400 | the body or the query is not what the call takes |
-| 401 | the caller has shown nothing that is known here |
-| 403 | who calls may not, says that it is somebody else, or is a web page |
+| 400 | the body or the query does not fit the call |
+| 401 | the caller shows no key, or an unknown one |
+| 403 | the caller may not make the call, makes it in the name of another member, or is a web page |
 | 404, 405 | there is no such call |
-| 409 | the call makes sense but is refused; the message says why |
+| 408, 413 | the body is too slow, or too large |
+| 409 | the call makes sense but is refused; the message has the reason |
 | 423 | another process has the place, and lives |
 | 500 | a fault of the manager, logged with its traceback; it lives on |
 """
@@ -20,34 +21,16 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple, get_args
 
 import msgspec
+from aiohttp import web
 
 from streamrl.errors import UNDECODABLE, PeerError, StreamRLError, WireError
 from streamrl.gserver.manager.access import ALLOWED, LOOKS, Allowed, check_speaker
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.status import render
-from streamrl.transport.control import (
-    LONG_POLL_SECONDS,
-    Admit,
-    AskMember,
-    AskPlace,
-    AskRoute,
-    Compare,
-    Drain,
-    FailRun,
-    FinishRun,
-    Heartbeat,
-    HeldOutResult,
-    InFlight,
-    Keep,
-    Leave,
-    PublishBegin,
-    PublishCommit,
-    Register,
-    Reject,
-    Role,
-)
-from streamrl.transport.http import Answer, Call, ErrorDetail, ErrorReply, Handler, Hosts, HttpServer
+from streamrl.transport import control
+from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts, HttpServer, read_body
+from streamrl.transport.keys import HEADER
 from streamrl.transport.seldom import Seldom
 
 log = logging.getLogger(__name__)
@@ -55,6 +38,7 @@ log = logging.getLogger(__name__)
 HEALTH = "/health"
 _ANYONE = Allowed(frozenset())
 
+_JSON = {"Content-Type": "application/json"}
 _encoder = msgspec.json.Encoder()
 
 MAX_BODY_BYTES = 64 * 2**20
@@ -70,23 +54,23 @@ class Post(NamedTuple):
 
 
 POSTS: Mapping[str, Post] = {
-    "/register": Post(Register, lambda manager: manager.members.register),
-    "/place": Post(AskPlace, lambda manager: manager.elastic.place),
-    "/drain": Post(Drain, lambda manager: manager.elastic.drain),
-    "/leave": Post(Leave, lambda manager: manager.elastic.left),
-    "/heartbeat": Post(Heartbeat, lambda manager: manager.members.heartbeat),
-    "/member": Post(AskMember, lambda manager: manager.members.is_member),
-    "/admit": Post(Admit, lambda manager: manager.groups.admit),
-    "/keep": Post(Keep, lambda manager: manager.groups.keep),
-    "/route": Post(AskRoute, lambda manager: manager.groups.route),
-    "/in_flight": Post(InFlight, lambda manager: manager.groups.in_flight),
-    "/reject": Post(Reject, lambda manager: manager.groups.reject),
-    "/publish/begin": Post(PublishBegin, lambda manager: manager.weights.begin),
-    "/publish/commit": Post(PublishCommit, lambda manager: manager.weights.commit),
-    "/compare": Post(Compare, lambda manager: manager.comparisons.ask),
-    "/evaluation": Post(HeldOutResult, lambda manager: manager.groups.held_out_result),
-    "/finish_run": Post(FinishRun, lambda manager: manager.finish_run),
-    "/fail_run": Post(FailRun, lambda manager: manager.fail_run),
+    "/register": Post(control.Register, lambda manager: manager.members.register),
+    "/place": Post(control.AskPlace, lambda manager: manager.elastic.place),
+    "/drain": Post(control.Drain, lambda manager: manager.elastic.drain),
+    "/leave": Post(control.Leave, lambda manager: manager.elastic.left),
+    "/heartbeat": Post(control.Heartbeat, lambda manager: manager.members.heartbeat),
+    "/member": Post(control.AskMember, lambda manager: manager.members.is_member),
+    "/admit": Post(control.Admit, lambda manager: manager.groups.admit),
+    "/keep": Post(control.Keep, lambda manager: manager.groups.keep),
+    "/route": Post(control.AskRoute, lambda manager: manager.groups.route),
+    "/in_flight": Post(control.InFlight, lambda manager: manager.groups.in_flight),
+    "/reject": Post(control.Reject, lambda manager: manager.groups.reject),
+    "/publish/begin": Post(control.PublishBegin, lambda manager: manager.weights.begin),
+    "/publish/commit": Post(control.PublishCommit, lambda manager: manager.weights.commit),
+    "/compare": Post(control.Compare, lambda manager: manager.comparisons.ask),
+    "/evaluation": Post(control.HeldOutResult, lambda manager: manager.groups.held_out_result),
+    "/finish_run": Post(control.FinishRun, lambda manager: manager.finish_run),
+    "/fail_run": Post(control.FailRun, lambda manager: manager.fail_run),
 }
 
 
@@ -98,36 +82,39 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     calls = _calls(manager)
     seldom = Seldom(log)
 
-    def check(call: Call) -> Answer | None:
-        """Tell who calls, and refuse those who may not."""
-        key, headers = f"{call.method} {call.path}", call.headers
-        route = calls.get(key)
+    def check(key: str, request: web.BaseRequest) -> _Call:
+        """Return the call that `request` makes; raises `PeerError` if its head alone is reason to refuse it."""
+        route, headers = calls.get(key), request.headers
+        if not request.raw_path.startswith("/"):
+            raise WireError(f"this is no request to a path: {request.raw_path[:100]!r}")
         if route is None:
-            if methods := [known.partition(" ")[0] for known in calls if known.endswith(f" {call.path}")]:
-                return _refuse(405, f"{key}: use {' or '.join(methods)}")
-            return _refuse(404, f"{key}: the manager has no such call")
-        if why := hosts.forged(headers.get("host"), headers.get("origin")):
-            return _refuse(403, f"{key}: {why}")
-        if call.path == HEALTH or (on_loopback and key in LOOKS):
-            return None
-        shown = headers.get("authorization", "")
+            if methods := [known.partition(" ")[0] for known in calls if known.endswith(f" {request.path}")]:
+                raise PeerError(f"{key}: use {' or '.join(methods)}", status=405)
+            raise PeerError(f"{key}: the manager has no such call", status=404)
+        if why := hosts.forged(headers.get("Host"), headers.get("Origin")):
+            raise PeerError(f"{key}: {why}", status=403)
+        if request.path == HEALTH or (on_loopback and key in LOOKS):
+            return _Call(request, None, route)
+        shown = headers.get(HEADER, "")
         caller = manager.access.caller(shown)
         if caller is None:
-            seldom.warning("refused %s of somebody who %s", key, "shows a wrong key" if shown else "shows no key")
-            return _refuse(401, f"{key}: {_WRONG_KEY if shown else _NO_KEY}")
-        if isinstance(caller, Member):
-            if caller.role not in route.allowed.roles:
-                seldom.warning("refused %s of %s (process %d on %s)", key, caller.name, caller.pid, caller.host)
-                return _refuse(403, f"{key}: this is no call of a {caller.role}, and {caller.name} makes it")
-            call.member = caller
-        return None
+            seldom.warning("refused %s of a caller with %s", key, "a wrong key" if shown else "no key")
+            raise PeerError(f"{key}: {_WRONG_KEY if shown else _NO_KEY}", status=401)
+        if not isinstance(caller, Member):
+            return _Call(request, None, route)
+        if caller.role not in route.allowed.roles:
+            raise PeerError(
+                f"{key}: this is no call of a {caller.role}, and {caller.name} makes it (process {caller.pid} on "
+                f"{caller.host})",
+                status=403,
+            )
+        return _Call(request, caller, route)
 
-    async def handle(call: Call) -> Answer:
-        key = f"{call.method} {call.path}"
+    async def handle(request: web.BaseRequest) -> web.Response:
+        key = f"{request.method} {request.path}"
         try:
-            if call.member is not None and call.member.gone:
-                return _refuse(401, f"{key}: {_WRONG_KEY}")  # lost while the body came
-            return await calls[key].handler(call)
+            call = check(key, request)
+            return await call.route.handler(call)
         except WireError as error:
             return _refuse(400, str(error))
         except PeerError as error:
@@ -140,13 +127,22 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
             log.exception("%s failed", key)
             return _refuse(500, f"the manager failed at this call, see its log: {type(error).__name__}: {error}")
 
-    return HttpServer(handle, check=check, refuse=_refuse, most_body_bytes=MAX_BODY_BYTES)
+    return HttpServer(handle, most_body_bytes=MAX_BODY_BYTES)
+
+
+class _Call(NamedTuple):
+    request: web.BaseRequest
+    member: Member | None
+    """The member of the run that makes the call; None: the owner, or anyone where that is allowed."""
+    route: _Route
 
 
 class _Route(NamedTuple):
-    handler: Handler
+    handler: _Handler
     allowed: Allowed
 
+
+_Handler = Callable[[_Call], Awaitable[web.Response]]
 
 _NO_KEY = (
     "this call needs the run's secret: set STREAMRL_SECRET or security.secret_file where it comes from to what the "
@@ -161,87 +157,82 @@ _WRONG_KEY = (
 def _calls(manager: Manager) -> dict[str, _Route]:
     """Method and path → call."""
     members, weights = manager.members, manager.weights
-    gets: dict[str, Handler] = {
-        "/publish/places": _get(lambda call: weights.places()),
-        "/silent": _get(lambda call: members.silence(_count(call, "after"))),
-        "/resume_point": _get(lambda call: members.resume_point()),
-        "/model": _get(lambda call: manager.model.listing()),
-        "/model/part": _get(lambda call: manager.model.part(call.query.get("name", ""), _count(call, "begin"))),
-        "/topology": _get(
-            lambda call: members.topology(
-                _role(call), _count(call, "count", 1), wait=_number(call, "wait", LONG_POLL_SECONDS)
-            )
+    gets: Mapping[str, Callable[[web.BaseRequest], Awaitable[msgspec.Struct]]] = {
+        "/publish/places": lambda request: weights.places(),
+        "/silent": lambda request: members.silence(_count(request, "after")),
+        "/resume_point": lambda request: members.resume_point(),
+        "/model": lambda request: manager.model.listing(),
+        "/model/part": lambda request: manager.model.part(request.query.get("name", ""), _count(request, "begin")),
+        "/topology": lambda request: members.topology(
+            _role(request), _count(request, "count", 1), wait=_number(request, "wait", control.LONG_POLL_SECONDS)
         ),
-        "/status": _status(manager),
-        "/metrics": _metrics(manager),
-        HEALTH: _health,
     }
-    calls = {}
-    for path, post in POSTS.items():
-        allowed = ALLOWED[f"POST {path}"]
-        calls[f"POST {path}"] = _Route(_post(post.body, post.handler(manager), allowed), allowed)
-    for path, handler in gets.items():
-        calls[f"GET {path}"] = _Route(handler, ALLOWED.get(f"GET {path}", _ANYONE))
-    return calls
+    handlers = {f"GET {path}": _get(call) for path, call in gets.items()}
+    handlers |= {f"POST {path}": _post(post.body, post.handler(manager)) for path, post in POSTS.items()}
+    handlers |= {"GET /status": _status(manager), "GET /metrics": _metrics(manager), f"GET {HEALTH}": _health}
+    return {key: _Route(handler, ALLOWED.get(key, _ANYONE)) for key, handler in handlers.items()}
 
 
-def _post(body: type[msgspec.Struct], call: Callable[[Any], Awaitable[msgspec.Struct]], allowed: Allowed) -> Handler:
+def _post(body: type[msgspec.Struct], call: Callable[[Any], Awaitable[msgspec.Struct]]) -> _Handler:
     decoder = msgspec.json.Decoder(body)
 
-    async def handle(request: Call) -> Answer:
+    async def handle(made: _Call) -> web.Response:
+        content = await read_body(made.request)
+        if made.member is not None and made.member.gone:
+            raise PeerError(f"POST {made.request.path}: {_WRONG_KEY}", status=401)  # lost while the body came
         try:
-            message = decoder.decode(request.body)
+            message = decoder.decode(content)
         except UNDECODABLE as error:
             raise WireError(
-                f"POST {request.path} takes a {body.__name__} as JSON: {error}; it got {request.body[:200]!r}"
+                f"POST {made.request.path} takes a {body.__name__} as JSON: {error}; it got {content[:200]!r}"
             ) from error
-        if request.member is not None:
-            check_speaker(request.member, allowed, message)
+        if made.member is not None:
+            check_speaker(made.member, made.route.allowed, message)
         return _json(await call(message))
 
     return handle
 
 
-def _get(call: Callable[[Call], Awaitable[msgspec.Struct]]) -> Handler:
-    async def handle(request: Call) -> Answer:
-        return _json(await call(request))
+def _get(call: Callable[[web.BaseRequest], Awaitable[msgspec.Struct]]) -> _Handler:
+    async def handle(made: _Call) -> web.Response:
+        return _json(await call(made.request))
 
     return handle
 
 
-def _status(manager: Manager) -> Handler:
-    async def handle(request: Call) -> Answer:
+def _status(manager: Manager) -> _Handler:
+    async def handle(made: _Call) -> web.Response:
         return _json(manager.status())
 
     return handle
 
 
-def _metrics(manager: Manager) -> Handler:
-    async def handle(request: Call) -> Answer:
+def _metrics(manager: Manager) -> _Handler:
+    async def handle(made: _Call) -> web.Response:
         admitted, paused = manager.admissions.admitted, manager.weights.pause_seconds_total
         content = render(manager.status(), admitted=admitted, pause_seconds_total=paused)
-        return Answer(content, content_type="text/plain; version=0.0.4; charset=utf-8")
+        return web.Response(body=content, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     return handle
 
 
-async def _health(request: Call) -> Answer:
-    return Answer(b"")
+async def _health(made: _Call) -> web.Response:
+    return web.Response(body=b"")
 
 
-def _role(request: Call) -> Role:
+def _role(request: web.BaseRequest) -> control.Role:
     role = request.query.get("role", "")
-    for known in get_args(Role):
+    for known in get_args(control.Role):
         if role == known:
             return known  # type: ignore[no-any-return]
-    raise WireError(f"{request.path}?role={role}: role is one of {', '.join(get_args(Role))}")
+    raise WireError(f"{request.path}?role={role}: role is one of {', '.join(get_args(control.Role))}")
 
 
-def _count(request: Call, name: str, default: int = 0) -> int:
+def _count(request: web.BaseRequest, name: str, default: int = 0) -> int:
     return int(_number(request, name, default))
 
 
-def _number(request: Call, name: str, default: float) -> float:
+def _number(request: web.BaseRequest, name: str, default: float) -> float:
     text = request.query.get(name)
     if text is None:
         return default
@@ -254,9 +245,9 @@ def _number(request: Call, name: str, default: float) -> float:
     return value
 
 
-def _refuse(status: int, message: str, *, retry_seconds: float = 0.0) -> Answer:
+def _refuse(status: int, message: str, *, retry_seconds: float = 0.0) -> web.Response:
     return _json(ErrorReply(ErrorDetail(message, retry_seconds)), status=status)
 
 
-def _json(content: Any, *, status: int = 200) -> Answer:
-    return Answer(_encoder.encode(content), status=status)
+def _json(content: Any, *, status: int = 200) -> web.Response:
+    return web.Response(body=_encoder.encode(content), status=status, headers=_JSON)

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streamrl import essential
 from streamrl.errors import PeerLost
+from streamrl.transport.http import new_session
 from streamrl.transport.keys import bearer
 from streamrl.transport.liveness import LastHeard
 
@@ -54,10 +55,7 @@ async def monitoring(
     The server is lost when it has answered nothing for `stuck_seconds`; its scheduler may also be silent for the
     `update_seconds` that it may wait in a weight update.
     """
-    # Without a timeout of aiohttp's: a task that is cancelled in the moment when that runs out is not cancelled.
-    unlimited = aiohttp.ClientTimeout(total=None)
-    connector = aiohttp.TCPConnector(ssl=tls if tls is not None else True)
-    async with aiohttp.ClientSession(timeout=unlimited, headers=bearer(key), connector=connector) as session:
+    async with new_session(tls, headers=bearer(key)) as session:
         yield Monitor(session, url=url, stuck_seconds=stuck_seconds, update_seconds=update_seconds)
 
 

@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -183,6 +184,17 @@ async def test_a_web_page_can_forge_no_request(tmp_path: Path, headers: dict[str
     async with managed(small_config(tmp_path)) as run:
         for key in ("GET /status", "GET /health", "GET /silent?after=5"):
             assert await status_of(run, key, bearer(run.secret.shown) | headers) == status
+
+
+@pytest.mark.parametrize("target", ["http://evil.example/health", "http://localhost/health", "*", "evil.example:80"])
+async def test_a_request_to_no_path_is_refused(tmp_path: Path, target: str) -> None:
+    """A proxy gets such requests, and their `Host` would not be the one that counts (RFC 9112, section 3.2.2)."""
+    async with managed(small_config(tmp_path)) as run:
+        address = urlsplit(run.url)
+        reader, writer = await asyncio.open_connection(address.hostname, address.port)
+        writer.write(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % target.encode())
+        assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == b"400"
+        writer.close()
 
 
 async def test_refusals_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

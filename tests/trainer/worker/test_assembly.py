@@ -59,7 +59,7 @@ def _publish(rank, model, shapes):
     """Rank 0 breaks a pass off, makes a whole one, and ends; the other rank has to be through with both, and free."""
     from streamrl.trainer.worker.weight_source import WeightSource
 
-    source = WeightSource(model, rank=rank, world=2, timeout_seconds=TIMEOUT_SECONDS, dtype=torch.float32)
+    source = WeightSource(model, world=2, timeout_seconds=TIMEOUT_SECONDS, dtype=torch.float32)
     if rank:
         source.serve()
         return

@@ -46,6 +46,7 @@ GROUND = {
     "seqs",
     "stop_strings",
     "types",
+    "userland",
     "waits",
 }
 """What everything else stands on; "" is `streamrl` itself."""

@@ -29,7 +29,7 @@ from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.runner import Agents, RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
 from streamrl.rollout.groups import check_trajectory
-from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import Session
 from streamrl.transport.generation import SamplingParams
 from streamrl.types import Prompt, Trajectory

@@ -80,7 +80,7 @@ import importlib.util, runpy, sys
 spec = importlib.util.spec_from_file_location("streamrl", sys.argv.pop(1))
 sys.modules["streamrl"] = package = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
-runpy.run_module(sys.argv[1], run_name="__main__", alter_sys=True)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 """Loads the package from its own folder. The folder's other packages, which may have other versions, stay out of the
 path of the other interpreter."""

@@ -30,7 +30,7 @@ from streamrl.rollout.agents.messages import (
     Told,
     with_tool_names,
 )
-from streamrl.rollout.agents.pipe import Endpoint, Score
+from streamrl.rollout.agents.policy import Endpoint, Score
 from streamrl.rollout.agents.rendering import Renderer, SampledTokens, settled
 from streamrl.rollout.agents.runner import Agents
 from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall, discounted

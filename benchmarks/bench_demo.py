@@ -100,7 +100,7 @@ def _plain_loop(seed: int, most: int, answer: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     from streamrl.models import ensure_checkpoint, load_tokenizer
-    from streamrl.rollout.reward.protocol import Response
+    from streamrl.rollout.reward.functions import Response
     from streamrl.rollout.tasks import addition, addition_reward
     from streamrl.types import Prompt
 

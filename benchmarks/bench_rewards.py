@@ -16,17 +16,17 @@ import psutil
 import uvloop
 from common import Row, parser_of, report
 
+from streamrl import userland
 from streamrl.config import from_dict
-from streamrl.rollout.reward import pool as module
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.reward.protocol import Response
 from streamrl.types import Prompt
 
 SIBLINGS = 16
 AT_ONCE = 8
 """Groups that are scored at the same time."""
 TOGETHER, ALONE = "together", "one at a time"
-AHEAD = {TOGETHER: module.AHEAD_SECONDS, ALONE: 1e-9}
+AHEAD = {TOGETHER: userland.AHEAD_SECONDS, ALONE: 1e-9}
 PROMPT = Prompt(seq=0, index=0, epoch=0, messages=[], input_ids=[1, 2, 3, 4, 5], answer="1234", metadata={})
 RESPONSE = Response(text="1234", finish_reason="stop", output_tokens=5)
 
@@ -37,8 +37,8 @@ REWARDS = {"copy": ("streamrl.rollout.tasks:copy_reward", 800)}
 
 async def cost(function: str, way: str, *, groups: int) -> dict[str, float]:
     """Score the responses of so many groups; microseconds of each."""
-    module.AHEAD_SECONDS = AHEAD[way]
-    pool = RewardPool.of(from_dict({"rollout": {"reward": {"function": function, "processes": 2}}}))
+    userland.AHEAD_SECONDS = AHEAD[way]
+    pool = RewardPool(from_dict({"rollout": {"reward": {"function": function, "processes": 2}}}))
     await pool.start()
     try:
         for count in (groups // 10, groups):  # first to warm up

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl.config import Config, load
 from streamrl.models import ensure_checkpoint
 from streamrl.records.collapse import CollapseWatch
-from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.tasks import copy_digits, copy_reward
 from streamrl.trainer.algorithms.advantages import group_advantages
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective

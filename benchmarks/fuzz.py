@@ -57,7 +57,7 @@ from streamrl.gserver.manager.access import ALLOWED, LOOKS  # noqa: E402
 from streamrl.gserver.manager.http import POSTS  # noqa: E402
 from streamrl.machine import machine_identity, process_space  # noqa: E402
 from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
-from streamrl.rollout.agents.pipe import Score  # noqa: E402
+from streamrl.rollout.agents.policy import Score  # noqa: E402
 from streamrl.trainer.calls import CallDone, Published, Stored, Trained  # noqa: E402
 from streamrl.transport import generation, request_reply  # noqa: E402
 from streamrl.transport.codec import ARRAYS, GroupHeader  # noqa: E402

@@ -6,6 +6,10 @@
     ├── ModelError           a model that cannot be found, loaded or served
     ├── RewardError          a reward function that raised, crashed or answered nonsense
     │   └── RewardTimeout    ... or did not answer in time
+    ├── UserCodeError        a user's function that raised or returned something else than it should
+    │   ├── UserCodeUnusable ... or cannot be loaded
+    │   ├── UserCodeTimeout  ... or took too long
+    │   └── UserProcessDied  ... or whose process ended
     ├── WireError            a message that breaks the wire format
     ├── PeerError            another process answered with an error
     │   ├── GoneBack         ... or the run has gone back to a checkpoint, from which this process has to start again
@@ -50,6 +54,27 @@ class RewardError(StreamRLError):
 
 class RewardTimeout(RewardError):
     """A reward function that did not answer in time."""
+
+
+class UserCodeError(StreamRLError):
+    """A function of the user's that raised, or returned something else than it should."""
+
+
+class UserCodeUnusable(UserCodeError):
+    """A function of the user's that cannot be loaded, or whose process cannot be started."""
+
+
+class UserCodeTimeout(UserCodeError):
+    """A function of the user's that took too long; the message states what happened to the call."""
+
+
+class UserProcessDied(UserCodeError):
+    """The end of a process during a call of a user's function; the message states how it ended."""
+
+    def __init__(self, message: str, *, calls: int) -> None:
+        """`calls`: calls that ran in it, each of which may have ended it."""
+        super().__init__(message)
+        self.calls = calls
 
 
 class AgentError(StreamRLError):

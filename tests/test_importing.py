@@ -24,9 +24,8 @@ class Talk:
 """
 LOADERS = {
     "data": "from streamrl.rollout.data import PythonRows\nPythonRows('mine:rows', size=1, seed=0, args={})[0]",
-    "reward": "from streamrl.rollout.reward.functions import load_reward\n"
-    "from streamrl.rollout.reward.protocol import DataOrigin, Setup\n"
-    "load_reward(Setup('mine:score', {}, 1.0, DataOrigin('', '', {}, 1, 0)))(None, None)",
+    "reward": "from streamrl.rollout.reward.functions import DataOrigin, load_reward\n"
+    "load_reward('mine:score', {}, DataOrigin('', '', {}, 1, 0))(None, None)",
     "workflow": "from streamrl.config import WorkflowConfig\n"
     "from streamrl.rollout.workflows import load_workflow\n"
     "load_workflow(WorkflowConfig(name='mine:Talk'))",

@@ -45,6 +45,7 @@ GROUND = {
     "seqs",
     "stop_strings",
     "types",
+    "userland",
     "waits",
 }
 """What everything else stands on; "" is `streamrl` itself."""

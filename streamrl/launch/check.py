@@ -36,8 +36,8 @@ from streamrl.records.sinks import check_installed
 from streamrl.rollout.agents.runner import agents_of
 from streamrl.rollout.data import PromptSource, answer_text
 from streamrl.rollout.process import load_data
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.reward.protocol import Response
 from streamrl.rollout.workflows import load_workflow
 from streamrl.trainer.backends.base import Head, checked
 from streamrl.trainer.backends.optimizer import checked_state
@@ -373,7 +373,7 @@ async def _try_reward(config: Config, prompts: Sequence[Prompt], found: Rehearsa
     answers = [MADE_UP if prompt.answer is None else answer_text(prompt.answer) for prompt in prompts]
     scored: list[_Scored] = []
     failed: list[str] = []
-    pool = RewardPool.of(config)
+    pool = RewardPool(config)
     await pool.start()
     until = time.monotonic() + SCORING_SECONDS
     try:

@@ -1,10 +1,10 @@
 """Where the figures of steps and evaluations go: the run's folder, and from there TensorBoard, Weights & Biases and
 trackio (`metrics.sinks`).
 
-Each sink is a process of its own (`python -m streamrl.records.sinks`) that reads `metrics.jsonl` and
+Each sink is a process of its own (`userland.py`) that reads `metrics.jsonl` and
 `evaluations.jsonl` as they grow and hands the figures to the sink's package. Invariant: whatever that package does,
-hang, crash or wait for a network, the run only ever writes one byte to a pipe that never blocks it, and loses nothing,
-since the figures are in the files. The process ends with the pipe, or with its parent.
+hang, crash or wait for a network, the run only ever writes a few bytes to a pipe that never blocks it, and loses
+nothing, since the figures are in the files. The process ends with the pipe, or with its parent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any, Protocol
 import msgspec
 import psutil
 
-from streamrl.children import describe_exit, die_with_parent, take_standard_streams
+from streamrl import userland
+from streamrl.children import describe_exit
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, scalars
@@ -39,12 +40,14 @@ FINISH_SECONDS = 20.0
 SLOW_SECONDS = 60.0
 """A sink that takes longer for one report is named in the log."""
 NICE = 5
+_NEWS = userland.call_frame(0, None)
+"""Fewer bytes than a pipe takes at once: all of them are written, or none."""
 WANDB_ID = "wandb-run-id"
 """File in the run's folder: the run at Weights & Biases that a resumed run goes on with."""
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a sink's process is told before anything else, as one line of JSON."""
+    """The settings of a sink's process."""
 
     sink: str
     """A key of `SINKS`."""
@@ -152,10 +155,11 @@ class SinkProcess:
 
     def __init__(self, task: Task) -> None:
         """Raises `OSError` if no process can be started."""
+        setup = userland.Setup("streamrl.records.sinks:serve_sink", msgspec.structs.asdict(task), drains=True)
         self.name = task.sink
         self._over = False
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            userland.child_command(),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -163,7 +167,7 @@ class SinkProcess:
         assert self._process.stdin is not None
         self._pipe = self._process.stdin.fileno()
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._pipe, msgspec.json.encode(task) + b"\n")
+            os.write(self._pipe, userland.frame(setup))
         os.set_blocking(self._pipe, False)
 
     @property
@@ -176,7 +180,7 @@ class SinkProcess:
         if self._over:
             return
         try:
-            os.write(self._pipe, b"\n")
+            os.write(self._pipe, _NEWS)
         except BlockingIOError:  # it is far behind, and will look at all of the files when it comes to it
             pass
         except BrokenPipeError:
@@ -318,24 +322,44 @@ def figures_of(report: StepReport) -> dict[str, float]:
     return report.metrics | {f"token_age/{age}": count / tokens for age, count in report.token_ages.items()}
 
 
-def follow(task: Task, news: Iterator[object], sink: Sink) -> None:
-    """Hand `sink` what is new in the run's files, once for each of `news` and once more at their end."""
-    folder = Path(task.folder)
-    steps: Lines[StepReport] = Lines(folder / METRICS_FILE, StepReport, begin=task.begin[METRICS_FILE])
-    evaluations: Lines[EvaluationReport] = Lines(
-        folder / EVALUATIONS_FILE, EvaluationReport, begin=task.begin[EVALUATIONS_FILE]
-    )
-    while True:
-        more = next(news, None) is not None
-        for step in steps.new()[1]:
-            with _watched(task.sink, f"the figures of step {step.step}"):
-                sink.log(figures_of(step), step=step.step, time=step.time)
-        for report in evaluations.new()[1]:
+class _Follower:
+    """Hands a sink the new lines of the run's files."""
+
+    def __init__(self, task: Task) -> None:
+        folder = Path(task.folder)
+        self._name = task.sink
+        self._steps: Lines[StepReport] = Lines(folder / METRICS_FILE, StepReport, begin=task.begin[METRICS_FILE])
+        self._evaluations: Lines[EvaluationReport] = Lines(
+            folder / EVALUATIONS_FILE, EvaluationReport, begin=task.begin[EVALUATIONS_FILE]
+        )
+        with self._or_exit("its start"):
+            self._sink = SINKS[task.sink](task)
+
+    def follow(self) -> None:
+        """Hand over the lines that are new."""
+        for step in self._steps.new()[1]:
+            with self._or_exit(f"the figures of step {step.step}"):
+                self._sink.log(figures_of(step), step=step.step, time=step.time)
+        for report in self._evaluations.new()[1]:
             found = {f"evaluation/{name}": value for name, value in scalars(report).items()}
-            with _watched(task.sink, f"the evaluation of version {report.policy_version}"):
-                sink.log(found, step=report.policy_version, time=report.time)
-        if not more:
-            return
+            with self._or_exit(f"the evaluation of version {report.policy_version}"):
+                self._sink.log(found, step=report.policy_version, time=report.time)
+
+    def close(self) -> None:
+        """Hand over the last lines, and return when all figures are where they belong."""
+        self.follow()
+        with self._or_exit("the last figures"):
+            self._sink.close()
+
+    @contextlib.contextmanager
+    def _or_exit(self, what: str) -> Iterator[None]:
+        """Log a warning if the code inside is slow, and end the process if it fails."""
+        try:
+            with _watched(self._name, what):
+                yield
+        except Exception as error:  # tolerance point: a foreign package, in a process that nothing depends on
+            log.warning("%s: %s", type(error).__name__, error, exc_info=True)
+            sys.exit(1)
 
 
 @contextlib.contextmanager
@@ -352,27 +376,14 @@ def _watched(sink: str, what: str) -> Iterator[None]:
         timer.cancel()
 
 
-def main() -> None:
-    """Be one sink, until standard input ends."""
-    die_with_parent()
+def serve_sink(**settings: Any) -> userland.UserFunction:
+    """Return the sink for a process of its own (`userland.Setup.loader`); each call hands over the new lines."""
     for number in (signal.SIGINT, signal.SIGTERM):  # it ends with the run, which has figures for it until then
         signal.signal(number, signal.SIG_IGN)
-    news, _ = take_standard_streams()
     os.nice(NICE)
-    task = msgspec.json.decode(news.readline(), type=Task)
+    task = Task(**settings)
     logging.basicConfig(level=logging.WARNING, format=f"%(asctime)s %(levelname)-7s {task.sink} %(message)s")
-    try:
-        with _watched(task.sink, "its start"):
-            sink = SINKS[task.sink](task)
-        try:
-            follow(task, iter(news), sink)
-        finally:
-            with _watched(task.sink, "the last figures"):
-                sink.close()
-    except Exception as error:  # tolerance point: a package of somebody else's, in a process that nothing depends on
-        log.warning("%s: %s", type(error).__name__, error, exc_info=True)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()
+    follower = _Follower(task)
+    return userland.UserFunction(
+        follower.follow, arguments=lambda payload: (), result=lambda value: None, close=follower.close
+    )

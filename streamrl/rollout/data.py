@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,10 +23,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.children import module_command
+from streamrl import userland
 from streamrl.config import Config, DataConfig
 from streamrl.config.fields import GENERATED_SOURCES
-from streamrl.errors import ConfigError, DataError
+from streamrl.errors import ConfigError, DataError, UserCodeError, UserCodeTimeout, UserCodeUnusable
 from streamrl.importing import load_object
 from streamrl.records.files import decode_line
 from streamrl.rollout.agents.runner import environment_of
@@ -372,25 +371,22 @@ class VerifiersRows(Rows):
         agent, data = config.rollout.agent, config.data
         self.name = f"the taskset {agent.verifiers}"
         environment = {name: value for name, value in agent.args.items() if name != "sampling"}
-        asked = {"taskset": agent.verifiers, "args": data.args, "environment": environment, "size": data.size}
+        setup = userland.Setup(
+            loader="streamrl.rollout.agents.verifiers:serve_listing",
+            settings={"taskset": agent.verifiers, "args": data.args, "environment": environment},
+        )
         try:
-            listed = subprocess.run(
-                module_command("streamrl.rollout.agents.verifiers", python=agent.python),
-                input=msgspec.json.encode(asked),
-                capture_output=True,
-                timeout=LISTING_SECONDS,
-                env=environment_of(config),
-                check=False,
+            self._rows: list[Row] = userland.call_once(
+                setup, (data.size,), timeout=LISTING_SECONDS, environment=environment_of(config), python=agent.python
             )
-        except OSError as error:
-            raise ConfigError(f"rollout.agent.python = {agent.python!r} cannot be started: {error.strerror}") from error
-        except subprocess.TimeoutExpired as error:
+        except UserCodeTimeout as error:
             raise DataError(f"{self.name} has not listed its tasks within {LISTING_SECONDS:.0f} s") from error
-        if listed.returncode:
-            said = listed.stderr.decode(errors="replace").strip()[-2000:]
-            raise ConfigError(f"rollout.agent.verifiers = {agent.verifiers!r} cannot list its tasks:\n{said}")
-        decoder = msgspec.json.Decoder(Row)
-        self._rows = [decoder.decode(line) for line in listed.stdout.splitlines()]
+        except UserCodeUnusable as error:
+            raise ConfigError(str(error)) from error
+        except UserCodeError as error:
+            raise ConfigError(
+                f"rollout.agent.verifiers = {agent.verifiers!r} cannot list its tasks:\n{error}"
+            ) from error
         if not self._rows:
             raise DataError(f"{self.name} has no tasks")
 

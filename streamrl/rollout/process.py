@@ -165,7 +165,7 @@ async def start_rewards(config: Config, at_exit: AsyncExitStack) -> RewardPool |
     """Return reward processes that are ready, and closed at exit; None if no reward function scores."""
     if not config.reward_function_scores:
         return None
-    rewards = RewardPool.of(config)
+    rewards = RewardPool(config)
     at_exit.push_async_callback(rewards.close)
     await rewards.start()
     return rewards

@@ -11,7 +11,7 @@ import random
 import re
 from typing import Any
 
-from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.reward.functions import Response
 from streamrl.types import Prompt
 
 _NUMBER = re.compile(r"-?\d+")

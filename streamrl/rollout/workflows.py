@@ -33,8 +33,8 @@ from streamrl.importing import load_object
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generation, Generator, GroupRoute, OnTokens, first_known, of_all_tokens
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.reward.protocol import Response
 from streamrl.stop_strings import before_stop
 from streamrl.types import NO_VERSION, Prompt, Trajectory
 

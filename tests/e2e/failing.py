@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.tasks import copy_reward
 from streamrl.types import Prompt
 

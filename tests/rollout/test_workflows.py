@@ -16,7 +16,7 @@ from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generation
 from streamrl.rollout.groups import check_trajectory
-from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import TrajectoryBuilder, load_workflow
 from streamrl.types import NO_VERSION, Prompt, Trajectory
 from tests.rollout.characters import PLAIN_TEMPLATE, make_chat

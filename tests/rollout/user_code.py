@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 from streamrl.errors import StreamRLError
-from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import Session, SingleTurn, TrajectoryBuilder
 from streamrl.types import Prompt, Trajectory
 
@@ -83,19 +82,10 @@ def reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> Any:
             return 10**400
         case ["two"]:
             return TwoNumbers()
-        case ["print"]:
-            print("\x01\x02" * 3000, flush=True)  # noqa: T201
-            os.write(1, b"straight to the descriptor")
-            input_text = sys.stdin.read()
-            return float(len(input_text))
         case ["pid"]:
             return os.getpid()
         case ["variable", name]:
             return float(name in os.environ)
-        case ["spawn", path]:
-            process = subprocess.Popen(["sleep", "600"])
-            Path(path).write_text(str(process.pid))
-            time.sleep(600)
         case ["meet", path, count]:  # returns only once `count` calls are here at the same time
             Path(path, str(os.getpid())).touch()
             while len(os.listdir(path)) < int(count):

@@ -35,7 +35,7 @@ from aiohttp.typedefs import Middleware
 
 from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, RequestRefused
-from streamrl.rollout.agents.pipe import Lease, Score
+from streamrl.rollout.agents.policy import Lease, Score
 from streamrl.rollout.agents.protocols import anthropic, chat, common, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Api, CheckedRequest
 from streamrl.transport.addresses import LOOPBACK, Listening, url_of

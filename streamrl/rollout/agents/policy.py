@@ -1,15 +1,77 @@
-"""`Policy`: what an agent's function is given to reach the policy in training."""
+"""An agent's function as its process sees it: the `Policy` that it asks, its `Score`, and its loading.
+
+Agents' processes import this module before the function, possibly in an interpreter that has only msgspec.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
+import math
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from streamrl.rollout.agents.pipe import Endpoint
+import msgspec
+
+from streamrl.errors import ConfigError
+from streamrl.importing import load_object
+from streamrl.userland import UserFunction
 
 SCORE_SECONDS = 30.0
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """How an episode's agent reaches the policy."""
+
+    root: str
+    """URL of the server, without the episode."""
+    id: str
+    """The episode's, in URLs."""
+    api_key: str
+    """The episode's own; no other opens it, and it opens no other."""
+    model: str
+    """The name under which the policy is asked. Any other is answered, too."""
+
+    @property
+    def base_url(self) -> str:
+        """For OpenAI's client."""
+        return f"{self.anthropic_base_url}/v1"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """For Anthropic's client, which adds the `/v1`."""
+        return f"{self.root}/episodes/{self.id}"
+
+    @property
+    def score_url(self) -> str:
+        """Where the episode's score may be posted to."""
+        return f"{self.anthropic_base_url}/score"
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """An episode to play."""
+
+    task: dict[str, Any]
+    access: Endpoint
+
+
+class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an agent says of its episode."""
+
+    score: float | None = None
+    """What the episode is worth as a whole: it is earned with the last answer. None: the agent does not say."""
+    rewards: dict[str, float] = {}
+    """What single answers earn besides: an answer's id, or its number from 0 in the order of the answers → reward."""
+    metrics: dict[str, float] = {}
+    """Figures of the agent's own, by name: their means are shown."""
+
+    @property
+    def said(self) -> bool:
+        """Whether it says what the episode earns."""
+        return self.score is not None or bool(self.rewards)
 
 
 class Policy:
@@ -49,3 +111,48 @@ class Policy:
             if error.code == 400:
                 raise ValueError(json.loads(error.read())["error"]["message"]) from None
             raise
+
+
+def serve_agent(*, function: str, args: dict[str, Any]) -> UserFunction:
+    """Return the agent's function for an agent's process (`userland.Setup.loader`); raises `ConfigError`."""
+    loaded: Callable[..., Any] = load_object(function, key="rollout.agent.function")
+    try:
+        inspect.signature(loaded).bind(None, None, **args)
+    except TypeError as error:
+        names = "".join(f", *, {name}" if not place else f", {name}" for place, name in enumerate(args))
+        raise ConfigError(f"rollout.agent.function = {function!r} must take (task, policy{names}): {error}") from error
+    decoder = msgspec.msgpack.Decoder(Lease)
+
+    def arguments(payload: msgspec.Raw) -> tuple[dict[str, Any], Policy]:
+        lease = decoder.decode(payload)
+        return lease.task, Policy(lease.access)
+
+    return UserFunction(functools.partial(loaded, **args), arguments=arguments, result=as_score)
+
+
+def as_score(value: object) -> Score:
+    """Return what an agent returned as its score; raises `ValueError` when it is none."""
+    if not isinstance(value, Mapping):
+        return Score(None if value is None else _number(value, "a score"))
+    unknown = value.keys() - set(Score.__struct_fields__)
+    if unknown:
+        known, found = ", ".join(Score.__struct_fields__), ", ".join(sorted(map(repr, unknown)))
+        raise ValueError(f"it returned a mapping with {found}; known: {known}")
+    score = value.get("score")
+    numbers: dict[str, dict[str, float]] = {}
+    for name, what in (("rewards", "a reward"), ("metrics", "a metric")):
+        given = value.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ValueError(f"it returned {name} = {given!r:.200}; it is a mapping to numbers")
+        numbers[name] = {str(key): _number(number, f"{what} ({key})") for key, number in given.items()}
+    return Score(None if score is None else _number(score, "a score"), **numbers)
+
+
+def _number(value: object, what: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise ValueError(f"it returned {value!r:.200} ({type(value).__name__}); {what} is a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}; {what} is a finite number")
+    return number

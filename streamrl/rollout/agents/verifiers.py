@@ -1,7 +1,7 @@
 """Tasks of a taskset of the `verifiers` package, listed and played as they are.
 
 Runs in the interpreter that has the package (`rollout.agent.python`): `play` is the function of the agent's processes,
-the module itself lists tasks. Invariant: task `index` of a taskset with the same settings is the same in every process.
+`serve_listing` lists tasks. Invariant: task `index` of a taskset with the same settings is the same in every process.
 
 An episode's environment asks the policy by tokens, with a renderer of its own; what becomes of its calls, branches
 included, is the gateway's business.
@@ -10,16 +10,16 @@ included, is the gateway's business.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
-import sys
 from collections.abc import Iterator
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from streamrl.children import take_standard_streams
+import msgspec
+
 from streamrl.rollout.agents.policy import Policy
+from streamrl.userland import UserFunction
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -141,17 +141,17 @@ def _metrics(traces: list[Any]) -> Iterator[tuple[str, float]]:
         yield name, fmean(values)
 
 
-def main() -> None:
-    """List tasks: read `{"taskset", "args", "environment", "size"}`, write a row in JSON for each of `size` tasks."""
-    asked_in, rows_out = take_standard_streams()
-    asked = json.loads(asked_in.read())
-    taskset, args = asked["taskset"], asked["args"]
-    with contextlib.redirect_stdout(sys.stderr):
-        env = _environment(taskset, args, asked["environment"])
-        for index, task in enumerate(itertools.islice(env.taskset, asked["size"])):
-            row = {"prompt": _prompt(task, index), "taskset": taskset, "args": args, "index": index}
-            rows_out.write(json.dumps(row).encode() + b"\n")
-    rows_out.flush()
+def serve_listing(*, taskset: str, args: Settings, environment: Settings) -> UserFunction:
+    """Return a function that lists the first `size` tasks as rows (`userland.Setup.loader`)."""
+    env = _environment(taskset, args, environment)
+
+    def rows(size: int) -> list[Settings]:
+        return [
+            {"prompt": _prompt(task, index), "taskset": taskset, "args": args, "index": index}
+            for index, task in enumerate(itertools.islice(env.taskset, size))
+        ]
+
+    return UserFunction(rows, arguments=msgspec.msgpack.Decoder(tuple[int]).decode, result=list)
 
 
 def _prompt(task: Any, index: int) -> Any:
@@ -164,7 +164,3 @@ def _prompt(task: Any, index: int) -> Any:
     from verifiers.v1.types import content_text
 
     return [{"role": message.role, "content": content_text(message.content)} for message in prompt]
-
-
-if __name__ == "__main__":
-    main()

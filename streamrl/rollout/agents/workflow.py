@@ -30,12 +30,12 @@ from streamrl.rollout.agents.messages import (
     Told,
     with_tool_names,
 )
-from streamrl.rollout.agents.pipe import Endpoint, Score
+from streamrl.rollout.agents.policy import Endpoint, Score
 from streamrl.rollout.agents.rendering import Renderer, SampledTokens, settled
 from streamrl.rollout.agents.runner import Agents
 from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall, discounted
 from streamrl.rollout.generation import OnTokens
-from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import Session
 from streamrl.stop_strings import before_stop
 from streamrl.types import Prompt, Trajectory

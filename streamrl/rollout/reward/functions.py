@@ -14,6 +14,8 @@ arguments. It runs in a reward process with a time limit (`pool.py`), may import
 number, also for a response that it cannot read: an exception counts as a failure of infrastructure
 (`rollout.on_failed_sibling`). Up to `rollout.reward.concurrent_calls`
 calls of a coroutine function run at the same time in each process. `streamrl.rollout.tasks` has small examples.
+
+Reward processes import this module before the function, so it imports little by itself.
 """
 
 from __future__ import annotations
@@ -21,42 +23,85 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object
-from streamrl.rollout.data import create_reasoning_gym
-from streamrl.rollout.reward.protocol import DataOrigin, Response, Setup
 from streamrl.types import Prompt
+from streamrl.userland import UserFunction
 
 log = logging.getLogger(__name__)
 
-RewardFunction = Callable[[Response, Prompt], Any]
+RewardFunction = Callable[["Response", Prompt], Any]
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-def load_reward(setup: Setup) -> RewardFunction:
-    """Return the function that `setup` names, with its arguments bound; raises `ConfigError` when it cannot be used."""
-    match setup.function:
+class Response(msgspec.Struct, frozen=True):
+    """A response as a reward function receives it."""
+
+    text: str
+    """The sampled tokens as text, without the stop string that ended them and without special tokens: the end token and
+    all others that the model's tokenizer.json marks as special, such as `<pad>`."""
+    finish_reason: str
+    """`stop`: the model ended it; `length`: it was cut."""
+    output_tokens: int
+    """Tokens that the model sampled for it, special ones included."""
+    turn: int = 1
+    """The turn of the policy, from 1."""
+
+
+class DataOrigin(msgspec.Struct, frozen=True):
+    """Enough of the data configuration to make a reasoning-gym entry again."""
+
+    source: str
+    path: str
+    args: dict[str, Any]
+    size: int
+    seed: int
+
+
+def serve_reward(*, function: str, args: dict[str, Any], origin: dict[str, Any]) -> UserFunction:
+    """Return the reward function for a reward process (`userland.Setup.loader`)."""
+    loaded = load_reward(function, args, msgspec.convert(origin, DataOrigin))
+    decoder = msgspec.msgpack.Decoder(tuple[Response, Prompt])
+    return UserFunction(loaded, arguments=decoder.decode, result=finite_number)
+
+
+def load_reward(spec: str, args: dict[str, Any], origin: DataOrigin) -> RewardFunction:
+    """Return the function of `rollout.reward` with its arguments bound; raises `ConfigError` if it cannot be used."""
+    match spec:
         case "reasoning_gym":
-            return ReasoningGymReward(setup.origin, **setup.args)
+            return ReasoningGymReward(origin, **args)
         case "math_verify":
-            return MathVerifyReward(**setup.args)
-        case spec:
-            function = load_object(spec, key="rollout.reward.function")
-            if not callable(function):
-                raise ConfigError(f"rollout.reward.function = {spec!r}: is a {type(function).__name__}, not a function")
-            try:
-                inspect.signature(function).bind("response", "prompt", **setup.args)
-            except TypeError as error:
-                raise ConfigError(
-                    f"rollout.reward.function = {spec!r} cannot be called as function(response, prompt, **args) "
-                    f"with args {setup.args}: {error}"
-                ) from error
-            return functools.partial(function, **setup.args)
+            return MathVerifyReward(**args)
+    function = load_object(spec, key="rollout.reward.function")
+    if not callable(function):
+        raise ConfigError(f"rollout.reward.function = {spec!r}: is a {type(function).__name__}, not a function")
+    try:
+        inspect.signature(function).bind("response", "prompt", **args)
+    except TypeError as error:
+        raise ConfigError(
+            f"rollout.reward.function = {spec!r} cannot be called as function(response, prompt, **args) "
+            f"with args {args}: {error}"
+        ) from error
+    return functools.partial(function, **args)
+
+
+def finite_number(value: Any) -> float:
+    """Return what a reward function returned as a number; raises `ValueError` if it is no finite number."""
+    try:
+        number = float(value)
+    except Exception:  # any object may raise anything: a tensor of torch with several numbers raises a RuntimeError
+        raise ValueError(f"it returned {value!r:.200} ({type(value).__name__}); a reward is a number") from None
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}; a reward is a finite number")
+    return number
 
 
 def extract_answer(text: str) -> str:
@@ -76,6 +121,8 @@ class ReasoningGymReward:
     def __init__(self, origin: DataOrigin) -> None:
         self._task: Any = None
         if origin.source == "reasoning_gym":
+            from streamrl.rollout.data import create_reasoning_gym
+
             self._task = create_reasoning_gym(origin.path, size=origin.size, seed=origin.seed, args=origin.args)
         self._entry = functools.lru_cache(maxsize=64)(self._make_entry)
 
@@ -110,6 +157,8 @@ def _scorer_named_by(row: dict[str, Any]) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _task_by_name(task: str) -> Any:
+    from streamrl.rollout.data import create_reasoning_gym
+
     return create_reasoning_gym(task, size=1, seed=0, args={})
 
 

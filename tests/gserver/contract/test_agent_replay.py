@@ -19,7 +19,7 @@ from openai import AsyncOpenAI
 from streamrl.config import RewardConfig, SamplingConfig
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
-from streamrl.rollout.agents.pipe import Score
+from streamrl.rollout.agents.policy import Score
 from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.workflow import Earned, Episode, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer

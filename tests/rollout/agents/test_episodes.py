@@ -22,17 +22,17 @@ from openai import AsyncOpenAI
 from streamrl.config import AgentConfig, Config, RolloutConfig
 from streamrl.errors import AgentError, WireError
 from streamrl.rollout.activity import Activity
-from streamrl.rollout.agents.child import MOST_THREADS
 from streamrl.rollout.agents.gateway import Gateway
-from streamrl.rollout.agents.pipe import Endpoint, Score
+from streamrl.rollout.agents.policy import Endpoint, Score
 from streamrl.rollout.agents.rendering import TemplateRenderer
-from streamrl.rollout.agents.runner import Agents, RemoteAgents, agents_of
+from streamrl.rollout.agents.runner import MOST_AT_ONCE, Agents, RemoteAgents, agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
 from streamrl.rollout.groups import check_trajectory
-from streamrl.rollout.reward.protocol import Response
+from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import Session
 from streamrl.transport.generation import SamplingParams
 from streamrl.types import Prompt, Trajectory
+from streamrl.userland import MOST_ABANDONED
 from tests.processes import lives
 from tests.rollout.agents.user_agents import FLOOD
 from tests.rollout.making import configured, engine_and_client, maker_of, route_to
@@ -464,7 +464,7 @@ async def test_an_episode_that_is_given_up_twice_ends_no_others() -> None:
 
 async def test_plain_functions_that_run_on_though_they_are_given_up_take_no_thread_from_later_ones() -> None:
     async with started(AgentConfig(function="tests.rollout.agents.user_agents:sleeps")) as agents:
-        hanging = [asked(agents, "600") for _ in range(MOST_THREADS + 1)]
+        hanging = [asked(agents, "600") for _ in range(MOST_AT_ONCE + MOST_ABANDONED + 1)]
         await asyncio.sleep(0.5)
         for episode in hanging:
             episode.cancel()
@@ -504,11 +504,11 @@ async def test_an_episode_that_is_given_up_while_its_process_starts_leaves_none_
         async with asyncio.timeout(30):
             while set(psutil.Process().children()) <= before:  # noqa: ASYNC110 (nothing tells of a process)
                 await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
-        assert set(psutil.Process().children()) <= before
+    assert len(set(psutil.Process().children()) - before) == 1, "the process starts for the next episode"
     await agents.close()
+    assert set(psutil.Process().children()) <= before
 
 
 # --- programs ---

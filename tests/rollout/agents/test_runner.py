@@ -9,8 +9,8 @@ import pytest
 
 from streamrl.config import AgentConfig, Config, RolloutConfig
 from streamrl.errors import UnknownFault
-from streamrl.rollout.agents.pipe import HANG_SECONDS, Endpoint, Score
-from streamrl.rollout.agents.runner import Agents, agents_of
+from streamrl.rollout.agents.policy import Endpoint, Score
+from streamrl.rollout.agents.runner import HANG_SECONDS, Agents, agents_of
 
 ACCESS = Endpoint(root="http://127.0.0.1:9", id="e", api_key="k", model="policy")
 BLOCKED = HANG_SECONDS + 0.1

@@ -190,7 +190,7 @@ def controller(
 
     settings = [*(overrides or ()), *(["--resume"] if resume else [])]
     if resume:
-        overrides = from_latest(config, overrides or ())
+        overrides = from_latest(config, overrides or (), on_one_host=bool(died))
 
     def tell(url: str) -> None:
         console = _console()

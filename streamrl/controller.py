@@ -70,10 +70,9 @@ async def serve(
                 await serving.until_all_know_of_the_end()
                 await asyncio.wait({training})
                 beating.cancel()
-            if serving.manager.finished:
-                snapshots.remove(config.run_dir)
-            else:
-                await asyncio.to_thread(progress.keep_latest, config.run_dir)
+            if not serving.manager.finished:
+                await asyncio.to_thread(progress.copy_latest_snapshot, config.run_dir)
+            snapshots.remove(config.run_dir)
     serving.manager.raise_early_end()
 
 
@@ -105,6 +104,8 @@ class _ControlledRun:
             if not cause:
                 return
             log.error("%s: the run goes back to its latest checkpoint", cause)
+            if not self._manager.trainer_is_here:
+                await asyncio.to_thread(progress.copy_latest_snapshot, config.run_dir)  # for model workers elsewhere
             config = from_latest(self._config)
 
     async def beat(self) -> None:

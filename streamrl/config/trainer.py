@@ -94,9 +94,8 @@ class TrainerConfig(Section, frozen=True):
     keep_checkpoints: Positive = 2
     """How many checkpoints stay, besides that of the end."""
     snapshot_every_steps: NonNegative | None = None
-    """Training steps between snapshots, that is, checkpoints in the memory of the trainer's host, from which the run
-    continues after a death. If not set, as often as costs at most 2% of the time; 0: none. A trainer on several hosts
-    takes none."""
+    """Training steps between snapshots, that is, checkpoints in the memory of model worker 0's host, from which the run
+    continues after a death. If not set, as often as costs at most 2% of the time; 0: none."""
     save_at_end: bool = True
     save_on_stop_seconds: NonNegativeFloat = 60.0
     """Deadline of the checkpoint that the first Ctrl-C or SIGTERM has written, in seconds. 0: none is written."""

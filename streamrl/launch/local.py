@@ -54,7 +54,7 @@ from streamrl.launch.supervise import (
     was_left_behind,
 )
 from streamrl.processor import avoid_broken_instructions
-from streamrl.records import progress
+from streamrl.records import progress, snapshots
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, hold, of_new_run
@@ -171,7 +171,8 @@ class Launcher:
                 finally:
                     self._display.note("stopping what is left" if self._children.running else "all processes have left")
                     await self._children.stop()
-                    await asyncio.to_thread(progress.keep_latest, self._config.run_dir)  # of a controller that has died
+                    await asyncio.to_thread(progress.copy_latest_snapshot, self._config.run_dir)  # by a dead controller
+                    snapshots.remove(self._config.run_dir)
         finally:
             self._children.close()
             lock.close()

@@ -24,7 +24,7 @@ from streamrl.launch.process import Component, Departure, run_component, set_up_
 from streamrl.launch.processes import COMPONENTS, PlanRole, thread_environment, threads_of
 from streamrl.launch.supervise import ANSWER_SECONDS, ending_written, save_and_end
 from streamrl.processor import avoid_broken_instructions
-from streamrl.records import progress
+from streamrl.records import progress, snapshots
 from streamrl.records.metrics import METRICS_FILE
 from streamrl.records.sinks import check_installed
 from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
@@ -82,9 +82,15 @@ async def _drain(client: ControlClient, role: Role, index: int) -> None:
 # --- the process ---
 
 
-def from_latest(config_file: Path, overrides: Sequence[str]) -> list[str]:
-    """Return `overrides` with the one that has the run go on from its latest checkpoint, if there is one."""
-    found = progress.checkpoints(configuration.load(config_file, overrides).run_dir)
+def from_latest(config_file: Path, overrides: Sequence[str], *, on_one_host: bool = False) -> list[str]:
+    """Return `overrides` with a `run.resume_from` that names the run's latest checkpoint, if there is one.
+
+    `on_one_host`: whether all model workers are on this host. If not, a snapshot is copied to the disk for them.
+    """
+    run_dir = configuration.load(config_file, overrides).run_dir
+    if not on_one_host and not snapshots.in_use(run_dir):
+        progress.copy_latest_snapshot(run_dir)
+    found = progress.checkpoints(run_dir)
     return [*overrides, f"run.resume_from={found[-1].absolute()}"] if found else list(overrides)
 
 

@@ -101,7 +101,8 @@ def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
     evaluation at the end is left to do if it was cut off, since the last checkpoint is written before it ends.
     """
     if not snapshots.in_use(config.run_dir):
-        progress.keep_latest(config.run_dir)
+        progress.copy_latest_snapshot(config.run_dir)
+        snapshots.remove(config.run_dir)
     found = progress.checkpoints(config.run_dir)
     if not found:
         raise ConfigError(

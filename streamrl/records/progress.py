@@ -204,11 +204,10 @@ def begin_lineage(config: Config, *, cause: str = "") -> Lineage:
     )
 
 
-def keep_latest(run_dir: Path) -> None:
-    """Copy the run's latest checkpoint to the disk if it is in memory, and remove the snapshots."""
+def copy_latest_snapshot(run_dir: Path) -> None:
+    """Copy the run's latest checkpoint to the disk if it is in memory."""
     found = checkpoints(run_dir)
-    memory = snapshots.folder_of(run_dir)
-    if found and found[-1].parent == memory:
+    if found and found[-1].parent == snapshots.folder_of(run_dir):
         target = run_dir / "checkpoints" / found[-1].name
         unfinished = target.with_name(target.name + UNFINISHED)
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -218,7 +217,6 @@ def keep_latest(run_dir: Path) -> None:
             remove(target)
         unfinished.rename(target)
         log.info("%s was copied from memory", target)
-    snapshots.remove(run_dir)
 
 
 def prune(folder: Path, *, keep: int, spare: str | None, run_dir: Path | None = None, pattern: str = "step-*") -> None:

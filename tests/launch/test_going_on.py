@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from streamrl.launch.processes import ProcessPlan
 from streamrl.launch.role import from_controllers, from_latest
 from streamrl.launch.supervise import Children
 from streamrl.records import lineage as lineages
-from streamrl.records import progress
+from streamrl.records import progress, snapshots
 from streamrl.records.progress import Progress
 from streamrl.transport.control import FinishRun
 from streamrl.transport.manager_client import ControlClient
@@ -61,6 +62,22 @@ async def test_all_go_on_from_the_controllers_checkpoint_though_there_is_a_newer
         written(config, 8)  # by a trainer that has not noticed yet that its controller was gone
         for needed in (True, False):
             assert await taken(run, file, needed=needed) == [f"run.resume_from={older}"]
+
+
+def test_a_snapshot_is_copied_to_the_disk_for_model_workers_on_other_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for function in (snapshots.folder_of, snapshots.in_use):
+        monkeypatch.setitem(function.__kwdefaults__, "root", tmp_path / "memory")
+    config = small_config(tmp_path)
+    file = file_of(config, tmp_path)
+    written(config, 4)
+    (snapshot := snapshots.folder_of(config.run_dir)).mkdir(parents=True)
+    snapshot.chmod(0o700)
+    shutil.copytree(written(config, 6), snapshot / "step-000006")
+    shutil.rmtree(config.run_dir / "checkpoints" / "step-000006")
+    assert from_latest(file, [], on_one_host=True) == [f"run.resume_from={snapshot / 'step-000006'}"]
+    assert from_latest(file, []) == [f"run.resume_from={config.run_dir.absolute() / 'checkpoints' / 'step-000006'}"]
 
 
 async def test_a_run_that_begins_from_a_checkpoint_of_another_one_is_joined_with_resume(tmp_path: Path) -> None:

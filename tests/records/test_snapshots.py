@@ -60,11 +60,12 @@ def test_the_latest_is_kept_when_the_memory_is_given_back(tmp_path: Path) -> Non
     with snapshots.kept(run):
         save(run / "checkpoints", 10)
         save(snapshots.folder_of(run), 12)
-        progress.keep_latest(run)
+        progress.copy_latest_snapshot(run)
+        snapshots.remove(run)
     assert [folder.parent.name for folder in progress.checkpoints(run)] == ["checkpoints", "checkpoints"]
     assert progress.read(progress.checkpoints(run)[-1]).policy_version == 12
     assert not snapshots.folder_of(run).exists()
-    progress.keep_latest(run)
+    progress.copy_latest_snapshot(run)
 
 
 def test_memory_of_dead_runs_is_given_back(tmp_path: Path, memory: Path) -> None:

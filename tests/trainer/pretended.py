@@ -469,7 +469,7 @@ class Signal:
 class Manager(Signal):
     """The master's `RolloutPool`."""
 
-    trainer_is_here = False
+    reads_snapshots = False
 
     def __init__(self, config: Config, script: Script) -> None:
         super().__init__()

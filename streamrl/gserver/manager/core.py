@@ -173,6 +173,7 @@ class Manager:
         )
         self._death: asyncio.Future[str] | None = None
         """Of a model worker of this lineage, in words, once one has died."""
+        self._trainer_machines: set[str] = set()
         self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
         self._last_step: StepReport | None = None
         self._architecture: Architecture | None = None
@@ -230,8 +231,14 @@ class Manager:
 
     @property
     def trainer_is_here(self) -> bool:
-        """Whether all model workers share memory with this process."""
-        return all(member.machine == machine_identity() for member in self._registry.of("model_worker"))
+        """Whether all model workers that the run has had share memory with this process."""
+        return self._trainer_machines <= {machine_identity()}
+
+    @property
+    def reads_snapshots(self) -> bool:
+        """Whether model worker 0, which writes snapshots, shares memory with this process."""
+        writer = self._registry.get("model_worker", 0)
+        return writer is not None and writer.machine == machine_identity()
 
     async def data(self) -> DataFacts:
         """Wait until a rollout worker has reported the facts of the training data."""
@@ -354,6 +361,8 @@ class Manager:
             self._checks.start(member)
             self._fleet.news += 1
             self._signals.gservers.notify()
+        elif member.role == "model_worker":
+            self._trainer_machines.add(member.machine)
         elif member.role == "rollout":
             self.admissions.worker_replaced(member.name)
             self._take_back_held_out(member, lost=True)

@@ -306,7 +306,7 @@ class Master:
 
     async def _take_snapshot(self, *, step_seconds: float) -> None:
         """Take a snapshot in memory, or none any more if that is impossible; `step_seconds`: duration of the step."""
-        if self._checkpoints.memory_is_short or not self._pool.trainer_is_here:
+        if self._checkpoints.memory_is_short or not self._pool.reads_snapshots:
             self._snapshots.stop()
             return
         began = time.monotonic()

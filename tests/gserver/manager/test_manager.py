@@ -286,6 +286,15 @@ async def test_the_run_is_joining_until_all_have_registered(tmp_path: Path) -> N
         assert (await run.client.status()).state == "running"
 
 
+async def test_snapshots_need_model_worker_0_on_this_host(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        assert not run.manager.reads_snapshots
+        await run.register("model_worker", 1, address="tcp://b", machine="elsewhere")
+        assert (run.manager.reads_snapshots, run.manager.trainer_is_here) == (False, False)
+        await run.register("model_worker", 0, address="tcp://a")
+        assert (run.manager.reads_snapshots, run.manager.trainer_is_here) == (True, False)
+
+
 async def test_topology_waits_for_those_who_are_missing(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
         await run.register("model_worker", 1, address="tcp://b")

@@ -339,16 +339,16 @@ def test_snapshots_are_taken_after_steps_without_a_checkpoint(tmp_path, monkeypa
         tmp_path, run={"total_train_steps": 6}, trainer={"save_every_steps": 4, "snapshot_every_steps": 1}
     )
 
-    async def work(*, trainer_is_here):
+    async def work(*, reads_snapshots):
         async with pretended(config) as run:
-            run.manager.trainer_is_here = trainer_is_here
+            run.manager.reads_snapshots = reads_snapshots
             await run.master.run()
         folders = [Path(event.call.folder) for event in run.workers.named("Save")]
         return [(folder.name, folder.parent == snapshots.folder_of(config.run_dir)) for folder in folders]
 
     steps = [(f"step-{step:06d}", step != 4) for step in range(1, 7)]
-    assert virtually(work(trainer_is_here=True)) == steps
-    assert virtually(work(trainer_is_here=False)) == [("step-000004", False)], "the trainer is on several hosts"
+    assert virtually(work(reads_snapshots=True)) == steps
+    assert virtually(work(reads_snapshots=False)) == [("step-000004", False)], "model worker 0 is on another host"
 
 
 def test_a_step_is_written_down_before_its_checkpoint_is(tmp_path):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.server.engine import Text
 from streamrl.models import ensure_checkpoint
+from streamrl.rollout.generation import GroupRoute
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, PauseMode, SamplingParams
@@ -195,19 +197,14 @@ class Contract:
         return msgspec.json.decode(last, type=GenerateReply)
 
 
-class FixedRoute:
-    """Goes on at the next gserver when one fails."""
+def fixed_route(urls: Collection[str], *, first: int) -> GroupRoute:
+    """Return a route that begins at the gserver number `first`, and continues at the next one when one fails."""
+    turns = itertools.islice(itertools.cycle(urls), first % len(urls), None)
 
-    def __init__(self, urls: list[str], first: int) -> None:
-        self._urls = urls
-        self._at = first
+    async def find_another(failed: str) -> str:
+        return next(turns)
 
-    @property
-    def gserver(self) -> str:
-        return self._urls[self._at % len(self._urls)]
-
-    async def replace(self, failed: str) -> None:
-        self._at += 1
+    return GroupRoute(next(turns), find_another=find_another, name="gserver/0")
 
 
 def request(prompt: Sequence[int], tokens: int, *, rid: str | None = None, stream: bool = False) -> GenerateRequest:

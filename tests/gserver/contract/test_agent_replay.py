@@ -7,7 +7,6 @@ log-probability of every token that is under the loss, by the weights of the ver
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -27,7 +26,7 @@ from streamrl.rollout.generation import Generator
 from streamrl.rollout.workflows import Session
 from streamrl.transport.generation import AbortRequest
 from streamrl.types import Prompt
-from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, request
+from tests.gserver.contract.fixture import TOLERANCE, Contract, fixed_route, request
 from tests.gserver.contract.replay import replay
 from tests.gserver.contract.test_contract import Endless
 from tests.gserver.contract.test_replay import FACTORS, MOST_TOKENS, Recorder
@@ -41,15 +40,6 @@ pytestmark = [
 PROMPT = Prompt(seq=7, index=0, epoch=0, messages=[], input_ids=[1], answer=None, metadata={})
 
 
-class Route(FixedRoute):
-    """A `GroupRoute` as far as a session needs it."""
-
-    name = "gserver/0"
-
-    def request(self, tokens: int) -> Any:
-        return contextlib.nullcontext()
-
-
 def episode_at(served: Contract, generator: Generator, *, tokens: int) -> Episode:
     """An episode whose answers have up to `tokens` tokens."""
     chat = ChatTokenizer.load(served.model_dir)
@@ -57,7 +47,7 @@ def episode_at(served: Contract, generator: Generator, *, tokens: int) -> Episod
         prompt=PROMPT,
         sibling=0,
         generator=generator,
-        route=Route([*served.urls], first=0),  # type: ignore[arg-type]
+        route=fixed_route(served.urls, first=0),
         rewards=None,
         reward=RewardConfig(),
         chat=chat,

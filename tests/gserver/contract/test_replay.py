@@ -22,8 +22,8 @@ from tests.gserver.contract.fixture import (
     TWO_RANKS,
     WHATEVER_THE_PAUSE,
     Contract,
-    FixedRoute,
     contract,
+    fixed_route,
     request,
     served,
 )
@@ -102,7 +102,7 @@ class Responses:
         self._tasks = [
             asyncio.create_task(
                 self._generator.generate(
-                    prompt, max_new_tokens=MOST_TOKENS, rid=f"r{n}", route=FixedRoute([*served.urls], first=n)
+                    prompt, max_new_tokens=MOST_TOKENS, rid=f"r{n}", route=fixed_route(served.urls, first=n)
                 )
             )
             for n, prompt in enumerate(PROMPTS)

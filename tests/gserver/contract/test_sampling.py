@@ -10,7 +10,7 @@ import torch
 from streamrl.config import SamplingConfig
 from streamrl.rollout.generation import Generation, Generator, check_reply
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
-from tests.gserver.contract.fixture import TOLERANCE, Contract, FixedRoute, output_logprobs
+from tests.gserver.contract.fixture import TOLERANCE, Contract, fixed_route, output_logprobs
 from tests.gserver.running_sglang import START_SECONDS
 
 pytestmark = [
@@ -45,7 +45,7 @@ async def respond(gserver: Contract, *, tokens_per_request: int, stop: list[str]
         eos_token_ids=(),
         policy_version=lambda: gserver.version,
     )
-    route = FixedRoute(gserver.urls, first=0)
+    route = fixed_route(gserver.urls, first=0)
     return await generator.generate(PROMPT, max_new_tokens=TOKENS, rid="r", route=route)
 
 

@@ -19,7 +19,7 @@ from streamrl import config as configuration
 from streamrl.checksum import weights_checksum
 from streamrl.config import Config, SamplingConfig
 from streamrl.models import ensure_checkpoint
-from streamrl.rollout.generation import Generation, token_versions, unmixed
+from streamrl.rollout.generation import Generation, GroupRoute, token_versions, unmixed
 from streamrl.rollout.generation import Generator as Responses
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
@@ -138,9 +138,9 @@ class FaultyFleet:
             eos_token_ids=(),
             policy_version=lambda: self.version,
         )
-        route = AnyLiveGserver(self.run, seed=seed)
+        route = route_to_live_gservers(self.run, seed=seed)
         while True:
-            await route.replace("")
+            await route.replace(route.gserver)
             self.check(await responses.generate(PROMPT, max_new_tokens=RESPONSE_TOKENS, rid=f"r{seed}", route=route))
 
     @torch.inference_mode()
@@ -205,18 +205,16 @@ class OrderedVersions(GenerationClient):
         return reply
 
 
-class AnyLiveGserver:
-    """The route of a response: whoever takes groups now."""
+def route_to_live_gservers(run: Run, *, seed: int) -> GroupRoute:
+    """Return a route that goes to any gserver that takes groups."""
+    picks = random.Random(seed)
 
-    def __init__(self, run: Run, *, seed: int) -> None:
-        self.gserver = ""
-        self._run = run
-        self._picks = random.Random(seed)
-
-    async def replace(self, failed: str) -> None:
-        status = await self._run.until(lambda status: bool(live_gservers(status)), timeout=PATIENCE)
+    async def find_another(failed: str) -> str:
+        status = await run.until(lambda status: bool(live_gservers(status)), timeout=PATIENCE)
         live = [p.address for p in status.processes if p.role == "gserver" and p.state == "live"]
-        self.gserver = self._picks.choice([url for url in live if url != failed] or live)
+        return picks.choice([url for url in live if url != failed] or live)
+
+    return GroupRoute("", find_another=find_another)
 
 
 def response_of(reply: GenerateReply) -> Generation:

@@ -89,7 +89,7 @@ def possible() -> bool:
 
 @contextmanager
 def closed_after_forming() -> Iterator[None]:
-    """At the end of the block, close the listening sockets that were opened in it to new connections: the sockets of the
+    """Close the listening sockets that were opened in the block to new connections at its end: the sockets of the
     groups that form in it. May be nested, and used by several threads at once."""
     if not possible():
         yield

@@ -58,7 +58,7 @@ for the threads."""
 
 
 def empty_cache(device: torch.device) -> None:
-    """Return the memory of `device` that torch caches to the system; a CPU has no such cache."""
+    """Release torch's cached memory of `device` to the system; a CPU has no such cache."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 

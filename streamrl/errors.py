@@ -109,7 +109,7 @@ class PeerLost(PeerError):
 
 
 class NotOfRun(PeerLost):
-    """A server of another run, or one with another secret, listens there: it has no certificate of this run."""
+    """Another server, or one with another secret, listens there: it has no certificate of this run."""
 
 
 class Refused(StreamRLError):

@@ -78,7 +78,7 @@ def make_whole(folder: Path, stem: str = MODEL, *, limit: int = FILE_BYTES) -> N
 def write_wholes(
     files: TensorFiles, folder: Path, stem: str = MODEL, *, dtype: torch.dtype | None = None, limit: int = FILE_BYTES
 ) -> None:
-    """Write all tensors of `files`, each whole, into files of `stem` in `folder`. `dtype`: None: as stored."""
+    """Write all tensors of `files`, each whole, into files of `stem` in `folder`; without `dtype` as stored."""
     files.check([(name, files.shape(name)) for name in files.names()])
     contents: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     size = 0

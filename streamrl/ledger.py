@@ -342,11 +342,11 @@ class Ledger:
                 group.granted += seconds
 
     def release(self, worker: str) -> list[Group]:
-        """Return the prompts of `worker`, which is gone, to be leased again; return their groups by sequence number."""
+        """End the leases of `worker`, which is gone; return their groups, ordered by sequence number."""
         return self._give_back(list(self._leases.get(worker, {}).values()))
 
     def expire(self, *, now: float) -> list[Group]:
-        """Return the prompts of expired leases to be leased again; return their groups by sequence number."""
+        """End the leases that have expired; return their groups, ordered by sequence number."""
         return self._give_back(
             [
                 group

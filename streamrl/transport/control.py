@@ -5,7 +5,7 @@ and joins with it; each role has a token for its own calls.
 
 | call | by | meaning |
 |---|---|---|
-| POST /register | owner | a process joins; refused when its configuration differs |
+| POST /register | owner | a process joins; rejected if its configuration differs |
 | GET /resume_point | owner | the checkpoint that the run resumes from |
 | POST /place | owner | a number for a process that joins a running run |
 | POST /drain | owner | a gserver or rollout worker finishes and leaves; the controller saves and ends the run |

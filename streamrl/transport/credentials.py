@@ -240,7 +240,7 @@ class Verifier:
         return permits(self.key, shown, seq=seq, name=sender.name)
 
     def _read(self, routing_id: bytes) -> Identity:
-        claim, _, rest = routing_id.rpartition(b" ")  # the rest tells one socket of a process from another
+        claim, _, rest = routing_id.rpartition(b" ")  # the rest distinguishes the sockets of a process
         claim, _, mac = claim.rpartition(b" ")
         who = printable(routing_id)
         if not rest or not mac or not self.key:

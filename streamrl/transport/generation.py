@@ -76,12 +76,12 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     rid: str | list[str] | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
-    """First prompt token whose log-probability is returned in `input_token_logprobs`; -1: none."""
+    """Index of the first prompt token that `input_token_logprobs` covers; with -1 it covers no prompt token."""
     top_logprobs_num: int = 0
     return_routed_experts: bool = False
     """Whether the reply contains the experts that computed each token."""
     lora_path: str | list[str | None] | None = None
-    """Name of the adapter (SGLang only), or a name for each prompt; None: the base model."""
+    """Name of the adapter (SGLang only), or a name for each prompt; None selects the base model."""
     stream: bool = False
 
 
@@ -117,7 +117,7 @@ class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     id: str
     """The request's `rid`."""
     finish_reason: FinishReason | None
-    """None: the response is not finished."""
+    """None while the response is not finished."""
     prompt_tokens: int = 0
     """SGLang omits this and the next field when it aborts a request that has not run yet."""
     completion_tokens: int = 0
@@ -238,7 +238,7 @@ class UpdateWeightsFromDistributed(msgspec.Struct, frozen=True):
     abort_all_requests: bool = False
     weight_version: str | None = None
     load_format: str | None = None
-    """None: one broadcast per tensor, the only format of the embedded engine."""
+    """None means one broadcast per tensor, the only format of the embedded engine."""
 
 
 class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):

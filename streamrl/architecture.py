@@ -1,7 +1,7 @@
-"""What a model computes: its shape and settings, from a Hugging Face `config.json`. Pure.
+"""Model architecture: shape and settings, from a Hugging Face `config.json`. Pure.
 
-This is the one description of a model: the embedded engine computes by it, the planner counts by it. Both may refuse
-what they cannot do; what is read here is whatever a Llama, Qwen2, Qwen3 or Qwen3-MoE model may have.
+This is the only description of a model: the embedded engine computes by it, and the planner counts by it. Both may
+reject unsupported settings. This module reads every setting that a Llama, Qwen2, Qwen3 or Qwen3-MoE model may have.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rope(msgspec.Struct, frozen=True):
 
     theta: float
     kind: str = "default"
-    """One of `ROPE_TYPES`; another one is read, and nobody here can compute it."""
+    """One of `ROPE_TYPES`; other kinds are read, but not supported."""
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -35,19 +35,19 @@ class MixtureOfExperts(msgspec.Struct, frozen=True):
     """The layers in which each token is computed by a few of many feed-forward networks."""
 
     layers: tuple[int, ...]
-    """Which those are, ascending."""
+    """Indices of the layers with experts, ascending."""
     experts: int
-    """How many each of these layers has."""
+    """Number of experts in each of these layers."""
     top_k: int
-    """Experts that compute a token."""
+    """Number of experts that compute a token."""
     intermediate_size: int
     """Width of one expert."""
     normalised: bool
-    """The shares of a token's experts add up to one."""
+    """Whether the weights of a token's experts add up to one."""
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the forward pass needs to know besides the weights."""
+    """All parameters of the forward pass except the weights."""
 
     vocab_size: int
     hidden_size: int
@@ -60,9 +60,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     rms_norm_eps: float
     rope: Rope
     max_position: int
-    """Number of positions that the model was made for."""
+    """Number of positions that the model supports."""
     tied: bool
-    """The output head is the embedding."""
+    """Whether the output head shares the embedding's weights."""
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
@@ -70,7 +70,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     """None: no layer has experts."""
 
     def __str__(self) -> str:
-        """For people: `30 layers of width 576, 9 heads (3 for keys and values), vocabulary 49152`."""
+        """Return a description such as `30 layers of width 576, 9 heads (3 for keys and values), vocabulary 49152`."""
         text = (
             f"{self.layers} layers of width {self.hidden_size}, {self.heads} heads ({self.kv_heads} for keys and "
             f"values), vocabulary {self.vocab_size}"
@@ -79,7 +79,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read `folder/config.json`; raises `ModelError` with what is missing, or not known here."""
+    """Read `folder/config.json`; raises `ModelError` that names a missing or unsupported setting."""
     file = folder / "config.json"
     try:
         settings = json.loads(file.read_bytes())
@@ -96,7 +96,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def architecture_of(settings: Mapping[str, Any]) -> Architecture:
-    """Return what `settings`, the content of a `config.json`, describe; raises `KeyError` for what they lack."""
+    """Return the architecture for `settings`, the content of a `config.json`; raises `KeyError` for a missing one."""
     kind = settings["model_type"]
     if kind not in MODEL_TYPES:
         raise ModelError(f"a model of type {kind!r} is not known; supported: {', '.join(MODEL_TYPES)}")

@@ -1,9 +1,9 @@
 """Checksums of weights: equal names, dtypes, shapes and bytes give equal checksums, on any machine.
 
-`weights_checksum` is a cryptographic hash of every byte. `tensor_sums` reads a tensor at the speed of memory, on the
-device and in the layout in which it lies, and is meant for what goes wrong by accident.
+`weights_checksum` is a cryptographic hash of every byte. `tensor_sums` reads a tensor at memory speed, on its device
+and in its layout; it detects accidental errors.
 
-SGLang's processes import this module too, so it needs nothing that is not in SGLang's environment.
+SGLang's processes import this module too, so it depends only on packages in SGLang's environment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamrl.native.operations import INTEGERS, add_sums, native_add_sums
 
 
 class WeightsChecksum(msgspec.Struct, frozen=True):
-    """The reply to POST /weights_checker: compare `total`, and look at `tensors` when it differs."""
+    """The reply to POST /weights_checker: compare `total`, and look at `tensors` if it differs."""
 
     dtype: str
     """Dtype of the weights as served, for example `float32`; several are joined with `+`."""
@@ -46,33 +46,33 @@ def _tensor_checksum(tensor: Tensor) -> str:
 
 
 def make_ready() -> None:
-    """Compile what takes the sums now, rather than when the first are needed."""
+    """Compile the code of the sums now, not at their first use."""
     native_add_sums()
 
 
 def tensor_sums(tensor: Tensor) -> str:
-    """Return a checksum of one tensor: a hash of the sums of its rows and of its columns, where numbers are taken as
-    the integers that their bits spell, modulo two to the power of their width.
+    """Return a checksum of one tensor: a hash of the sums of its rows and of its columns. Numbers count as the integers
+    with the same bits, modulo two to the power of their width.
 
-    Any error in a single number changes it, as do numbers, rows or columns that have changed places.
+    Any error in a single number changes the checksum; so do numbers, rows or columns that have changed places.
     """
     return _sums(tensor.detach(), None)
 
 
 def copy_and_sum(target: Tensor, source: Tensor) -> str:
-    """Copy `source` into `target`, which is contiguous; return `tensor_sums` of what `target` then holds.
+    """Copy `source` into the contiguous `target`; return `tensor_sums` of `target` afterwards.
 
-    Cheaper than one after the other: each piece is summed while it lies in the processor's cache.
+    Cheaper than a copy followed by the sums: each piece is summed while it is in the processor's cache.
     """
     return _sums(target, source.detach())
 
 
 PIECE_BYTES = 2**20
-"""Data that are read twice are read in pieces of this size, so that the second read finds them in the cache."""
+"""Data that are read twice are read in pieces of this size, so that the second read hits the cache."""
 
 
 def _sums(tensor: Tensor, source: Tensor | None) -> str:
-    """Return `tensor_sums` of `tensor`, after `source`, if there is one, was copied into it."""
+    """Return `tensor_sums` of `tensor`, after copying `source` into it, if given."""
     numbers = _as_matrix(tensor)
     matrix = numbers.view(INTEGERS[tensor.element_size()])
     native = native_add_sums() if tensor.device.type == "cpu" and matrix.is_contiguous() else None
@@ -82,7 +82,7 @@ def _sums(tensor: Tensor, source: Tensor | None) -> str:
     row_sums, column_sums = matrix.new_empty(matrix.shape[0]), matrix.new_zeros(matrix.shape[1])
     targets = torch.split(numbers, rows)
     sources = targets if source is None else torch.split(_as_matrix(source), rows)
-    # Few calls for each piece: they take turns with those of other threads, for the interpreter's lock.
+    # Few calls per piece: each needs the interpreter lock, which other threads also use.
     for i, (piece, sums) in enumerate(zip(torch.split(matrix, rows), torch.split(row_sums, rows), strict=True)):
         if source is not None:
             targets[i].copy_(sources[i])
@@ -98,8 +98,8 @@ def _as_matrix(tensor: Tensor) -> Tensor:
 
 
 def _rows_in_a_piece(matrix: Tensor, *, arrays: int) -> int:
-    """Return how many rows of `matrix`, and of as many arrays of its shape, fit into `PIECE_BYTES`; on other devices
-    than the CPU, all."""
+    """Return how many rows of `arrays` arrays of the shape of `matrix` fit into `PIECE_BYTES` together; all rows on
+    devices other than the CPU."""
     if matrix.device.type != "cpu":
         return matrix.shape[0]
     return max(1, PIECE_BYTES // max(1, arrays * matrix.shape[1] * matrix.element_size()))

@@ -1,9 +1,9 @@
 """Ends of child processes: the lifeline that ends them with their parent, the end of their process groups, and the
 description of how they ended.
 
-A lifeline is a pipe whose only writing end is the parent's: at end-of-file, however the parent ended, the child that
-has the reading end ends itself and its process group. Code of the user's could put that off, so a child that runs such
-code asks the kernel instead (`userland.py`).
+A lifeline is a pipe with its only writing end in the parent. At end-of-file, however the parent ended, the child with
+the reading end ends itself and its process group. User code could delay that, so a child that runs user code relies on
+the kernel instead (`userland.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 LIFELINE = "STREAMRL_LIFELINE"
 """Environment variable: file descriptor of the lifeline's reading end."""
 GRACE_SECONDS = 5.0
-"""Between asking a process to stop and ending it by force."""
+"""Time between requesting a process to stop and ending it by force."""
 EXIT_GONE_BACK = 69
-"""Of a process that has to begin from the checkpoint to which the run has gone back."""
+"""Exit code of a process that has to start from the checkpoint to which the run has gone back."""
 EXIT_ORPHANED = 70
 
 
@@ -54,9 +54,9 @@ def kill_group(leader: int) -> bool:
 
 
 async def end_group(process: Process, *, grace: float = 0.0) -> int:
-    """End by force the process group that `process` leads, with all that it has started; return its exit code.
+    """End by force the process group that `process` leads, with all its processes; return its exit code.
 
-    One that is ending by itself gets `grace` seconds to leave its own code.
+    A process that is already ending gets `grace` seconds to exit with its own code.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace):
@@ -73,14 +73,14 @@ async def end_group(process: Process, *, grace: float = 0.0) -> int:
 
 
 async def wait_for_group(process: Process) -> int:
-    """Wait for `process` to end, then end by force what is left of the group that it leads; return its exit code."""
+    """Wait for `process` to end, then end the rest of its process group by force; return its exit code."""
     code = await process.wait()
     kill_group(process.pid)
     return code
 
 
 def describe_exit(code: int | None) -> str:
-    """Return in words how a process with this exit code ended; None: it has not."""
+    """Return in words how a process with this exit code ended; None: it has not ended."""
     if code is None:
         return "is still running"
     if code < 0:
@@ -96,14 +96,14 @@ def describe_exit(code: int | None) -> str:
 
 
 class HeldLifeline:
-    """The parent's end of a lifeline, which any number of its children may be given the other end of."""
+    """The parent's end of a lifeline; any number of its children may have the other end."""
 
     def __init__(self) -> None:
         self.descriptor, self._writing_end = os.pipe()
-        """`descriptor`: the reading end, for the child to inherit; it is told the number in its environment."""
+        """`descriptor`: the reading end, for the child to inherit; the environment contains its number."""
 
     def close(self) -> None:
-        """Let go: children that are still there end themselves."""
+        """Close the writing end: children that still live end themselves."""
         os.close(self._writing_end)
         os.close(self.descriptor)
 
@@ -117,12 +117,12 @@ class Lifeline:
         self._cut = False
         self._on_cut: Callable[[], None] | None = None
         self._lock = threading.Lock()
-        # A thread, not the event loop: a loop that hangs must not keep the process alive.
+        # A thread, not the event loop: a hanging loop must not keep the process alive.
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
     @classmethod
     def from_environment(cls) -> Lifeline | None:
-        """Return the lifeline that a launcher handed to this process, if one did; its own children do not see it."""
+        """Return the lifeline that a launcher gave this process, or None; its own children do not inherit it."""
         descriptor = os.environ.pop(LIFELINE, None)
         return cls(int(descriptor)) if descriptor is not None else None
 

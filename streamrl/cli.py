@@ -1,8 +1,8 @@
-"""The `streamrl` command: parses first, and loads what a command needs only when it runs.
+"""The `streamrl` command: parses first, and imports the modules of a command only when it runs.
 
-One command starts a whole run (`run`); the others start its pools one by one, on one machine or
-several, with the controller's URL as the only thing that they have to share. The hidden commands
-are what the launchers start. Exit codes: 0, 1 (error), 2 (configuration), 3 (its number is another's), 130 (Ctrl-C).
+One command starts a whole run (`run`); the others start its pools one by one, on one machine or several, which share
+only the controller's URL. The launchers start the hidden commands. Exit codes: 0, 1 (error), 2 (configuration), 3
+(another process has its number), 130 (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Overrides = Annotated[
 
 
 def _url(told: str) -> str:
-    """Return the controller's URL, as it was given; refuse one at which no process can answer."""
+    """Return the controller's URL unchanged; reject one that cannot be an address."""
     if told and not told.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{told!r} does not begin with http:// or https://, as the controller's URL does")
     try:
         host, _ = (parts := urlsplit(told)).hostname, parts.port
-    except ValueError:  # the port is none: as that of an IPv6 address without brackets
+    except ValueError:  # invalid port, for example of an IPv6 address without brackets
         host = None
     if told and not host:
         raise typer.BadParameter(f"{told!r} is no address: write it as http://HOST:PORT, with an IPv6 address in []")
@@ -219,7 +219,7 @@ def controller(
 
 
 def _refuse(name: str, *, why: str) -> None:
-    """Add the hidden command `name` of earlier versions, which names the command that replaces it."""
+    """Add the hidden command `name` of earlier versions, which fails with the reason `why`."""
 
     def refuse() -> None:
         from streamrl.errors import ConfigError
@@ -379,7 +379,7 @@ def check(
     console.print(coloured if console.is_terminal else Text(toml), soft_wrap=True)
     console.print(plan_table(plan(resolved, gpus=gpus)))
 
-    from streamrl.launch.check import rehearse  # loads torch, which takes seconds: what is known without it is shown
+    from streamrl.launch.check import rehearse  # imports torch, which takes seconds: the results without it come first
 
     found = rehearse(resolved, gpus=gpus)
     for mark, style, lines in (
@@ -506,7 +506,7 @@ def plan(
 
 
 def _given_for_sizes(asked: typer.Context) -> list[str]:
-    """Return the options that were given and are of use with --model-shape alone."""
+    """Return the given options that apply only with --model-shape."""
     of_sizes = [option for option in asked.command.params if getattr(option, "rich_help_panel", None) == SIZE]
     return [option.opts[0] for option in of_sizes if asked.params[option.name or ""] != option.default]
 
@@ -600,7 +600,7 @@ def page(
 
     set_up_logging("page")
     if answer_fd is not None:
-        os.nice(10)  # beside a run, which comes first
+        os.nice(10)  # a run on the same machine has priority
     folders, token = found_in(run_dirs), read_key(token_env, setting="--token-env")
 
     def tell(url: str) -> None:
@@ -753,14 +753,14 @@ def slurm(
     if dry_run:
         typer.echo(script(asked, config_file=asked.run_dir / SETTINGS, folder=Path.cwd()), nl=False)
         return
-    script(asked, config_file=Path(), folder=Path.cwd())  # refuses what cannot be, before there is a folder
+    script(asked, config_file=Path(), folder=Path.cwd())  # rejects an impossible job before the folder is made
     resolved = _in_its_folder(asked, overrides or (), resume=resume)
     asked = msgspec.structs.replace(asked, run=msgspec.structs.replace(asked.run, name=resolved.run.name))
 
     async def begin() -> None:
         if resume:
             await refuse_second_job(resolved.run_dir / SCRIPT)
-            progress.begin_lineage(resolved)  # the job asks for the latest checkpoint each time that it is begun
+            progress.begin_lineage(resolved)  # the job resumes from the latest checkpoint each time that it starts
         try:
             file = write(asked if resume else resolved, folder=Path.cwd())
             job = await submit(file)
@@ -922,8 +922,8 @@ def _console(*, stderr: bool = False) -> Console:
 def _security_of(
     manager_url: str, secret_file: Path | None, config_file: Path | None
 ) -> tuple[Secret | None, SecurityConfig]:
-    """Return the secret of the run with the controller at `manager_url`, as far as it is known here, and the settings
-    of its connections."""
+    """Return the secret of the run with the controller at `manager_url`, or None if it is not known here, and the
+    settings of its connections."""
     from streamrl import config as configuration
     from streamrl.transport.secret import of_run_at, read_file
 
@@ -972,7 +972,7 @@ def _reported(run_dir: Path, *, again: str) -> Iterator[None]:
     try:
         yield
     except ConfigError:
-        with suppress(OSError):  # not empty, of a run that was to go on
+        with suppress(OSError):  # not empty: the folder of a resumed run
             run_dir.rmdir()
         raise
     except BaseException as error:
@@ -982,9 +982,9 @@ def _reported(run_dir: Path, *, again: str) -> Iterator[None]:
 
 
 def _show_report(run_dir: Path, *, again: str = "") -> str:
-    """Write and show the report of a run; return the closing lines: where its files are, and how to resume it.
+    """Write and show the report of a run; return the closing lines: the places of its files, and how to resume it.
 
-    `again`: the command for that; empty if there is none.
+    `again`: the command that resumes it; empty if there is none.
     """
     from streamrl.records import progress
     from streamrl.report.summary import evaluation_table, summary_table, write_report

@@ -2,7 +2,8 @@
 
 It hosts the gserver manager (`gserver/manager`: members, admission, routing, weight updates) and the trainer's master
 (`trainer/master`: batches, steps, checkpoints) on one event loop. They share the ledger's table of groups and call each
-other's methods. Its URL is enough to join the run; it leaves once the run is over and every live process knows.
+other's methods. Its URL is enough to join the run; it leaves once the run is over and every live process has received
+the stop.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 
 NAME = "controller/0"
 DEATH_SECONDS = 5.0
-"""How long a death is looked for after a failure that it may have caused: a connection that ended counts after 2 s."""
+"""How long to wait for a death that may have caused a failure: an ended connection counts as a death after 2 s."""
 
 
 async def serve(
@@ -51,13 +52,13 @@ async def serve(
     died: str = "",
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
-    """Control a run until it is over and every process knows, or until cancelled.
+    """Control a run until it is over and every process has received the stop, or until cancelled.
 
-    `advertise`: the address by which others reach the controller; empty: `host`, or if that stands for all addresses
-    of this machine, the one from which it reaches others. `died`: how the run's controller before this one has died, if
-    one has. `on_ready` is called with the URL. Raises `StreamRLError` when the address cannot be had, and with the
-    reason when the run ended before its last step, so that a cluster starts the run again; `ConfigError` for a secret
-    that cannot be used.
+    `advertise`: the address by which others reach the controller; empty: `host`, or, if that stands for all addresses
+    of this machine, the source address of its route to others. `died`: how the run's previous controller died; empty if
+    it did not. `on_ready` is called with the URL. Raises `StreamRLError` if the address is not available, and, with the
+    reason, if the run ended before its last step, so that a cluster restarts the run; `ConfigError` for an invalid
+    secret.
     """
     async with managing(config, host=host, port=port, advertise=advertise) as serving:
         if on_ready is not None:
@@ -77,8 +78,8 @@ async def serve(
 
 
 class _ControlledRun:
-    """A run as the controller carries it out: one lineage after another, each with a master and a channel of its own,
-    until the run is over. The manager and all that it knows of gservers and rollout workers stays."""
+    """The controller's execution of a run: one lineage after another, each with its own master and channel, until the
+    run is over. The manager and its state of gservers and rollout workers persist."""
 
     def __init__(self, config: Config, serving: Managing) -> None:
         self._config = config
@@ -89,7 +90,7 @@ class _ControlledRun:
         self._leaving = False
 
     async def train(self, died: str) -> None:
-        """Carry out all steps, and end the run; an error ends it as failed. `died`: as of `serve`."""
+        """Run all steps, and end the run; an error ends it as failed. `died`: as in `serve`."""
         config, cause = self._config, died
         while True:
             try:
@@ -109,7 +110,7 @@ class _ControlledRun:
             config = from_latest(self._config)
 
     async def beat(self) -> None:
-        """Record the controller's own heartbeats, for as long as it lives."""
+        """Record the controller's own heartbeats, as long as it lives."""
         while True:
             own = {**processor_seconds(), MACHINE_SECONDS: machine_seconds()}
             master = self._master
@@ -123,10 +124,10 @@ class _ControlledRun:
             await asyncio.sleep(self._config.manager.heartbeat_seconds)
 
     async def _make_lineage(self, config: Config, *, cause: str) -> str:
-        """Train from `run.resume_from` of `config` until the run is over, or a model worker has died; return how, or
-        nothing.
+        """Train from `run.resume_from` of `config` until the run is over or a model worker has died; return how it
+        died, or an empty string.
 
-        Raises what went wrong otherwise. `cause`: the death for which the run has gone back to there.
+        Raises any other error. `cause`: the death that made the run go back to that checkpoint.
         """
         stored: asyncio.Queue[Stored] = asyncio.Queue()
         async with AsyncExitStack() as stack:
@@ -141,7 +142,7 @@ class _ControlledRun:
             stack.callback(dying.cancel)
             try:
                 await first_of(self._work(master), self._manager.until_over(), _ended(dying))
-            except Exception as error:  # whatever it is, a death may be behind it; else it is raised again
+            except Exception as error:  # a death may have caused any error; otherwise it is raised again
                 if isinstance(failure := first_error(error), PeerLost):
                     return str(failure)
                 await asyncio.wait({dying}, timeout=DEATH_SECONDS)
@@ -163,7 +164,7 @@ class _ControlledRun:
         return how
 
     def _check_budget(self, cause: str) -> None:
-        """Raise `StreamRLError` when the run has gone back too often of late."""
+        """Raise `StreamRLError` if the run has gone back too often recently."""
         trainer = self._config.trainer
         since = time.time() - trainer.restart_window_seconds
         recent = [lineage for lineage in lineages.read(self._config.run_dir) if lineage.cause and lineage.time > since]
@@ -177,8 +178,8 @@ class _ControlledRun:
     async def _open_channel(
         self, config: Config, stack: AsyncExitStack, stored: asyncio.Queue[Stored]
     ) -> RequestChannel[Stored]:
-        """Return the channel of the lineage that begins as `config` says; the controller registers with its own manager
-        as its end."""
+        """Return the channel of the lineage that begins with `config`; the controller registers itself, with the
+        channel's address, with its own manager."""
         manager, encrypted = self._manager, self._encrypted
         keys = CurveKeys.make()
         channel = _channel(stored, self._listening, keys=keys if encrypted else None)

@@ -1,8 +1,8 @@
 """Memory of a GPU that processes share (CUDA IPC): for weights, between a trainer and gservers on one GPU, where NCCL
-allows a single rank.
+allows only one rank.
 
-What travels is a file with CUDA's handle of the memory, as bytes, and where in it each weight lies; torch would pickle
-the same. The owner keeps the memory, and does not write to it while others read.
+The owner writes a file with CUDA's handle of the memory, as bytes, and the position of each weight in it; torch would
+pickle the same data. The owner keeps the memory, and does not write to it while other processes read.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from streamrl.errors import ModelError
 
 FILE = "cuda_memory.msgpack"
 ALIGNMENT = 256
-"""Alignment of each weight, in bytes; as CUDA aligns what it allocates."""
+"""Alignment of each weight, in bytes, as in CUDA's allocations."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Handle(msgspec.Struct, frozen=True):
-    """What `torch.UntypedStorage._share_cuda_` returns, but for the number of the device, which differs between
-    processes."""
+    """The result of `torch.UntypedStorage._share_cuda_` without the device index, which differs between processes."""
 
     gpu: str
     """UUID of the GPU."""
@@ -39,7 +38,7 @@ class Handle(msgspec.Struct, frozen=True):
 
 
 class WeightPlace(msgspec.Struct, frozen=True):
-    """Where a weight lies."""
+    """Position and type of a weight in the shared memory."""
 
     offset: int
     """In bytes."""
@@ -69,7 +68,7 @@ _decoder = msgspec.msgpack.Decoder(SharedWeights)
 
 
 def lay_out(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> tuple[dict[str, WeightPlace], int]:
-    """Return a place for each weight, and how many bytes all of them take."""
+    """Return a place for each weight, and the total size in bytes."""
     places: dict[str, WeightPlace] = {}
     end = 0
     for name, shape in shapes.items():
@@ -84,7 +83,7 @@ def write(folder: Path, content: SharedWeights) -> None:
 
 
 def read(folder: Path) -> SharedWeights:
-    """Raises `ModelError` for a file that is none of ours."""
+    """Return the content of the file; raises `ModelError` if it is invalid."""
     try:
         return _decoder.decode((folder / FILE).read_bytes())
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -96,7 +95,7 @@ Open = Callable[[Handle], UntypedStorage]
 
 
 def share(storage: UntypedStorage) -> Handle:
-    """Return what another process needs to open `storage`, which is on a GPU."""
+    """Return the handle by which another process opens `storage`, which is on a GPU."""
     found = storage._share_cuda_()  # type: ignore[no-untyped-call]
     device, memory, size, offset, ref_counter, ref_counter_offset, event, sync = found
     return Handle(
@@ -105,7 +104,7 @@ def share(storage: UntypedStorage) -> Handle:
 
 
 def open_shared(handle: Handle) -> UntypedStorage:
-    """Return the memory of another process; raises `ModelError` when this process does not see its GPU."""
+    """Return the memory of another process; raises `ModelError` if this process does not see its GPU."""
     found = [n for n in range(torch.cuda.device_count()) if gpu_identity(torch.device("cuda", n)) == handle.gpu]
     if not found:
         raise ModelError(f"the weights are on GPU {handle.gpu}, which this process does not see")
@@ -124,5 +123,5 @@ def open_shared(handle: Handle) -> UntypedStorage:
 
 
 def gpu_identity(device: torch.device) -> str:
-    """Return the UUID of the GPU that `device` is, alike in all processes that see it; empty for another device."""
+    """Return the UUID of the GPU `device`, equal in all processes that see it; empty for another kind of device."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

@@ -1,4 +1,4 @@
-"""Which device and number format to compute in when the configuration says `auto`."""
+"""Device and number format of computations, also if the configuration sets `auto`."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def compute_with(threads: int) -> None:
-    """Let torch's operations in the calling thread, and in no other, run on `threads` threads.
+    """Have torch's operations in the calling thread, and in no other, run on `threads` threads.
 
-    Every thread of a process that uses torch calls this: the one that computes, with as many as it was given; all
-    others, with one. OpenMP keeps a team of helpers for each thread that asks for several, and as soon as two such
-    teams have more members than there are cores, helpers no longer wait actively for the next operation. Waking them
-    for each one costs more than they are worth (benchmarks/bench_engine.py, SmolLM2, one request on two cores: 16
-    tokens a second instead of 30).
+    Every thread of a process that uses torch calls this: the computing thread with its number of threads, all other
+    threads with 1. OpenMP keeps a team of helpers for each thread that uses several. As soon as two such teams have
+    more members than there are cores, helpers no longer wait actively for the next operation. Waking them for each
+    operation costs more than they save (benchmarks/bench_engine.py, SmolLM2, one request on two cores: 16 tokens a
+    second instead of 30).
     """
-    torch.get_num_threads()  # in a new thread torch first takes over what another set last; let that be done
+    torch.get_num_threads()  # a new thread first takes over the last setting of another thread; do that before
     torch.set_num_threads(threads)
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep large pieces of memory that are freed, for those that are allocated next.
+    """Have the C library keep large pieces of freed memory for later allocations.
 
-    Otherwise each large tensor is new memory, which the system clears page by page when it is first touched. Works only
-    with GNU's C library; a process then stays as large as it once was.
+    Otherwise each large tensor is new memory, which the system clears page by page at first use. Works only with GNU's
+    C library; a process then never shrinks below its largest size.
     """
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 1)  # those of other threads are given back as soon as they are empty
+        mallopt(_M_ARENA_MAX, 1)  # arenas of other threads are returned to the system as soon as they are empty
         mallopt(_M_MMAP_THRESHOLD, 2**30)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
-"""malloc.h: from how many free bytes on the heap shrinks, from which size on a piece is mapped on its own, and how many
-heaps there are for the threads."""
+"""malloc.h: free bytes at which the heap shrinks, size from which a piece is mapped on its own, and the number of heaps
+for the threads."""
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give memory of `device` that torch keeps for later allocations back to the system; a CPU has no such cache."""
+    """Release torch's cached memory of `device` to the system; a CPU has no such cache."""
     if device.type != "cpu":
         torch.accelerator.empty_cache()
 
 
 def resolve_device(device: Device, *, index: int = 0, each: int = 1) -> torch.device:
-    """Return the device of process `index` of its role; `auto` is CUDA where there is any.
+    """Return the device of process `index` of its role; `auto` is CUDA if available.
 
-    Processes share the devices round robin. A process that needs several has `each` of them, from the returned one on.
-    Raises `ConfigError` where there are too few.
+    Processes share the devices round robin. A process that needs several has `each` devices, from the returned one on.
+    Raises `ConfigError` if there are too few.
     """
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
@@ -88,7 +88,7 @@ def nccl_version() -> tuple[int, int, int]:
     found = ctypes.c_int()
     try:
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(found))
-    except (OSError, AttributeError):  # torch contains it
+    except (OSError, AttributeError):  # linked into torch
         built_with: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
         major, minor, patch, *_ = built_with
         return major, minor, patch
@@ -96,7 +96,7 @@ def nccl_version() -> tuple[int, int, int]:
 
 
 def nccl_ranks() -> int | None:
-    """Return the most ranks that one NCCL group may have on this machine; None: any number (`MULTI_RANK`)."""
+    """Return the maximum number of ranks of an NCCL group on this machine; None: no limit (`MULTI_RANK`)."""
     if not torch.cuda.is_available():
         return 0
     if os.environ.get(MULTI_RANK) == "1" and nccl_version() >= (2, 30):
@@ -105,7 +105,7 @@ def nccl_ranks() -> int | None:
 
 
 def resolve_dtype(dtype: DType, device: torch.device) -> torch.dtype:
-    """Return the dtype; `auto` is bfloat16 where the processor has it (CUDA, AVX512-BF16, AMX), else float32."""
+    """Return the dtype; `auto` is bfloat16 if the processor supports it (CUDA, AVX512-BF16, AMX), else float32."""
     if dtype != "auto":
         return _DTYPES[dtype]
     if device.type == "cuda":
@@ -114,9 +114,9 @@ def resolve_dtype(dtype: DType, device: torch.device) -> torch.dtype:
 
 
 def processor_has_bfloat16() -> bool:
-    """Return whether the CPU multiplies bfloat16 itself (AVX512-BF16, AMX), as torch's matrix products then do.
+    """Whether the CPU multiplies bfloat16 itself (AVX512-BF16, AMX), as torch's matrix products then do.
 
-    Also False where a trial has shown that it must not be used (`processor.py`).
+    Also False if a trial has shown that these instructions do not work (`processor.py`).
     """
     if bfloat16_is_ruled_out():
         return False
@@ -126,17 +126,17 @@ def processor_has_bfloat16() -> bool:
 def inference_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the dtype in which to compute with weights of `dtype`: float32 for bfloat16 on a CPU that emulates it.
 
-    Emulated matrix products take about three times as long as those in float32 from 32 rows on (measured on an
-    AVX512 processor without bfloat16 units, SmolLM2's shapes). Every bfloat16 number is one of float32 too, so
-    nothing is lost but memory.
+    Emulated matrix products take about three times as long as float32 ones from 32 rows on (measured on an AVX512
+    processor without bfloat16 units, with SmolLM2's shapes). Every bfloat16 number is also a float32 number, so the
+    only cost is memory.
     """
     emulated = device.type == "cpu" and dtype == torch.bfloat16 and not processor_has_bfloat16()
     return torch.float32 if emulated else dtype
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """Return `array` on `device`. The host does not wait for a GPU: the copy starts from pinned memory and takes its
-    turn in the current stream."""
+    """Return `array` on `device`. The host does not wait for a GPU: the copy starts from pinned memory and is queued in
+    the current stream."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda" and tensor.numel():
         tensor = tensor.pin_memory()
@@ -144,20 +144,20 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 class SideStream:
-    """A CUDA stream beside the one that computes, for a thread that reads what that one has written: what one of them
-    is given to do does not stand in line behind what the other is. On other devices than CUDA nothing is different."""
+    """A side CUDA stream for a thread that reads results of the compute stream. Work on one stream does not queue
+    behind the other. On devices other than CUDA it has no effect."""
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
-        """`cuda`: what stands in for `torch.cuda`, in tests."""
+        """`cuda`: replacement for `torch.cuda` in tests."""
         self._device = device
         self._cuda = cuda
         self._stream: Any = None
-        """Made when it is needed first."""
+        """Created at first use."""
 
     @contextmanager
     def after_computation(self) -> Iterator[None]:
-        """Have what this thread begins run in the side stream, behind what the computation has been given to do up to
-        now; at the end, wait until it is done. The computation waits for none of it."""
+        """Run this thread's work in the side stream, after the work that is queued in the compute stream now; at the
+        end, wait for it. The compute stream does not wait."""
         if self._device.type != "cuda":
             yield
             return
@@ -169,31 +169,31 @@ class SideStream:
 
 
 def compute_repeatably(device: torch.device) -> None:
-    """Have torch choose algorithms that give the same result for the same input. Only on GPUs does it have others.
+    """Have torch choose algorithms that give the same result for the same input. Only GPUs have other ones.
 
-    To be called before anything is computed. An operation without such an algorithm warns when it is used.
+    Call it before any computation. An operation without such an algorithm logs a warning when it is used.
     """
     if device.type != "cuda":
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as torch.use_deterministic_algorithms asks for
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by torch.use_deterministic_algorithms
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
 
 
 def attend_without_plans(device: torch.device) -> None:
-    """Have torch's attention on a GPU leave cuDNN aside, which plans anew for each shape that it meets.
+    """Keep torch's attention on a GPU from using cuDNN, which makes a new plan for each shape.
 
-    Each decode step, and nearly each micro-batch, has a shape of its own. On an H200 a plan takes 50 to 70 ms forward
-    and 130 to 230 with the backward pass, where a model of a billion weights decodes a token in 9 ms; a plan that is
-    there gains 5 ms at 16,384 tokens (torch 2.11; docs/scale.md).
+    Each decode step, and nearly each micro-batch, has a new shape. On an H200 a plan takes 50 to 70 ms for the forward
+    pass and 130 to 230 ms with the backward pass, while a model of a billion weights decodes a token in 9 ms; an
+    existing plan saves 5 ms at 16,384 tokens (torch 2.11; docs/scale.md).
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def rounding(device: torch.device) -> dict[str, str]:
-    """Return what decides, besides the configuration, how numbers are rounded in the calling thread, by name."""
+    """Return all factors, by name, that decide rounding in the calling thread in addition to the configuration."""
     on_gpu = device.type == "cuda"
     limits = (ONEDNN_LIMIT, MKL_LIMIT, "MKL_CBWR", "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG")
     return {
@@ -208,7 +208,7 @@ def rounding(device: torch.device) -> dict[str, str]:
 
 
 def _processor_name() -> str:
-    """Return the processor's name as the system has it."""
+    """Return the processor's name as the system reports it."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""Waiting until what was written is on the disk. What is renamed into its place before that may be there, and empty,
+"""Waiting until written data are on disk. A file that is renamed into its place before that may be there, but empty,
 after a loss of power."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def to_disk(path: Path) -> None:
-    """Wait until the file `path`, or the names in the folder `path`, are on the disk."""
+    """Wait until the file `path`, or the names in the folder `path`, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -17,6 +17,6 @@ def to_disk(path: Path) -> None:
 
 
 def all_to_disk(folder: Path) -> None:
-    """Wait until all that is in `folder` is on the disk."""
+    """Wait until all content of `folder` is on disk."""
     for path in [*folder.rglob("*"), folder]:
         to_disk(path)

@@ -1,8 +1,8 @@
 """Workflows of plain functions whose parameters name models and data (ECS). docs/trainer.md has an example.
 
 `trainer.graph = "my_graph:workflow"` with `workflow = MasterWorkerECS([ref_inf, actor_train])` traces each function
-once, with handles in the place of models and data. Each `generate`, `inference` and `train_step` that a function calls
-on a model becomes an MFC of the graph (`trainer/graph.py`). The order of the calls follows from their keys alone.
+once, with handles in place of models and data. Each `generate`, `inference` and `train_step` that a function calls on a
+model becomes an MFC of the graph (`trainer/graph.py`). The order of the calls follows from their keys alone.
 `packed_input_ids` stands for all arrays that belong to a group's tokens: mask, lengths, log-probabilities, versions.
 """
 
@@ -44,35 +44,35 @@ INFERRED_KEYS = {
 }
 """Model → the key of the array that its `inference` returns."""
 TRAINING_KEYS = STREAM_KEYS | {"ref_logprobs", "proximal_logprobs", "values", "advantages"}
-"""Arguments of `train_step`."""
+"""Keys that `train_step` accepts."""
 SHORT = {"generate": "gen", "inference": "inf", "train_step": "train"}
-"""Interface → the end of an MFC's name, if its function calls several models."""
+"""Interface → suffix of an MFC's name, if its function calls several models."""
 
 
 @dataclass
 class ModelCall:
-    """One call on a model in a function: an MFC but for the configuration."""
+    """One call on a model in a function: an MFC without the configuration."""
 
     model: str
     interface: Interface
     inputs: frozenset[str]
     outputs: set[str] = field(default_factory=set)
-    """Filled as the function uses the results."""
+    """Keys of the used results; filled while the function is traced."""
     name: str = ""
-    """Of the MFC; set once the function has returned."""
+    """Name of the MFC; set once the function has returned."""
 
     def mfc(self, config: Config) -> MFC:
-        """Return the MFC; rollout workers generate, and score if there is no reward model."""
+        """Return the MFC; rollout workers run generation, and also rewards if there is no reward model."""
         scored_by_rollout = self.model == "reward" and config.reward_model.path is None
         role = ROLLOUT if scored_by_rollout or self.interface == "generate" else self.model
         return model_call(config, self.name, role, self.interface, self.inputs, frozenset(self.outputs))
 
 
 class DataQuery(Query[Name]):
-    """A handle of data with a key: of the groups, or computed by a model of this or another function."""
+    """A handle of the data with a key: data of the groups, or computed by a model of this or another function."""
 
     def __init__(self, key: str, call: ModelCall | None = None) -> None:
-        """`call`: computes it, if it is a call of the same function."""
+        """`call`: the call of the same function that computes it, if any."""
         self.key = key
         self.call = call
 
@@ -112,10 +112,10 @@ class Commands:
         self.function = function
         self.calls: list[ModelCall] = []
         self.given: set[str] = set()
-        """Keys that the function gave to a model."""
+        """Keys that the function passed to a model."""
 
     def build_model_inputs(self, **data: DataQuery) -> ModelInputs:
-        """Return the arguments of a call on a model; each is named as the key of its data."""
+        """Return the arguments of a call on a model; each name must equal the key of its data."""
         for name, handle in data.items():
             where = f"{self.function}: build_model_inputs({name}=…)"
             if not isinstance(handle, DataQuery):
@@ -128,7 +128,7 @@ class Commands:
         return ModelInputs(frozenset(data))
 
     def set_data(self, key: str, data: DataQuery) -> None:
-        """Give `data`, a result of a model, to other functions as `key`."""
+        """Publish `data`, a result of a model, to other functions as `key`."""
         if not isinstance(data, DataQuery) or data.call is None:
             raise ConfigError(f"{self.function}: set_data({key!r}, …) takes a result of a model called in the function")
         self._publish(key, data, data.call)
@@ -184,14 +184,14 @@ class ModelQuery(Query[Name]):
 
 
 class MasterWorkerECS:
-    """A workflow: its functions become the graph of the master. Also takes MFCs, as they are."""
+    """A workflow: its functions become the master's graph. MFCs are also accepted, and stay unchanged."""
 
     def __init__(self, functions: Sequence[Callable[..., None] | MFC]) -> None:
         self._functions = list(functions)
 
     @cached_property
     def calls(self) -> list[ModelCall | MFC]:
-        """The calls on models of all functions, in the order of the functions."""
+        """The model calls of all functions, in the order of the functions."""
         found: list[ModelCall | MFC] = []
         for function in self._functions:
             found += [function] if isinstance(function, MFC) else trace(function)
@@ -203,8 +203,10 @@ class MasterWorkerECS:
 
 
 def trace(function: Callable[..., None]) -> list[ModelCall]:
-    """Call `function` with handles and return its calls on models; raises `ConfigError` if it makes none, or does not
-    use a result. A parameter that it gives to no model is waited for by all of its calls."""
+    """Call `function` with handles and return its model calls; all of them wait for the parameters that it passes to no
+    model.
+
+    Raises `ConfigError` if it makes no call, or does not use a result."""
     name = function.__name__
     commands = Commands(name)
     try:

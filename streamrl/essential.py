@@ -1,8 +1,8 @@
-"""Tasks and threads that a process cannot do without: the failure of one ends the process, with its traceback.
+"""Tasks and threads that a process cannot run without: the failure of one ends the process, with its traceback.
 
-Work that goes on for ever is awaited by nobody. If it failed unseen, the run would wait for ever for what it did. So
-whatever receives, beats or watches is begun here, and `ends_with_its_work` stands around each process's component
-(`launch/process.py`). What ends without an error, or because it is cancelled, has not failed.
+No code awaits work that runs forever. If such work failed unseen, the run would wait for its results forever. So all
+tasks that receive, send heartbeats or watch are started here, and `ends_with_its_work` encloses each process's
+component (`launch/process.py`). Work that ends without an error, or is cancelled, has not failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class _Owner:
-    """The task that ends when essential work that was begun inside it fails."""
+    """The task that is cancelled when essential work that was started inside it fails."""
 
     def __init__(self) -> None:
         self.error: EssentialFailed | None = None
@@ -51,7 +51,7 @@ _owner: ContextVar[_Owner | None] = ContextVar("owner of essential work", defaul
 
 @asynccontextmanager
 async def ends_with_its_work() -> AsyncGenerator[None]:
-    """Cancel what runs inside as soon as essential work begun inside fails, and raise `EssentialFailed`."""
+    """Cancel the block as soon as essential work that was started in it fails, and raise `EssentialFailed`."""
     owner = _Owner()
     outer = _owner.set(owner)
     try:
@@ -69,13 +69,13 @@ async def ends_with_its_work() -> AsyncGenerator[None]:
 
 
 def failure() -> EssentialFailed | None:
-    """Return what has failed, if the process is ending because of it."""
+    """Return the failure that is ending the process; None if there is none."""
     owner = _owner.get()
     return None if owner is None else owner.error
 
 
 def begin(work: Coroutine[Any, Any, Result], *, name: str) -> asyncio.Task[Result]:
-    """Return a task without which the process cannot go on."""
+    """Start and return a task that the process cannot run without."""
     owner = _owner.get()
 
     def see(ended: asyncio.Task[Result]) -> None:
@@ -91,13 +91,13 @@ def begin(work: Coroutine[Any, Any, Result], *, name: str) -> asyncio.Task[Resul
 
 
 def thread(work: Callable[[], None], *, name: str) -> threading.Thread:
-    """Return a daemon thread, not started yet, without which the process cannot go on."""
+    """Return a daemon thread, not started yet, that the process cannot run without."""
     owner = _owner.get()
 
     def run() -> None:
         try:
             work()
-        except BaseException as error:  # tolerance point: whatever ends the thread has to be told to the process
+        except BaseException as error:  # tolerance point: any error that ends the thread must reach the process
             _tell(name, error)
             if owner is not None:
                 owner.fail_from_thread(name, error)

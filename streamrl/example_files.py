@@ -1,7 +1,7 @@
-"""The examples in the package: their names, what each trains, and copies of them for users.
+"""The examples in the package: their names, their descriptions, and copies of them for users.
 
-An example is a configuration NAME.toml and the modules that it names as `examples.MODULE`. Copies go into the folder
-`examples` of the working directory, where these names lead to them.
+An example is a configuration NAME.toml and the modules that it names as `examples.MODULE`. Copies are written to the
+folder `examples` of the working directory, where these names resolve to them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def described() -> dict[str, str]:
 def copied(name: str) -> list[Path]:
     """Copy the example `name`; return its files, the configuration first.
 
-    Files that are there with the same content stay. Raises `ConfigError`, and copies nothing, for an unknown name and
-    for a file with other content.
+    Existing files with the same content stay. Raises `ConfigError`, and copies nothing, for an unknown name and for an
+    existing file with other content.
     """
     known = described()
     name = Path(name).stem

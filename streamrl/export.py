@@ -1,8 +1,8 @@
-"""Checkpoints as Hugging Face has them: whole tensors in safetensors files, an index, settings and tokenizer beside.
+"""Checkpoints in Hugging Face's format: whole tensors in safetensors files, an index, settings and tokenizer.
 
-Works in bounded memory: one tensor after another goes from the files of a checkpoint, in which many ranks may have
-written a part each, into the file that is being written. A model and an adapter become one model here, too, for servers
-that are to know nothing of adapters.
+Works in bounded memory: one tensor after another is read from the files of a checkpoint, to which many ranks may have
+written a part each, and written to the current output file. This module also merges an adapter into its model, for
+servers without adapter support.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from streamrl.models import made, weights_fingerprint
 from streamrl.safetensors_files import MODEL, TensorFiles, file_name, write_file, write_index
 
 FILE_BYTES = 4 * 2**30
-"""A file holds no more, but for a single tensor that does."""
+"""Maximum size of a file, except for a single larger tensor."""
 NOT_COPIED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt", "*.pth")
 EXPORT = "export-"
-"""What the names of exports in the cache begin with."""
+"""Prefix of the names of exports in the cache."""
 DRAFT = "whole"
-"""The folder in which tensors are put together for `make_whole`."""
+"""Temporary folder in which `make_whole` assembles tensors."""
 
 
 def export(checkpoint: Path, target: Path, *, dtype: torch.dtype = torch.float32, limit: int = FILE_BYTES) -> None:
-    """Write the model in `checkpoint` into the folder `target`, which exists, in files of `limit` bytes.
+    """Write the model in `checkpoint` into the existing folder `target`, in files of `limit` bytes.
 
-    Raises `ModelError` where something of the model is missing, and for an adapter, which is peft's as it is.
+    Raises `ModelError` if a part of the model is missing, and for an adapter, which is in peft's format already.
     """
     if (checkpoint / SETTINGS).exists():
         base = json.loads((checkpoint / SETTINGS).read_bytes()).get("base_model_name_or_path")
@@ -50,8 +50,8 @@ def export(checkpoint: Path, target: Path, *, dtype: torch.dtype = torch.float32
 
 @contextmanager
 def hugging_face_folder(checkpoint: Path, *, cache: Path | None = None) -> Iterator[Path]:
-    """A folder with the model of `checkpoint` that every program can load: itself, or an export in the cache, which
-    stays there while this is open. Other exports that nobody uses are removed: each is as large as its model."""
+    """Yield a folder with the model of `checkpoint` that every program can load: the checkpoint itself, or an export in
+    the cache, which is kept during the block. Unused other exports are removed: each is as large as its model."""
     if TensorFiles(checkpoint, MODEL).are_wholes:
         yield checkpoint
         return
@@ -64,7 +64,7 @@ def hugging_face_folder(checkpoint: Path, *, cache: Path | None = None) -> Itera
 
 
 def make_whole(folder: Path, stem: str = MODEL, *, limit: int = FILE_BYTES) -> None:
-    """Replace the files of `stem` in `folder`, whatever many ranks have written, by those that `export` writes."""
+    """Replace the files of `stem` in `folder`, parts by many ranks, by files of whole tensors as `export` writes."""
     draft = folder / DRAFT
     draft.mkdir()
     write_wholes(TensorFiles(folder, stem), draft, stem, limit=limit)
@@ -78,7 +78,7 @@ def make_whole(folder: Path, stem: str = MODEL, *, limit: int = FILE_BYTES) -> N
 def write_wholes(
     files: TensorFiles, folder: Path, stem: str = MODEL, *, dtype: torch.dtype | None = None, limit: int = FILE_BYTES
 ) -> None:
-    """Write all tensors of `files` into files of `stem` in `folder`, each whole; `dtype`: None, as they are stored."""
+    """Write all tensors of `files`, each whole, into files of `stem` in `folder`; without `dtype` as stored."""
     files.check([(name, files.shape(name)) for name in files.names()])
     contents: list[list[tuple[str, torch.dtype, tuple[int, ...]]]] = [[]]
     size = 0
@@ -98,7 +98,9 @@ def write_wholes(
 
 
 def copy_settings(source: Path, target: Path, *, dtype: torch.dtype = torch.float32, scalar_head: bool = False) -> None:
-    """Copy what a checkpoint holds besides weights, its tokenizer included, and say what the weights are now."""
+    """Copy a checkpoint's files except weights, its tokenizer included.
+
+    The copied settings describe the new weights: `dtype`, and with `scalar_head` a head with one output."""
     _copy_files(source, target)
     file = target / "config.json"
     settings = json.loads(file.read_text())
@@ -112,14 +114,14 @@ def copy_settings(source: Path, target: Path, *, dtype: torch.dtype = torch.floa
 
 
 def copy_base(source: Path, target: Path, *, lora: LoraConfig) -> None:
-    """Copy what the base `source` of an adapter holds besides weights, and write peft's settings of the adapter."""
+    """Copy the files of an adapter's base `source` except weights, and write peft's settings of the adapter."""
     _copy_files(source, target)
     (target / SETTINGS).write_text(json.dumps(adapter_settings(lora, str(source.absolute())), indent=2))
 
 
 def merge_adapter(base: Path, adapter: Path, lora: LoraConfig, *, into: Path) -> None:
-    """Write the model in `base` with the `adapter` added, as a checkpoint in the folder `into`, which is made; each
-    weight in the dtype that it has in `base`. Raises `ModelError`."""
+    """Write the model in `base` with the `adapter` merged, as a checkpoint in the new folder `into`; each weight keeps
+    its dtype in `base`. Raises `ModelError`."""
     check_adapter(adapter, lora)
     into.mkdir()
     _copy_files(base, into)
@@ -143,8 +145,8 @@ def merge_adapter(base: Path, adapter: Path, lora: LoraConfig, *, into: Path) ->
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy all files but weights. Neither times nor permissions are copied: by its own time the checkpoint is found
-    that was written last, and a model may be where nothing can be written, with files that nobody may change."""
+    """Copy all files except weights, without times and permissions. The latest checkpoint is found by its own time, and
+    a model may be on a read-only file system, with read-only files."""
     for file in source.iterdir():
         if file.is_file() and not any(fnmatch(file.name, pattern) for pattern in NOT_COPIED):
             shutil.copyfile(file, target / file.name)

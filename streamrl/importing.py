@@ -1,4 +1,4 @@
-"""Importing: what a configuration names, and what is large without what makes that slow."""
+"""Importing of objects that a configuration names, and of large packages without garbage collection."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from streamrl.errors import ConfigError
 
 @contextmanager
 def without_garbage_collection(*, stays: bool = True) -> Iterator[None]:
-    """Do not look for cyclic garbage meanwhile. `stays`: what was made is not looked through later either.
+    """Disable the collection of cyclic garbage in the block. `stays`: exclude existing objects from later collections.
 
-    The modules of torch and transformers are millions of objects that stay. To look through them again and again
-    as they come into being is a third of the time that their import takes.
+    The modules of torch and transformers are millions of objects that are never freed. Examining them again and again
+    during their import takes a third of the import time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -32,15 +32,15 @@ def without_garbage_collection(*, stays: bool = True) -> Iterator[None]:
 
 
 EXTRAS = {"openai": "agents", "reasoning_gym": "rewards", "math_verify": "rewards", "datasets": "datasets"}
-"""Modules that examples and users' code import, and the extra of streamrl that installs each."""
+"""Modules that examples and user code import, and the extra of streamrl that installs each."""
 
 
 def load_object(spec: str, *, key: str) -> Any:
-    """Import what `spec` (`module:name`) names; `key` is the configuration key for error messages.
+    """Import and return the object that `spec` (`module:name`) names; `key` is the configuration key for errors.
 
-    Modules in the working directory are found too, whichever way the process was started. Whatever names a function or
-    class of the user's, or a component, is loaded here.
-    Raises `ConfigError` when the module or the name does not exist, or the module imports a package of an extra that is
+    Modules in the working directory are always found, however the process was started. All functions and classes of the
+    user, and components, that a configuration names are loaded here.
+    Raises `ConfigError` if the module or the name does not exist, or the module imports a package of an extra that is
     not installed; any other error of the module itself passes through.
     """
     module_name, colon, name = spec.partition(":")
@@ -56,7 +56,7 @@ def load_object(spec: str, *, key: str) -> Any:
             extra = f'pip install "streamrl[{EXTRAS[error.name]}]"'
             raise ConfigError(f"{key} = {spec!r}: it imports {error.name}, which is not installed: {extra}") from error
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module exists, and something that it imports does not
+            raise  # the module exists, but one of its imports does not
         raise ConfigError(
             f"{key} = {spec!r}: there is no module {module_name}; is it installed, or in {working_directory}?"
         ) from error

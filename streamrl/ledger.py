@@ -1,22 +1,22 @@
-"""The ledger: one record for each open group, the rules of admission, and the rules by which batches are chosen.
+"""The ledger: one record for each open group, the rules of admission, and the rules for choosing batches.
 
 Pure state machines without I/O or clocks (times are passed in). The gserver manager leases, rejects and returns groups
 here; the master's buffer (`trainer/master/buffer.py`) accepts and closes them, and calls `select_batch` to form a
-training batch. No operation looks at all groups: each takes constant or logarithmic time, whatever their number.
+training batch. No operation scans all groups: each takes constant or logarithmic time in their number.
 
 With P groups in a training batch and `max_staleness` η:
 
-- **admission**: a new group starts only while `accepted + running < trained + (η + 1) · P`, where
-  *accepted* counts every group stored with the trainer since the run began, and *trained* those that
-  made the served policy version: v · P; for a resumed run the groups trained on before, perhaps with another
-  P, and P for each version since. This bounds the average age of tokens. While a run is slowed, η is
-  smaller (`admitted_staleness`). If batches are taken in admission order, returned prompts may start
-  without room once no group runs, because the next batch waits for them;
-- **selection** bounds the age of every token: none older than η versions enters a loss.
+- **admission**: a new group starts only while `accepted + running < trained + (η + 1) · P`. *accepted* counts every
+  group stored with the trainer since the run began. *trained* counts the groups that the served policy version was
+  trained on: v · P; for a resumed run, the groups trained on before (perhaps with another P), plus P for each version
+  since. This bounds the average age of tokens. While a run is slowed, η is smaller (`admitted_staleness`). If batches
+  are taken in admission order, returned prompts may start without room once no group runs, because the next batch
+  waits for them;
+- **selection** bounds the age of every token: no token older than η versions enters a loss.
 
-Where the number of groups ends the run (`ends_after`), no group starts that its last batch does not need.
+If the number of groups ends the run (`ends_after`), no group starts that its last batch does not need.
 
-Invariants (held by property tests): every sequence number is always in exactly one state (`GroupState`); none is
+Invariants (checked by property tests): every sequence number is always in exactly one state (`GroupState`); none is
 skipped; none is trained on twice.
 """
 
@@ -53,14 +53,14 @@ class ReadyGroups:
         return len(self._oldest_versions)
 
     def add(self, seq: int, oldest_version: int) -> None:
-        """Enter a group that is ready; one that is here already takes the place of the old one."""
+        """Add a ready group; it replaces an entry with the same `seq`."""
         self.discard(seq)
         self._oldest_versions[seq] = oldest_version
         self._order.add(seq)
         self._by_oldest.setdefault(oldest_version, set()).add(seq)
 
     def discard(self, seq: int) -> None:
-        """Take `seq` out; no change if it is not here."""
+        """Remove `seq`; no change if it is absent."""
         oldest = self._oldest_versions.pop(seq, None)
         if oldest is None:
             return
@@ -70,13 +70,13 @@ class ReadyGroups:
             del self._by_oldest[oldest]
 
     def oldest(self, count: int, *, but: Iterable[int] = ()) -> list[int]:
-        """Return the first `count` groups in admission order without those in `but`; fewer when there are no more."""
+        """Return the first `count` groups in admission order except the groups in `but`; fewer if there are no more."""
         left_out = set(but)
         candidates = self._order.smallest(count + len(left_out))
         return [seq for seq in candidates if seq not in left_out][:count]
 
     def older_than(self, policy_version: int) -> list[int]:
-        """Return the groups with a token from before `policy_version`, in admission order."""
+        """Return the groups with a token older than `policy_version`, in admission order."""
         found = [seqs for version, seqs in self._by_oldest.items() if version < policy_version]
         return sorted(seq for seqs in found for seq in seqs)
 
@@ -87,10 +87,10 @@ OverAge = Literal["mask", "wait", "drop"]
 
 
 GroupState = Literal["new", "leased", "returned", "accepted", "trained", "rejected"]
-"""docs/groups.md draws the moves from one state to the next.
+"""docs/groups.md shows the state transitions.
 
-new: never admitted. leased: a rollout worker makes it. returned: its prompt waits to be admitted again. accepted: it is
-stored with the trainer. trained: a training step has used it. rejected: given up for good.
+new: never admitted. leased: a rollout worker generates it. returned: its prompt waits to be admitted again. accepted:
+it is stored with the trainer. trained: a training step has used it. rejected: given up permanently.
 """
 
 
@@ -99,26 +99,26 @@ class Group(msgspec.Struct, eq=False):
 
     seq: int
     state: GroupState = "new"
-    # while a rollout worker makes it
+    # while a rollout worker generates it
     worker: str = ""
-    """The rollout worker that it was leased to last; empty if there is none, or if that process has ended."""
+    """The rollout worker with its latest lease; empty if there was none, or that process has ended."""
     granted: float = 0.0
-    """When the lease began, in seconds."""
+    """Start of the lease, in seconds."""
     route: Any = None
-    """Where its requests go while it is leased (the manager's `routing.Route`); the ledger only keeps it."""
+    """Route of its requests while it is leased (the manager's `routing.Route`); the ledger only stores it."""
     deaths: list[int] = []
-    """Deaths of workers that had it, by their number in the run."""
+    """Deaths of workers that held it, by their number in the run."""
     # while the trainer has it
     meta: SampleMeta | None = None
-    """None: it is not stored with the trainer, or is being discarded there."""
+    """None if it is not stored with the trainer, or is being discarded there."""
     keys: frozenset[str] = frozenset()
-    """Keys that are ready."""
+    """Keys whose arrays are ready."""
     holders: Mapping[str, frozenset[int]] = {}
-    """Key → model workers that hold its array. Shared between groups: replace it, never change it."""
+    """Key → model workers that hold its array. Shared between groups: replace the mapping, never change it."""
 
 
 class Ledger:
-    """The table of groups: leases sequence numbers to workers for a time, and counts what became of them.
+    """The table of groups: leases sequence numbers to workers for a time, and counts the results.
 
     Open groups have a record each; closed ones (trained, rejected) are sets of sequence numbers.
     """
@@ -134,19 +134,19 @@ class Ledger:
         """The η of admission: `max_staleness`, or less while a run is slowed. It does not affect groups that run."""
         self.lease_seconds = lease_seconds
         self.lineage = FIRST
-        """The one in which policy versions are counted."""
+        """The lineage whose policy versions are counted."""
         self.policy_version = 0
-        """The version that the gservers serve, by which groups are admitted. Only `advance` and `restore` change it."""
+        """The policy version that the gservers serve; admission uses it. Only `advance` and `restore` change it."""
         self.next_seq = 0
-        self._began = (0, 0)  # policy version, and groups trained on, where this process began
+        self._began = (0, 0)  # policy version, and number of trained groups, at the start of this process
         self.ends_after: int | None = None
-        """The run is over once this many groups were trained on or rejected; None: their number does not end it."""
+        """The run is over once this many groups were trained on or rejected; None: no such limit."""
         self.dropped = 0
-        """Times that a stored group was too old and its prompt went back (`over_age = "drop"`)."""
+        """Number of stored groups that were too old, so that their prompts were returned (`over_age = "drop"`)."""
         self.expired = 0
-        """Times that a lease ran out and its prompt went back."""
+        """Number of leases that expired or were released, so that their prompts were returned."""
         self.kept = 0
-        """Groups that workers had in hand when `lineage` began, and hold again."""
+        """Groups that workers had in hand when `lineage` began, and that are leased to them again."""
         self.groups: dict[int, Group] = {}
         """Open groups by sequence number."""
         self.trained_seqs = SeqSet()
@@ -155,17 +155,17 @@ class Ledger:
         """Called with each group at the end of its lease."""
         self.observers: list[Callable[[], None]] = []
         """Called after each change that a waiting admission or batch may depend on."""
-        self._leases: dict[str, dict[int, Group]] = {}  # worker → groups that it holds, oldest lease first
-        self._renewed: dict[str, float] = {}  # worker with leases → when it was last heard of
+        self._leases: dict[str, dict[int, Group]] = {}  # worker → its leased groups, oldest lease first
+        self._renewed: dict[str, float] = {}  # worker with leases → time of its last message
         self._returned = SeqQueue()
         self._held = 0  # groups in state accepted
-        self._first_open = 0  # all below are closed
+        self._first_open = 0  # all sequence numbers below are closed
 
     def restore(self, lineage: Lineage, *, trained: Iterable[int], rejected: Iterable[int]) -> None:
-        """Continue from the end of the step at which `lineage` begins, whatever was admitted since.
+        """Continue from the end of the step at which `lineage` begins, and forget all later admissions.
 
-        All leases end. All other sequence numbers that were ever handed out are returned to be admitted again, or kept
-        (`keep`).
+        All leases end. All other sequence numbers that were ever handed out are returned: `admit` leases them again, or
+        `keep` does.
         """
         for group in [group for own in self._leases.values() for group in own.values()]:
             self._end_lease(group)
@@ -194,18 +194,18 @@ class Ledger:
 
     @property
     def returned(self) -> int:
-        """Prompts that came back and wait to be given out again."""
+        """Returned prompts that wait to be leased again."""
         return len(self._returned)
 
     @property
     def trained(self) -> int:
-        """Groups that the present policy version was trained on since the run began."""
+        """Groups that the current policy version was trained on since the run began."""
         version, groups = self._began
         return groups + (self.policy_version - version) * self.groups_per_batch
 
     @property
     def room(self) -> int:
-        """How many groups may start now."""
+        """Number of groups that may start now."""
         bound = self.trained + (self.admitted_staleness + 1) * self.groups_per_batch
         if self.ends_after is not None:
             _, before = self._began
@@ -214,16 +214,16 @@ class Ledger:
             bound = min(bound, before + whole_batches * self.groups_per_batch)
         room = max(0, bound - self.accepted - self.running)
         if self.in_order and not room and not self.running:
-            # They lost their places when the run was slowed; the next batch needs them.
+            # The groups lost their places when the run was slowed; the next batch needs them.
             return min(self.returned, self.groups_per_batch)
         return room
 
     def next_expiry(self) -> float | None:
-        """Return when the next lease runs out unless it is renewed."""
+        """Return when the next lease expires unless it is renewed; None if there is no lease."""
         return min((self._expiry(next(iter(own.values()))) for own in self._leases.values()), default=None)
 
     def holder(self, seq: int) -> str | None:
-        """Return the worker that holds the lease of `seq`, if one does."""
+        """Return the worker that holds the lease of `seq`; None if it is not leased."""
         group = self.groups.get(seq)
         return group.worker if group is not None and group.state == "leased" else None
 
@@ -256,17 +256,17 @@ class Ledger:
         return self._lease([*again, *fresh], worker, now=now)
 
     def keep(self, worker: str, seqs: Collection[int], *, now: float) -> list[Group]:
-        """Lease to `worker` the groups of `seqs` that `admit` would lease next: it has them in hand from an earlier
-        lineage. Return all groups of `seqs` that it holds then.
+        """Lease to `worker` the groups of `seqs` that `admit` would lease next; the worker has them in hand from an
+        earlier lineage. Return all groups of `seqs` that it then holds.
 
-        So a group that is kept takes the place of the same group made again, and of no other.
+        A kept group thus takes exactly the place of the same group generated again.
         """
         room = self.room
         again = self._returned.smallest(room)
         next_ones = {*again, *range(self.next_seq, self.next_seq + room - len(again))}
         kept = sorted(next_ones.intersection(seqs))
         end = max([self.next_seq, *(seq + 1 for seq in kept)])
-        for seq in range(self.next_seq, end):  # those before it were given out, too
+        for seq in range(self.next_seq, end):  # earlier sequence numbers were handed out, too
             self._return(Group(seq))
         self.next_seq = end
         for seq in kept:
@@ -278,8 +278,8 @@ class Ledger:
     def accept(self, meta: SampleMeta) -> Group | None:
         """Enter a group that is stored with the trainer, and return its record; None if it was closed before.
 
-        It may come from a worker without a lease by now, while another makes it too. A group that is stored again gets
-        the new metadata.
+        The worker may no longer have the lease, and another worker may be generating the same group. A group that is
+        stored again gets the new metadata.
         """
         group = self.groups.get(meta.seq)
         if group is None:
@@ -293,7 +293,9 @@ class Ledger:
         return group
 
     def discarding(self, seq: int) -> None:
-        """Mark accepted group `seq` as being discarded by the model workers: it is too old, and may be stored again."""
+        """Mark the accepted group `seq`, which is too old, as being discarded by the model workers.
+
+        It may be stored again."""
         self.groups[seq].meta = None
 
     def discarded(self, seq: int) -> None:
@@ -306,13 +308,13 @@ class Ledger:
             self._changed()
 
     def trained_on(self, seq: int) -> None:
-        """Close accepted group `seq`."""
+        """Close the accepted group `seq` as trained."""
         del self.groups[seq]
         self._held -= 1
         self.trained_seqs.add(seq)
 
     def reject(self, seq: int) -> bool:
-        """Give `seq` up (filtered out, failed in spite of retries), which frees its place.
+        """Give up `seq` (filtered out, or failed after all retries), which frees its place.
 
         Return False, and change nothing, unless it is leased or returned.
         """
@@ -327,12 +329,12 @@ class Ledger:
         return True
 
     def renew(self, worker: str, *, now: float) -> None:
-        """Start all leases of `worker` anew: it was heard of."""
+        """Restart all leases of `worker` because a message of it arrived."""
         if worker in self._leases:
             self._renewed[worker] = now
 
     def excuse(self, seconds: float) -> None:
-        """Let all leases run `seconds` longer, in which no worker could be heard."""
+        """Extend all leases by `seconds`, in which messages of workers could not be received."""
         for worker, own in self._leases.items():
             if worker in self._renewed:
                 self._renewed[worker] += seconds
@@ -340,11 +342,11 @@ class Ledger:
                 group.granted += seconds
 
     def release(self, worker: str) -> list[Group]:
-        """Take back the prompts of `worker`, which is gone; return their groups by sequence number."""
+        """End the leases of `worker`, which is gone; return their groups, ordered by sequence number."""
         return self._give_back(list(self._leases.get(worker, {}).values()))
 
     def expire(self, *, now: float) -> list[Group]:
-        """Give back the prompts of leases that ran out; return their groups by sequence number."""
+        """End the leases that have expired; return their groups, ordered by sequence number."""
         return self._give_back(
             [
                 group
@@ -401,16 +403,16 @@ class Ledger:
 
 
 class Selection(msgspec.Struct, frozen=True):
-    """What `select_batch` decided."""
+    """Result of `select_batch`."""
 
     batch: list[int]
-    """Sequence numbers to train on now, in admission order; empty: not enough yet."""
+    """Sequence numbers to train on now, in admission order; empty if there are not enough yet."""
     drop: list[int]
     """Sequence numbers to discard because a token is too old (`over_age = "drop"` only)."""
     missing: list[int]
     """Sequence numbers that the batch waits for by name (`over_age = "wait"` only)."""
     short: int
-    """How many groups are lacking."""
+    """Number of missing groups."""
 
 
 def select_batch(
@@ -424,8 +426,8 @@ def select_batch(
 ) -> Selection:
     """Choose the next training batch among the groups that are ready for one.
 
-    `next_in_order` (for `wait`) names the next `groups_per_batch` untrained, unrejected
-    sequence numbers in admission order.
+    `next_in_order` (for `wait`): the next `groups_per_batch` sequence numbers in admission order that are neither
+    trained nor rejected.
     """
     if over_age == "wait":
         missing = [seq for seq in next_in_order if seq not in ready]
@@ -443,7 +445,7 @@ def select_batch(
 
 
 def next_in_order(closed: Callable[[int], bool], *, start: int, count: int) -> list[int]:
-    """Return the first `count` sequence numbers from `start` on that are not `closed` (trained on or given up)."""
+    """Return the first `count` sequence numbers from `start` on that are not `closed` (trained on or rejected)."""
     found: list[int] = []
     seq = start
     while len(found) < count:
@@ -454,5 +456,5 @@ def next_in_order(closed: Callable[[int], bool], *, start: int, count: int) -> l
 
 
 def count_over_age(version_counts: Mapping[int, int], *, policy_version: int, max_staleness: int) -> int:
-    """Return how many tokens of `version_counts` are older than `max_staleness` versions."""
+    """Return the number of tokens in `version_counts` that are older than `max_staleness` versions."""
     return sum(n for version, n in version_counts.items() if policy_version - version > max_staleness)

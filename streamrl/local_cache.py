@@ -1,4 +1,4 @@
-"""What this machine keeps between runs: converted models, compiled libraries, what its processor can do."""
+"""This machine's cache between runs: converted models, compiled libraries, and the processor's trial results."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def cache_home() -> Path:
 
 @contextmanager
 def making(path: Path) -> Iterator[bool]:
-    """Hold the lock under which `path`, a file or folder of the cache, is made; gives whether nobody else makes it.
+    """Hold the lock for making `path`, a file or folder of the cache; yield whether no other process can be making it.
 
-    Another process that wants to make it waits, and should then look whether it is there. On a file system without
-    locks both make it at once: what is made has to be put in its place whole.
+    Another process that wants to make it waits, and should then check whether it exists. On a file system without locks
+    both make it at once, so the result has to be moved into its place complete.
     """
     alone = True
     with path.with_name(f".{path.name}.lock").open("w") as file:
@@ -32,7 +32,7 @@ def making(path: Path) -> Iterator[bool]:
         except BlockingIOError:
             log.info("waiting for another process that is making %s", path.name)
             fcntl.flock(file, fcntl.LOCK_EX)
-        except OSError as error:  # as Lustre often is
+        except OSError as error:  # as often on Lustre
             log.debug("%s cannot be locked: %s", file.name, error)
             alone = False
         yield alone
@@ -40,12 +40,12 @@ def making(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def in_use(path: Path) -> Iterator[None]:
-    """Keep `path`, a folder of the cache that is there already or will be made, from `remove_unused` of any process."""
+    """Protect `path`, an existing or future folder of the cache, from `remove_unused` of any process."""
     with ExitStack() as held:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fcntl.flock(held.enter_context(_use_of(path).open("w")), fcntl.LOCK_SH)
-        except OSError as error:  # without locks nothing is removed; without a cache, who makes `path` will say so
+        except OSError as error:  # without locks nothing is removed; without a cache, making `path` raises an error
             log.debug("%s cannot be locked: %s", path, error)
         yield
 
@@ -56,8 +56,8 @@ def remove_unused(path: Path) -> None:
         try:
             fcntl.flock(held.enter_context(_use_of(path).open("w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
             leaving = path.with_name(f".{path.name}-removed")
-            shutil.rmtree(leaving, ignore_errors=True)  # of a process that was ended meanwhile
-            path.rename(leaving)  # what is there under its name is whole
+            shutil.rmtree(leaving, ignore_errors=True)  # of a process that was killed
+            path.rename(leaving)  # a folder under its own name is always whole
         except OSError as error:  # in use, without locks, or removed by another process
             log.debug("%s stays: %s", path, error)
             return

@@ -1,6 +1,6 @@
 """Low-rank adapters in the format of Hugging Face's peft: names, shapes and files.
 
-A linear layer of weight W (`[outputs, inputs]`) that is adapted computes `W x + alpha / rank · B (A x)`, with A of
+An adapted linear layer of weight W (`[outputs, inputs]`) computes `W x + alpha / rank · B (A x)`, with A of
 `[rank, inputs]` and B of `[outputs, rank]` (Hu et al. 2021, arXiv 2106.09685).
 """
 
@@ -16,30 +16,30 @@ from streamrl.errors import ModelError
 
 SETTINGS = "adapter_config.json"
 TENSORS = "adapter_model"
-"""The name of the tensors' file, without `.safetensors`."""
+"""Name of the file with the tensors, without `.safetensors`."""
 PREFIX = "base_model.model."
-"""Begins the names of an adapter's tensors; the rest is as in the model."""
+"""Prefix of the names of an adapter's tensors; the rest is as in the model."""
 
 Specs = list[tuple[str, tuple[int, ...]]]
 """Name and shape of tensors."""
 
 
 def pair_of(weight: str) -> tuple[str, str]:
-    """Return the names of A and B that adapt the linear layer whose weight is called `weight`."""
+    """Return the names of A and B for the linear layer with the weight `weight`."""
     layer = weight.removesuffix(".weight")
     return f"{PREFIX}{layer}.lora_A.weight", f"{PREFIX}{layer}.lora_B.weight"
 
 
 def is_adapted(weight: str, lora: LoraConfig) -> bool:
-    """Return whether the layer whose weight is called `weight` is one of `lora.target_modules`."""
+    """Whether the layer with the weight `weight` is one of `lora.target_modules`."""
     layer, _, last = weight.rpartition(".")
     return last == "weight" and layer.rpartition(".")[2] in lora.target_modules
 
 
 def adapter_specs(weights: Iterable[tuple[str, tuple[int, ...]]], lora: LoraConfig) -> Specs:
-    """Return name and shape of the tensors of an adapter, A and B of one layer after another; `weights`: of the base.
+    """Return names and shapes of an adapter's tensors, A and B layer by layer; `weights`: specs of the base model.
 
-    Raises `ModelError` unless all of `lora.target_modules` are found.
+    Raises `ModelError` if a name of `lora.target_modules` is not found.
     """
     specs: Specs = []
     found: set[str] = set()
@@ -54,7 +54,7 @@ def adapter_specs(weights: Iterable[tuple[str, tuple[int, ...]]], lora: LoraConf
 
 
 def adapter_settings(lora: LoraConfig, base: str) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`; `base`: the model's folder or name."""
+    """Return the content of `adapter_config.json`; `base`: the base model's folder or name."""
     return {
         "base_model_name_or_path": base,
         "bias": "none",
@@ -72,7 +72,7 @@ def adapter_settings(lora: LoraConfig, base: str) -> dict[str, Any]:
 
 
 def check_adapter(folder: Path, lora: LoraConfig) -> None:
-    """Raise `ModelError` unless `folder` holds an adapter of the settings `lora`."""
+    """Raise `ModelError` unless `folder` holds an adapter with the settings `lora`."""
     file = folder / SETTINGS
     try:
         found = json.loads(file.read_bytes())

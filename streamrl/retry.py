@@ -1,7 +1,7 @@
-"""The pauses between attempts at one thing, until one succeeds or patience has run out.
+"""Pauses between attempts at an operation, until one succeeds or patience has run out.
 
-Whatever is tried again because it may pass uses `Retry`; what to do when patience has run out is the caller's.
-Invariant: nothing waits silently. A warning comes once for each row of failures, and another line when it is over.
+All operations with failures that may pass use `Retry`; the caller handles the end of its patience.
+Invariant: no wait is silent. Each series of failures logs one warning, and another line when it is over.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 2.0
-"""Pauses in a row of failures double from the first, unless the caller wants another, to the longest."""
+"""Pauses in a series of failures double, from the first (or the caller's own value) to the longest."""
 
 
 class Retry:
-    """Counts the failures in a row of one thing, and waits between them."""
+    """Counts consecutive failures of one operation, and waits between them."""
 
     def __init__(
         self, what: str, *, patience: float, first_pause: float = FIRST_PAUSE_SECONDS, warn_after: float = 0.0
     ) -> None:
-        """`what`: names it in the log. `patience`: seconds after the first failure of a row in which it is tried again;
-        infinite: for ever. `first_pause`: in seconds. `warn_after`: seconds of failures that need no warning."""
+        """`what`: its name in the log. `patience`: seconds of retries after the first failure of a series; infinite:
+        forever. `first_pause`: in seconds. `warn_after`: seconds of failures before the warning."""
         self._what = what
         self._patience = patience
         self._first_pause = first_pause
@@ -35,11 +35,11 @@ class Retry:
 
     @property
     def failing_seconds(self) -> float:
-        """Seconds since the first failure of the row; 0 when the last attempt succeeded."""
+        """Seconds since the first failure of the series; 0 if the last attempt succeeded."""
         return 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
 
     def succeeded(self) -> None:
-        """An attempt succeeded: the row of failures is over."""
+        """Note that an attempt succeeded: the series of failures is over."""
         if self._warned:
             log.warning("%s succeeded after %.1f s", self._what, self.failing_seconds)
         self._failing_since = None
@@ -47,7 +47,7 @@ class Retry:
         self._warned = False
 
     async def pause(self, error: Exception) -> bool:
-        """Wait after an attempt that failed with `error`; False, at once, when patience has run out."""
+        """Wait after an attempt that failed with `error`; return False at once if patience has run out."""
         now = time.monotonic()
         if self._failing_since is None:
             self._failing_since = now

@@ -1,10 +1,10 @@
-"""Named tensors in safetensors files: where they lie, whole or in parts, for those who write, read or serve them.
+"""Named tensors in safetensors files: layout, writing, and reading of whole tensors or parts.
 
 The format: https://github.com/huggingface/safetensors. A folder holds `STEM.safetensors`, or several files
-`STEM-00001-of-00004.safetensors` as Hugging Face names them. A file may also hold *parts* of tensors, boxes that
-together make up the whole: then its metadata say, under `parts`, what each entry is a part of. Reading takes any box
-out of any of these, and holds nothing but the box and a buffer. `Copiers` copy many large tensors, a few at the same
-time, since one thread alone does not use the memory's whole speed.
+`STEM-00001-of-00004.safetensors` as Hugging Face names them. A file may also hold *parts* of tensors: boxes that
+together make up the whole. Then its metadata list, under `parts`, the tensor and the position of each part. Any box can
+be read from any of these files; only the box and a buffer are held in memory. `Copiers` copy many large tensors, a few
+at the same time, since one thread does not reach the full memory bandwidth.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from streamrl.errors import ModelError
 # --- safetensors files ---
 
 ALIGNMENT = 64
-"""Bytes; where the first tensor begins in a file."""
+"""Alignment in bytes of the first tensor in a file."""
 LENGTH_BYTES = 8
-"""Bytes of the header's length, at the beginning of a file."""
+"""Size in bytes of the header's length, at the beginning of a file."""
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 MODEL = "model"
 """The stem of the files with a model's weights."""
 METADATA = "__metadata__"
-"""The key of a header that holds metadata; all other keys are names of tensors."""
+"""The key of a header that holds metadata; all other keys are tensor names."""
 
 Specs = Sequence[tuple[str, tuple[int, ...]]]
-"""Names and shapes."""
+"""Names and shapes of tensors."""
 Entries = Sequence[tuple[str, torch.dtype, tuple[int, ...]]]
-"""Name, dtype and shape of what a file holds, in order."""
+"""Name, dtype and shape of each tensor in a file, in order."""
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """What the header says of a tensor; offsets are from the header's end."""
+    """A tensor's entry in the header; offsets count from the header's end."""
 
     dtype: str = ""
     shape: list[int] = []
@@ -58,9 +58,9 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def layout(specs: Specs, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int]:
-    """Return the header, where each tensor begins in the file, and the file's size.
+    """Return the header, the offset of each tensor in the file, and the file's size in bytes.
 
-    Vectors come behind all matrices, so that matrices that follow one another in `specs` lie one after another.
+    Vectors come after all matrices, so that matrices that are adjacent in `specs` are adjacent in the file.
     """
     ordered = sorted(specs, key=lambda spec: len(spec[1]) < 2)
     header, begins = _header([(name, dtype, shape) for name, shape in ordered], {})
@@ -68,7 +68,7 @@ def layout(specs: Specs, dtype: torch.dtype) -> tuple[bytes, dict[str, int], int
 
 
 def _header(entries: Entries, metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a file with `entries` in this order, and where each begins in the file."""
+    """Return the header of a file with `entries` in this order, and the offset of each in the file."""
     found: dict[str, Any] = {METADATA: {"format": "pt", **metadata}}
     begins = {}
     end = 0
@@ -83,13 +83,14 @@ def _header(entries: Entries, metadata: Mapping[str, str]) -> tuple[bytes, dict[
 
 
 def mapped(file: Path) -> dict[str, Tensor]:
-    """Return the tensors of `file` by name, all views of one mapping of it: nothing is copied, and it must not change.
+    """Return the tensors of `file` by name, as views of one memory mapping: nothing is copied, and the file must not
+    change.
 
-    Raises `ModelError` for a file that was not written by `layout`.
+    Raises `ModelError` for a file that was not written with the header of `layout`.
     """
     try:
         with file.open("rb") as opened:
-            # Shared until it is written to. Other than torch's own mappings it is given back without Python's lock.
+            # Copy-on-write. Unlike torch's own mappings, it is unmapped without the interpreter lock.
             memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         length = int.from_bytes(whole[:LENGTH_BYTES].numpy().tobytes(), "little")
@@ -108,36 +109,36 @@ def mapped(file: Path) -> dict[str, Tensor]:
 # --- parts ---
 
 PARTS = "parts"
-"""In a file's metadata: which of its entries are parts of tensors, and of which."""
+"""Key in a file's metadata: maps the entries that are parts to their tensors and positions."""
 BUFFER_BYTES = 8 * 2**20
-"""Read at a time where rows are cut or numbers converted."""
+"""Size of one read if rows are sliced or dtypes converted."""
 MOST_HEADER_BYTES = 2**28
 
 
 class Part(NamedTuple):
-    """A box of a named tensor: all of it, or what one rank has."""
+    """A box of a named tensor: the whole tensor, or the part of one rank."""
 
     name: str
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     start: tuple[int, ...]
-    """Where the box begins in it."""
+    """Position of the box in the whole tensor."""
     values: Tensor
     """The values inside the box."""
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Part:
-        """Return all of `tensor`."""
+        """Return the part that is the whole `tensor`."""
         return cls(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
     @property
     def is_whole(self) -> bool:
-        """Whether the box is the tensor."""
+        """Whether the box is the whole tensor."""
         return tuple(self.values.shape) == self.shape
 
     @property
     def key(self) -> str:
-        """Its name in a file: the tensor's, with the box behind it unless that is the whole."""
+        """Its name in a file: the tensor's name, with the box as a suffix unless it is the whole tensor."""
         if self.is_whole:
             return self.name
         ends = (first + size for first, size in zip(self.start, self.values.shape, strict=True))
@@ -145,7 +146,7 @@ class Part(NamedTuple):
 
 
 class _PartOf(msgspec.Struct, frozen=True, array_like=True):
-    """What an entry is a part of; as in `Part`."""
+    """Tensor and position of an entry that is a part; fields as in `Part`."""
 
     name: str
     shape: tuple[int, ...]
@@ -161,12 +162,12 @@ Bytes = bytes | memoryview
 
 
 def write_file(file: Path, entries: Entries, tensors: Iterable[Tensor]) -> None:
-    """Write `tensors`, which are asked for one after another and have the names, dtypes and shapes of `entries`."""
+    """Write `tensors`, which are consumed one by one and must have the names, dtypes and shapes of `entries`."""
     write_bytes(file, _content(entries, tensors, {}))
 
 
 def bytes_of_parts(parts: Sequence[Part]) -> Iterator[Bytes]:
-    """The content of a file with `parts`; nothing of them is copied."""
+    """Yield the content of a file with `parts`, without copying their values."""
     described = {part.key: _PartOf(part.name, part.shape, part.start) for part in parts if not part.is_whole}
     metadata = {PARTS: msgspec.json.encode(described).decode()} if described else {}
     entries = [(part.key, part.values.dtype, tuple(part.values.shape)) for part in parts]
@@ -174,7 +175,7 @@ def bytes_of_parts(parts: Sequence[Part]) -> Iterator[Bytes]:
 
 
 def write_bytes(file: Path, content: Iterable[Bytes]) -> None:
-    """Write `content` into `file`, which is on the disk when this returns."""
+    """Write `content` into `file`; it is on disk when this returns."""
     with file.open("wb") as opened:
         for some in content:
             opened.write(some)
@@ -190,7 +191,7 @@ def _content(entries: Entries, tensors: Iterable[Tensor], metadata: Mapping[str,
 
 
 def write_index(folder: Path, stem: str) -> None:
-    """Write the index that Hugging Face wants beside several files of whole tensors."""
+    """Write the index that Hugging Face requires for several files of whole tensors."""
     weight_map = TensorFiles(folder, stem).files_of_wholes()
     index = {"metadata": {}, "weight_map": {name: file.name for name, file in weight_map.items()}}
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
@@ -201,17 +202,17 @@ class _Stored(NamedTuple):
 
     file: Path
     begin: int
-    """Its first byte."""
+    """Offset of its first byte in the file."""
     dtype: str
     start: tuple[int, ...]
     size: tuple[int, ...]
 
 
 class TensorFiles:
-    """Reads the tensors of one stem in a folder, whole or box by box, whoever wrote them."""
+    """Reads the tensors of one stem in a folder, whole or by box, from files of any writer."""
 
     def __init__(self, folder: Path, stem: str) -> None:
-        """Raises `ModelError` where there are no such files, one is missing, or they cannot be read."""
+        """Raises `ModelError` if there are no such files, one is missing, or they cannot be read."""
         self._folder = folder
         self._stem = stem
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -226,17 +227,17 @@ class TensorFiles:
         return name in self._shapes
 
     def names(self) -> Iterator[str]:
-        """In the order of the files."""
+        """Return the names of all tensors, in the order of the files."""
         yield from self._shapes
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor `name`; raises `ModelError` if there is none of that name."""
+        """Return the shape of the whole tensor `name`; raises `ModelError` if it does not exist."""
         if name not in self._shapes:
             raise ModelError(f"{self._folder}: {self._stem}.safetensors has no tensor {name}")
         return self._shapes[name]
 
     def dtype(self, name: str) -> torch.dtype:
-        """In which `name` is stored; raises `ModelError` if there is no such tensor, or it is of another type."""
+        """Return the stored dtype of `name`; raises `ModelError` if it does not exist, or has an unsupported dtype."""
         self.shape(name)
         stored = self._stored[name][0]
         if stored.dtype not in DTYPES:
@@ -245,15 +246,15 @@ class TensorFiles:
 
     @property
     def are_wholes(self) -> bool:
-        """Whether each tensor lies whole in one file, as Hugging Face has it."""
+        """Whether each tensor is stored whole in one file, as in Hugging Face checkpoints."""
         return all(found[0].size == self._shapes[name] for name, found in self._stored.items())
 
     def files_of_wholes(self) -> dict[str, Path]:
-        """Name → file of each tensor; they are all whole."""
+        """Return name → file of each tensor; all tensors must be whole."""
         return {name: found[0].file for name, found in self._stored.items()}
 
     def check(self, specs: Specs) -> None:
-        """Raise `ModelError`, with file and name, unless all tensors of `specs` are there, whole, in their shapes."""
+        """Raise `ModelError`, with file and name, unless all tensors of `specs` exist, whole, in their shapes."""
         problems = []
         for name, shape in specs:
             if name not in self._shapes:
@@ -277,13 +278,13 @@ class TensorFiles:
             )
 
     def read(self, name: str) -> Tensor:
-        """One tensor as a whole, as it is stored."""
+        """Return one whole tensor, in its stored dtype."""
         values = torch.empty(self.shape(name), dtype=self.dtype(name))
         self.read_into(Part.whole(name, values))
         return values
 
     def read_into(self, part: Part) -> None:
-        """Fill `part.values`, whatever dtype it has, with that box of the tensor."""
+        """Fill `part.values`, of any dtype, with that box of the tensor."""
         if self.shape(part.name) != part.shape:
             raise ModelError(
                 f"{self._stored[part.name][0].file}: {part.name} has the shape {self.shape(part.name)}, "
@@ -310,7 +311,7 @@ class TensorFiles:
             raise ModelError(f"{self._folder}: parts of {part.name} are missing")
 
     def _take(self, file: Path) -> None:
-        """Note what `file` has."""
+        """Add the entries of `file`."""
         with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(LENGTH_BYTES), "little")
@@ -333,11 +334,11 @@ class TensorFiles:
 
 
 SOME = 8
-"""Problems that are named."""
+"""Maximum number of problems that an error names."""
 
 
 def _files(folder: Path, stem: str) -> list[Path]:
-    """Return the files of a stem; raises `ModelError` unless all are there."""
+    """Return the files of a stem; raises `ModelError` if any is missing."""
     alone = folder / f"{stem}.safetensors"
     if alone.exists():
         return [alone]
@@ -381,7 +382,7 @@ def _read_box(stored: _Stored, box: Sequence[slice], target: Tensor) -> None:
 
 
 def _read_exactly(opened: BinaryIO | RawIOBase, target: Tensor) -> None:
-    """Fill a contiguous tensor."""
+    """Fill a contiguous tensor from the file; raises `ValueError` if the file ends early."""
     left = _memory_of(target)
     while left:
         count = opened.readinto(left)  # type: ignore[union-attr]
@@ -391,9 +392,9 @@ def _read_exactly(opened: BinaryIO | RawIOBase, target: Tensor) -> None:
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU, for as long as that is there.
+    """Return the memory of a contiguous tensor on the CPU, valid while the tensor lives.
 
-    Not by `numpy()`, which would take from the tensor for good that its memory can be given back.
+    `numpy()` is not used, because the tensor's memory could never be freed again after it.
     """
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
@@ -404,19 +405,20 @@ Source = TypeVar("Source")
 Result = TypeVar("Result")
 
 THREADS = 2
-"""More would only wait for the memory."""
+"""More threads would only wait for the memory."""
 
 
 class Copiers:
-    """A few threads; they end with the object, or with the process."""
+    """A few copying threads; they end with the object, or with the process."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, "copying", initializer=compute_with, initargs=(1,))
 
     def each(self, copy: Callable[[str, Source], Result], weights: Iterable[tuple[str, Source]]) -> dict[str, Result]:
-        """Call `copy` with each of `weights`, some of them at once; return what it returned, by name.
+        """Call `copy` with each of `weights`, several at once; return its results by name.
 
-        Takes few more of `weights` than are being copied. Raises what `copy` raises, after the others have ended.
+        Consumes only a few more of `weights` than are being copied. Raises the error of `copy`, after the other calls
+        have ended.
         """
         results: dict[str, Result] = {}
         copying: deque[tuple[str, Future[Result]]] = deque()

@@ -1,4 +1,4 @@
-"""Collections of sequence numbers: a set that stays small however long the run, and one whose smallest are at hand.
+"""Collections of sequence numbers: a set that stays small in a run of any length, and a queue of the smallest.
 
 A sequence number `seq` is the position of a group's prompt in the run's endless stream of prompts, from 0. Pure.
 """
@@ -13,7 +13,7 @@ _CHUNK_BYTES = 1 << (_CHUNK_BITS - 3)
 
 
 class SeqSet:
-    """A set at one bit for each sequence number, however long the run."""
+    """A set that takes one bit per sequence number, in a run of any length."""
 
     def __init__(self, seqs: Iterable[int] = ()) -> None:
         self._chunks: dict[int, bytearray] = {}
@@ -29,19 +29,19 @@ class SeqSet:
         return chunk is not None and bool(chunk[seq >> 3 & _CHUNK_BYTES - 1] >> (seq & 7) & 1)
 
     def __iter__(self) -> Iterator[int]:
-        """Ascending."""
+        """Yield the members, ascending."""
         for first, end in self.ranges():
             yield from range(first, end)
 
     def add(self, seq: int) -> None:
-        """Put `seq` into the set; no change if it is there."""
+        """Add `seq`; no change if it is present."""
         if seq not in self:
             chunk = self._chunks.setdefault(seq >> _CHUNK_BITS, bytearray(_CHUNK_BYTES))
             chunk[seq >> 3 & _CHUNK_BYTES - 1] |= 1 << (seq & 7)
             self._count += 1
 
     def discard(self, seq: int) -> None:
-        """Take `seq` out of the set; no change if it is not there."""
+        """Remove `seq`; no change if it is absent."""
         if seq in self:
             self._chunks[seq >> _CHUNK_BITS][seq >> 3 & _CHUNK_BYTES - 1] ^= 1 << (seq & 7)
             self._count -= 1
@@ -67,11 +67,11 @@ class SeqSet:
 
 
 class SeqQueue:
-    """A set of which the smallest members are found at the price of a logarithm."""
+    """A set whose smallest members are found in logarithmic time."""
 
     def __init__(self) -> None:
         self._members: set[int] = set()
-        self._heap: list[int] = []  # of all members; those removed stay until they are the smallest
+        self._heap: list[int] = []  # all members; removed ones stay until they are the smallest
 
     def __len__(self) -> int:
         return len(self._members)
@@ -80,19 +80,19 @@ class SeqQueue:
         return seq in self._members
 
     def add(self, seq: int) -> None:
-        """Put `seq` into the set; no change if it is there."""
+        """Add `seq`; no change if it is present."""
         if seq not in self._members:
             self._members.add(seq)
             heapq.heappush(self._heap, seq)
 
     def discard(self, seq: int) -> None:
-        """Take `seq` out of the set; no change if it is not there."""
+        """Remove `seq`; no change if it is absent."""
         self._members.discard(seq)
         while self._heap and self._heap[0] not in self._members:
             heapq.heappop(self._heap)
 
     def pop(self, count: int) -> list[int]:
-        """Take the smallest members out, at most `count`, and return them, ascending."""
+        """Remove and return the smallest members, at most `count`, ascending."""
         popped: list[int] = []
         while self._heap and len(popped) < count:
             seq = heapq.heappop(self._heap)

@@ -1,9 +1,8 @@
 """The groups that have reached one data-parallel head and wait to be trained on.
 
-`StreamDataset` owns the groups' arrays and the record of every sequence number that it stored. What brings them is a
-`GroupPuller` (`transport/puller.py`). Invariant: each sequence number is stored at most once, for as long as the run
-lasts, unless its prompt was given back to be generated anew (`forget`); and no more than `capacity_groups` are held at
-any time.
+`StreamDataset` owns the groups' arrays and the record of every sequence number that it stored. A `GroupPuller`
+(`transport/puller.py`) delivers the groups. Invariant: each sequence number is stored at most once in a run, unless its
+prompt was returned to be generated again (`forget`); and no more than `capacity_groups` are held at any time.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from streamrl.types import SampleMeta, TrajectoryGroup
 
 
 class StreamDataset:
-    """Holds groups from the moment they are stored until they are discarded. Thread-safe."""
+    """Holds groups from the time they are stored until they are discarded. Thread-safe."""
 
     def __init__(
         self,
@@ -28,9 +27,9 @@ class StreamDataset:
         on_stored: Callable[[SampleMeta], None] | None = None,
         special: Collection[int] = (),
     ) -> None:
-        """`rank`: of the model worker that holds it. `capacity_groups`: how many it may hold at a time. `on_stored` is
-        called with each stored group, in the thread that stored it and before the group is acknowledged. `special`:
-        token ids that are counted, as in `special_counts`."""
+        """`rank`: of the model worker that holds it. `capacity_groups`: maximum number of held groups. `on_stored` is
+        called with each stored group's metadata, in the thread that stored it and before the group is acknowledged.
+        `special`: token ids to count, as in `special_counts`."""
         self.rank = rank
         self.on_stored = on_stored
         self.capacity_groups = capacity_groups
@@ -45,16 +44,16 @@ class StreamDataset:
         self._bytes_held = 0
 
     def __len__(self) -> int:
-        """Groups held now."""
+        """Return the number of held groups."""
         return len(self._groups)
 
     def knows(self, seq: int) -> bool:
-        """Whether `seq` was stored here, even if it was discarded since."""
+        """Whether `seq` was stored here, even if it was discarded as trained since."""
         with self._lock:
             return seq in self._known
 
     def offer(self, group: TrajectoryGroup) -> SinkOutcome:
-        """Store `group` (valid: the codec saw to that), unless its `seq` is known or there is no place."""
+        """Store `group` (validated by the codec), unless its `seq` is known or no place is free."""
         with self._lock:
             if group.seq in self._known:
                 self._duplicated += 1
@@ -71,20 +70,20 @@ class StreamDataset:
         return SinkOutcome.STORED
 
     def count_refused(self) -> None:
-        """A message that was to bring a group broke the wire format."""
+        """Count a message that broke the wire format."""
         with self._lock:
             self._refused += 1
 
     def find(self, seq: int) -> TrajectoryGroup | None:
-        """Return the held group `seq`, if it is held."""
+        """Return the group `seq`; None if it is not held."""
         with self._lock:
             return self._groups.get(seq)
 
     def discard(self, seqs: Iterable[int], *, forget: bool) -> None:
-        """Let go of held groups; raises `KeyError`, and keeps all, if one is not held.
+        """Discard held groups; raises `KeyError`, and keeps all, if one is not held.
 
-        `forget=False`: they were trained on, and stay known as duplicates. `forget=True`: their
-        prompts go back to be generated again, so the same sequence numbers may come again.
+        `forget=False`: they were trained on, and later copies are duplicates. `forget=True`: their prompts are returned
+        to be generated again, so the same sequence numbers may come again.
         """
         with self._lock:
             unwanted = set(seqs)
@@ -97,7 +96,8 @@ class StreamDataset:
             self._on_freed()
 
     def restore(self, done_with: Iterable[tuple[int, int]]) -> None:
-        """Before anything is stored: ranges (first, last + 1) of sequence numbers that a resumed run has trained on."""
+        """Mark ranges (first, last + 1) of sequence numbers as known, before anything is stored: a resumed run has
+        trained on them."""
         with self._lock:
             for first, end in done_with:
                 for seq in range(first, end):
@@ -115,7 +115,7 @@ class StreamDataset:
             }
 
     def notify_freed(self, listener: Callable[[], None] | None) -> None:
-        """Have `listener` called, in the discarding thread, whenever places became free."""
+        """Have `listener` called, in the discarding thread, whenever places become free."""
         self._on_freed = listener
 
     def _check_held(self, seqs: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
-"""What travels from a prompt to a gradient: `Prompt`, `Trajectory`, `TrajectoryGroup`, `SampleMeta`.
+"""The data between a prompt and a gradient: `Prompt`, `Trajectory`, `TrajectoryGroup`, `SampleMeta`.
 
-Array dtypes are part of the contract; the stream refuses anything else.
+Array dtypes are part of the contract; the stream rejects all others.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 NO_VERSION = -1
 """The policy version of a token that no policy sampled (prompt, environment feedback)."""
 NO_EXPERT = 255
-"""In place of an expert: the engine did not say which experts computed the token in this layer. Models with more
-experts cannot say it in a byte."""
+"""Replaces an expert's index if the engine did not report which experts computed the token in this layer. Models with
+more experts do not fit into one byte per expert."""
 LARGEST_REWARD = 1e9
-"""In magnitude: losses square rewards, in float32."""
+"""Maximum magnitude of a reward: losses square rewards, in float32."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -32,15 +32,14 @@ class Prompt(msgspec.Struct, frozen=True):
     index: int
     """Row of the data set."""
     epoch: int
-    """How many times the data set was passed through before this prompt."""
+    """Number of passes through the data set before this prompt."""
     messages: list[dict[str, Any]]
-    """The conversation so far, as chat messages with `role`, `content` and whatever else the row has in them (JSON
-    types)."""
+    """The conversation so far, as chat messages with `role`, `content` and all other fields of the row (JSON types)."""
     input_ids: list[int]
     """`messages` rendered by the chat template and tokenized, generation prompt included."""
     answer: Any
-    """The reference answer as text, or of the row's own JSON type with `data.answer_type = "as_is"`; None: the row has
-    none."""
+    """The reference answer as text, or of the row's own JSON type with `data.answer_type = "as_is"`; None if the row
+    has none."""
     metadata: dict[str, Any]
     """Everything else in the row, for the reward function (JSON types)."""
 
@@ -48,28 +47,28 @@ class Prompt(msgspec.Struct, frozen=True):
 class Trajectory(msgspec.Struct, frozen=True):
     """One response (of one or several turns) with its provenance token by token.
 
-    All arrays cover prompt, responses and environment feedback; unless they say otherwise their shape is `[tokens]`.
+    All arrays cover prompt, responses and environment feedback; unless stated otherwise their shape is `[tokens]`.
     """
 
     input_ids: NDArray[np.int32]
     """Token ids."""
     loss_mask: NDArray[np.bool_]
-    """True where the policy sampled the token; only those enter a loss."""
+    """True where the policy sampled the token; only these tokens enter a loss."""
     behavior_logprobs: NDArray[np.float32]
     """Log-probability under the policy that sampled the token, in nats; 0 where `loss_mask` is False."""
     policy_versions: NDArray[np.int32]
     """Version of the policy that sampled the token; `NO_VERSION` where `loss_mask` is False."""
     reward: float
-    """What `rew_inf` gave, at most `LARGEST_REWARD` in magnitude."""
+    """Result of `rew_inf`, at most `LARGEST_REWARD` in magnitude."""
     finish_reason: str
-    """`stop`, `length`, or the workflow's own word."""
+    """`stop`, `length`, or a value defined by the workflow."""
     turns: int = 1
-    """How many generations it has."""
+    """Number of generations."""
     score: float | None = None
-    """What its whole episode earned, the same in all of its trajectories; None: `reward` says it."""
+    """Reward of the whole episode, the same in all of its trajectories; None: equal to `reward`."""
     routed_experts: NDArray[np.uint8] | None = None
-    """`[tokens, layers · top_k]` which experts computed the token in each layer when its successor was sampled, layer
-    after layer; `NO_EXPERT` where that is not known, and in layers without experts. None: nothing is known."""
+    """`[tokens, layers · top_k]` experts that computed each token in each layer when its successor was sampled, layer
+    after layer; `NO_EXPERT` where unknown, and in layers without experts. None if all are unknown."""
 
 
 class ArrayField(NamedTuple):
@@ -77,9 +76,9 @@ class ArrayField(NamedTuple):
 
     name: str
     dtype: str
-    """As it travels and is recorded."""
+    """Dtype on the wire and in recordings."""
     per: Literal["trajectory", "token", "expert"]
-    """What it has an item for: each trajectory, each token, or each expert known of a token."""
+    """Unit of its items: one per trajectory, per token, or per known expert of a token."""
 
     def length(self, *, size: int, tokens: int, routes: int) -> int:
         """Return the number of items in a group of `size` trajectories, with `routes` experts known of each token."""
@@ -101,7 +100,7 @@ last, so that all stay aligned when they follow each other."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True):
-    """The part of a group that is neither its number nor an array, as `TrajectoryGroup` has it."""
+    """The fields of a `TrajectoryGroup` except `seq` and the arrays."""
 
     worker: str
     prompt_length: int
@@ -114,46 +113,47 @@ class GroupFacts(msgspec.Struct, frozen=True):
 
 
 class TrajectoryGroup(msgspec.Struct):
-    """All that came of one prompt, packed: the unit of the stream.
+    """All trajectories of one prompt, packed: the unit of the stream.
 
-    Each of its episodes is an attempt of its own at the prompt and left one trajectory, or several if it was an agent's
-    whose conversations branched. There are `rollout.group_size` of them, or fewer if some failed. `n` trajectories of
-    `seqlens[i]` tokens each; packed arrays have the shape `[sum(seqlens)]`.
+    Each episode is an independent attempt at the prompt. It has one trajectory, or several if it is an agent's with
+    branching conversations. A group has `rollout.group_size` episodes, or fewer if some failed. It has `n` trajectories
+    of `seqlens[i]` tokens each; packed arrays have the shape `[sum(seqlens)]`.
     """
 
     seq: int
     """The prompt's sequence number."""
     worker: str
-    """The rollout worker that made the group, for example `rollout/0`."""
+    """The rollout worker that generated the group, for example `rollout/0`."""
     prompt_length: int
-    """Leading tokens that all trajectories share, in tokens."""
+    """Number of leading tokens that all trajectories share."""
     seqlens: NDArray[np.int32]
     """`[n]` tokens of each trajectory."""
     rewards: NDArray[np.float32]
     """`[n]` reward of each trajectory."""
     packed_input_ids: NDArray[np.int32]
-    """`[sum(seqlens)]`; this and the next three are the arrays of all one after another, as in `Trajectory`."""
+    """`[sum(seqlens)]`; this and the next three fields are the concatenated arrays of all trajectories, as in
+    `Trajectory`."""
     packed_loss_mask: NDArray[np.bool_]
     packed_behavior_logprobs: NDArray[np.float32]
     packed_policy_versions: NDArray[np.int32]
     finish_reasons: list[str]
-    """`[n]` why each trajectory ended."""
+    """`[n]` reason why each trajectory ended."""
     generation_seconds: float = 0.0
     """From admission to the last reward, in seconds."""
     episodes: NDArray[np.int32] = msgspec.field(default_factory=lambda: np.zeros(0, np.int32))
-    """`[n]` the episode, from 0, that each trajectory is of: those of an episode stand together, in order. Left out:
-    each trajectory is an episode of its own."""
+    """`[n]` episode of each trajectory, from 0; the trajectories of an episode are adjacent, in order. Default: each
+    trajectory is an episode of its own."""
     scores: list[float] = []
-    """What each episode earned, for figures: where its calls are rewarded one by one, `rewards` are what followed them.
-    Left out: the mean of its trajectories' rewards."""
+    """Reward of each episode, for figures. If calls are rewarded one by one, `rewards` contains the returns that
+    followed them. Default: the mean of the episode's trajectory rewards."""
     gserver: str = ""
-    """The gserver that its requests went to last, for example `gserver/1`; for people."""
+    """The gserver that received its last requests, for example `gserver/1`; for display."""
     reward_parts: list[dict[str, float]] = []
-    """What the reward of each episode is made of, by name, for people; left out where it is one thing."""
+    """Components of the reward of each episode, by name, for display; empty if the reward has only one."""
     retries: int = 0
-    """How often siblings were made again because they had failed."""
+    """Number of times that failed siblings were generated again."""
     packed_routed_experts: NDArray[np.uint8] = msgspec.field(default_factory=lambda: np.zeros(0, np.uint8))
-    """`[sum(seqlens) · layers · top_k]` those of all trajectories, as in `Trajectory`; empty: nothing is known."""
+    """`[sum(seqlens) · layers · top_k]` experts of all trajectories, as in `Trajectory`; empty if unknown."""
 
     def __post_init__(self) -> None:
         if not len(self.episodes):
@@ -199,19 +199,19 @@ class TrajectoryGroup(msgspec.Struct):
 
     @classmethod
     def of(cls, seq: int, facts: GroupFacts, arrays: Mapping[str, NDArray[Any]]) -> TrajectoryGroup:
-        """Return the group of these facts and `arrays` (`ARRAY_FIELDS`)."""
+        """Return the group with these facts and `arrays` (`ARRAY_FIELDS`)."""
         fields: dict[str, Any] = {name: getattr(facts, name) for name in GroupFacts.__struct_fields__}
         fields |= arrays
         return cls(seq=seq, **fields)
 
     @property
     def facts(self) -> GroupFacts:
-        """All that is no array."""
+        """All fields except `seq` and the arrays."""
         return GroupFacts(**{name: getattr(self, name) for name in GroupFacts.__struct_fields__})
 
     @property
     def packed_facts(self) -> NDArray[np.uint8]:
-        """The facts as an array: msgpack."""
+        """The facts as an array of msgpack bytes."""
         return np.frombuffer(msgspec.msgpack.encode(self.facts), np.uint8)
 
     @property
@@ -226,26 +226,26 @@ class TrajectoryGroup(msgspec.Struct):
 
     @property
     def tokens(self) -> int:
-        """Tokens of all trajectories, prompts counted once for each."""
+        """Tokens of all trajectories, with the prompt counted in each."""
         return len(self.packed_input_ids)
 
     @property
     def routes(self) -> int:
-        """How many experts are known of each token: 0, or layers · top_k."""
+        """Number of known experts per token: 0, or layers · top_k."""
         return len(self.packed_routed_experts) // self.tokens if self.tokens else 0
 
     @property
     def routed_experts(self) -> NDArray[np.uint8]:
-        """`packed_routed_experts` token by token: `[sum(seqlens), routes]`."""
+        """`packed_routed_experts` by token: `[sum(seqlens), routes]`."""
         return self.packed_routed_experts.reshape(self.tokens, self.routes)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """Return where trajectory `index` begins and ends in the packed arrays."""
+        """Return the start and end of trajectory `index` in the packed arrays."""
         end = int(self.seqlens[: index + 1].sum())
         return end - int(self.seqlens[index]), end
 
     def alone(self, index: int) -> TrajectoryGroup:
-        """Return a group of this trajectory alone."""
+        """Return a group with only trajectory `index`."""
         first, end = self.bounds(index)
         return TrajectoryGroup(
             seq=self.seq,
@@ -264,14 +264,14 @@ class TrajectoryGroup(msgspec.Struct):
 
 
 class SampleMeta(msgspec.Struct, frozen=True):
-    """What the master knows of a stored group, whose arrays stay on the model worker."""
+    """The master's data about a stored group; the arrays stay on the model worker."""
 
     seq: int
     """The prompt's sequence number."""
     head: int
     """The model worker that received and stored the group."""
     worker: str
-    """The rollout worker that made it."""
+    """The rollout worker that generated it."""
     size: int
     """Number of trajectories."""
     tokens: int
@@ -279,13 +279,13 @@ class SampleMeta(msgspec.Struct, frozen=True):
     rewards: list[float]
     """`[size]` reward of each trajectory."""
     response_lengths: list[int]
-    """`[size]` how many tokens of each trajectory were sampled."""
+    """`[size]` number of sampled tokens of each trajectory."""
     version_counts: dict[int, int]
-    """Policy version → how many of the group's tokens it sampled."""
+    """Policy version → number of the group's tokens that it sampled."""
     generation_seconds: float
     """From admission to the last reward, in seconds."""
     episodes: list[int] = []
-    """`[size]` the episode of each trajectory, as in `TrajectoryGroup`; empty: each is one of its own."""
+    """`[size]` episode of each trajectory, as in `TrajectoryGroup`; empty: each is an episode of its own."""
     scores: list[float] = []
     """As in `TrajectoryGroup`."""
     routes: int = 0
@@ -304,7 +304,7 @@ class SampleMeta(msgspec.Struct, frozen=True):
 
     @property
     def episode_rewards(self) -> list[float]:
-        """What each episode earned."""
+        """Reward of each episode."""
         if self.scores:
             return self.scores
         return _means(self.rewards, self.episodes) if self.episodes else self.rewards
@@ -349,7 +349,7 @@ def _means(rewards: Sequence[float], episodes: Sequence[int]) -> list[float]:
 
 
 def _packed_experts(trajectories: Sequence[Trajectory]) -> NDArray[np.uint8]:
-    """Return `TrajectoryGroup.packed_routed_experts`; `NO_EXPERT` for trajectories of which nothing is known."""
+    """Return `TrajectoryGroup.packed_routed_experts`, with `NO_EXPERT` for trajectories without known experts."""
     width = max(0 if t.routed_experts is None else t.routed_experts.shape[1] for t in trajectories)
     routed = [
         np.full((len(t.input_ids), width), NO_EXPERT, np.uint8) if t.routed_experts is None else t.routed_experts
@@ -359,7 +359,7 @@ def _packed_experts(trajectories: Sequence[Trajectory]) -> NDArray[np.uint8]:
 
 
 def special_counts(group: TrajectoryGroup, special: Collection[int]) -> list[int]:
-    """Return how many tokens of each trajectory were sampled and are among `special` (`models.special_token_ids`)."""
+    """Return the number of sampled tokens of each trajectory that are in `special` (`models.special_token_ids`)."""
     if not special:
         return [0] * group.size
     found = group.packed_loss_mask & np.isin(group.packed_input_ids, list(special))
@@ -369,9 +369,9 @@ def special_counts(group: TrajectoryGroup, special: Collection[int]) -> list[int
 
 
 def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:
-    """Return how many tokens of each trajectory were sampled, and how many each policy version sampled.
+    """Return the number of sampled tokens of each trajectory, and of each policy version.
 
-    Counted run by run, because versions change rarely.
+    Counts by runs of equal versions, because versions change rarely.
     """
     versions = group.packed_policy_versions
     changes = (versions[1:] != versions[:-1]).nonzero()[0] + 1
@@ -382,7 +382,7 @@ def _count_sampled(group: TrajectoryGroup) -> tuple[list[int], dict[int, int]]:
     ends_of_all = accumulate(group.seqlens.tolist())
     start, own_end, length = 0, next(ends_of_all), 0
     for version, end in zip(run_versions, run_ends, strict=True):
-        while end > own_end:  # the run goes on in the next trajectory
+        while end > own_end:  # the run continues in the next trajectory
             if version != NO_VERSION:
                 length += own_end - start
                 counts[version] = counts.get(version, 0) + own_end - start

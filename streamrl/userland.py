@@ -57,15 +57,15 @@ log = logging.getLogger(__name__)
 LENGTH_BYTES = 4
 MOST_FRAME_BYTES = 1 << 28
 START_SECONDS = 120.0
-"""Longest time of the import of a user's module."""
+"""Timeout for importing a user's module."""
 EXIT_SECONDS = 2.0
 """A process whose output has ended gets this long to exit by itself, with its own exit code."""
 REST_SECONDS = 1.0
-"""How long output is still read after the end of a process: a daemon that it left behind may hold the pipe open."""
+"""How long output is still read after the end of a process: a daemon that it started may hold the pipe open."""
 MOST_ABANDONED = 64
-"""Threads of cancelled calls that may still run in one process. With one more the process ends and is replaced."""
+"""Maximum threads of cancelled calls that still run in one process. With one more, the process is replaced."""
 AHEAD_SECONDS = 0.005
-"""Longest time that a call waits in a process for the calls sent with it, if they take as long as the latest did."""
+"""Longest wait of a call in a process for the calls sent with it, if they take as long as recent ones."""
 MOST_AHEAD = 64
 """Calls of a plain function that are sent together: one message per call costs more than most reward functions."""
 FORGOTTEN = 0.01
@@ -82,8 +82,8 @@ sys.modules["streamrl"] = package = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(package)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
-"""Loads the package from its own folder. The folder's other packages, which may have other versions, stay out of the
-path of the other interpreter."""
+"""Loads the package from its own folder. The folder's other packages, which may have other versions, are not added to
+the other interpreter's path."""
 
 
 # --- messages ---
@@ -102,11 +102,11 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     timeout: float = 0.0
     """Longest time of one call, in seconds, counted from its start in the process; 0: no limit."""
     hang_seconds: float = 2.0
-    """A process that does not react for this long hangs, and so does a call that does not end when it is cancelled."""
+    """A process that does not react for this long hangs; so does a call that does not end after its cancellation."""
     memory_mb: int = 0
-    """Address space that the process may have; 0: no limit."""
+    """Maximum address space of the process; 0: no limit."""
     drains: bool = False
-    """Whether the process makes the calls it has received although its input has ended; otherwise it ends at once."""
+    """Whether the process still makes the received calls after its input has ended; otherwise it ends at once."""
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
@@ -117,7 +117,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Cancel a call, which replies nonetheless."""
+    """Cancel a call; the call still replies."""
 
     number: int
 
@@ -146,14 +146,14 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The function could not be loaded, raised, returned something else than it should, or was cancelled."""
+    """The function could not be loaded, raised, returned an invalid value, or was cancelled."""
 
     message: str
     number: int = -1
     seconds: float = 0.0
     timed_out: bool = False
     stuck: bool = False
-    """Whether the call still runs, since it did not end when it was cancelled: its process has to be replaced."""
+    """Whether the call still runs after its cancellation: its process has to be replaced."""
 
 
 Reply = Ready | Alive | Returned | Failed
@@ -162,25 +162,25 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 @dataclass(frozen=True)
 class UserFunction:
-    """What a `Setup.loader` returns."""
+    """Result of a `Setup.loader`."""
 
     function: Callable[..., Any]
     arguments: Callable[[msgspec.Raw], Sequence[Any]]
     """Decodes the payload of a call."""
     result: Callable[[Any], Any]
-    """Checks what the function returned and makes it encodable; raises `ValueError`."""
+    """Checks the function's result and makes it encodable; raises `ValueError`."""
     close: Callable[[], None] = lambda: None
     """Called at the end of a process that `drains`."""
 
 
 def frame(message: Setup | Call | Cancel | Reply) -> bytes:
-    """Return `message` as a frame; raises `TypeError` for values that msgpack has no type for."""
+    """Return `message` as a frame; raises `TypeError` for values without a msgpack type."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
 
 
 def call_frame(number: int, payload: object) -> bytes:
-    """Return a call as a frame; raises `TypeError` or `OverflowError` for values that msgpack has no type for."""
+    """Return a call as a frame; raises `TypeError` or `OverflowError` for values without a msgpack type."""
     return frame(Call(number, msgspec.Raw(msgspec.msgpack.encode(payload))))
 
 
@@ -190,9 +190,9 @@ def call_frame(number: int, payload: object) -> bytes:
 def clean_environment(
     variables: Mapping[str, str], *, passed: Collection[str], withheld: Collection[str], python: str = ""
 ) -> dict[str, str]:
-    """Return `variables` for user code, which may run what a model wrote.
+    """Return `variables` for user code, which may run code that a model wrote.
 
-    Variables that look like secrets are left out unless they are `passed`; those `withheld` are always left out. The
+    Variables that look like secrets are left out unless they are `passed`; the `withheld` ones are always left out. The
     programs of the environment of the interpreter `python` come first in the path.
     """
     kept = {
@@ -227,11 +227,11 @@ class _Call:
     begun: Callable[[], None]
     process: _Process | None = None
     alone: bool = False
-    """Whether no other call may run with it: it was one of several in a process that died or hung."""
+    """Whether it must run alone: it was one of several calls in a process that died or hung."""
     disturbed: bool = False
     """Whether its process did not react for a while, possibly because of another call."""
     acknowledged: asyncio.Future[UserCodeError | None] | None = None
-    """Set when a cancelled call has ended, with the error if another call may be the cause of its delay."""
+    """Completed when a cancelled call has ended, with the error if another call may have caused its delay."""
 
     def settle(self, value: object = None, error: UserCodeError | None = None) -> None:
         if self.acknowledged is not None and not self.acknowledged.done():
@@ -250,7 +250,7 @@ class UserProcesses:
     """Calls a user's function in `processes` processes and replaces those that hang or die.
 
     A plain function runs one call at a time in each process, or `setup.threads`; a coroutine function runs up to
-    `setup.concurrent_calls`. Calls beyond that wait, first come, first served.
+    `setup.concurrent_calls`. Further calls wait, first come, first served.
     """
 
     def __init__(
@@ -265,7 +265,7 @@ class UserProcesses:
     ) -> None:
         """`what`: the function's name in errors. `python`: another interpreter.
 
-        `repeatable`: of several concurrent calls whose process died or hung, each is made again alone, so that only
+        `repeatable`: if a process with several concurrent calls died or hung, each is made again alone, so that only
         the culprit fails. Otherwise all of them fail, with one error.
         """
         self._setup = setup
@@ -285,11 +285,11 @@ class UserProcesses:
 
     @property
     def coroutine(self) -> bool:
-        """Whether the function is a coroutine function, as far as it is loaded."""
+        """Whether the function is a coroutine function; False while it is not loaded."""
         return any(process.coroutine for process in self._live)
 
     async def start(self) -> None:
-        """Start the processes that do not run; raises `UserCodeUnusable` if the function cannot be loaded."""
+        """Start the missing processes; raises `UserCodeUnusable` if the function cannot be loaded."""
         self._closed = False
         self._fill()
         try:
@@ -299,7 +299,7 @@ class UserProcesses:
             raise
 
     async def close(self) -> None:
-        """End every process with all that it started, and cancel every call."""
+        """End every process with its process group, and cancel every call."""
         self._closed = True
         for task in self._starting:
             task.cancel()
@@ -342,7 +342,7 @@ class UserProcesses:
     def _dispatch(self) -> None:
         """Send waiting calls to processes with room, all calls of one process together.
 
-        Concurrent calls are spread over the processes. Of others, one message with many costs less than several.
+        Concurrent calls are spread over the processes. Other calls are batched: one large message is cheaper than many.
         """
         self._dispatching = False
         room = {process: self._room(process) for process in self._live if not process.ending}
@@ -371,7 +371,7 @@ class UserProcesses:
         return 0 if process.outstanding else max(1, int(AHEAD_SECONDS / self._longest))
 
     def _fill(self) -> None:
-        """Begin to start the processes that are missing."""
+        """Start the missing processes, without waiting for them."""
         while not self._closed and len(self._live) + len(self._starting) < self._count:
             task = asyncio.create_task(self._launch(), name=f"start of a process of {self._what}")
             self._starting.add(task)
@@ -447,7 +447,7 @@ class UserProcesses:
         self._longest = max(seconds, (1 - FORGOTTEN) * self._longest, AHEAD_SECONDS / MOST_AHEAD)
 
     def _ended(self, process: _Process) -> None:
-        """Replace a process that has ended: fail the calls that may have ended it, make the others again."""
+        """Replace a process that has ended: fail the calls that may have ended it, and repeat the others."""
         self._live.discard(process)
         status = describe_exit(process.status)
         if not process.ready.done():
@@ -499,24 +499,24 @@ class _Process(asyncio.SubprocessProtocol):
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self.coroutine = self.late = self.innocent = self.ending = False
         self.status: int | None = None
-        """Its exit code; None while it runs."""
+        """Exit code; None while it runs."""
         self.error: UserCodeError | None = None
-        """Why it was ended by force."""
+        """Why it was ended by force; None if it was not."""
         self.outstanding: dict[int, _Call] = {}
-        """Calls that it has not replied to, by number, in the order in which they were sent."""
+        """Calls without a reply, by number, in the order in which they were sent."""
 
     @property
     def concurrent(self) -> bool:
-        """Whether calls run at the same time."""
+        """Whether several calls may run at the same time."""
         return self.coroutine or self._setup.threads > 0
 
     @property
     def limit(self) -> int:
-        """Calls that run at the same time."""
+        """Maximum number of calls that run at the same time."""
         return self._setup.concurrent_calls if self.coroutine else max(1, self._setup.threads)
 
     def takes(self, call: _Call) -> bool:
-        """Whether `call` may run with the calls that are there."""
+        """Whether `call` may run together with the outstanding calls."""
         first = next(iter(self.outstanding.values()), None)
         return first is None or not (call.alone or first.alone)
 
@@ -532,13 +532,14 @@ class _Process(asyncio.SubprocessProtocol):
             self._watch()
 
     def send(self, data: bytes) -> None:
-        """Send frames; those to a process that is gone are dropped, since its end is about to be noticed."""
+        """Send frames; drop them if the process is gone, since its end is about to be noticed."""
         pipe = cast("asyncio.WriteTransport | None", self._transport.get_pipe_transport(0))
         if pipe is not None and not pipe.is_closing():
             pipe.write(data)
 
     async def cancel(self, call: _Call) -> UserCodeError | None:
-        """Cancel a call, and end the process if the call does not end; return the error if another may be the cause."""
+        """Cancel a call, and end the process if the call does not end; return the error if another call may be its
+        cause."""
         call.acknowledged = self._loop.create_future()
         task = asyncio.create_task(self._cancel(call, call.acknowledged))
         self._cancelling.add(task)
@@ -553,7 +554,7 @@ class _Process(asyncio.SubprocessProtocol):
         return await acknowledged
 
     def note_alive(self, at: float) -> None:
-        """Note whether the process did not react for a while although several calls were there."""
+        """Note an `Alive`; mark all calls as disturbed if the process did not react for a while with several calls."""
         if at - self._alive_at >= self._setup.hang_seconds and len(self._seen) > 1:
             for call in self.outstanding.values():
                 call.disturbed = True
@@ -666,7 +667,7 @@ def call_once(
 async def run_program(
     words: Sequence[str], *, memory_mb: int, environment: Mapping[str, str], begun: Callable[[int], None]
 ) -> tuple[int, list[str]]:
-    """Run a program with an empty input; return its exit code and the last lines that it printed.
+    """Run a program with an empty input; return its exit code and the last lines of its output.
 
     It leads a process group, which ends with it, with this process, and when this call is cancelled. `begun` is called
     with its process id. Raises `OSError` if it cannot be started.
@@ -701,7 +702,7 @@ async def run_program(
 
 
 async def _read_tail(reader: asyncio.StreamReader, lines: deque[str]) -> None:
-    """Read all that a program prints, and keep the last lines that are not empty in `lines`."""
+    """Read the whole output of a program, and keep its last lines that are not empty in `lines`."""
     rest = b""
     try:
         while piece := await reader.read(1 << 16):
@@ -740,7 +741,7 @@ def main() -> None:
         code: UserFunction = load_object(setup.loader, key="loader")(**setup.settings)
     except StreamRLError as error:
         reply(Failed(str(error)))
-    except Exception as error:  # the user's module may raise anything: the parent reports it
+    except Exception as error:  # the user's module may raise any error: the parent reports it
         reply(Failed(_traceback_tail(error)))
     else:
         coroutine = is_coroutine_function(code.function)
@@ -752,7 +753,7 @@ def main() -> None:
 
 
 def is_coroutine_function(function: Callable[..., Any]) -> bool:
-    """Return whether calls return coroutines, as far as visible without a call; a method `__call__` counts as well."""
+    """Whether calls return coroutines, if that is visible without a call; a method `__call__` counts as well."""
     inner = function.func if isinstance(function, functools.partial) else function
     return inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(type(inner).__call__)
 
@@ -792,7 +793,7 @@ def _serve_in_turn(setup: Setup, code: UserFunction, reply: Callable[[Reply], No
             value = code.function(*code.arguments(call.payload))
             if inspect.iscoroutine(value):
                 value = _loop().run(value)
-        except Exception as error:  # user code may raise anything: the parent reports it
+        except Exception as error:  # user code may raise any error: the parent reports it
             reply(Failed(_traceback_tail(error), call.number, time.monotonic() - began))
         else:
             reply(_outcome(code, call, value, began))
@@ -841,7 +842,7 @@ class _ConcurrentCalls:
             self._running[message.number] = self._loop.create_task(self._run(message), name=f"call {message.number}")
 
     async def _beat(self) -> None:
-        """Report that the event loop runs, as long as there are calls."""
+        """Report that the event loop runs, while there are calls."""
         while self._running:
             self._reply(Alive(time.monotonic()))
             await asyncio.sleep(self._setup.hang_seconds / 4)
@@ -853,7 +854,7 @@ class _ConcurrentCalls:
         try:
             arguments = self._code.arguments(call.payload)
             value = await (self._code.function(*arguments) if self._coroutine else self._in_thread(arguments))
-        except BaseException as error:  # user code may raise anything, and cancel itself: the parent reports it
+        except BaseException as error:  # user code may raise any error, and cancel itself: the parent reports it
             late = call.number in self._late
             message = "the call was cancelled" if late else _traceback_tail(error)
             self._reply(Failed(message, call.number, time.monotonic() - began, timed_out=late))
@@ -893,7 +894,7 @@ class _ConcurrentCalls:
     def _forget(self, ended: asyncio.Task[Any]) -> None:
         self._abandoned.discard(ended)
         if not ended.cancelled():
-            ended.exception()  # marks it as seen
+            ended.exception()  # marks it as retrieved
 
 
 def _take_standard_streams() -> tuple[BinaryIO, BinaryIO]:
@@ -915,10 +916,10 @@ def die_with_parent() -> None:
 
 
 def _end_group_after_death() -> None:
-    """On Linux, leave a process behind that waits for the end of this one and then ends its process group.
+    """On Linux, start a process that waits for the end of this one and then ends its process group.
 
-    No other process could if the parent was killed. It is not a child of this process, because user code may wait for
-    all of its own children.
+    If the parent was killed, no other process could do that. It is not a child of this process, because user code may
+    wait for all of its own children.
     """
     leader = os.getpid()
     if not hasattr(os, "pidfd_open") or os.getpgrp() != leader:
@@ -931,7 +932,7 @@ def _end_group_after_death() -> None:
         if os.fork() == 0:
             watched = os.pidfd_open(leader)
             nothing = os.open(os.devnull, os.O_RDWR)
-            for descriptor in (0, 1, 2):  # or readers of these pipes would wait for this process
+            for descriptor in (0, 1, 2):  # otherwise readers of these pipes would wait for this process
                 os.dup2(nothing, descriptor)
             select.select([watched], [], [])
             os.killpg(leader, signal.SIGKILL)
@@ -955,7 +956,7 @@ def _become_program(memory_mb: int, words: list[str]) -> None:
 
 
 def _traceback_tail(error: BaseException) -> str:
-    """Return the last lines of the traceback; characters that are no Unicode, as in some file names, are escaped."""
+    """Return the last lines of the traceback; characters that are not valid Unicode, as in file names, are escaped."""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join(lines[-TAIL_LINES:]).encode(errors="backslashreplace").decode()
 

@@ -1,4 +1,4 @@
-"""Several things at once, until the first of them has ended."""
+"""Waiting for several coroutines until the first ends, and warnings about long waits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 
 async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> list[asyncio.Task[Any]]:
-    """Do `works` beside each other until one of them ends, or for `timeout` seconds; then cancel the others.
+    """Run `works` concurrently until one of them ends, or for `timeout` seconds; then cancel the others.
 
-    Return their tasks, in the same order, all of which have ended. Raises what the first one to end raised.
+    Return their tasks, in the same order, all ended. Raises the error of the first one to end, if it failed.
     """
     tasks = [asyncio.create_task(work) for work in works]
     try:
@@ -28,8 +28,8 @@ async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = Non
 
 @contextmanager
 def warned_of(what: Callable[[], str], *, after: float, log: logging.Logger) -> Iterator[None]:
-    """Log a warning that names the result of `what` as awaited if the context takes longer than `after` seconds, and
-    again each time that it has taken twice as long."""
+    """Log a warning that the result of `what` is awaited if the context takes longer than `after` seconds, and again
+    each time that it has taken twice as long."""
     loop = asyncio.get_running_loop()
     began = loop.time()
 

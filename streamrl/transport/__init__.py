@@ -1,1 +1,1 @@
-"""Wires between processes: message types and the clients that carry them. Knows no component."""
+"""Communication between processes: message types, and the clients that carry them. Depends on no component."""

@@ -1,8 +1,8 @@
-"""The address by which others reach a process, and the one where it listens: two questions.
+"""Two addresses of a process: the one that it announces to others, and the one where it listens.
 
-A process is reached where its packets to the manager come from: everybody else can reach the manager, too. So nothing
-has to be said on a machine with one network, and `--advertise` says it where that is the wrong one, or where others
-reach this machine by another address than it has itself. What is announced is never a wildcard address.
+A process announces the source address of its packets to the manager: every other process reaches the manager, too. So a
+machine with one network needs no setting. `--advertise` gives the address if that one belongs to the wrong network, or
+if others reach this machine by an address that it does not have itself. An announced address is never a wildcard.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ log = logging.getLogger(__name__)
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-"""Environment variables: the network interface at which gloo, or NCCL, listens and which it announces to the others."""
+"""Environment variables: the network interface at which gloo, or NCCL, listens, and which it announces to peers."""
 SOMEWHERE_ELSE = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
-"""Addresses that nobody has (RFC 5737, RFC 3849), to ask for the route that leads off this machine."""
+"""Addresses that no host has (RFC 5737, RFC 3849), to find the route that leads off this machine."""
 DISCARD_PORT = 9
-"""For sockets that are connected and never send."""
+"""Port of sockets that are connected and never send."""
 RESOLVE_SECONDS = 1.0
-"""Between two tries to resolve the manager's name."""
+"""Delay between two attempts to resolve the manager's name."""
 
 
 class Listening(NamedTuple):
     """Where one socket listens."""
 
     at: str
-    """The address where it listens; a wildcard address: at all of the machine's."""
+    """The address where it listens; a wildcard address stands for all addresses of the machine."""
     announced: str
-    """The address that others are told."""
+    """The address that is given to other processes."""
 
 
 LOOPBACK = Listening("127.0.0.1", "127.0.0.1")
-"""For what only this machine reaches."""
+"""For servers that only this machine reaches."""
 LOOPBACK_IPV6 = Listening("::1", "::1")
 """The same on a machine that may have no IPv4 address at all."""
 
@@ -54,15 +54,15 @@ class Reach(NamedTuple):
 
     announced: str
     local: str
-    """An address of this machine: where it listens unless a setting says otherwise. Its interface is the one over which
-    process groups meet."""
+    """An address of this machine. The process listens there unless a setting says otherwise, and process groups meet
+    at its interface."""
     told: bool = False
     """Whether `announced` was given by `--advertise`."""
 
     def listening(self, setting: str) -> Listening:
-        """Return where a socket listens whose setting (`gserver.host` and the like) is `setting`; it may be empty.
+        """Return where a socket listens with the setting `setting` (`gserver.host` and the like), which may be empty.
 
-        Raises `ConfigError` for what is no address of this machine.
+        Raises `ConfigError` if it is not an address of this machine.
         """
         if not setting:
             return Listening(at=self.local, announced=self.announced)
@@ -86,20 +86,20 @@ class Reach(NamedTuple):
 
     @property
     def of_this_machine(self) -> Reach:
-        """How processes of this machine alone reach this one: the loopback address of the kind that it has."""
+        """Return how only processes of this machine reach this one: a loopback address of the same IP version."""
         return Reach(*(LOOPBACK_IPV6 if ":" in self.local else LOOPBACK))
 
 
 LOCAL = Reach(*LOOPBACK)
-"""For a process that talks to others of its machine alone."""
+"""For a process that communicates only with processes of its machine."""
 
 
 def reach_towards(manager_url: str, *, advertise: str = "", patience: float = 0.0) -> Reach:
     """Return how others reach a process of this machine, in a run whose manager is at `manager_url`.
 
-    `advertise`: the address that others are to be told. A manager whose name cannot be resolved yet, or to which there
-    is no route yet, is tried again for `patience` seconds; then `PeerLost` is raised. Raises `ConfigError` for a URL
-    without a host, and for an address that nobody can be reached at.
+    `advertise`: the address to announce; empty to find it. If the manager's name cannot be resolved yet, or there is no
+    route to it yet, retry for `patience` seconds, then raise `PeerLost`. Raises `ConfigError` for a URL without a host,
+    and for a wildcard address in `advertise`.
     """
     manager = urlsplit(manager_url).hostname
     if not manager:
@@ -129,10 +129,10 @@ def reach_of_manager(host: str, *, advertise: str = "") -> Reach:
 
 
 def source_address(host: str) -> str:
-    """Return the address of this machine from which it reaches `host`; raises `OSError` where there is no route.
+    """Return the address of this machine from which it reaches `host`; raises `OSError` if there is no route.
 
-    Nothing is sent: the system chooses the address when a datagram socket is connected. Of a name, the address that
-    `address_of` returns counts.
+    Nothing is sent: the system chooses the address when a datagram socket is connected. A name is resolved as in
+    `address_of`.
     """
     family, kind, protocol, _, address = _preferred(socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM))
     with socket.socket(family, kind, protocol) as asking:
@@ -142,10 +142,10 @@ def source_address(host: str) -> str:
 
 
 def address_of(host: str) -> str:
-    """Return the address that `host` stands for; raises `OSError` where it stands for none.
+    """Return the address of `host`; raises `OSError` if it has none.
 
-    Of a name with addresses of both kinds, as `localhost` is on many machines, that of IPv4: a ZMQ socket speaks one
-    kind, and all have to choose the same.
+    If a name has IPv4 and IPv6 addresses, as `localhost` on many machines, return an IPv4 one: a ZMQ socket supports
+    one kind at a time, and all processes have to choose the same.
     """
     return str(_preferred(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))[4][0])
 
@@ -155,9 +155,9 @@ def _preferred(known: list[Any]) -> Any:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has `address`; empty: this machine does not have it.
+    """Return the name of the network interface that has `address`; empty if this machine does not have it.
 
-    A loopback interface has all of its network.
+    A loopback interface has all loopback addresses.
     """
     try:
         wanted = {
@@ -170,22 +170,22 @@ def interface_of(address: str) -> str:
 
 
 def use_interface_of(address: str, *, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo and NCCL of this process, and of what it starts, meet others at the interface that has `address`.
+    """Have gloo and NCCL of this process, and of its child processes, use the interface that has `address`.
 
-    To be called before torch makes a process group. Without it they take what the machine's own name stands for: on
-    Debian 127.0.1.1, which nobody else reaches. An interface that was chosen by the environment stays. Over loopback
-    addresses NCCL is left to itself: it then knows faster ways between the GPUs of one machine.
+    Call it before torch creates a process group. Otherwise both use the address of the machine's own host name: on
+    Debian 127.0.1.1, which no other machine reaches. An interface that is set in the environment stays. For loopback
+    addresses NCCL's choice is left alone: it then finds faster paths between the GPUs of one machine.
     """
     interface = interface_of(address)
     if not interface:
         return
     environment.setdefault(GLOO_INTERFACE, interface)
     if not is_loopback(address):
-        environment.setdefault(NCCL_INTERFACE, f"={interface}")  # exactly this one, not all whose names begin so
+        environment.setdefault(NCCL_INTERFACE, f"={interface}")  # "=": this name exactly, not as a prefix
 
 
 def meeting_interface(backend: str) -> str:
-    """Return, for messages, at which interface and address a process group of this process meets the others."""
+    """Return, for messages, the interface and address at which process groups of this process meet their peers."""
     name = os.environ.get(NCCL_INTERFACE if backend == "nccl" else GLOO_INTERFACE, "").lstrip("=")
     if not name:
         return f"the address that {socket.gethostname()} stands for"
@@ -213,22 +213,22 @@ def is_wildcard(host: str) -> bool:
 
 
 def everywhere(address: str) -> str:
-    """Return the wildcard for all addresses of the kind of `address`: servers of one kind do not hear the other."""
+    """Return the wildcard of the IP version of `address`: a server of one version is not reached by the other."""
     return "::" if ":" in address else "0.0.0.0"
 
 
 def url_of(host: str, port: int | str, *, scheme: str = "http") -> str:
-    """Return the URL of a server, with brackets around an IPv6 address; `port` may be what people are told of it."""
+    """Return the URL of a server, with brackets around an IPv6 address; `port` may be a placeholder for display."""
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def host_of(address: str) -> str:
-    """Return the host of a URL or a ZMQ endpoint; empty: it names none."""
+    """Return the host of a URL or a ZMQ endpoint; empty if it has none."""
     return urlsplit(address).hostname or ""
 
 
 def _reach(local: str, advertise: str) -> Reach:
-    advertise = advertise.removeprefix("[").removesuffix("]")  # as an IPv6 address is written in a URL
+    advertise = advertise.removeprefix("[").removesuffix("]")  # the brackets of an IPv6 address in a URL
     if not advertise:
         return Reach(announced=local, local=local)
     if is_wildcard(advertise):
@@ -237,8 +237,8 @@ def _reach(local: str, advertise: str) -> Reach:
 
 
 def _towards_others(kind: socket.AddressFamily) -> Iterator[str]:
-    """Yield addresses of this machine by which others may reach it: that of its route to them, and those of its
-    interfaces that are up, without loopback ones and those that count for one link only."""
+    """Yield addresses of this machine by which others may reach it: the source address of its default route, then the
+    addresses of its active interfaces, except loopback and link-local ones."""
     with suppress(OSError):  # no default route, as on the nodes of many clusters
         yield source_address(SOMEWHERE_ELSE[kind])
     states = psutil.net_if_stats()
@@ -249,7 +249,7 @@ def _towards_others(kind: socket.AddressFamily) -> Iterator[str]:
 
 
 def _is_own(host: str) -> bool:
-    """Whether `host` is an address of this machine, as a number; what a name stands for here may be 127.0.1.1."""
+    """Whether `host` is a numeric address of this machine. Names do not count: they may resolve to 127.0.1.1 here."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

@@ -1,9 +1,9 @@
 """A `TrajectoryGroup` as the frames of one message: a small msgpack header, then the raw arrays.
 
-Each array has a frame of its own and is never copied, unless the group is small: then a frame
-costs more than copying what is in it, and `FramePacker` puts the arrays into a single one. A received
-array lies in the message's own memory and is read-only. Invariant: what `decode` returns keeps
-every rule of `streamrl.types`, so nothing behind the stream has to check again.
+Each array has a frame of its own and is never copied, unless the group is small: then a frame costs more than copying
+its content, and `FramePacker` puts all arrays into one frame. A received array uses the message's own memory and is
+read-only. Invariant: the groups that `decode` returns keep every rule of `streamrl.types`, so code behind the stream
+does not check again.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ Frame = bytes | memoryview
 """Contiguous bytes."""
 
 ARRAYS: dict[str, str] = {field.name: field.dtype for field in ARRAY_FIELDS}
-"""Array field → dtype, in the order in which they travel."""
+"""Array field → dtype, in wire order."""
 
 MOST_FRAMES = 1 + len(ARRAYS)
-"""Frames of one message: the header, and the arrays if each has a frame of its own."""
+"""Maximum frames of one message: the header, and each array in a frame of its own."""
 COPIED_BELOW = 1 << 18
 """Below this many bytes a copy is cheaper than avoiding it: measured with benchmarks/bench_stream.py."""
 
 MAX_HEADER_BYTES = 1 << 18
-"""Bytes of any message's first frame."""
+"""Maximum size of any message's first frame, in bytes."""
 LONGEST_NAME = 255
-"""Characters of a worker's name."""
+"""Maximum length of a worker's name, in characters."""
 LOGPROB_TOLERANCE = 1e-4
-"""How far above 0 rounding may bring a log-probability, in nats."""
+"""How far above 0 rounding may move a log-probability, in nats."""
 UNALIGNED_BELOW = 16384
-"""Smaller frames may lie anywhere in the receive buffer, and are copied out of it."""
+"""Size in bytes below which a frame may be unaligned in the receive buffer, and is copied out of it."""
 
 _NAMES = tuple(ARRAYS)
 _DTYPE_NAMES = tuple(ARRAYS.values())
@@ -50,7 +50,7 @@ _LARGEST_FLOAT = float(np.finfo(np.float32).max)
 
 
 class GroupHeader(GroupFacts, frozen=True, kw_only=True, tag="group"):
-    """First frame of a group: all that is not an array."""
+    """First frame of a group: everything except the arrays."""
 
     seq: int
     dtypes: tuple[str, ...]
@@ -60,35 +60,35 @@ class GroupHeader(GroupFacts, frozen=True, kw_only=True, tag="group"):
     tokens: int
     """Tokens of all trajectories."""
     routes: int = 0
-    """Experts known of each token."""
+    """Number of known experts per token."""
     permit: str = ""
     """Proof that `seq` was leased to the sender."""
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What a group may not exceed. The defaults forbid only what no run has."""
+    """Limits that a group must not exceed. The defaults are beyond every run."""
 
     max_group_bytes: int
-    """Bytes of its arrays together."""
+    """Size of all arrays together, in bytes."""
     seqs: int = 2**62
     """Sequence numbers are below this."""
     newest_version: int = 2**31 - 1
-    """No policy that sampled is newer."""
+    """Newest policy version that may have sampled a token."""
     fewest_siblings: int = 1
-    """No group has fewer episodes."""
+    """Minimum number of episodes."""
     group_size: int = 2**31 - 1
-    """No group has more episodes."""
+    """Maximum number of episodes."""
     max_context: int = 2**31 - 1
-    """Tokens of a trajectory."""
+    """Maximum tokens of a trajectory."""
     vocab_size: int = 2**31
     """Token ids are below this."""
     routes: int | None = None
-    """Experts of a token, where they are said."""
+    """Experts per token, if groups carry them."""
     experts: int = NO_EXPERT
-    """Numbers of experts are below this."""
+    """Expert indices are below this."""
 
     def check_seq(self, seq: int, *, where: str) -> None:
-        """Raise `WireError`, which begins with `where`, for a sequence number that was not handed out."""
+        """Raise `WireError`, with the prefix `where`, for a sequence number that was not handed out."""
         if seq < 0:
             raise WireError(f"{where}: a sequence number cannot be negative")
         if seq >= self.seqs:
@@ -101,7 +101,7 @@ _encoder = msgspec.msgpack.Encoder()
 def encode(group: TrajectoryGroup, *, max_group_bytes: int, permit: str = "") -> list[Frame]:
     """Return the frames of `group`, which must not change until they are sent.
 
-    Raises `WireError` when they could not be decoded: a wrong dtype, or more than `max_group_bytes`.
+    Raises `WireError` if the frames could not be decoded: a wrong dtype, or more than `max_group_bytes`.
     """
     head = _encoder.encode(header_of(group, permit=permit))
     arrays: list[Frame] = []
@@ -120,13 +120,13 @@ def encode(group: TrajectoryGroup, *, max_group_bytes: int, permit: str = "") ->
 
 
 class FramePacker:
-    """Puts the arrays of small groups into one frame, whose memory it uses again and again."""
+    """Packs the arrays of small groups into one frame, in memory that it reuses."""
 
     def __init__(self) -> None:
         self._memory = memoryview(bytearray(COPIED_BELOW))
 
     def pack(self, frames: list[Frame]) -> list[Frame]:
-        """Return `frames`, with those of the arrays as one if they are small; that one is valid until the next call."""
+        """Return `frames`, with small arrays merged into one frame that is valid until the next call."""
         head, *arrays = frames
         if sum(map(len, arrays)) >= COPIED_BELOW:
             return frames
@@ -138,7 +138,7 @@ class FramePacker:
 
 
 def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, sender: str) -> TrajectoryGroup:
-    """Return the group whose arrays are `frames`; raises `WireError`, which names `sender`, if any rule is broken."""
+    """Return the group with the arrays in `frames`; raises `WireError`, which names `sender`, if it breaks any rule."""
     where = f"group {header.seq} from {sender}"
     limits.check_seq(header.seq, where=where)
     for name in (header.worker, header.gserver, *(name for parts in header.reward_parts for name in parts)):
@@ -154,7 +154,7 @@ def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, send
 
 
 def _split(header: GroupHeader, frames: Sequence[Frame], where: str) -> list[NDArray[Any]]:
-    """Return the arrays of a message, whose frames must be just as long as the header says."""
+    """Return the arrays of a message; the lengths of its frames must match the header."""
     if header.size < 0 or header.tokens < 0 or header.routes < 0:
         raise WireError(
             f"{where}: {header.size} trajectories of {header.tokens} tokens, {header.routes} experts for each"
@@ -174,25 +174,25 @@ def _split(header: GroupHeader, frames: Sequence[Frame], where: str) -> list[NDA
 
 
 def _readable(frame: Frame) -> Frame:
-    """Return the same bytes, aligned and not to be written to."""
+    """Return the same bytes, aligned and read-only."""
     return bytes(frame) if len(frame) < UNALIGNED_BELOW else memoryview(frame).toreadonly()
 
 
 def check(group: TrajectoryGroup, limits: Limits, *, where: str) -> None:
-    """Raise `WireError`, which begins with `where`, unless `group` keeps every rule of its type, and `limits`."""
+    """Raise `WireError`, with the prefix `where`, unless `group` keeps every rule of its type, and `limits`."""
     _check_trajectories(group, limits, where)
     _check_tokens(group, limits, where)
     _check_prompts(group, where)
 
 
 def group_bytes(group: TrajectoryGroup) -> int:
-    """Return the bytes of the arrays of `group`."""
+    """Return the size of the arrays of `group`, in bytes."""
     shape = {"size": group.size, "tokens": group.tokens, "routes": group.routes}
     return sum(field.length(**shape) * item for field, item in zip(ARRAY_FIELDS, _ITEM_BYTES, strict=True))
 
 
 def header_of(group: TrajectoryGroup, *, permit: str = "") -> GroupHeader:
-    """Return the header of `group`; `permit`: of its admission."""
+    """Return the header of `group`; `permit`: from its admission."""
     return GroupHeader(
         **msgspec.structs.asdict(group.facts),
         seq=group.seq,
@@ -251,7 +251,7 @@ def _check_trajectories(group: TrajectoryGroup, limits: Limits, where: str) -> N
 
 
 def _check_episodes(episodes: list[int], limits: Limits, where: str) -> None:
-    """Check that episodes are counted from 0, without a gap, and that there are as many as there should be."""
+    """Check that episodes are numbered from 0 without a gap, and that their number is right."""
     if episodes[0] != 0 or any(step not in (0, 1) for step in map(sub, episodes[1:], episodes)):
         raise WireError(f"{where}: episodes {episodes[:16]} must begin with 0 and go up by 0 or 1")
     if not limits.fewest_siblings <= episodes[-1] + 1 <= limits.group_size:
@@ -262,8 +262,10 @@ def _check_episodes(episodes: list[int], limits: Limits, where: str) -> None:
 
 
 def _check_tokens(group: TrajectoryGroup, limits: Limits, where: str) -> None:
-    """Check what each token carries. Few passes over each array, for this is the hot part of the stream's receiving
-    end; versions come last because `SampleMeta` is about to read them again."""
+    """Check the values of each token.
+
+    This is the hot part of the stream's receiving end, so it makes few passes over each array. Versions come last
+    because `SampleMeta` reads them again right after."""
     ids, logprobs, versions = group.packed_input_ids, group.packed_behavior_logprobs, group.packed_policy_versions
     bound = limits.vocab_size
     if np.maximum.reduce(ids.view(np.uint32)) >= bound:  # a negative id reads as 2**31 or more
@@ -291,7 +293,7 @@ def _check_tokens(group: TrajectoryGroup, limits: Limits, where: str) -> None:
 
 
 def _check_routes(group: TrajectoryGroup, limits: Limits, where: str) -> None:
-    """Check that the experts of all tokens are there, and are some of the model's."""
+    """Check that the experts of all tokens are present, and exist in the model."""
     experts = group.packed_routed_experts
     if len(experts) % group.tokens or limits.routes not in (None, group.routes):
         raise WireError(
@@ -303,15 +305,15 @@ def _check_routes(group: TrajectoryGroup, limits: Limits, where: str) -> None:
 
 
 def _check_mask(group: TrajectoryGroup, where: str) -> None:
-    """Raise `WireError` for bytes that are no truth values. They differ from the result of every comparison, so they
-    need to be looked for only once something is wrong."""
+    """Raise `WireError` for bytes that are neither 0 nor 1. Such bytes differ from the result of every comparison, so
+    this is called only after another check has failed."""
     if group.packed_loss_mask.view(np.uint8).max(initial=0) > 1:
         raise WireError(f"{where}: packed_loss_mask has bytes that are neither 0 nor 1")
 
 
 def _check_prompts(group: TrajectoryGroup, where: str) -> None:
-    """Check that trajectories share their first `prompt_length` tokens, none of which the policy sampled, and that in
-    each it sampled a later one, and never the first, which nothing precedes."""
+    """Check the trajectories of a group: they share their first `prompt_length` tokens, the policy sampled none of
+    these, it sampled at least one later token of each, and never a first token, which has no context."""
     length = group.prompt_length
     ids = group.packed_input_ids.view(np.uint8).data
     mask = group.packed_loss_mask.tobytes()

@@ -1,11 +1,11 @@
-"""Process groups across programs that share no launcher, and the broadcast of weights in them.
+"""Process groups across programs without a common launcher, and the broadcast of weights in them.
 
-Groups are formed as SGLang forms its weight-update group (at a TCP store on rank 0, prefixed with the group's name), so
-that either side may be SGLang. The publisher and the gservers meet so, and model workers among themselves.
+Groups are formed like SGLang's weight-update group (at a TCP store on rank 0, prefixed with the group's name), so that
+either side may be SGLang. The publisher meets the gservers this way, and so do the model workers among themselves.
 
 `Broadcaster` sends weights as rank 0 of such a group, from the publisher to the gservers. It owns the group, and the
-store at which it meets. A weight is sent from where it lies, or from a buffer if it has to be converted first; while
-some are on their way, the next one is converted and its checksum taken.
+store at which the group meets. A weight is sent from its own memory, or from a buffer if it has to be converted first.
+While some weights are in flight, the next one is converted and its checksum computed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from streamrl.transport.group_sockets import closed_after_forming, open_for_good
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NCCL_MEMORY = "NCCL_CUMEM_ENABLE"
-"""Environment variable: whether NCCL allocates memory by CUDA's calls for virtual memory; it looks once."""
+"""Environment variable: whether NCCL allocates memory by CUDA's virtual-memory API; NCCL reads it once."""
 FIRST_KNOCK_SECONDS = 0.1
-"""How long a store is waited for the first time; then twice as long, and so on."""
+"""Timeout of the first attempt to reach a store; it doubles with each further attempt."""
 AT_ONCE = 4
-"""Broadcasts that are under way together."""
+"""Maximum number of broadcasts in flight."""
 
 Result = TypeVar("Result")
 
@@ -50,7 +50,7 @@ Result = TypeVar("Result")
 def open_store(host: str) -> Any:
     """Open the store at which the ranks of all later groups meet, on a free port of `host` (`.port`); on rank 0.
 
-    Torch's own socket would listen at every address of the machine, and it asks nobody for a key.
+    Torch's own socket would listen at every address of the machine, and the store has no authentication.
     """
     listening = open_for_good(host)
     port = listening.getsockname()[1]
@@ -60,13 +60,13 @@ def open_store(host: str) -> Any:
 def join_store(address: str, port: int, *, timeout: float) -> Any:
     """Return a client of the store that rank 0 has opened at `address:port`. Raises `RuntimeError`.
 
-    Where nobody answers at all, half of `timeout` (seconds) is waited, so that who is behind a firewall can say so
-    before the others give up, and is known from them.
+    If nothing replies at all, wait for only half of `timeout` (seconds). A rank behind a firewall then reports this
+    before the other ranks give up, so the log shows which rank it is.
     """
     try:
         _knock(address, port, timeout=timeout / 2)
     except ConnectionRefusedError:
-        pass  # torch's client goes on trying
+        pass  # torch's client keeps trying
     except OSError as error:
         raise RuntimeError(
             f"nobody answers at {address}:{port} ({error.strerror or error}): is that machine up, and does a firewall "
@@ -77,9 +77,9 @@ def join_store(address: str, port: int, *, timeout: float) -> Any:
 
 
 def _knock(address: str, port: int, *, timeout: float) -> None:
-    """Connect, and hang up; raises `OSError` when nobody answers within `timeout` seconds.
+    """Connect, and disconnect; raises `OSError` if nothing replies within `timeout` seconds.
 
-    Rank 0 may open the store a moment later, and the system would wait a second before it asks again.
+    Rank 0 may open the store a moment later, and the system would wait a second before it retries.
     """
     end, patience = time.monotonic() + timeout, min(FIRST_KNOCK_SECONDS, timeout)
     while True:
@@ -106,8 +106,8 @@ def form_group(
 ) -> Any:
     """Meet the other ranks at `address:port` and return the group; blocks until all are there.
 
-    Rank 0 passes the `store` that it opened there. Raises `PublicationError` when the others do
-    not come within `timeout` seconds.
+    Rank 0 passes the `store` that it opened there. Raises `PublicationError` if the others do not come within `timeout`
+    seconds.
     """
     limit = timedelta(seconds=timeout)
     try:
@@ -134,8 +134,8 @@ def form_group(
 
 @contextmanager
 def _left_to_us() -> Iterator[None]:
-    """Make groups in which torch's NCCL backend does nothing about errors by itself: it would end the whole process
-    because of one gserver. It looks at this variable when a group is made."""
+    """Disable the error handling of torch's NCCL backend in groups that are made in the block: it would end the whole
+    process because of one gserver. The backend reads this variable when a group is made."""
     before = os.environ.get(NCCL_ERROR_HANDLING)
     os.environ[NCCL_ERROR_HANDLING] = "0"
     try:
@@ -148,10 +148,10 @@ def _left_to_us() -> Iterator[None]:
 
 
 def allocate_as_sglang(*, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have NCCL allocate its memory as in SGLang's processes, which switch this off unless the variable is set. In a
-    group of processes that differ in it NCCL may hang or crash.
+    """Have NCCL allocate memory as in SGLang's processes, which set this variable to 0 unless it is set. NCCL may hang
+    or crash in a group of processes with different values.
 
-    To be called before this process's first group over NCCL.
+    Call it before this process's first group over NCCL.
     """
     environment.setdefault(NCCL_MEMORY, "0")
 
@@ -161,7 +161,7 @@ def join_world(
 ) -> None:
     """Form torch's default process group with the other ranks; rank 0 passes the `store` that it opened.
 
-    Raises `DeadlineExceeded` when the others do not come within `timeout` seconds.
+    Raises `DeadlineExceeded` if the others do not come within `timeout` seconds.
     """
     limit = timedelta(seconds=timeout)
     try:
@@ -185,7 +185,7 @@ def _not_met(rank: int, world_size: int, backend: str, address: str, port: int, 
 
 
 def destroy_group(group: Any) -> None:
-    """Leave `group`, unless `watch` has done so."""
+    """Leave `group`, unless `watch` has already aborted it."""
     if group in c10d._world.pg_map:
         dist.destroy_process_group(group)
 
@@ -203,12 +203,12 @@ def broadcasts(
     pending: list[Any] | None = None,
     watched_seconds: float | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Broadcast `tensors` (by name) from rank 0 in place; yield each when it is through, in their order.
+    """Broadcast `tensors` (by name) from rank 0 in place; yield each when it has been sent, in their order.
 
-    Up to `AT_ONCE` are on the way together, so that neither side waits for the other between two of them. Raises
-    `PublicationError` on failure; others may be on the way then, which are added to `pending`: nobody may write to
-    their memory before `wait_for_pending` has returned. `watched_seconds`: how long each may take where the group
-    itself has no deadline, as with NCCL (`watch`).
+    Up to `AT_ONCE` broadcasts are in flight, so that neither side waits between two of them. Raises `PublicationError`
+    on failure; other broadcasts may be in flight then and are added to `pending`: their memory must not be written to
+    before `wait_for_pending` has returned. `watched_seconds`: time limit of each broadcast if the group itself has no
+    deadline, as with NCCL (`watch`).
     """
     on_the_way: deque[tuple[str, Tensor, Any]] = deque()
 
@@ -242,10 +242,10 @@ def broadcasts(
 
 
 def watch(work: Any, group: Any, *, seconds: float) -> None:
-    """Wait until `work` is through; abort `group` and raise `RuntimeError` if it fails, or takes longer than `seconds`.
+    """Wait until `work` is done; abort `group` and raise `RuntimeError` if it fails, or takes longer than `seconds`.
 
-    For NCCL: without a deadline of its own, waiting for its work puts the current stream behind it and returns, whether
-    or not it ever ends, or has failed.
+    For NCCL. Without a deadline, waiting for its work only queues the current stream behind the work and returns, even
+    if the work never ends, or has failed.
     """
     began = time.monotonic()
     try:
@@ -258,11 +258,11 @@ def watch(work: Any, group: Any, *, seconds: float) -> None:
 
 
 def in_thread_on(device: torch.device, call: Callable[[], Result], *, seconds: float) -> Result:
-    """Return what `call` returns, called in a thread of its own on the current stream; raise `RuntimeError` when it is
-    not through after `seconds`.
+    """Return the result of `call`, run in its own thread on the current stream; raise `RuntimeError` if it takes longer
+    than `seconds`.
 
-    NCCL forms its communicator in a group's first operation, and blocks who begins that until all ranks are there: for
-    ever, where one is gone. The thread is left to itself then.
+    NCCL forms its communicator in a group's first operation, and blocks the caller until all ranks are there: forever,
+    if one is gone. The thread is then abandoned.
     """
     answers: list[Result] = []
     failures: list[Exception] = []
@@ -272,7 +272,7 @@ def in_thread_on(device: torch.device, call: Callable[[], Result], *, seconds: f
         try:
             with stream:
                 answers.append(call())
-        except Exception as error:  # raised where it is waited for
+        except Exception as error:  # raised in the thread that waits
             failures.append(error)
 
     thread = threading.Thread(target=run, name="forms a communicator", daemon=True)
@@ -286,8 +286,8 @@ def in_thread_on(device: torch.device, call: Callable[[], Result], *, seconds: f
 
 
 def wait_for_pending(pending: list[Any]) -> None:
-    """Wait until gloo has no more to do with the memory of broadcasts that were on the way when one failed: they come
-    through, fail, or time out. Empties `pending`."""
+    """Wait until gloo no longer uses the memory of broadcasts that were in flight when one failed: they complete, fail,
+    or time out. Empties `pending`."""
     while pending:
         _, work = pending[-1]
         with suppress(RuntimeError):
@@ -314,11 +314,11 @@ class Weights(Protocol):
         """Return the Hugging Face name and shape of each weight."""
 
     def weights(self) -> Generator[tuple[str, Tensor]]:
-        """Yield each weight with its name; to be closed when it is not read to its end, because sending failed."""
+        """Yield each weight with its name; close the generator if it is not exhausted, because sending failed."""
 
 
 class Broadcaster:
-    """A `Carrier` (`trainer/worker/publisher.py`) that broadcasts."""
+    """A `Carrier` (`trainer/worker/publisher.py`) that broadcasts weights."""
 
     reads_once = False
 
@@ -337,7 +337,7 @@ class Broadcaster:
         self._listening = listening
         self._backend: Literal["gloo", "nccl"] = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
-        """Where a weight is when it is sent."""
+        """Device from which weights are sent."""
         self._watched_seconds = config.timeout_seconds if backend == "nccl" else None
         self._beside = SideStream(device)
         self._store: Any = None
@@ -347,10 +347,10 @@ class Broadcaster:
         self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
         self.sent_bytes = 0
         self._buffers = [torch.empty(0, dtype=dtype, device=self._device)] * AT_ONCE
-        """Used in turn: when the turn of one comes again, it has been sent."""
+        """Used in turn: a buffer's content has been sent before its next turn."""
 
     def prepare(self, version: int, weights: Weights) -> None:
-        """Plan the buckets of `weights`, which are sent next."""
+        """Plan the buckets for the next sending of `weights`."""
         self._weights = weights
         limit = int(self._config.bucket_mb * 2**20)
         self._buckets = plan_buckets(weights.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
@@ -372,23 +372,23 @@ class Broadcaster:
         )
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
-        """Form the group if it is a new one, and send all weights; return the checksum of each weight, by name."""
+        """Form the group if it is new, and send all weights; return the checksum of each weight, by name."""
         if begin.group_name != self._group_name:
             self._form(begin)
         checksums: dict[str, str] = {}
         with self._beside.after_computation(), closing(self._weights.weights()) as weights:
             for bucket in self._buckets:
-                # One bucket after another: no gserver gets far ahead of one that fails.
+                # One bucket after another: no gserver gets far ahead of a failing one.
                 contents = self._contents(bucket, weights, checksums)
                 for _, content in broadcasts(contents, self._group, watched_seconds=self._watched_seconds):
                     self.sent_bytes += content.nbytes
         return checksums
 
     def abort(self) -> None:
-        """Leave the group: it is of no use after a broadcast that broke off.
+        """Leave the group: it is unusable after an interrupted broadcast.
 
-        The store goes with it. This frees real SGLang, which would otherwise wait there half an hour for a rank that
-        does not come, and do nothing else meanwhile.
+        The store is closed, too. This frees real SGLang, which would otherwise wait half an hour for the missing rank
+        and do nothing else.
         """
         self._leave()
         self._store = None
@@ -419,7 +419,7 @@ class Broadcaster:
     def _contents(
         self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]], checksums: dict[str, str]
     ) -> Generator[tuple[str, Tensor]]:
-        """Yield the names and contents of a `bucket`, which are the next of `weights`; enter their `checksums`."""
+        """Yield names and contents of `bucket`, the next of `weights`; enter their checksums into `checksums`."""
         for place, (name, shape) in enumerate(bucket):
             weight = _next(weights, name, shape)
             if weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous():
@@ -440,7 +440,7 @@ class Broadcaster:
 
 
 def _next(weights: Iterator[tuple[str, Tensor]], name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the next of `weights`, which has to be the one that was announced."""
+    """Return the next of `weights`, which must match the announced one."""
     found, tensor = next(weights, ("nothing", torch.empty(0)))
     if found != name or tuple(tensor.shape) != tuple(shape):
         raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
@@ -448,14 +448,14 @@ def _next(weights: Iterator[tuple[str, Tensor]], name: str, shape: tuple[int, ..
 
 
 def backend_for(config: WeightsConfig, device: torch.device) -> Literal["gloo", "nccl"]:
-    """Return what weights that are on `device` are broadcast over."""
+    """Return the backend that broadcasts weights on `device`."""
     if config.backend != "auto":
         return config.backend
     return "nccl" if device.type == "cuda" else "gloo"
 
 
 def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Cut weights in order into buckets of at most `limit_bytes`; a larger one is a bucket alone."""
+    """Cut weights in order into buckets of at most `limit_bytes`; a larger weight has a bucket of its own."""
     buckets: list[list[tuple[str, tuple[int, ...]]]] = []
     room = 0
     for name, shape in specs:

@@ -5,18 +5,18 @@ and joins with it; each role has a token for its own calls.
 
 | call | by | meaning |
 |---|---|---|
-| POST /register | owner | a process joins; refused when its configuration differs |
-| GET /resume_point | owner | the checkpoint that the run goes on from |
+| POST /register | owner | a process joins; rejected if its configuration differs |
+| GET /resume_point | owner | the checkpoint that the run resumes from |
 | POST /place | owner | a number for a process that joins a running run |
 | POST /drain | owner | a gserver or rollout worker finishes and leaves; the controller saves and ends the run |
-| POST /leave | gserver, rollout | it has left |
-| POST /heartbeat | all | a sign of life, with figures; the reply has whether to stop |
+| POST /leave | gserver, rollout | the process has left |
+| POST /heartbeat | all | a sign of life, with figures; the reply contains whether to stop |
 | GET /silent | owner | the silent processes, once their set has changed more than n times |
 | GET /model | all | the files of the model, for a host that does not have it |
 | GET /model/part | all | bytes of one of these files |
 | GET /topology | rollout, model worker | waits until the named processes are registered; their addresses |
 | POST /member | model worker | whether a CURVE key belongs to a member that may send to the caller |
-| POST /keep | rollout | after the run has gone back: which groups in hand the worker may finish |
+| POST /keep | rollout | after the run went back to a checkpoint: the groups in hand that the worker may finish |
 | POST /admit | rollout | waits for room in the ledger, or for a held-out prompt; sequence numbers and gservers |
 | POST /route | rollout | another gserver for a group whose gserver failed |
 | POST /in_flight | rollout | how many requests of its groups still run |
@@ -24,9 +24,9 @@ and joins with it; each role has a token for its own calls.
 | POST /evaluation | rollout | the result of a held-out prompt |
 | POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
 | GET /publish/places | model worker | on which machines and GPUs the gservers are |
-| POST /compare | model worker | the gservers that serve a version are to score a response |
-| POST /finish_run | owner | the run is over; every process learns it with its next heartbeat |
-| POST /fail_run | rollout | the run has to stop because of an error there |
+| POST /compare | model worker | has the gservers that serve a version score a response |
+| POST /finish_run | owner | the run is over; every process receives `stop` with its next heartbeat |
+| POST /fail_run | rollout | stops the run because of an error in the worker |
 | GET /status, /metrics | all | the run's state as JSON; figures for Prometheus |
 | GET /health | anyone | 200 while the controller lives |
 """
@@ -45,7 +45,7 @@ from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import FrequentFailure
 
 LONG_POLL_SECONDS = 20.0
-"""How long the manager holds a waiting call before it replies that there is nothing."""
+"""How long the manager holds a waiting call before it sends an empty reply."""
 
 # --- members: registration, heartbeats, addresses, the end of the run ---
 
@@ -64,64 +64,64 @@ class Register(msgspec.Struct, frozen=True):
     config_digest: str
     pid: int
     host: str
-    """Its name, for people."""
+    """Host name, for display."""
     settings: dict[str, Any] = {}
-    """`Config.shared_changes`: to say what differs where the digest does."""
+    """`Config.shared_changes`: names the settings that differ if the digests do."""
     machine: str = ""
-    """`machine_identity`: alike for processes that share memory."""
+    """`machine_identity`: equal for processes that share memory."""
     process_space: str = ""
-    """`machine.process_space`: alike for those to whom `pid` means the same process."""
+    """`machine.process_space`: equal for processes in which `pid` means the same process."""
     gpu: str = ""
-    """UUID of the GPU from which a gserver serves its weights; empty: from none, or not from one alone."""
+    """UUID of the GPU from which a gserver serves its weights; empty if it uses no GPU, or several."""
     curve_key: str = ""
-    """Public CURVE key of the process (z85), by which encrypted sockets know it; the same as long as it lives."""
+    """Public CURVE key of the process (z85) for encrypted sockets; constant while the process lives."""
     encrypted: bool = False
-    """Whether its socket at `address` takes CURVE connections alone."""
+    """Whether its socket at `address` accepts only CURVE connections."""
     model: str = ""
-    """`weights_fingerprint` of what a gserver or a model worker begins with."""
+    """`weights_fingerprint` of the initial weights of a gserver or a model worker."""
     begins_from: str = ""
-    """`progress.identity` of what a process of the trainer, or a gserver, goes on from; empty: it begins anew."""
+    """`progress.identity` of the checkpoint that a trainer process or a gserver resumes from; empty: a fresh start."""
     joined_before: str = ""
-    """`RegisterReply.lineage` of the last join; empty: it is the first one."""
+    """`RegisterReply.lineage` of the last join; empty: this is the first join."""
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
-    """What a process is given when it joins."""
+    """The settings, keys and state that a process receives when it joins."""
 
     policy_version: int
     heartbeat_seconds: float
     token: str = ""
-    """For HTTP: what the process shows from now on, good for the calls of its role in its own name."""
+    """For HTTP: the token of all later calls, valid for the calls of its role in its own name."""
     credentials: dict[Role, str] = {}
-    """For ZMQ: what it shows to receivers of each role that it may speak to (`credentials.py`)."""
+    """For ZMQ: the credential to present to receivers of each role that it may send to (`credentials.py`)."""
     verification_key: str = ""
-    """For a receiver on ZMQ: what it knows credentials and permits by; hexadecimal."""
+    """For a receiver on ZMQ: the key that verifies credentials and permits; hexadecimal."""
     gserver_key: str = ""
     """For rollout workers: the key that gservers require."""
     lineage: str = ""
-    """Tells the lineage of the run from all others."""
+    """Unique id of the current lineage of the run."""
     lineages: list[Lineage] = []
-    """For rollout workers: all lineages of the run, the present one last."""
+    """For rollout workers: all lineages of the run, the current one last."""
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
-    """What the run goes on from; empty: it begins anew."""
+    """The checkpoint that the run resumes from; fields are empty for a fresh start."""
 
     checkpoint: str
-    """Name of the folder among the run's checkpoints."""
+    """Folder name among the run's checkpoints."""
     identity: str
     """`progress.identity`."""
 
 
 class Heartbeat(msgspec.Struct, frozen=True):
-    """A sign of life, with what the process has counted."""
+    """A sign of life, with the process's figures."""
 
     role: Role
     index: int
     stats: dict[str, float]
     """Gauges and counters of the process; names ending in `_total` only grow."""
     waiting_for: str = ""
-    """What the process waits for, if it does: shown to the user."""
+    """Text for the user: what the process waits for. Empty if it does not wait."""
     error: str = ""
     """Set when the process has to give up: the run stops with this message."""
     failure: FrequentFailure | None = None
@@ -129,23 +129,23 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
 
 class HeartbeatReply(msgspec.Struct, frozen=True):
-    """What a process is told with each heartbeat."""
+    """The manager's state and instructions for the process, in reply to each heartbeat."""
 
     stop: bool
-    """The run is over: finish what is at hand and leave."""
+    """The run is over: finish the work in hand and leave."""
     policy_version: int
     known: bool
-    """False: the manager does not know (any more) who calls; register again."""
+    """False if the manager does not know (or no longer knows) the sender; register again."""
     lineage: str = ""
-    """As in `RegisterReply`; register again if it is another one."""
+    """As in `RegisterReply`; register again if it has changed."""
     leave: bool = False
-    """The run goes on without this process: finish what is at hand, and leave."""
+    """The run continues without this process: finish the work in hand, and leave."""
     unanswering: list[str] = []
-    """To rollout workers: addresses of gservers that are silent or replaced. Their requests continue elsewhere."""
+    """For rollout workers: addresses of gservers that are silent or replaced. Their requests continue elsewhere."""
 
 
 class SilentProcess(msgspec.Struct, frozen=True):
-    """A process of which nothing was heard for too long."""
+    """A process whose heartbeats have stopped for too long."""
 
     role: Role
     index: int
@@ -157,14 +157,14 @@ class Silence(msgspec.Struct, frozen=True):
     """The members of the run that are silent at the moment."""
 
     changes: int
-    """How often that has changed so far."""
+    """How often the set of silent members has changed so far."""
     processes: list[SilentProcess]
     over: bool
-    """The run is over: it does not matter any more."""
+    """The run is over: silence no longer matters."""
 
 
 class AskPlace(msgspec.Struct, frozen=True):
-    """A process that joins a running run asks which number it may have."""
+    """A process that joins a running run requests a number."""
 
     role: Role
     config_digest: str
@@ -173,13 +173,13 @@ class AskPlace(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The number that a process may join under; kept for it until it does."""
+    """The number that a process may join under; reserved until it joins."""
 
     index: int
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """This process shall finish its work and leave. The run continues without it, unless it is the controller."""
+    """Have this process finish its work and leave. The run continues without it, unless it is the controller."""
 
     role: Role
     index: int
@@ -192,21 +192,21 @@ class Leave(msgspec.Struct, frozen=True):
     index: int
     pid: int
     death: str = ""
-    """How it died; empty: it has left."""
+    """How the process died; empty if it left."""
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """A registered process, and how it is reached."""
+    """A registered process, and its address."""
 
     role: Role
     index: int
     address: str
     curve_key: str = ""
-    """Public CURVE key of the socket at `address`; empty: it is not encrypted."""
+    """Public CURVE key of the socket at `address`; empty if it is not encrypted."""
 
 
 class AskMember(msgspec.Struct, frozen=True):
-    """Is this the CURVE key of a member?"""
+    """Check whether this is the CURVE key of a member."""
 
     curve_key: str
 
@@ -221,13 +221,13 @@ class Topology(msgspec.Struct, frozen=True):
     """The registered processes of a role."""
 
     complete: bool
-    """Whether as many as asked for are registered."""
+    """Whether as many processes as requested are registered."""
     peers: list[Peer]
     """By index."""
 
 
 class FinishRun(msgspec.Struct, frozen=True):
-    """The owner ends the run: every process learns it with its next heartbeat."""
+    """The owner ends the run: every process receives `stop` with its next heartbeat."""
 
     reason: str = ""
     error: str = ""
@@ -235,7 +235,7 @@ class FinishRun(msgspec.Struct, frozen=True):
 
 
 class FailRun(msgspec.Struct, frozen=True):
-    """A rollout worker met an error that the configuration has the run stop at."""
+    """A rollout worker met an error that, by the configuration, stops the run."""
 
     worker: int
     error: str
@@ -257,11 +257,11 @@ class ModelFile(msgspec.Struct, frozen=True):
 
 
 class ModelListing(msgspec.Struct, frozen=True):
-    """The run's model as the manager's host has it."""
+    """The run's model on the manager's host."""
 
     files: list[ModelFile]
     fingerprint: str
-    """What copies of these files have alike, and others have not."""
+    """Equal for all copies of these files, and different for other files."""
 
     @property
     def bytes(self) -> int:
@@ -273,7 +273,7 @@ class ModelPart(msgspec.Struct, frozen=True):
     """Some bytes of a file of the model."""
 
     content: bytes
-    """From where it was asked for; empty: the file ends there."""
+    """Bytes from the requested offset; empty at the end of the file."""
 
 
 # --- groups: admitted, routed, given up, taken by the trainer ---
@@ -289,29 +289,29 @@ class DataFacts(msgspec.Struct, frozen=True):
 
 
 class GroupInHand(msgspec.Struct, frozen=True, array_like=True):
-    """A group that a worker was admitted before the run went back, and that it can finish or has finished."""
+    """A group leased to a worker before the run went back to a checkpoint, finished or still possible to finish."""
 
     seq: int
     gserver: str = ""
-    """URL of the gserver that makes it; empty: it is finished."""
+    """URL of the gserver that generates it; empty if it is finished."""
     requests: int = 0
     """As in `GroupInFlight`."""
     tokens: int = 0
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """The groups in hand with tokens of policies in the history of the present weights alone."""
+    """Groups in hand whose tokens all come from policies in the history of the current weights."""
 
     worker: int
     groups: list[GroupInHand]
 
 
 class KeepReply(msgspec.Struct, frozen=True):
-    """The groups that are leased to the worker; it drops all others."""
+    """The groups that stay leased to the worker; it drops all others."""
 
     kept: list[int]
     policy_version: int
-    """The version at which the present lineage is."""
+    """Current policy version of the current lineage."""
 
 
 class Admit(msgspec.Struct, frozen=True):
@@ -323,9 +323,9 @@ class Admit(msgspec.Struct, frozen=True):
     data: DataFacts = DataFacts(rows=0)
     """The worker's training data, or its held-out data."""
     held_out: bool = False
-    """Whether it asks for a held-out prompt, and not for groups to train on."""
+    """Whether the worker requests a held-out prompt instead of groups to train on."""
     ticket: str = ""
-    """Names the call, so that asking again after a lost answer gives the same groups; set by the client."""
+    """Id of the call, so that a retry after a lost reply returns the same groups; set by the client."""
 
 
 class Admission(msgspec.Struct, frozen=True):
@@ -335,11 +335,11 @@ class Admission(msgspec.Struct, frozen=True):
     gserver: str
     """URL of the gserver for all requests of this group."""
     permit: str = ""
-    """Shown with the group: `seq` was leased to this worker."""
+    """Sent with the group: proves that `seq` was leased to this worker."""
     name: str = ""
-    """The gserver's, for people."""
+    """The gserver's name, for display."""
     evaluation: str = ""
-    """`id` of the `EvaluationTask` whose held-out prompt `seq` is; empty: the group is trained on."""
+    """`id` of the `EvaluationTask` that the held-out prompt `seq` belongs to; empty: the group is trained on."""
 
 
 class AdmitReply(msgspec.Struct, frozen=True):
@@ -353,7 +353,7 @@ class AdmitReply(msgspec.Struct, frozen=True):
 
 
 class AskRoute(msgspec.Struct, frozen=True):
-    """The gserver of a group failed: the worker asks for another one."""
+    """The gserver of a group failed: the worker requests another one."""
 
     worker: int
     seq: int
@@ -367,7 +367,7 @@ class RouteReply(msgspec.Struct, frozen=True):
     """The gserver for all further requests of the group."""
 
     gserver: str
-    """Empty: none is live now; ask again."""
+    """Empty if none is live now; request again."""
 
 
 class GroupInFlight(msgspec.Struct, frozen=True, array_like=True):
@@ -381,27 +381,27 @@ class GroupInFlight(msgspec.Struct, frozen=True, array_like=True):
 
 
 class InFlight(msgspec.Struct, frozen=True):
-    """What of a worker's groups is in flight now, of those for which it has changed."""
+    """The groups of a worker whose number of requests or tokens in flight has changed."""
 
     worker: int
     groups: list[GroupInFlight]
 
 
 class InFlightReply(msgspec.Struct, frozen=True):
-    """How soon the worker may report again: with more workers each does so less often."""
+    """How soon the worker may report again: the more workers, the less often each reports."""
 
     pause_seconds: float
 
 
 class Reject(msgspec.Struct, frozen=True):
-    """A worker gives a group up."""
+    """A worker gives up a group."""
 
     worker: int
     seq: int
     reason: str
 
 
-# --- evaluations: held-out prompts, made by rollout workers ---
+# --- evaluations: held-out prompts, sampled by rollout workers ---
 
 
 class HeldOutResult(msgspec.Struct, frozen=True):
@@ -414,16 +414,16 @@ class HeldOutResult(msgspec.Struct, frozen=True):
     rewards: list[float] = []
     """`[samples]` reward of each response."""
     lengths: list[int] = []
-    """Sampled tokens of each trajectory: of an agent's response there may be several."""
+    """Sampled tokens of each trajectory; an agent's response may have several trajectories."""
     cut: int = 0
-    """How many trajectories reached the limit of tokens."""
+    """Number of trajectories that reached the token limit."""
     oldest_version: int = 0
     """Oldest and newest policy version among those that sampled a token."""
     newest_version: int = 0
     error: str = ""
-    """Why the prompt failed; empty: it did not. A failed prompt has no figures."""
+    """Error of the prompt; empty on success. A failed prompt has no figures."""
     row: str = ""
-    """The row of a prompt that failed, shortened."""
+    """The row of a failed prompt, shortened."""
 
 
 class EvaluationTask(msgspec.Struct, frozen=True):
@@ -432,23 +432,23 @@ class EvaluationTask(msgspec.Struct, frozen=True):
     policy_version: int
     step: int
     id: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
-    """Unique: a result that was meant for another evaluation does not count in this one."""
+    """Unique: a result for another evaluation does not count in this one."""
 
 
 class EvaluationStatus(msgspec.Struct, frozen=True):
-    """Where the run's evaluations are."""
+    """Progress of the run's evaluations."""
 
     running: EvaluationTask | None
     waiting: EvaluationTask | None
     done: int
     """Evaluations that were reported."""
     left_out: int
-    """Evaluations that were not made because a later one was due."""
+    """Evaluations that were skipped because a later one was due."""
     last: EvaluationReport | None
     prompts: int = 0
     """Held-out prompts of an evaluation; 0: not known yet."""
     prompts_done: int = 0
-    """Those of the running evaluation that are done, or failed."""
+    """Prompts of the running evaluation that are done, or failed."""
 
 
 # --- publication: the two ends of a weight update ---
@@ -470,31 +470,31 @@ class Broadcast(msgspec.Struct, frozen=True, tag="broadcast"):
     buckets: list[list[TensorSpec]]
     """The weights in the order in which they are sent; each tensor is one broadcast."""
     address: str
-    """Host of the publisher's store, at which a new group meets."""
+    """Host of the publisher's store, where a new group meets."""
     port: int
     backend: Literal["gloo", "nccl"]
     group_name: str
-    """The weight group that the publisher has now; empty if it has none."""
+    """The publisher's current weight group; empty if it has none."""
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag="snapshot"):
-    """Weights that lie in a folder, as safetensors."""
+    """Weights in a folder, as safetensors."""
 
     folder: str
     machine: str = ""
-    """The only one that can read it, as in `Register`; empty: every host has the folder."""
+    """The only machine that can read the folder, as in `Register`; empty: every host can."""
     gpu: str = ""
-    """As in `Register`: the weights lie in its memory, and those who serve from it can read them; empty: in files."""
+    """As in `Register`: the weights are in this GPU's memory, and gservers on it can read them; empty: in files."""
     adapter: bool = False
     """Whether they are an adapter's, in peft's format."""
 
     def readable_by(self, machine: str, gpu: str) -> bool:
-        """Return whether a gserver there can read it."""
+        """Whether a gserver on this machine and GPU can read the weights."""
         return self.machine in ("", machine) and self.gpu in ("", gpu)
 
 
 class GserverPlaces(msgspec.Struct, frozen=True):
-    """Where the gservers are that are not silent."""
+    """Machines and GPUs of the gservers that are not silent."""
 
     machines: list[str]
     """As in `Register`, each once."""
@@ -515,10 +515,10 @@ class PublishBeginReply(msgspec.Struct, frozen=True):
     """How the publisher is to send the weights of an update."""
 
     group_name: str
-    """Names the update for the commit, and the group to broadcast in. A publisher without this group forms it now, as
-    rank 0 of `world_size`, at the address that it announced."""
+    """Identifies the update in the commit, and is the group to broadcast in. A publisher that is not in this group
+    forms it now, as rank 0 of `world_size`, at the address that it announced."""
     world_size: int
-    """The publisher and the ranks of all gservers; 1: no gserver lacks this version, there is nothing to commit."""
+    """The publisher and the ranks of all gservers; 1: no gserver lacks this version, so there is nothing to commit."""
 
 
 class PublishCommit(msgspec.Struct, frozen=True):
@@ -528,7 +528,7 @@ class PublishCommit(msgspec.Struct, frozen=True):
     group_name: str
     error: str = ""
     checksums: dict[str, str] = {}
-    """Name → `checksum.tensor_sums` of each weight as it was trained; empty: nothing is compared."""
+    """Name → `checksum.tensor_sums` of each trained weight; empty: no comparison."""
 
 
 class PublishReply(msgspec.Struct, frozen=True):
@@ -537,14 +537,14 @@ class PublishReply(msgspec.Struct, frozen=True):
     done: bool
     """False: the update was rolled back; begin again (the group may have changed)."""
     error: str
-    """Why not."""
+    """Reason if `done` is false."""
     pause_seconds: float
     """Longest pause of generation on any gserver."""
     evicted: list[int]
     """gservers that were lost in this update."""
 
 
-# --- comparison: what gservers say of a response under the weights that they serve ---
+# --- comparison: log-probabilities of a response by gservers, under the weights that they serve ---
 
 
 class Compare(msgspec.Struct, frozen=True):
@@ -554,24 +554,24 @@ class Compare(msgspec.Struct, frozen=True):
     tokens: list[int]
     """Prompt and response."""
     start: int
-    """The first token, above 0, whose log-probability is wanted; those of all after it are, too."""
+    """Index of the first token, above 0, to score; all tokens after it are scored, too."""
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """One gserver's answer, or why there is none."""
+    """One gserver's scores, or the reason why they are missing."""
 
     gserver: str
     """Its name, for example `gserver/0`."""
     logprobs: list[float] = []
     """Log-probabilities of the tokens from `start` on, at temperature 1, in nats."""
     seconds: float = 0.0
-    """From the question to the answer, the wait for a place included."""
+    """From the request to the reply, queueing included."""
     computed: int = 0
-    """Tokens that were computed for it, which others may use: those that it had in its cache are not counted."""
+    """Tokens that the gserver computed, without those found in its cache; later requests may reuse them."""
     problem: str = ""
 
 
-# --- status: the run as people are told of it ---
+# --- status: the state of the run, for display ---
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -583,7 +583,7 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     pid: int
     host: str
     silent_seconds: float
-    """Since its last word."""
+    """Since its last heartbeat."""
     stats: dict[str, float]
     waiting_for: str
     state: Literal["live", "silent", "evicted", "draining"]
@@ -625,6 +625,6 @@ class Status(msgspec.Struct, frozen=True):
     data_rows: int = 0
     """Rows of the training data; 0: not known yet."""
     evaluation: EvaluationStatus | None = None
-    """None: the configuration asks for none."""
+    """None: the configuration has no evaluation."""
     model: Architecture | None = None
     """The policy's transformer; None: the model workers have not loaded it yet."""

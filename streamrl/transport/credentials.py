@@ -1,13 +1,13 @@
-"""Who is who on the sockets of the run: what a member shows there, and how a receiver knows it.
+"""Authentication on the sockets of the run: the credentials of members, and their verification by receivers.
 
-The manager gives each process that joins a *credential* for each kind of receiver that its role may speak to. It names
-the process, counts the joins of the run, and carries the process's CURVE key and a keyed BLAKE2b (RFC 7693) over all of
-that, with a key which only the manager and those receivers have. It is the beginning of the routing ids of the
-process's sockets, so every message comes with it, and nobody can take over a connection without knowing its
-credential. With a group's lease the worker is given a *permit* for its sequence number in the same way.
+The manager gives each joining process a *credential* for each kind of receiver that its role may send to. The
+credential contains the process's name, the number of its join, its CURVE key, and a keyed BLAKE2b (RFC 7693) over all
+of these. Only the manager and those receivers have the key of the hash. The credential is the prefix of the routing ids
+of the process's sockets, so every message carries it, and no process can take over a connection without knowing its
+credential. With a group's lease the worker receives a *permit* for the sequence number, made in the same way.
 
-Invariant: of all processes that ever had one name, only the one that joined last is heard by a receiver which has heard
-it once. A name is never believed by itself.
+Invariant: of all processes that ever had one name, a receiver accepts only the one that joined last, once it has
+received a message from it. A name alone proves nothing.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ HEARS: Mapping[Role, frozenset[Role]] = {
     "model_worker": frozenset({"rollout"}),
     "controller": frozenset({"model_worker", "rollout"}),
 }
-"""Receiver → who may speak to it over ZMQ: groups to the model workers, replies and notices to the controller."""
+"""Receiver → roles that may send to it over ZMQ: groups to the model workers, replies and notices to the controller."""
 MAC_BYTES = 16
 ZAP_DOMAIN = b"streamrl"
 ASK_SECONDS = 5.0
-"""How long the manager may take to say whose a key is."""
+"""Timeout for the manager's reply to whether a key belongs to a member."""
 LONGEST_INDEX = 9
 """Digits of the number of a process within its role."""
 REMEMBERED = 65536
@@ -53,7 +53,7 @@ def credential(key: bytes, *, role: Role, index: int, number: int, curve_key: st
 
 
 def permit(key: bytes, *, seq: int, name: str) -> str:
-    """Return what `name` shows with the group `seq`, which was leased to it."""
+    """Return the permit that `name` sends with the group `seq`, which was leased to it."""
     return _mac(key, b"permit %d %s" % (seq, name.encode())).hex()
 
 
@@ -67,11 +67,11 @@ def _mac(key: bytes, content: bytes) -> bytes:
 
 
 class CurveKeys(NamedTuple):
-    """A process's own key pair for encrypted sockets (CurveZMQ, https://rfc.zeromq.org/spec/26): made in memory, and
-    gone with the process."""
+    """A process's own key pair for encrypted sockets (CurveZMQ, https://rfc.zeromq.org/spec/26). It exists only in the
+    memory of the process."""
 
     public: str
-    """In Z85, as others are told it."""
+    """In Z85, as other processes receive it."""
     secret: bytes
 
     @classmethod
@@ -81,25 +81,25 @@ class CurveKeys(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What the sockets of a process show to receivers of one role."""
+    """Credential and keys that the sockets of a process present to receivers of one role."""
 
     credential: str
     keys: CurveKeys | None = None
-    """Needed where a receiver's socket is encrypted."""
+    """Required if a receiver's socket is encrypted."""
 
 
 def encrypt_server(endpoint: zmq.Socket[Any], keys: CurveKeys) -> None:
-    """Have `endpoint`, which is to be bound, take encrypted connections alone: of keys that a `Doorkeeper` knows."""
+    """Have `endpoint`, before it is bound, accept only encrypted connections with keys that a `Doorkeeper` accepts."""
     endpoint.set(zmq.CURVE_SERVER, 1)
     endpoint.set(zmq.CURVE_SECRETKEY, keys.secret)
     endpoint.set(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
 
 
 def bind(endpoint: zmq.Socket[Any], host: str, port: int = 0) -> int:
-    """Have `endpoint` listen at `port` of `host`, 0: any free one; return the port.
+    """Have `endpoint` listen at `port` of `host` (0: any free port); return the port.
 
-    Of a name the address counts that `address_of` returns, as for those who connect to it. Raises `ConfigError` where
-    it has none.
+    A name is resolved by `address_of`, as by the processes that connect to it. Raises `ConfigError` if it has no
+    address.
     """
     try:
         address = host if ":" in host else address_of(host)
@@ -115,7 +115,8 @@ def bind(endpoint: zmq.Socket[Any], host: str, port: int = 0) -> int:
 def connect(endpoint: zmq.Socket[Any], address: str, *, curve_key: str, shown: Shown, link: str) -> None:
     """Connect `endpoint` to the receiver at `address`, with the CURVE key `curve_key` if its socket is encrypted.
 
-    `link` tells the sockets of the process apart. Raises `WireError` if the receiver cannot be spoken to.
+    `link` distinguishes the sockets of the process. Raises `WireError` if the receiver is encrypted and `shown` has no
+    keys.
     """
     endpoint.set(zmq.ROUTING_ID, f"{shown.credential} {link}".encode())
     if curve_key:
@@ -124,13 +125,13 @@ def connect(endpoint: zmq.Socket[Any], address: str, *, curve_key: str, shown: S
         endpoint.set(zmq.CURVE_SERVERKEY, curve_key.encode())
         endpoint.set(zmq.CURVE_PUBLICKEY, shown.keys.public.encode())
         endpoint.set(zmq.CURVE_SECRETKEY, shown.keys.secret)
-    with suppress(OSError):  # ZMQ tries again to find an address
+    with suppress(OSError):  # ZMQ resolves the address again itself
         endpoint.set(zmq.IPV6, ":" in address_of(host_of(address)))
     endpoint.connect(address)
 
 
 def user_of(frame: zmq.Frame) -> str:
-    """Return the CURVE key (Z85) of the encrypted connection that `frame` came by."""
+    """Return the CURVE key (Z85) of the encrypted connection on which `frame` arrived; empty if it has none."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
@@ -139,7 +140,7 @@ def user_of(frame: zmq.Frame) -> str:
 
 class _Zap(AsyncioAuthenticator):
     tries_again = False
-    """Whether whoever is refused now is to come back (300), and not to be turned away for good (400)."""
+    """Whether a connection that is rejected now may try again (300), instead of being rejected for good (400)."""
 
     def _send_zap_reply(self, request_id: bytes, status_code: bytes, *rest: Any) -> None:
         code = b"300" if self.tries_again and status_code == b"400" else status_code
@@ -148,8 +149,8 @@ class _Zap(AsyncioAuthenticator):
 
 
 class Doorkeeper:
-    """Lets nobody into the encrypted sockets of a context but those whose keys `is_member` knows (libzmq's ZAP,
-    https://rfc.zeromq.org/spec/27): others are cut off before they have said anything."""
+    """Lets only clients whose keys `is_member` accepts into the encrypted sockets of a context (libzmq's ZAP,
+    https://rfc.zeromq.org/spec/27). Other clients are disconnected before they can send anything."""
 
     def __init__(self, context: zmq.Context[Any], is_member: Callable[[str], Awaitable[bool]]) -> None:
         self._is_member = is_member
@@ -190,19 +191,19 @@ class Identity:
         self.number = number
         self.curve_key = curve_key
         self.superseded = False
-        """Whether a process that joined later under the same name was heard."""
+        """Whether a message came from a process that joined later under the same name."""
 
 
 class Stranger(Exception):
-    """A message came from somebody who may not send it; the text says why, and who the sender claimed to be."""
+    """A message came from a sender that may not send it; the text has the reason and the claimed name."""
 
 
 class Verifier:
-    """Tells a receiver who sends. It knows nobody until it was given its `key`."""
+    """Identifies the senders of messages for a receiver. It accepts no sender until its `key` is set."""
 
     def __init__(self, receiver: Role, *, key: bytes = b"", encrypted: bool = False) -> None:
-        """`receiver`: the role of the process that receives; `encrypted`: whether its socket is one of CURVE, so that
-        each message tells the key of the connection that it came by."""
+        """`receiver`: the role of the receiving process; `encrypted`: whether its socket uses CURVE, so that each
+        message comes with the key of its connection."""
         self.key = key
         self._heard_roles = HEARS[receiver]
         self._encrypted = encrypted
@@ -210,7 +211,9 @@ class Verifier:
         self._latest: dict[str, Identity] = {}
 
     def sender(self, routing_id: bytes, *, user: str = "") -> Identity:
-        """Return who sends by `routing_id`, over a connection whose CURVE key is `user`; raises `Stranger`."""
+        """Return the sender with `routing_id` on a connection with the CURVE key `user`.
+
+        Raises `Stranger` if the credential is missing, invalid, superseded, or not valid for this key or receiver."""
         found = self._known.get(routing_id)
         if found is None:
             found = self._read(routing_id)
@@ -233,11 +236,11 @@ class Verifier:
         return found
 
     def permits(self, sender: Identity, seq: int, shown: str) -> bool:
-        """Whether `seq` was leased to `sender`, as `shown` is to prove."""
+        """Whether `shown` proves that `seq` was leased to `sender`."""
         return permits(self.key, shown, seq=seq, name=sender.name)
 
     def _read(self, routing_id: bytes) -> Identity:
-        claim, _, rest = routing_id.rpartition(b" ")  # the rest tells one socket of a process from another
+        claim, _, rest = routing_id.rpartition(b" ")  # the rest distinguishes the sockets of a process
         claim, _, mac = claim.rpartition(b" ")
         who = printable(routing_id)
         if not rest or not mac or not self.key:
@@ -253,8 +256,8 @@ class Verifier:
 
 
 def printable(routing_id: bytes) -> str:
-    """Return, for a log, whom the owner of `routing_id` claims to be: without the rest, which is a secret."""
-    if routing_id[:1] == b"\0":  # ZMQ's own, of one that gave none
+    """Return, for a log, the name that `routing_id` claims, without its secret part."""
+    if routing_id[:1] == b"\0":  # generated by ZMQ for a client that set none
         return "somebody without a name"
     claimed = routing_id.split(b" ", 1)[0][:40].decode("ascii", "backslashreplace")
     return f"somebody who says that he is {claimed!r}"

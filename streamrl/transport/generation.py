@@ -1,7 +1,7 @@
-"""SGLang's native HTTP API as far as streamrl speaks it: its message types, and a client.
+"""The part of SGLang's native HTTP API that streamrl uses: its message types, and a client.
 
-The embedded gserver replies with the same types, so nothing else in streamrl can tell the two apart. Field names are
-SGLang's (https://docs.sglang.ai, native API).
+The embedded gserver replies with the same types, so the rest of streamrl treats both alike. Field names are SGLang's
+(https://docs.sglang.ai, native API).
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from streamrl.types import NO_EXPERT
 PauseMode = Literal["in_place", "retract", "abort"]
 
 INITIAL_WEIGHT_VERSION = "default"
-"""What a server calls the weights that it was started with, unless told otherwise."""
+"""A server's name for the weights that it was started with, unless it was started with another name."""
 MIXED_WEIGHTS = "mixed"
-"""What a server calls its weights while others are written over them: nothing sampled from them may be used."""
+"""A server's name for its weights while new ones are written over them: samples from them must not be used."""
 
 ADAPTER_PREFIX = "streamrl-v"
-"""Begins the names of adapters that were published to SGLang servers; the policy version follows."""
+"""Prefix of the names of adapters that were published to SGLang servers; the policy version follows."""
 NO_ADAPTER = "LoRA adapter"
-"""Part of what SGLang says to a request whose adapter it has not."""
+"""Part of SGLang's error message for a request whose adapter is not loaded."""
 
 Reply = TypeVar("Reply")
 
 
 def adapter_name(version: int) -> str | None:
-    """Return what SGLang servers call the adapter of a policy version; None: version 0 is the model without one."""
+    """Return the name of a policy version's adapter on SGLang servers; None for version 0, which has no adapter."""
     return f"{ADAPTER_PREFIX}{version}" if version else None
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How tokens are drawn and what ends a response."""
+    """How tokens are sampled and when a response ends."""
 
     temperature: float = 1.0
-    """0: the likeliest token."""
+    """0: greedy (the most likely token)."""
     top_p: float = 1.0
     top_k: int = -1
     """-1: no limit."""
@@ -63,7 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     sampling_seed: int | None = None
     skip_special_tokens: bool = True
     stream_interval: Annotated[int, msgspec.Meta(ge=1)] | None = None
-    """In a streamed reply: tokens from one event to the next."""
+    """In a streamed reply: number of tokens per event."""
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -71,17 +71,17 @@ class GenerateRequest(msgspec.Struct, frozen=True):
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    """Token ids of one prompt, or a list of them for each of several."""
+    """Token ids of one prompt, or a list of token ids per prompt."""
     sampling_params: SamplingParams | list[SamplingParams] = SamplingParams()
     rid: str | list[str] | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
-    """From which prompt token on `input_token_logprobs` are wanted; -1: none."""
+    """Index of the first prompt token that `input_token_logprobs` covers; with -1 it covers no prompt token."""
     top_logprobs_num: int = 0
     return_routed_experts: bool = False
-    """Whether the reply says which experts computed which tokens."""
+    """Whether the reply contains the experts that computed each token."""
     lora_path: str | list[str | None] | None = None
-    """Name of the adapter (SGLang only), for each of several prompts one; None: none is added to the model."""
+    """Name of the adapter (SGLang only), or a name for each prompt; None selects the base model."""
     stream: bool = False
 
 
@@ -102,7 +102,7 @@ class FinishReason(msgspec.Struct, frozen=True, omit_defaults=True):
     matched: int | str | None = None
     """With `stop`: the token id or the string."""
     message: str | None = None
-    """With `abort`: why."""
+    """With `abort`: the reason."""
     status_code: int | None = None
     err_type: str | None = None
 
@@ -112,44 +112,45 @@ TokenLogprob = tuple[float | None, int, str | None]
 
 
 class MetaInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a reply says of a response besides its tokens."""
+    """Data about a response in addition to its tokens."""
 
     id: str
     """The request's `rid`."""
     finish_reason: FinishReason | None
-    """None: it goes on."""
+    """None while the response is not finished."""
     prompt_tokens: int = 0
-    """SGLang leaves it and the next one out when it aborts a request that has not run yet."""
+    """SGLang omits this and the next field when it aborts a request that has not run yet."""
     completion_tokens: int = 0
     cached_tokens: int = 0
-    """Prompt tokens that the cache had."""
+    """Prompt tokens that were found in the cache."""
     weight_version: str = INITIAL_WEIGHT_VERSION
-    """Version of the weights that are served when the reply is sent."""
+    """Version of the weights that the server holds when it sends the reply."""
     weight_versions: list[VersionSpan] | None = None
     """In the final reply only."""
     num_retractions: int = 0
-    """How often it was stopped and queued again: for an update, or (SGLang) for want of cache."""
+    """How often the request was stopped and queued again: for an update, or (SGLang) because the cache was full."""
     e2e_latency: float = 0.0
-    """From the request to the reply, in seconds."""
+    """Time from the request to the reply, in seconds."""
     input_token_logprobs: list[TokenLogprob] | None = None
     output_token_logprobs: list[TokenLogprob] | None = None
     input_top_logprobs: list[list[TokenLogprob] | None] | None = None
     output_top_logprobs: list[list[TokenLogprob] | None] | None = None
     routed_experts: str | None = None
-    """In the final reply, if it was asked for and the model has experts: base64 of little-endian int32, `[tokens - 1,
-    layers, top_k]`, of prompt and response without the last token; -1, or anything in layers without experts: none."""
+    """In the final reply, if it was requested and the model has experts: base64 of little-endian int32, `[tokens - 1,
+    layers, top_k]`, of prompt and response without the last token. -1 means no expert; in layers without experts any
+    value does."""
 
 
 def encoded_routes(experts: NDArray[np.uint8]) -> str:
-    """Return `MetaInfo.routed_experts` of what `types.Trajectory` calls so."""
+    """Return `MetaInfo.routed_experts` for the experts of a `types.Trajectory`."""
     known = experts.astype("<i4")
     return base64.b64encode(np.where(experts == NO_EXPERT, np.int32(-1), known).astype("<i4").tobytes()).decode()
 
 
 def decoded_routes(meta: MetaInfo, *, tokens: int) -> NDArray[np.uint8] | None:
-    """Return the experts of the first `tokens` tokens as `[tokens, layers · top_k]`; None where the reply says nothing.
+    """Return the experts of the first `tokens` tokens as `[tokens, layers · top_k]`; None if the reply has none.
 
-    Raises `WireError` when they are not of so many tokens, or cannot be experts.
+    Raises `WireError` if they belong to another number of tokens, or are out of range.
     """
     if meta.routed_experts is None or tokens < 1:
         return None
@@ -182,13 +183,13 @@ class StreamError(msgspec.Struct, frozen=True):
 
 
 class StreamPart(msgspec.Struct, frozen=True):
-    """One event of a streamed reply: a response so far, or why there will be no more."""
+    """One event of a streamed reply: a response so far, or the error that ends the stream."""
 
     text: str = ""
     output_ids: list[int] = []
     meta_info: MetaInfo | msgspec.UnsetType = msgspec.UNSET
     index: int | msgspec.UnsetType = msgspec.UNSET
-    """Tells the responses of a batch apart."""
+    """Which response of a batch this event belongs to."""
     error: StreamError | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -196,7 +197,7 @@ _part_decoder = msgspec.json.Decoder(StreamPart)
 
 
 class PauseGeneration(msgspec.Struct, frozen=True):
-    """Stop sampling until told to go on; `mode` says what becomes of the requests that run."""
+    """Pause sampling until `/continue_generation`; `mode` decides what happens to running requests."""
 
     mode: PauseMode = "abort"
 
@@ -214,7 +215,7 @@ class InitWeightsUpdateGroup(msgspec.Struct, frozen=True):
     master_address: str
     master_port: int
     rank_offset: int
-    """The gserver's rank in the group, or the first of its ranks; the publisher is rank 0."""
+    """Rank of the gserver in the group, or the first of its ranks; the publisher is rank 0."""
     world_size: int
     group_name: str
     backend: str = "nccl"
@@ -237,7 +238,7 @@ class UpdateWeightsFromDistributed(msgspec.Struct, frozen=True):
     abort_all_requests: bool = False
     weight_version: str | None = None
     load_format: str | None = None
-    """None: one broadcast for each tensor. The embedded engine refuses all others."""
+    """None means one broadcast per tensor, the only format of the embedded engine."""
 
 
 class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
@@ -250,32 +251,32 @@ class UpdateWeightsFromDisk(msgspec.Struct, frozen=True):
 
 
 class LoadLoraAdapter(msgspec.Struct, frozen=True):
-    """Load the adapter in a folder, in peft's format, beside those that are loaded. SGLang only."""
+    """Load the adapter in a folder, in peft's format, in addition to the loaded ones. SGLang only."""
 
     lora_name: str
-    """As requests will name it; must not be loaded."""
+    """Name that requests use; must not be loaded."""
     lora_path: str
 
 
 class UnloadLoraAdapter(msgspec.Struct, frozen=True):
-    """Unload an adapter, once the requests that use it have ended: nothing can be loaded until then. SGLang only."""
+    """Unload an adapter after the requests that use it have ended; nothing can be loaded until then. SGLang only."""
 
     lora_name: str
 
 
 class LoadedAdapters(msgspec.Struct, frozen=True):
-    """Reply to both; a refusal has the HTTP status 400."""
+    """Reply to `LoadLoraAdapter` and `UnloadLoraAdapter`; a rejection has the HTTP status 400."""
 
     loaded_adapters: dict[str, str] | None = None
-    """Name → folder of all that are loaded."""
+    """Name → folder of every loaded adapter."""
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """A model that can be named, or an adapter."""
+    """A model that a request can name, or an adapter."""
 
     id: str
     parent: str | None = None
-    """The model that it adapts, if it is an adapter."""
+    """Name of the base model, if this is an adapter."""
 
 
 class ModelCards(msgspec.Struct, frozen=True):
@@ -285,24 +286,24 @@ class ModelCards(msgspec.Struct, frozen=True):
 
 
 class UpdateWeightVersion(msgspec.Struct, frozen=True):
-    """Give the weights that are served another name."""
+    """Give the served weights another version name."""
 
     new_version: str
     abort_all_requests: bool = False
-    """SGLang takes it for true where it is missing."""
+    """SGLang's default is true."""
 
 
 class WeightsChecker(msgspec.Struct, frozen=True):
-    """Ask for checksums of weights."""
+    """Request checksums of weights."""
 
     action: Literal["checksum", "staged", "received"] = "checksum"
-    """`checksum`: of the weights that are served; `staged`: of those that wait aside (reply: `StagedSums`; not SGLang);
-    `received`: of those that were loaded last, as they came (reply: `ReceivedSums`; SGLang servers that streamrl has
-    started)."""
+    """`checksum`: of the weights that are served; `staged`: of the staged weights of an update (reply: `StagedSums`;
+    not SGLang); `received`: of the weights that were loaded last, as they arrived (reply: `ReceivedSums`; only SGLang
+    servers that streamrl has started)."""
 
 
 class StagedSums(msgspec.Struct, frozen=True):
-    """Checksums of the weights that wait aside in an update; empty tensors: the gserver keeps none."""
+    """Checksums of the staged weights of an update; `tensors` is empty if the gserver has none."""
 
     tensors: dict[str, str]
     """Hugging Face name → `checksum.tensor_sums`."""
@@ -316,13 +317,13 @@ class RankSums(msgspec.Struct, frozen=True):
 
 
 class ReceivedSums(msgspec.Struct, frozen=True):
-    """Checksums of the weights that a server has loaded, each taken before it was."""
+    """Checksums of the weights that a server has loaded, each computed before its weight was loaded."""
 
     ranks: list[RankSums]
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """Reply to every call that changes something; SGLang's replies to some lack `success`, or are empty."""
+    """Reply to every call that changes something; some of SGLang's replies lack `success`, or are empty."""
 
     success: bool = True
     message: str = ""
@@ -341,13 +342,13 @@ class ServerInfo(msgspec.Struct, frozen=True):
     engine: str = "sglang"
     """`embedded` and `simulated` are streamrl's own."""
     staged_weight_update: bool = False
-    """Whether tensors received between begin and end wait aside until /end_weight_update."""
+    """Whether tensors received between begin and end are staged until /end_weight_update."""
     max_running_requests: int | None = None
-    """Requests that it runs together; None: it does not say."""
+    """Maximum number of concurrent requests; None if the server does not report it."""
     max_total_num_tokens: int | None = None
-    """Tokens that its cache holds; None: it does not say."""
+    """Capacity of the cache in tokens; None if the server does not report it."""
     tp_size: Annotated[int, msgspec.Meta(ge=1)] = 1
-    """Its ranks, each of which takes a place of its own in a weight group."""
+    """Number of its ranks; each is a rank of the weight group."""
     stats: dict[str, float] = {}
 
 
@@ -359,18 +360,18 @@ class GenerationClient:
     """Calls gservers over SGLang's API; a process has one client for any number of gservers."""
 
     def __init__(self, *, timeout: float, key: str = "", tls: ssl.SSLContext | None = None) -> None:
-        """`timeout` limits one call, in seconds. `key`: what gservers ask for before they generate; empty: nothing.
-        `tls`: what it knows them by where they are encrypted."""
+        """`timeout` limits one call, in seconds. `key`: the key that gservers require for generation; empty if they
+        require none. `tls`: the TLS context that verifies encrypted gservers."""
         self.control_keys: dict[str, str] = {}
-        """URL of a gserver → what it asks for before it lets itself be changed;
-        of those that are this process's to change."""
+        """URL of a gserver → the key that it requires for calls that change it; only for gservers that this process may
+        change."""
         self._timeout = timeout
         self._headers = bearer(key)
         self._tls = tls
         self._session: aiohttp.ClientSession | None = None
         self._given_up: Collection[str] = ()
         self._calls: dict[str, set[asyncio.Timeout]] = {}
-        """URL → the time limits of the calls that are under way there."""
+        """URL → the time limits of the calls that are in flight there."""
 
     async def close(self) -> None:
         """Close all connections."""
@@ -380,7 +381,7 @@ class GenerationClient:
     def give_up(self, urls: Collection[str]) -> None:
         """Expect no reply from `urls` until this is called without them.
 
-        Calls that are under way there raise `PeerLost` now, and new ones at once.
+        Calls in flight there raise `PeerLost` now, and new calls raise it at once.
         """
         self._given_up = urls
         now = asyncio.get_running_loop().time()
@@ -396,9 +397,9 @@ class GenerationClient:
     async def generate_streamed(
         self, url: str, request: GenerateRequest, on_part: Callable[[GenerateReply], None]
     ) -> GenerateReply:
-        """Return the response to one prompt; `on_part` is given what there is of it, from its beginning, as it grows.
+        """Return the response to one prompt; call `on_part` with the whole response so far each time it grows.
 
-        Raises as `generate_batch` does, and what `on_part` raises.
+        Raises as `generate_batch` does; errors of `on_part` pass through.
         """
         whole: GenerateReply | None = None
 
@@ -429,11 +430,11 @@ class GenerationClient:
     async def generate_batch(
         self, url: str, requests: Sequence[GenerateRequest], on_reply: Callable[[int, GenerateReply], None]
     ) -> None:
-        """Have one response made to each of `requests`, which ask for log-probabilities and experts alike, and may
-        differ otherwise.
+        """Generate one response to each of `requests`, which must agree on log-probabilities and experts and may differ
+        otherwise.
 
-        They travel as one HTTP request. `on_reply` is given the index of a request and its response as soon as that is
-        finished. Raises `WireError` for a reply that makes no sense, `PeerError` when the gserver fails, and `PeerLost`
+        They travel as one HTTP request. `on_reply` is called with the index of a request and its response as soon as
+        that is finished. Raises `WireError` for an invalid reply, `PeerError` when the gserver fails, and `PeerLost`
         when the connection does.
         """
         if len(requests) == 1:
@@ -444,7 +445,7 @@ class GenerationClient:
         def take(data: bytes) -> None:
             part = _decoded_part(url, data)
             if not part.meta_info or part.meta_info.finish_reason is None:
-                return  # SGLang tells of the first token, too
+                return  # SGLang also sends an event for the first token
             if part.index not in unanswered:
                 raise WireError(
                     f"gserver {url} answered prompt {part.index} of {len(requests)} twice, or there is none"
@@ -467,11 +468,11 @@ class GenerationClient:
         return await self._call("POST", url, path, body or Empty(), Outcome, timeout, if_empty=Outcome())
 
     async def model_info(self, url: str) -> ModelInfo:
-        """Return which model `url` serves, at which version."""
+        """Return the model that `url` serves, and its version."""
         return await self.get(url, "/model_info", ModelInfo)
 
     async def server_info(self, url: str) -> ServerInfo:
-        """Return what the gserver at `url` can do, and how much at once."""
+        """Return the capabilities and the capacity of the gserver at `url`."""
         return await self.get(url, "/server_info", ServerInfo)
 
     async def checksum(self, url: str) -> Any:
@@ -519,7 +520,7 @@ class GenerationClient:
 
     @asynccontextmanager
     async def _unless_given_up(self, url: str) -> AsyncIterator[None]:
-        """Around a call of `url`: raise `PeerLost` if `url` has been given up, or is while the call is under way."""
+        """Around a call of `url`: raise `PeerLost` if `url` is given up before or during the call."""
         if url in self._given_up:
             raise PeerLost(f"gserver {url} is silent: it is not asked")
         calls = self._calls.setdefault(url, set())
@@ -542,7 +543,7 @@ class GenerationClient:
 
 
 def _decoded_part(url: str, data: bytes) -> StreamPart:
-    """Return an event of a stream; raises `WireError` for what is none, and `PeerError` for what tells of an error."""
+    """Return an event of a stream; raises `WireError` if it is invalid, and `PeerError` if it reports an error."""
     try:
         part = _part_decoder.decode(data)
     except UNDECODABLE as error:
@@ -553,7 +554,7 @@ def _decoded_part(url: str, data: bytes) -> StreamPart:
 
 
 def _batch(requests: Sequence[GenerateRequest]) -> GenerateRequest:
-    """Return one request for a response to each of `requests`, told when it is finished."""
+    """Return one request for a response to each of `requests`, with one event when each is finished."""
     return GenerateRequest(
         input_ids=[request.input_ids for request in requests],  # type: ignore[misc]
         sampling_params=[_told_at_its_end(request.sampling_params) for request in requests],  # type: ignore[arg-type]

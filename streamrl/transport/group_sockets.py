@@ -1,19 +1,20 @@
-"""The sockets at which the ranks of a gloo group find each other: closed to everybody once the group has formed.
+"""The listening sockets at which the ranks of a gloo group meet: closed to new connections once the group has formed.
 
-Neither gloo nor the store at which the ranks meet (`TCPStore`) asks anybody who they are.
+Neither gloo nor the store at which the ranks meet (`TCPStore`) authenticates connections.
 
-gloo takes whoever names the right number for another rank, and those numbers count up from 0; whoever names another
-number is kept for as long as the group lives, so a stranger could use up the files that a process may open, and gloo
-ends a process that can open no more. The store keeps what strangers write to it, and never frees what it has read of a
-command that is not whole when its sender hangs up, 4 KB at least each time.
+gloo accepts any client that sends the right number as another rank, and these numbers count up from 0. A client with
+another number stays connected as long as the group lives, so a stranger could exhaust the process's file descriptors,
+and gloo ends a process that cannot open more. The store keeps all data that strangers write to it. It also never frees
+the part of a command that arrived before its sender disconnected, at least 4 KB each time.
 
-But all ranks are connected once a group has formed, to each other and to the store, and nobody has to come later.
-gloo has no way to close its socket, and takes one that fails for a fatal error; nor has the store. So they stay open,
-with a filter of the kernel (`SO_ATTACH_FILTER`, socket(7)) that lets no packet through to them: who connects gets no
-answer. Connections that are there are not affected. A store at which another group is to meet is opened again for that.
+But once a group has formed, all ranks are connected to each other and to the store, and no process has to connect
+later. Neither gloo nor the store can close its listening socket, and gloo treats a failing one as a fatal error. So the
+sockets stay open behind a kernel filter (`SO_ATTACH_FILTER`, socket(7)) that drops all packets to them: a new client
+gets no reply. Existing connections are not affected. When another group is to meet at a store, the store is opened
+again.
 
-Not on machines with a GPU: NCCL opens sockets of the same process whenever it likes, and needs them later. Nor where
-the kernel is not Linux, or ranks connect when they first have something to say (`TORCH_GLOO_LAZY_INIT`).
+The filter is not used on machines with a GPU, where NCCL opens sockets of the same process at any time and needs them
+later; nor on systems other than Linux; nor if ranks connect lazily (`TORCH_GLOO_LAZY_INIT`).
 """
 
 from __future__ import annotations
@@ -34,25 +35,25 @@ import torch
 log = logging.getLogger(__name__)
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
-"""Torch's own variable: pairs of ranks of a group connect when one first has something for the other."""
+"""Torch's own variable: two ranks of a group connect only when one first sends data to the other."""
 SO_ATTACH_FILTER = 26
 SO_DETACH_FILTER = 27
-"""Socket options of Linux for which Python has no names."""
+"""Linux socket options that Python does not name."""
 _LET_NOTHING_THROUGH = struct.pack("=HBBI", 0x06, 0, 0, 0)
-"""The one instruction of the filter: return, and keep 0 bytes of the packet (`struct sock_filter`)."""
+"""The filter's only instruction: return, and keep 0 bytes of the packet (`struct sock_filter`)."""
 
 Place = tuple[str, int]
 """Address and port of a listening socket."""
 
 
 class _Meetings:
-    """The groups that form in this process at present."""
+    """The groups that are forming in this process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._under_way = 0
         self._others: set[Place] = set()
-        """Places where this process listens for other purposes."""
+        """Addresses where this process listens for other purposes."""
 
     def begin(self) -> None:
         with self._lock:
@@ -61,7 +62,7 @@ class _Meetings:
             self._under_way += 1
 
     def end(self) -> None:
-        """With several at once, all sockets are closed with the last of them: which belongs to which is not known."""
+        """End one forming; the last of several at once closes all sockets, as it is unknown which belongs to which."""
         with self._lock:
             self._under_way -= 1
             if self._under_way:
@@ -82,14 +83,14 @@ _meetings = _Meetings()
 
 
 def possible() -> bool:
-    """Whether sockets can be closed in this process."""
+    """Whether listening sockets can be closed to new connections in this process."""
     return sys.platform == "linux" and not torch.cuda.is_available() and not os.environ.get(LAZY)
 
 
 @contextmanager
 def closed_after_forming() -> Iterator[None]:
-    """Close to everybody, at the end of the block, the listening sockets that were opened in it: those of the groups
-    that form in it. May be nested, and used by several threads at once."""
+    """Close the listening sockets that were opened in the block to new connections at its end: the sockets of the
+    groups that form in it. May be nested, and used by several threads at once."""
     if not possible():
         yield
         return
@@ -101,14 +102,13 @@ def closed_after_forming() -> Iterator[None]:
 
 
 def open_for_good(host: str) -> socket.socket:
-    """Return a socket that listens at a free port of `host`, and which no `closed_after_forming` closes."""
+    """Return a socket that listens at a free port of `host` and that no `closed_after_forming` closes."""
     return _meetings.open_another(host)
 
 
 @contextmanager
 def open_while_forming(port: int) -> Iterator[None]:
-    """Let others reach the store that this process has opened at `port` until the end of the block, and nobody after
-    it."""
+    """Open the store that this process has at `port` to new connections for the duration of the block."""
     if possible():
         for descriptor in _listening_at(port).values():
             _let_everybody_in(descriptor)
@@ -119,7 +119,7 @@ def open_while_forming(port: int) -> Iterator[None]:
 
 
 def shut(port: int) -> None:
-    """Close to everybody the store that this process has opened at `port`: all who meet there are connected."""
+    """Close the store that this process has at `port` to new connections: all ranks that meet there are connected."""
     if possible():
         for place, descriptor in _listening_at(port).items():
             _let_nobody_in(place, descriptor)
@@ -130,7 +130,7 @@ def _listening_at(port: int) -> dict[Place, int]:
 
 
 def _listening() -> dict[Place, int]:
-    """Return where this process listens, with the file descriptor of each socket."""
+    """Return the addresses where this process listens, with the file descriptor of each socket."""
     found = psutil.Process().net_connections("tcp")
     return {(one.laddr.ip, one.laddr.port): one.fd for one in found if one.status == psutil.CONN_LISTEN}
 

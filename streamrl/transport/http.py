@@ -1,9 +1,9 @@
 """Typed JSON over HTTP: one call, one Struct in, one Struct out, one deadline; and the server for such calls.
 
-Both are aiohttp. The server is aiohttp's low-level one, without a router or middlewares, for thousands of short
-calls each second. Invariants: a caller that hangs up cancels its call; no body is read into memory beyond the limit,
-and none if the head of the request is refused; a connection gets no further replies until its caller takes those that
-were sent, and is closed if it does not; after `close` no call runs.
+Both use aiohttp. The server is aiohttp's low-level one, without a router or middlewares, for thousands of short calls
+each second. Invariants: a caller that disconnects cancels its call; no body is read into memory beyond the limit, and
+none if the head of the request is rejected; a connection gets no further replies until its caller has read the sent
+ones, and is closed if the caller does not read them; after `close` no call runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Reply = TypeVar("Reply")
 _encoder = msgspec.json.Encoder()
 _END_OF_EVENT = b"\n\n"
 _DATES = (9, 10)
-"""What OpenSSL says of a certificate that is not valid yet, or no longer (`X509_V_ERR_CERT_NOT_YET_VALID`,
+"""OpenSSL's error codes for a certificate that is not valid yet, or no longer (`X509_V_ERR_CERT_NOT_YET_VALID`,
 `X509_V_ERR_CERT_HAS_EXPIRED`)."""
 
 
@@ -47,7 +47,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """Body of every answer with a status of 400 or above."""
+    """Body of every reply with a status of 400 or above."""
 
     error: ErrorDetail
 
@@ -57,8 +57,8 @@ def new_session(
 ) -> aiohttp.ClientSession:
     """Return a session with any number of connections.
 
-    `tls`: recognizes encrypted servers. `connect_seconds`: limit on the time to connect. A session has no other limit:
-    a task that is cancelled in the moment when aiohttp's own runs out is not cancelled.
+    `tls`: verifies encrypted servers. `connect_seconds`: limit on the time to connect. A session has no other limit: a
+    task that is cancelled in the moment when aiohttp's own limit expires is not cancelled.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True),
@@ -80,12 +80,12 @@ async def call(
     headers: Mapping[str, str] | None = None,
     confidential: bool = False,
 ) -> Reply:
-    """Send `body` as JSON and decode the answer as `reply`; an empty answer stands for `if_empty`, if that is given.
+    """Send `body` as JSON and decode the response as `reply`; return `if_empty`, if given, for an empty response.
 
-    `headers` are added to those of the session. `peer` names the other side in errors; no error quotes an answer that
-    is `confidential`. Raises `PeerError` for an answer of 400 or above, `PeerLost` when the peer cannot be reached
-    (`NotOfRun` when it is none of the run's), `DeadlineExceeded` after `timeout` seconds, `WireError` when the answer
-    is not a `reply`.
+    `headers` are added to the session's own. `peer` names the other side in errors; no error quotes a `confidential`
+    response. Raises `PeerError` for a status of 400 or above, `PeerLost` if the peer cannot be reached (`NotOfRun` if
+    it does not belong to the run), `DeadlineExceeded` after `timeout` seconds, `WireError` if the response is not a
+    `reply`.
     """
     async with _answered(session, method, url, body, timeout=timeout, peer=peer, headers=headers) as response:
         content = await response.read()
@@ -109,10 +109,10 @@ async def follow(
     timeout: float,
     peer: str,
 ) -> None:
-    """Post `body` as JSON, and hand the data of each server-sent event of the answer to `on_event` as it comes.
+    """Post `body` as JSON, and pass the data of each server-sent event of the response to `on_event` as it arrives.
 
-    Raises as `call` does (`WireError` for an answer that is no stream of events), and `PeerLost` when the answer
-    breaks off before its `[DONE]`.
+    Raises as `call` does (`WireError` for a response that is not an event stream), and `PeerLost` if the response ends
+    before its `[DONE]`.
     """
     async with _answered(session, "POST", url, body, timeout=timeout, peer=peer) as response:
         if response.content_type != "text/event-stream":
@@ -143,7 +143,7 @@ async def _answered(
     peer: str,
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """The answer, if its status is below 400; `timeout` includes the time in which the caller reads it."""
+    """Yield the response, if its status is below 400; `timeout` includes the time in which the caller reads it."""
     data = _encoder.encode(body) if body is not None else None
     shown = dict(headers or ())
     if data is not None:
@@ -177,7 +177,7 @@ async def _answered(
 
 
 def _distrusted(error: Exception) -> str:
-    """Return why a certificate is not believed, and what to do about it."""
+    """Return why a certificate is rejected, and the remedy."""
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _DATES:
         now = datetime.datetime.now(datetime.UTC)
         return f"{error.verify_message}, by this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC; set it"
@@ -198,27 +198,27 @@ def _error_told(content: bytes) -> ErrorDetail:
 # --- the server ---
 
 IDLE_SECONDS = 120.0
-"""A connection is closed after this time without a request, with a body that does not come to its end, or with answers
-that are not taken."""
+"""A connection is closed after this time without a request, with an incomplete body, or with replies that the caller
+does not read."""
 LINGER_SECONDS = 1.0
-"""The rest of a refused body is read and thrown away for this long before the connection is closed: closed at once, it
-might lose the answer with the reason."""
+"""The rest of a rejected body is read and discarded for this long before the connection is closed. Closing it at once
+could lose the reply with the reason."""
 BACKLOG = 4096
-"""Connections that may wait to be accepted: all processes of a run may come at once."""
+"""Maximum number of connections that wait to be accepted: all processes of a run may connect at once."""
 
 
 class Hosts:
-    """Tells requests that a web page may have forged: a browser says in `Origin` which page asks, and in `Host` by what
-    name the page knows this server, which is a name of the attacker's where it was made to mean this machine (DNS
-    rebinding). Whoever asks from a program shows no origin."""
+    """Detects requests that a web page may have forged. A browser sends the page's origin in `Origin`, and the page's
+    name for this server in `Host`. In a DNS rebinding attack that is the attacker's name, resolved to this machine.
+    Programs send no `Origin`."""
 
     def __init__(self, names: Collection[str] = ()) -> None:
-        """`names`: by which the server may be asked, besides addresses, `localhost` and the machine's own name."""
+        """`names`: allowed names of the server, in addition to addresses, `localhost` and the machine's own name."""
         self._names = {name.lower() for name in (*names, "localhost", socket.gethostname())}
         self._good: set[str] = set()
 
     def forged(self, host: str | None, origin: str | None) -> str:
-        """Return why a request with these headers is refused; empty if it is not."""
+        """Return why a request with these headers is rejected; empty if it is accepted."""
         if origin is not None and origin.partition("://")[2].lower() != (host or "").lower():
             return f"a page of {origin[:100]!r} may not ask this server"
         if host is None or host in self._good:
@@ -247,9 +247,9 @@ Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """Passes each request to `handle`, one at a time on each connection, as soon as its head is there.
+    """Passes each request to `handle` once its head has arrived, one at a time per connection.
 
-    `handle` takes the body with `read_body`, and is cancelled if the caller hangs up.
+    `handle` reads the body with `read_body`, and is cancelled if the caller disconnects.
     """
 
     def __init__(self, handle: Handler, *, most_body_bytes: int) -> None:
@@ -265,7 +265,7 @@ class HttpServer:
         self._listening: asyncio.Server | None = None
 
     async def listen(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> tuple[str, int]:
-        """Start to listen; return the host and port, of IPv4 if `host` has an address of both kinds (ZMQ uses IPv4).
+        """Start listening; return the host and port, of IPv4 if `host` has an address of both kinds (ZMQ uses IPv4).
 
         `tls`: the server's certificate; None: connections are not encrypted. Raises `OSError`.
         """
@@ -277,11 +277,11 @@ class HttpServer:
         return address[0], address[1]
 
     async def close(self, *, patience: float) -> None:
-        """Stop listening. Calls that run have `patience` seconds to end, and are cancelled then."""
+        """Stop listening. Running calls have `patience` seconds to end, and are then cancelled."""
         if self._listening is not None:
             self._listening.close()
         self._server.pre_shutdown()
-        await self._server.shutdown(patience / 2)  # it waits twice
+        await self._server.shutdown(patience / 2)  # `shutdown` waits twice
         await asyncio.sleep(0)
 
 
@@ -289,7 +289,7 @@ async def read_body(request: web.BaseRequest) -> bytes:
     """Return the body of a request; raises `PeerError` for one that is too large, broken or too slow."""
     most = request.client_max_size
     try:
-        if request.content.is_eof():  # it came with the head, as most do: a deadline would cost more than the read
+        if request.content.is_eof():  # it came with the head, as usual: a deadline would cost more than the read
             return await request.read()
         if (request.content_length or 0) > most:
             raise PeerError(f"the body has {request.content_length} bytes, more than the {most} allowed", status=413)
@@ -307,8 +307,8 @@ async def read_body(request: web.BaseRequest) -> bytes:
 
 
 def _is_fault_of_server(record: logging.LogRecord) -> bool:
-    """Return whether a line of aiohttp's log is about more than bytes that are no HTTP: such bytes are replied to with
-    status 400, and their tracebacks could fill the log."""
+    """Whether a line of aiohttp's log is about more than malformed HTTP. Malformed requests get status 400, and their
+    tracebacks could fill the log."""
     return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
 
 

@@ -1,4 +1,4 @@
-"""Keys for HTTP, which travel as `Authorization: Bearer KEY`: those of gservers, and those that users set.
+"""API keys for HTTP, sent as `Authorization: Bearer KEY`: the keys of gservers, and keys that users set.
 
 A configuration names only the environment variable that holds a key, so that no key is in a file, a log or a
 fingerprint.
@@ -19,9 +19,9 @@ LEAST_CHARACTERS = 16
 
 
 def read_key(variable: str, *, setting: str) -> str:
-    """Return the key in the environment variable `variable`, which `setting` names; an empty key if it names none.
+    """Return the key in the environment variable `variable`, which `setting` names; empty if `variable` is empty.
 
-    Raises `ConfigError` when the variable holds no key.
+    Raises `ConfigError` if the variable holds no valid key.
     """
     if not variable:
         return ""
@@ -36,31 +36,33 @@ def read_key(variable: str, *, setting: str) -> str:
 
 
 def generation_key(config: Config, secret: Secret) -> str:
-    """Return the key that the run's gservers ask those for who want them to generate: that of `gserver.api_key_env`, or
-    one that is made for the run. Raises as `read_key` does."""
+    """Return the key that the run's gservers require for generation: from `gserver.api_key_env`, or else derived from
+    the run's secret. Raises as `read_key` does."""
     if config.gserver.api_key_env:
         return read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
     return secret.key("generation").hex()
 
 
 def control_key(config: Config, secret: Secret, index: int) -> str:
-    """Return the key that gserver `index` asks for before it lets anybody change it, which the manager alone does."""
+    """Return the key that gserver `index` requires for calls that change it; only the manager makes such calls.
+
+    Raises as `read_key` does."""
     if config.gserver.api_key_env:
         return read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
     return secret.key(f"control of gserver/{index}").hex()
 
 
 class GserverKeys(NamedTuple):
-    """What one gserver asks its callers for; empty: nothing."""
+    """Keys that one gserver requires of its callers; an empty key admits every caller."""
 
     generation: str = ""
-    """Key for generation requests and status: rollout workers have it."""
+    """For generation requests and status: rollout workers have it."""
     control: str = ""
-    """Key of those who change it: the manager."""
+    """For calls that change the gserver: the manager has it."""
 
     @classmethod
     def of(cls, config: Config, secret: Secret, index: int) -> GserverKeys:
-        """Return those of gserver `index`. Raises as `read_key` does."""
+        """Return the keys of gserver `index`. Raises as `read_key` does."""
         return cls(generation_key(config, secret), control_key(config, secret, index))
 
 
@@ -75,15 +77,14 @@ GENERATION_CALLS = frozenset(
         "/v1/models",
     )
 )
-"""Paths for which the generation key is enough; for /health there is none, and all others change the gserver."""
+"""Paths that require only the generation key; /health requires none, and all other paths change the gserver."""
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Return the HTTP headers that show `key`: none for an empty key."""
+    """Return the HTTP headers with `key`; no headers if it is empty."""
     return {HEADER: f"Bearer {key}"} if key else {}
 
 
 def admits(key: str, shown: str | None) -> bool:
-    """Whether the value of the header, `shown`, has `key`. How long the comparison takes does not tell where they
-    differ."""
+    """Whether the header value `shown` contains `key`. The comparison takes constant time."""
     return not key or hmac.compare_digest((shown or "").encode(errors="replace"), f"Bearer {key}".encode())

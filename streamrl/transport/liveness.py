@@ -1,9 +1,9 @@
-"""Liveness: when a peer was last heard of, and from when on it counts as silent.
+"""Liveness: when the last message of a peer arrived, and when the peer counts as silent.
 
-The one notion of it, for every process of the run at the manager (`gserver/manager/registry.py`), for workers at the
-master (`request_reply.py`), for pushers at a DP head (`puller.py`) and heads at a pusher (`push_pull.py`), and for a
-real SGLang server at its gserver (`gserver/sglang/monitor.py`). Pure: times in seconds are passed in, all on one clock.
-What follows from silence is decided there.
+All processes share this definition: the manager for members (`gserver/manager/registry.py`), the master for workers
+(`request_reply.py`), a DP head for pushers (`puller.py`), a pusher for heads (`push_pull.py`), and a gserver for its
+SGLang server (`gserver/sglang/monitor.py`). Pure: times in seconds are passed in, all on one clock. The consequences of
+silence are decided in those modules.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from collections.abc import Iterable
 
 
 class LastHeard:
-    """When one peer was last heard of; it is silent after `patience` seconds without a word."""
+    """Time of a peer's last message; the peer is silent after `patience` seconds without one."""
 
     __slots__ = ("at", "patience")
 
     def __init__(self, *, now: float, patience: float) -> None:
         self.at = now
-        """When it last said something; -inf: its connection has ended since, or it never did."""
+        """Time of the last message; -inf if the connection has ended since, or there was no message yet."""
         self.patience = patience
 
     def hear(self, *, now: float) -> None:
-        """The peer said something."""
+        """Note a message of the peer."""
         self.at = now
 
     def end(self) -> None:
-        """Its connection has ended: it is silent at once, until it is heard again."""
+        """Note that its connection has ended: the peer is silent at once, until its next message."""
         self.at = -math.inf
 
     @property
     def ended(self) -> bool:
-        """Whether its connection has ended and it was not heard since, or never."""
+        """Whether its connection has ended and no message has come since, or none ever came."""
         return self.at == -math.inf
 
     @property
     def silent_at(self) -> float:
-        """When it falls silent unless it is heard before."""
+        """When it becomes silent if no message arrives before."""
         return self.at + self.patience
 
     def is_silent(self, *, now: float) -> bool:
-        """Whether nothing was heard for `patience` seconds."""
+        """Whether no message came for `patience` seconds."""
         return now >= self.silent_at
 
     def seconds(self, *, now: float) -> float:
-        """Return how long ago it was heard."""
+        """Return the time since its last message."""
         return now - self.at
 
     def excuse(self, seconds: float) -> None:
-        """Do not count the last `seconds` as silence: it could not be heard then, whatever it said."""
+        """Do not count the last `seconds` as silence: messages could not be received then."""
         self.at += seconds
 
 
 def next_silence(peers: Iterable[LastHeard]) -> float | None:
-    """Return when the first of `peers` falls silent unless it is heard before; None: there are none."""
+    """Return when the first of `peers` becomes silent if no message arrives before; None if there are no peers."""
     return min((peer.silent_at for peer in peers), default=None)

@@ -1,6 +1,6 @@
 """The client of the manager that every other process uses.
 
-Calls that may be made twice are made again until the manager answers, for `PATIENCE_SECONDS`: nobody else has to.
+Calls that may be repeated are retried until the manager replies, for `PATIENCE_SECONDS`: callers need no retry.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ Method = Callable[["ControlClient", Message], Coroutine[Any, Any, Reply]]
 log = logging.getLogger(__name__)
 
 PLACE_TAKEN = 423
-"""HTTP status: another process has the place, and lives."""
+"""HTTP status: a live process has the number already."""
 GONE_BACK = 410
-"""HTTP status: the run has gone back to a checkpoint, from which the model worker that registers does not begin."""
+"""HTTP status: the run has gone back to a checkpoint, and the registering model worker started from another one."""
 TAKEN_ASK_SECONDS = 1.0
-"""Between two questions whether it is free."""
+"""Delay between two attempts to register under a taken number."""
 TAKEN_MARGIN_SECONDS = 2.0
 CONNECT_SECONDS = 10.0
-"""After this long without any answer, not even a refusal, a warning is logged and the call is tried again."""
+"""If the connection is not accepted or refused within this time, log a warning and retry the call."""
 INCOMPLETE_SECONDS = 0.5
-"""Between two questions who has registered: the manager of a run that is over holds none of them."""
+"""Delay between two requests for the registered processes: the manager of a run that is over replies at once."""
 HEARTBEAT_SECONDS = 4.0
-"""Longest wait for the reply to one heartbeat. After an interruption of the network, TCP resends over an old connection
-with pauses of up to the length of the interruption; another request connects again, within seconds."""
+"""Maximum wait for the reply to one heartbeat. After an interruption of the network, TCP retries on an old connection
+only after pauses up to the length of the interruption; a new request connects within seconds."""
 PATIENCE_SECONDS = 120.0
-"""How long after its first failure a call is tried again: a controller that has died is started again within that."""
+"""How long a call is retried after its first failure: a dead controller is restarted within this time."""
 UNKNOWN = 401
-"""HTTP status: what the caller shows is not known, or not any more."""
+"""HTTP status: the caller's token or secret is not, or no longer, known."""
 
 
 def _once(path: str, message: type[Message], reply: type[Reply]) -> Method[Message, Reply]:
-    """Return the method of a call that is made once."""
+    """Return the method for a call that is sent once."""
 
     async def call(client: ControlClient, body: Message) -> Reply:
         return await client._call("POST", path, body, reply)
@@ -62,7 +62,7 @@ def _once(path: str, message: type[Message], reply: type[Reply]) -> Method[Messa
 
 
 def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Message, Reply]:
-    """Return the method of a call that is made again until it succeeds."""
+    """Return the method for a call that is retried until it succeeds."""
 
     async def call(client: ControlClient, body: Message) -> Reply:
         return await client._patiently("POST", path, body, reply)
@@ -71,7 +71,7 @@ def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Me
 
 
 class ControlClient:
-    """Calls the manager. One for each process; `close` it at the end. `control.py` describes the calls."""
+    """Calls the manager. A process has one client; `close` it at the end. `control.py` describes the calls."""
 
     def __init__(
         self,
@@ -81,16 +81,16 @@ class ControlClient:
         timeout: float = 60.0,
         security: SecurityConfig = SecurityConfig(),  # noqa: B008 (frozen)
     ) -> None:
-        """`secret`: the run's. With it the client joins, and makes all calls until it has another `token`. `security`:
-        of the run; unless it says that nothing is encrypted, http:// stands for https:// where `url` is no loopback
-        address."""
+        """`secret`: the run's secret. The client joins with it, and makes all calls with it until it receives a
+        `token`. `security`: the run's settings; unless they disable encryption, http:// means https:// if `url` is not
+        a loopback address."""
         parts = urlsplit(url)
         if parts.scheme == "http" and security.encryption != "off" and not is_loopback(parts.hostname or ""):
             url = urlunsplit(parts._replace(scheme="https"))
         self.url = url.rstrip("/")
         self._tls = client_context(secret, security) if self.url.startswith("https:") else None
         self.token = ""
-        """What the process was given when it joined; empty: it has not joined."""
+        """Token that the process received when it joined; empty: it has not joined."""
         self._shown = secret.shown if secret is not None else ""
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
@@ -106,10 +106,10 @@ class ControlClient:
             await self._session.close()
 
     async def register(self, message: control.Register, *, patience: float) -> control.RegisterReply:
-        """Join the run; keeps trying for `patience` seconds while the manager is not there yet.
+        """Join the run; keep trying for `patience` seconds until the manager is there.
 
-        Where another process has the place, waits until that is gone; raises `PeerError` (423) when it is not gone in
-        the time in which a dead one would be. From then on the client shows the token that the reply brings.
+        If another process has the number, wait for its end; raise `PeerError` (423) if it is still alive after the time
+        in which a dead one would have been detected. Later calls use the token from the reply.
         """
         what = f"registering with the manager at {self.url} (is it running there, and its port open?)"
         given_up_at = None
@@ -138,9 +138,9 @@ class ControlClient:
         return reply
 
     async def place(self, message: control.AskPlace, *, patience: float) -> int:
-        """Return a number beyond the configured ones that nobody has; it is kept until the caller registers.
+        """Return a free number beyond the configured ones; it is reserved until the caller registers.
 
-        Keeps trying for `patience` seconds while the manager is not there yet.
+        Keep trying for `patience` seconds until the manager is there.
         """
         what = f"asking the manager at {self.url} for a place (is it running there?)"
         place = await self._patiently(
@@ -149,28 +149,28 @@ class ControlClient:
         return place.index
 
     async def resume_point(self, *, patience: float) -> control.ResumePoint:
-        """Return what the run goes on from; keeps trying for `patience` seconds while the manager is not there yet, or
-        is that of a run which is over."""
+        """Return the checkpoint that the run resumes from; keep trying for `patience` seconds while the manager is
+        missing, or belongs to a run that is over."""
         what = f"asking the manager at {self.url} what the run goes on from (is it running there?)"
         return await self._patiently("GET", "/resume_point", None, control.ResumePoint, what=what, patience=patience)
 
     async def model(self, *, patience: float) -> control.ModelListing:
-        """Return the files of the run's model; keeps trying for `patience` seconds while the manager is not there."""
+        """Return the files of the run's model; keep trying for `patience` seconds until the manager is there."""
         what = f"asking the manager at {self.url} for the model (is it running there?)"
         return await self._patiently(
             "GET", "/model", None, control.ModelListing, what=what, patience=patience, again=()
         )
 
     async def model_part(self, name: str, begin: int) -> control.ModelPart:
-        """Return bytes of a file of the model from `begin` on."""
+        """Return bytes of a file of the model, starting at byte `begin`."""
         return await self._patiently("GET", f"/model/part?name={quote(name)}&begin={begin}", None, control.ModelPart)
 
     async def is_member(self, curve_key: str) -> bool:
-        """Whether a CURVE key is that of a member who may speak over ZMQ."""
+        """Whether a CURVE key belongs to a member that may send over ZMQ."""
         return (await self._call("POST", "/member", control.AskMember(curve_key), control.IsMember)).known
 
     async def silence(self, after: int) -> control.Silence:
-        """Return who is silent, once that has changed after the first `after` changes, or after a long poll."""
+        """Return the silent processes once their set has changed more than `after` times, or after a long poll."""
         timeout = control.LONG_POLL_SECONDS + self._timeout
         return await self._call("GET", f"/silent?after={after}", None, control.Silence, timeout=timeout)
 
@@ -191,22 +191,22 @@ class ControlClient:
             await asyncio.sleep(INCOMPLETE_SECONDS)
 
     async def admit(self, message: control.Admit) -> control.AdmitReply:
-        """Return groups to start. Tried again under the same ticket, which gives no group twice and loses none."""
+        """Return groups to start. Retries use the same ticket, so no group is given twice and none is lost."""
         ticketed = msgspec.structs.replace(message, ticket=uuid.uuid4().hex)
         return await self._patiently("POST", "/admit", ticketed, control.AdmitReply)
 
     async def gserver_places(self) -> control.GserverPlaces:
-        """Return on which machines and GPUs the gservers are."""
+        """Return the machines and GPUs of the gservers."""
         return await self._patiently("GET", "/publish/places", None, control.GserverPlaces)
 
     async def publish_begin(self, message: control.PublishBegin, *, timeout: float) -> control.PublishBeginReply:
-        """Begin a weight update; return how its weights are to be sent. Tried again: a second call rolls the first
-        back."""
+        """Begin a weight update; return how its weights are to be sent. May be retried: a second call rolls the first
+        one back."""
         path, reply = "/publish/begin", control.PublishBeginReply
         return await self._patiently("POST", path, message, reply, timeout=timeout, again=())
 
     async def publish_commit(self, message: control.PublishCommit, *, timeout: float) -> control.PublishReply:
-        """End this side of a weight update; return how the update went. Tried again: a second call returns the same."""
+        """End this side of a weight update; return its result. May be retried: a second call returns the same."""
         path, reply = "/publish/commit", control.PublishReply
         return await self._patiently("POST", path, message, reply, timeout=timeout, again=())
 
@@ -215,11 +215,11 @@ class ControlClient:
         await self._patiently("POST", "/finish_run", message, control.Done, patience=patience)
 
     async def status(self) -> control.Status:
-        """Return the run as the manager sees it."""
+        """Return the manager's view of the run."""
         return await self._call("GET", "/status", None, control.Status)
 
     async def heartbeat(self, message: control.Heartbeat, *, patience: float = 0.0) -> control.HeartbeatReply:
-        """Report that the caller lives; tried again for `patience` seconds."""
+        """Report that the caller is alive; retried for `patience` seconds."""
         return await self._patiently(
             "POST",
             "/heartbeat",
@@ -244,7 +244,7 @@ class ControlClient:
 
     @property
     def _passing(self) -> Collection[int]:
-        """Refusals that may pass: a controller that was started again learns of its members as they register again."""
+        """HTTP errors that may pass: a restarted controller knows its members again after they register again."""
         return (HTTPStatus.CONFLICT, UNKNOWN) if self.token else (HTTPStatus.CONFLICT,)
 
     async def _patiently(
@@ -260,11 +260,11 @@ class ControlClient:
         timeout: float | None = None,
         joins: bool = False,
     ) -> Reply:
-        """Make a call until it succeeds; raise its last error if it still fails `patience` seconds after it first did
-        (None: `PATIENCE_SECONDS`).
+        """Call until success; raise the last error if it still fails `patience` seconds after the first failure (None:
+        `PATIENCE_SECONDS`).
 
-        Reasons to try again are those that may pass: no connection, no reply in time, a fault of the manager, and a
-        refusal with one of the statuses `again` (None: `_passing`). `what` names the call in the log.
+        Errors that may pass are retried: no connection, no reply in time, a fault of the manager, and the statuses in
+        `again` (None: `_passing`). `what` names the call in the log.
         """
         what = what or f"{method} {path}"
         again = self._passing if again is None else again
@@ -295,7 +295,7 @@ class ControlClient:
         timeout: float | None = None,
         joins: bool = False,
     ) -> Reply:
-        """Make a call once. `joins`: as the owner, also if this process was a member before."""
+        """Make a call once. `joins`: as the owner, even if this process was a member before."""
         if self._session is None:
             self._session = http.new_session(self._tls, connect_seconds=CONNECT_SECONDS)
         return await http.call(

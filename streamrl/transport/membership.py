@@ -1,4 +1,4 @@
-"""A process's place in the run: it registers with the manager, beats, and learns when to stop."""
+"""A process's membership of the run: it registers with the manager, sends heartbeats, and receives the stop."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from streamrl.waits import first_of
 log = logging.getLogger(__name__)
 
 MACHINE_SECONDS = "machine_processor_seconds_total"
-"""Processor time of all processes on the machine, whosever they are."""
+"""Processor time of all processes on the machine, of all users."""
 
 
 class Membership:
-    """Joins the run on `join`, beats until `leave`.
+    """Joins the run with `join`, and sends heartbeats until `leave`.
 
-    `stopping` is set when the run is over; `leaving` when the run goes on without this process, which then
-    finishes what it has and leaves; `lost` holds the error when the manager stayed
-    silent for more than `patience` seconds (then `stopping` is set too).
+    `stopping` is set when the run is over. `leaving` is set when the run continues without this process, which then
+    finishes its work and leaves. `lost` holds the error if the manager was silent for more than `patience` seconds, or
+    the run has gone back to a checkpoint that this process did not start from; then `stopping` is set, too.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Membership:
         begins_from: str = "",
         gpu: str = "",
     ) -> None:
-        """`address`: at which others reach the process; `begins_from`, `gpu`: as in `Register`;
-        `failure`: as in `Heartbeat`; `keys`: its own, if it has made them already; `encrypted`:
-        whether the socket at `address` takes connections of CURVE alone, under these keys."""
+        """`address`: where others reach the process; `begins_from`, `gpu`: as in `Register`; `failure`: as in
+        `Heartbeat`; `keys`: its own key pair, if it has one already; `encrypted`: whether the socket at `address`
+        accepts only CURVE connections, under these keys."""
         self.keys = keys if keys is not None else CurveKeys.make()
         self.granted = RegisterReply(policy_version=0, heartbeat_seconds=0.0)
-        """What the manager gave this process when it joined."""
+        """The manager's reply when this process joined."""
         self.client = client
         self.role: Role = role
         self.index = index
@@ -69,14 +69,14 @@ class Membership:
         self.leaving = asyncio.Event()
         self.lost: StreamRLError | None = None
         self.policy_version = 0
-        """Newest policy version that the manager has reported to be served."""
+        """Newest served policy version that the manager has reported."""
         self.waiting_for = ""
         self.on_unanswering: Callable[[Collection[str]], None] | None = None
-        """Called after each heartbeat with the addresses of gservers from which no answer is to be expected."""
+        """Called after each heartbeat with the addresses of gservers that will not reply."""
         self.history = History()
-        """Of the run's present weights; only rollout workers receive it."""
+        """History of the run's current weights; only rollout workers receive it."""
         self.gone_back = asyncio.Event()
-        """Set when the run has gone back to a checkpoint, or begun again, under another lineage."""
+        """Set when the run has gone back to a checkpoint, or started again, under another lineage."""
         self._address = address
         self._config = config
         self._encrypted = encrypted
@@ -89,15 +89,15 @@ class Membership:
         self._beating: asyncio.Task[None] | None = None
 
     def note_version(self, policy_version: int) -> None:
-        """Raise `policy_version` to that of a reply of the manager; replies may arrive in another order than sent."""
+        """Raise `policy_version` to the one in a reply of the manager; replies may arrive out of order."""
         self.policy_version = max(self.policy_version, policy_version)
 
     def shows(self, receiver: Role) -> Shown:
-        """Return what this process shows on sockets to receivers of that role, once it has joined."""
+        """Return the credential and keys for sockets to receivers of that role, once this process has joined."""
         return Shown(self.granted.credentials.get(receiver, ""), self.keys)
 
     def verifier(self) -> Verifier:
-        """Return what this process, a receiver, knows senders by, once it has joined."""
+        """Return the verifier of senders for this process as a receiver, once it has joined."""
         key = bytes.fromhex(self.granted.verification_key)
         return Verifier(self.role, key=key, encrypted=self._encrypted)
 
@@ -106,28 +106,28 @@ class Membership:
         return f"{self.role}/{self.index}"
 
     async def join(self, *, patience: float) -> None:
-        """Register, waiting up to `patience` seconds for the manager, and start to beat."""
+        """Register, waiting up to `patience` seconds for the manager, and start the heartbeats."""
         interval = await self._register(patience)
         self._beating = essential.begin(self._beat(interval), name=f"heartbeat of {self.name}")
 
     async def until_over(self, *works: Coroutine[Any, Any, Any]) -> None:
-        """Do `works` until the run is over, or one of them ends; the others are cancelled then.
+        """Run `works` until the run is over, or one of them ends; then cancel the others.
 
-        Raises the loss of the manager, or what one of them raised, after the manager was told of it: that stops the
-        run.
+        Raises the loss of the manager, or the first error of `works`. Such an error is reported to the manager first,
+        which stops the run.
         """
         try:
             await first_of(self.stopping.wait(), *works)
-        except Exception as error:  # tolerance point: whatever ends the work is told, and raised
+        except Exception as error:  # tolerance point: any error that ends the work is reported, and raised
             await self.fail(error)
             raise first_error(error) from error
         if self.lost is not None:
             raise self.lost
 
     async def fail(self, error: BaseException) -> None:
-        """Tell the manager that this process has to give up, which stops the run.
+        """Report to the manager that this process has to give up, which stops the run.
 
-        A manager that cannot be told is only logged: the caller raises `error` itself.
+        If the manager cannot be reached, only log that: the caller raises `error` itself.
         """
         cause = first_error(error)
         try:
@@ -136,8 +136,8 @@ class Membership:
             log.warning("%s: the manager could not be told of the failure: %s", self.name, unheard)
 
     async def leave(self) -> None:
-        """Stop beating. One that ends because essential work failed tells so; one that was asked to leave a run that
-        goes on says that it has gone."""
+        """Stop the heartbeats. Report a failure of essential work, or, if the run continues, that this process has left
+        as requested."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.gather(self._beating, return_exceptions=True)
@@ -157,7 +157,7 @@ class Membership:
             if refusal.status == GONE_BACK:
                 raise GoneBack(str(refusal)) from None
             raise
-        self.policy_version = reply.policy_version  # that of a run that has gone back is an older one
+        self.policy_version = reply.policy_version  # may be lower: the run may have gone back to a checkpoint
         if self.granted.lineage != reply.lineage:
             self.history = History(reply.lineages)
             if self.granted.lineage:
@@ -211,7 +211,7 @@ class Membership:
         except PeerError as refusal:
             if refusal.status != UNKNOWN or error:
                 raise
-            await self._register(self._patience)  # the manager does not know it any more
+            await self._register(self._patience)  # the manager no longer knows this process
             return
         self.note_version(reply.policy_version)
         if self.on_unanswering is not None:
@@ -225,9 +225,9 @@ class Membership:
 
 
 def processor_seconds() -> dict[str, float]:
-    """Return the processor seconds that this process has used, and its living children, all threads of them.
+    """Return the processor seconds used by this process, and by its living children, with all their threads.
 
-    The children of the main thread are counted, where Linux names them.
+    Only children of the main thread count, and only on Linux, which lists them.
     """
     me = os.getpid()
     try:
@@ -245,7 +245,7 @@ def processor_seconds() -> dict[str, float]:
 
 
 def machine_seconds() -> float:
-    """Return the processor seconds that all processes on this machine have used since it started, but for those that
-    give way (by `nice`); seconds that its host gave to others count as used."""
+    """Return the processor seconds used by all processes on this machine since it started, except low-priority ones
+    (`nice`). Seconds that the hypervisor gave to other machines count as used."""
     used = psutil.cpu_times()
     return float(used.user + used.system + getattr(used, "steal", 0.0))

@@ -1,7 +1,7 @@
-"""The run's first weights on a host that does not have them: the manager gives out the files of the folder that
-`model.path` names on its host, and other hosts fetch them.
+"""The run's initial weights for hosts without them: the manager serves the files of the folder that `model.path` names
+on its host, and other hosts fetch them.
 
-They are asked for once for each host, in parts, and read in threads. Nothing outside of that folder can be asked for.
+Each host fetches the files once, in parts; the manager reads them in threads. No file outside that folder is served.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 PART_BYTES = 8 * 2**20
 SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
-"""Endings of a checkpoint's files that are given out; never those of pickles."""
+"""Endings of a checkpoint's files that are served; pickles never are."""
 CALL_SECONDS = 60.0
-"""For one part."""
+"""Timeout for fetching one part."""
 TELL_SECONDS = 15.0
-"""How often it is told how much has come."""
+"""Interval at which the progress is logged."""
 
 
 def _given_out(folder: Path) -> list[Path]:
@@ -36,8 +36,10 @@ def _given_out(folder: Path) -> list[Path]:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Return what copies of the files have alike, and others have not but by chance: a change to the tokenizer, the
-    chat template or the tokens that end a response makes another model of the same weights."""
+    """Return a fingerprint that is equal for copies of the files and, except by chance, different for other files.
+
+    It includes the tokenizer, the chat template and the stop tokens: a change to these makes another model of the same
+    weights."""
     found = blake2b(weights_fingerprint(folder).encode(), digest_size=8)
     for path in _given_out(folder):
         if path.suffix != ".safetensors":
@@ -50,17 +52,17 @@ def _fingerprint(folder: Path) -> str:
 
 
 class ModelFiles:
-    """The folder's files, read when they are asked for."""
+    """The folder's files, read on request."""
 
     def __init__(self, config: Config) -> None:
         self._folder = named_folder(config)
 
     async def listing(self) -> ModelListing:
-        """Return what there is. Raises `PeerError` where the manager's host does not have the model either."""
+        """Return the list of files. Raises `PeerError` if the manager's host does not have the model either."""
         return await asyncio.to_thread(lambda: self._listing)
 
     async def part(self, name: str, begin: int) -> ModelPart:
-        """Return at most `PART_BYTES` of a file from byte `begin` on. Raises `PeerError` for one that is not there."""
+        """Return at most `PART_BYTES` of a file from byte `begin` on. Raises `PeerError` if the file is missing."""
         return await asyncio.to_thread(self._part, name, begin)
 
     @cached_property
@@ -77,7 +79,7 @@ class ModelFiles:
 
     def _part(self, name: str, begin: int) -> ModelPart:
         if name not in (file.name for file in self._listing.files):
-            raise PeerError(f"the model has no file {name!r}", status=404)  # asking again does not help
+            raise PeerError(f"the model has no file {name!r}", status=404)  # a retry would not help
         with (self._existing / name).open("rb") as opened:
             opened.seek(begin)
             return ModelPart(opened.read(PART_BYTES))
@@ -93,10 +95,10 @@ def is_elsewhere(config: Config) -> bool:
 
 
 def fetched_model(config: Config, *, manager_url: str, cache: Path | None = None) -> Path:
-    """Return a copy of the run's model, which the manager's host has; it is fetched unless an earlier one is here.
+    """Return a copy of the run's model from the manager's host; fetch it unless an earlier copy exists here.
 
-    Raises `StreamRLError` when the manager does not have it, or cannot be reached, and `ModelError` when what has come
-    is no whole checkpoint.
+    Raises `StreamRLError` if the manager does not have it, or cannot be reached, and `ModelError` if the fetched files
+    are not a whole checkpoint.
     """
     return asyncio.run(_fetched(config, manager_url, cache or cache_home()))
 
@@ -123,7 +125,7 @@ async def _fetch(config: Config, manager_url: str, listing: ModelListing, folder
     came, told = 0, time.monotonic()
     try:
         for file in listing.files:
-            name = Path(file.name).name  # whatever the manager calls it, it lies in this folder
+            name = Path(file.name).name  # no name from the manager leads out of this folder
             with (folder / name).open("wb") as target:
                 while (begin := target.tell()) < file.size:
                     part = await client.model_part(file.name, begin)

@@ -1,23 +1,23 @@
 """The receiving end of the stream, at a DP head: one thread that waits, decodes, stores and replies.
 
-`GroupPuller` owns the socket, its thread and the credit book; `push_pull.py` tells the protocol. Nothing in it depends
-on an event loop, so groups are received while the model worker computes. Invariants: a group is acknowledged only
-after the sink has it; a message that breaks the wire format is refused with a reason and changes nothing else.
+`GroupPuller` owns the socket, its thread and the credit book; `push_pull.py` describes the protocol. The thread does
+not depend on an event loop, so groups are received while the model worker computes. Invariants: a group is acknowledged
+only after the sink has it; a message that breaks the wire format is rejected with a reason and changes nothing else.
 
-`CreditBook` decides who may send which group; it is pure, without I/O or clocks. A credit is a place reserved for one
-sequence number that a sender said it has in hand. Stored and reserved groups together never exceed the capacity. Three
+`CreditBook` decides which sender may send which group; it is pure, without I/O or clocks. A credit is a place reserved
+for one sequence number that a sender has offered. Stored and reserved groups together never exceed the capacity. Three
 consequences:
 
-- a credit is never hoarded: whoever has no group has no credit, so with `over_age = "wait"` and a capacity of
-  (η + 1) · P, which is as many groups as can be alive at once, every group in hand gets its place at once, however many
-  senders there are: the stream cannot deadlock;
-- when places are short, the lowest sequence number goes first, whoever has it: the order in which batches need groups,
-  in which no sender starves another;
+- credits are never hoarded: a sender without groups has no credit. With `over_age = "wait"` and a capacity of
+  (η + 1) · P, the maximum number of groups alive at once, every group in hand gets its place at once with any number of
+  senders: the stream cannot deadlock;
+- when places are short, the lowest sequence number goes first, from any sender: this is the order in which batches need
+  groups, and no sender starves another;
 - a sender that stays silent for `silence_seconds` loses its reservations and its turn.
 
-While there is room to spare, asking would cost a round trip for nothing: `eager` says how many groups each sender may
-have under way unasked. It reserves nothing, so it withholds nothing from anybody; should such a group find no place
-after all, it queues up as if it had been offered.
+While there is room to spare, offering first would waste a round trip: `eager` is the number of groups that each sender
+may have in flight without offering them first. It reserves nothing, so it takes no place from any sender. If such a
+group finds no free place, it queues as if it had been offered.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ log = logging.getLogger(__name__)
 
 MESSAGES_PER_BATCH = 64
 BATCH_SECONDS = 0.005
-"""How much a head receives, and for how long, before it sends acknowledgements and grants."""
+"""Limits of one batch, in messages and time, after which a head sends acknowledgements and grants."""
 SILENT_RESENDS = 3
 REFUSED_AT_ONCE = 16
-"""Groups refused at once to somebody who may not offer any; those beyond hear of it when they are offered again."""
+"""Maximum rejected groups per message of an unauthorized sender; further ones are rejected when offered again."""
 LONGEST_REASON = 1000
-"""Characters in the reason for refusing a message."""
+"""Maximum length of the reason for rejecting a message, in characters."""
 
 
 class SinkOutcome(Enum):
-    """What became of a group that was given to a sink."""
+    """Result of offering a group to a sink."""
 
     STORED = "stored"
     DUPLICATE = "duplicate"
@@ -70,19 +70,19 @@ class GroupSink(Protocol):
     capacity_groups: int
 
     def __len__(self) -> int:
-        """Groups stored now; only `offer` makes it grow."""
+        """Return the number of stored groups; only `offer` increases it."""
 
     def knows(self, seq: int) -> bool:
-        """Whether `seq` was stored, however long ago."""
+        """Whether `seq` was ever stored."""
 
     def offer(self, group: TrajectoryGroup) -> SinkOutcome:
-        """Store `group` unless its `seq` is known or there is no place."""
+        """Store `group` unless its `seq` is known or no place is free."""
 
     def count_refused(self) -> None:
-        """A message broke the wire format."""
+        """Count a message that broke the wire format."""
 
     def notify_freed(self, listener: Callable[[], None] | None) -> None:
-        """Have `listener` called, in any thread, whenever places became free."""
+        """Have `listener` called, in any thread, whenever places become free."""
 
 
 _NOW = int(zmq.NOBLOCK)
@@ -104,9 +104,9 @@ class GroupPuller:
         announced: str = "",
         keys: CurveKeys | None = None,
     ) -> None:
-        """`port` 0: any free one. `limits`: groups beyond them are refused. `resend_seconds`: of the pushers; one
-        silent for `SILENT_RESENDS` times as long loses its credit. `announced`: the address that pushers are told, if
-        it is another one than `host`. `keys`: the process's own, if its connections are to be encrypted."""
+        """`port` 0: any free one. `limits`: groups beyond them are rejected. `resend_seconds`: the pushers' setting; a
+        pusher that is silent for `SILENT_RESENDS` times as long loses its credit. `announced`: the address that pushers
+        use, if it is not `host`. `keys`: the process's own key pair, if its connections are encrypted."""
         self._verifier = Verifier("model_worker")
         self._limits = limits
         self._sink = sink
@@ -135,18 +135,18 @@ class GroupPuller:
         return self._thread.is_alive()
 
     def start(self, verifier: Verifier) -> None:
-        """Begin to receive from those whom `verifier` knows, in a thread without which the process cannot do."""
+        """Start receiving from the senders that `verifier` knows, in a thread whose failure ends the process."""
         self._verifier = verifier
         self._sink.notify_freed(self._wake)
         self._thread.start()
 
     def expect(self, *, newest_version: int, seqs: int) -> None:
-        """From now on take groups that a policy up to `newest_version` sampled, with sequence numbers below `seqs`. May
-        be called from any thread."""
+        """Accept groups that a policy up to `newest_version` sampled, with sequence numbers below `seqs`, from now on.
+        Thread-safe."""
         self._limits = msgspec.structs.replace(self._limits, newest_version=newest_version, seqs=seqs)
 
     def close(self) -> None:
-        """Stop the thread and close the socket; groups not acknowledged stay with their pushers."""
+        """Stop the thread and close the socket; pushers keep unacknowledged groups."""
         self._sink.notify_freed(None)
         self._closing = True
         if self._thread.ident is None:
@@ -156,8 +156,8 @@ class GroupPuller:
         self._thread.join()
 
     def _wake(self) -> None:
-        """Places became free, or it is to end: look again. May be called from any thread."""
-        with suppress(OSError):  # as many wake-ups as fit are on their way already, or it is closed
+        """Wake the thread because places became free, or because it is to stop. Thread-safe."""
+        with suppress(OSError):  # enough wake-ups are pending already, or the socket is closed
             self._wake_sender.send(b"\0")
 
     def _run(self) -> None:
@@ -185,12 +185,12 @@ class GroupPuller:
             self._send_replies()
 
     def _until_next_silence(self) -> int | None:
-        """Return the milliseconds until the book has something to forget."""
+        """Return the milliseconds until the next sender becomes silent; None if there are no senders."""
         due = self._book.next_silence()
         return None if due is None else max(0, int((due - time.monotonic()) * 1000) + 1)
 
     def _receive_batch(self) -> None:
-        """Handle what has arrived, one batch at most."""
+        """Handle the messages that have arrived, one batch at most."""
         end = time.monotonic() + BATCH_SECONDS
         for _ in range(MESSAGES_PER_BATCH):
             try:
@@ -209,11 +209,11 @@ class GroupPuller:
                 return
 
     def _turn_away(self, sender: bytes, frames: list[memoryview], why: str) -> None:
-        """Refuse a message of somebody who may say nothing here; only its sequence numbers are looked at."""
+        """Reject a message of an unauthorized sender; read only its sequence numbers."""
         self._sink.count_refused()
         self._seldom.warning("refused a message of %s", why)
         seqs = [UNREADABLE]
-        with suppress(Exception):  # tolerance point: whatever it makes a decoder raise
+        with suppress(Exception):  # tolerance point: the message may make a decoder raise any error
             message = _decoder.decode(frames[0]) if len(frames[0]) <= codec.MAX_HEADER_BYTES else None
             if isinstance(message, codec.GroupHeader):
                 seqs = [message.seq]
@@ -223,9 +223,11 @@ class GroupPuller:
         reply.refused += [Refusal(seq, f"this head does not take messages of {why}") for seq in seqs]
 
     def _receive_frames(self) -> tuple[list[memoryview], str, str]:
-        """Return the frames of one message after its sender's, and what is too much in it: then the first frame alone,
-        for ZMQ's own limit is one of each frame. What is left out is given back to ZMQ as it is read. Last, the CURVE
-        key of the connection; empty: it is not encrypted."""
+        """Return the frames of one message after the sender's, a text if it is too large, and the CURVE key of its
+        connection (empty if it is not encrypted).
+
+        ZMQ's own limit counts each frame alone. If the message is too large, return only its first frame; the others
+        are freed as they are read."""
         frames: list[memoryview] = []
         count = size = 0
         largest = codec.MAX_HEADER_BYTES + self._limits.max_group_bytes
@@ -250,7 +252,7 @@ class GroupPuller:
             return
         try:
             message = _decoder.decode(frames[0])
-        except Exception as error:  # tolerance point: no message may end the stream, whatever it makes a decoder raise
+        except Exception as error:  # tolerance point: no message may end the stream, whichever error it causes
             reason = f"a first frame that is neither an Ask nor a GroupHeader: {error or type(error).__name__}"
             self._refuse(sender, UNREADABLE, reason)
             return
@@ -299,7 +301,7 @@ class GroupPuller:
             return
         full = not self._book.admits(group.seq, stored=len(self._sink)) and not self._sink.knows(group.seq)
         if full or self._sink.offer(group) is SinkOutcome.FULL:
-            self._book.offer(sender, group.seq)  # came unasked, or its reservation had lapsed
+            self._book.offer(sender, group.seq)  # not offered before, or its reservation had expired
             self._reply(sender)
             return
         for other in (sender, *self._book.note_stored(group.seq)):
@@ -313,7 +315,7 @@ class GroupPuller:
 
     def _refuse(self, sender: bytes, seq: int, reason: str) -> None:
         self._sink.count_refused()
-        reason = reason[:LONGEST_REASON]  # it may quote what was sent
+        reason = reason[:LONGEST_REASON]  # it may quote the message
         self._seldom.warning("refused a message from %s: %s", _name(sender), reason)
         self._reply(sender).refused.append(Refusal(seq, reason))
 
@@ -339,19 +341,19 @@ class GroupPuller:
         return reply
 
     def _send_replies(self) -> None:
-        """Send each pusher one message with everything that is new for it."""
+        """Send each pusher one message with all its news."""
         stored = len(self._sink)
         taken, capacity = stored + self._book.reserved, self._book.capacity
         eager = self._book.eager(stored=stored)
         for sender, reply in self._replies.items():
             reply.taken, reply.capacity, reply.eager = taken, capacity, eager
-            # To a pusher that is gone this goes nowhere; one that is back offers its groups again.
+            # A message to a dead pusher is dropped; a pusher that returns offers its groups again.
             self._socket.send_multipart([sender, _encoder.encode(reply)], zmq.NOBLOCK)
         self._replies.clear()
 
 
 def _name(sender: bytes) -> str:
-    """Return whom a routing id names, for messages: it begins with that, and the rest is a secret."""
+    """Return the sender's name for messages: the first part of its routing id; the rest is a secret."""
     return sender.split(b" ", 1)[0].decode("ascii", "backslashreplace")
 
 
@@ -360,15 +362,15 @@ def _not_leased(seq: int, sender: Identity) -> str:
 
 
 class CreditBook:
-    """The reservations and offers of one head; a sender is named by any bytes, and times are in seconds."""
+    """The reservations and offers of one head; a sender is identified by bytes, and times are in seconds."""
 
     def __init__(self, *, capacity: int, silence_seconds: float) -> None:
         self.capacity = capacity
         self.silence_seconds = silence_seconds
         self._reserved: dict[int, bytes] = {}
         self._waiting: dict[int, dict[bytes, None]] = {}
-        self._order: list[int] = []  # heap; every seq that waits without reservation is in it, others may be
-        self._ordered: set[int] = set()  # what is in the heap
+        self._order: list[int] = []  # heap: every seq that waits without reservation, possibly others
+        self._ordered: set[int] = set()  # members of the heap
         self._heard: dict[bytes, LastHeard] = {}
 
     @property
@@ -382,14 +384,15 @@ class CreditBook:
         return sum(1 for seq in self._waiting if seq not in self._reserved)
 
     def eager(self, *, stored: int) -> int:
-        """Return how many groups each sender may have under way unasked: its share of half the free places. `stored`:
-        groups at the head now."""
+        """Return how many groups each sender may have in flight without an offer: its share of half the free places.
+
+        `stored`: groups at the head now."""
         if self._waiting:
             return 0
         return (self.capacity - stored - len(self._reserved)) // (2 * max(1, len(self._heard)))
 
     def hear(self, sender: bytes, *, now: float) -> None:
-        """Note that `sender` was heard."""
+        """Note a message of `sender`."""
         if sender in self._heard:
             self._heard[sender].hear(now=now)
         else:
@@ -418,12 +421,12 @@ class CreditBook:
         return seq in self._reserved or stored + len(self._reserved) < self.capacity
 
     def note_stored(self, seq: int) -> list[bytes]:
-        """Note that `seq` is stored; return who else offered it, and need not send it any more."""
+        """Note that `seq` is stored; return the other senders that offered it and need not send it any more."""
         self._reserved.pop(seq, None)
         return list(self._waiting.pop(seq, ()))
 
     def grant(self, *, stored: int) -> list[tuple[bytes, int]]:
-        """Reserve the free places, lowest sequence number first, and return who may now send what."""
+        """Reserve the free places, lowest sequence number first; return the (sender, seq) pairs to send now."""
         grants: list[tuple[bytes, int]] = []
         while self._order and stored + len(self._reserved) < self.capacity:
             seq = heapq.heappop(self._order)
@@ -438,7 +441,7 @@ class CreditBook:
         return grants
 
     def forget_silent(self, *, now: float) -> dict[bytes, int]:
-        """Take back the reservations of senders that have been silent for too long, and return how many of each."""
+        """Release the reservations of senders that were silent for too long; return their number by sender."""
         silent = {sender for sender, heard in self._heard.items() if heard.is_silent(now=now)}
         if not silent:
             return {}
@@ -455,8 +458,7 @@ class CreditBook:
         return taken
 
     def next_silence(self) -> float | None:
-        """Return when the next sender will have been silent for too long, unless it is heard before; None: nobody is
-        known."""
+        """Return when the next sender becomes silent if it sends nothing before; None if no sender is known."""
         return next_silence(self._heard.values())
 
     def _release(self, seq: int) -> None:

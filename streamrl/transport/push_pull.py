@@ -1,7 +1,7 @@
 """The stream of groups from rollout workers to DP heads: acknowledged, and paced by credit.
 
-Each group goes to head `seq % heads` over a DEALER–ROUTER pair, in messages that name sequence
-numbers and may be repeated without harm:
+Each group goes to head `seq % heads` over a DEALER–ROUTER pair. Messages name sequence numbers and may be
+repeated without harm:
 
     pusher                                  head
       │ ── Ask(offered=[7, 9]) ──────────────▶ │  "I have these groups in hand"
@@ -9,16 +9,14 @@ numbers and may be repeated without harm:
       │ ── GroupHeader + raw arrays ─────────▶ │  decoded, checked, stored
       │ ◀──────────────── Reply(stored=[7]) ── │  acknowledged; `push` returns
 
-Why ask first: a place is reserved only for a group that exists, so no credit lies idle with one
-pusher while another has the group that the trainer waits for (`puller.py` argues that nothing can
-deadlock). While the head has room to spare it says so (`Reply.eager`), and so many groups may be
-under way unasked; one that finds no place after all is not lost: the head takes its message for
-an offer and asks for the arrays again when it has a place.
+Why offer first: a place is reserved only for an existing group, so no credit is idle at one pusher while another has
+the group that the trainer waits for (`puller.py` shows that nothing can deadlock). While the head has room to spare,
+`Reply.eager` is the number of groups that may be in flight without an offer. If such a group finds no place, it is not
+lost: the head treats its message as an offer and requests the arrays again when it has a place.
 
-Invariant: a pusher offers a group again every `resend_seconds` until it is acknowledged, and the
-head stores each sequence number once; so losses, restarts of either side and twins do no harm.
-A message overtakes none of the same pusher: an offer that is repeated while the group is under
-way arrives after it, and the reply to it is `stored`, not `send`.
+Invariant: a pusher offers a group again every `resend_seconds` until it is acknowledged, and the head stores each
+sequence number once; so losses, restarts of either side and twins do no harm. Messages of one pusher stay in order: a
+repeated offer arrives after a group that is already in flight, and the reply to it is `stored`, not `send`.
 """
 
 from __future__ import annotations
@@ -45,50 +43,50 @@ from streamrl.types import TrajectoryGroup
 log = logging.getLogger(__name__)
 
 SEQS_PER_ASK = 4096
-"""A longer list is split over several messages."""
+"""Maximum length of a list in one message; a longer one is split over several."""
 LINGER_MS = 500
-"""How long a closed socket tries to send what it has left."""
+"""How long a closed socket tries to send its remaining messages, in milliseconds."""
 UNREADABLE = -1
-"""`Refusal.seq` of a message that does not say which group it carries."""
+"""`Refusal.seq` of a message without a readable sequence number."""
 
 Seq = Annotated[int, msgspec.Meta(ge=0)]
 AskedSeqs = Annotated[list[Seq], msgspec.Meta(max_length=SEQS_PER_ASK)]
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """From a pusher."""
+    """From a pusher: the groups that it offers or withdraws."""
 
     offered: AskedSeqs
     """Groups in hand that wait for a credit or an acknowledgement."""
     permits: Annotated[list[str], msgspec.Meta(max_length=SEQS_PER_ASK)]
-    """For each of them: that it was leased to the pusher."""
+    """For each offered group, the proof that it was leased to the pusher."""
     withdrawn: AskedSeqs
     """Groups no longer in hand."""
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A group that the head does not take, and why."""
+    """A rejected group, and the reason."""
 
     seq: int
-    """`UNREADABLE`: the message did not say."""
+    """`UNREADABLE` if the message did not contain it."""
     reason: str
 
 
 class Reply(msgspec.Struct):
-    """From a head: its reply to everything that it has received from one pusher since the last one."""
+    """From a head: reply to everything that it has received from one pusher since the last reply."""
 
     send: list[int] = []
     """Groups for which a place is reserved."""
     stored: list[int] = []
     """Groups stored, now or before."""
     refused: list[Refusal] = []
-    """Groups that break the wire format; sending them again would not help."""
+    """Groups that break the wire format; resending them would not help."""
     taken: int = 0
-    """Places taken at the head: by groups that it has stored, and by groups on their way."""
+    """Places taken at the head: by stored groups, and by reserved ones."""
     capacity: int = 0
-    """Places that it has."""
+    """Total number of places."""
     eager: int = 0
-    """Groups that the pusher may have under way without having asked."""
+    """Number of groups that the pusher may have in flight without an offer."""
 
 
 _NOW = int(zmq.NOBLOCK)
@@ -110,8 +108,8 @@ class GroupPusher:
         resend_seconds: float,
         warn_seconds: float = 30.0,
     ) -> None:
-        """`heads`: those who receive, by data-parallel rank; `shown`: what they know this process by. Call with the
-        event loop running."""
+        """`heads`: the receivers, by data-parallel rank; `shown`: the credential and keys that identify this process to
+        them. Call with the event loop running."""
         self._max_group_bytes = max_group_bytes
         self._closed = False
         self._links = [
@@ -127,11 +125,11 @@ class GroupPusher:
         ]
 
     async def push(self, group: TrajectoryGroup, *, permit: str) -> None:
-        """Send `group` to its head and return once it is stored there, now or before. `permit`: of its admission.
+        """Send `group` to its head and return once it is stored there, now or before. `permit`: from its admission.
 
         Waits as long as the head has no place, with a warning in the log every `warn_seconds`.
-        The arrays must not change meanwhile. Raises `WireError` when the head (or the codec)
-        refuses the group, and `PeerLost` when the pusher is closed before the group is stored.
+        The arrays must not change until it returns. Raises `WireError` when the head (or the codec)
+        rejects the group, and `PeerLost` when the pusher is closed before the group is stored.
         """
         if self._closed:
             raise PeerLost(f"group {group.seq} cannot be pushed: the pusher is closed")
@@ -139,7 +137,7 @@ class GroupPusher:
         await self._links[group.seq % len(self._links)].push(group.seq, frames, permit)
 
     async def close(self) -> None:
-        """Give up whatever is not acknowledged, and tell the heads so."""
+        """Give up all unacknowledged groups, and withdraw them at the heads."""
         self._closed = True
         for link in self._links:
             link.close()
@@ -169,10 +167,10 @@ class _Link:
         self._worker = worker
         self._resend_seconds = resend_seconds
         self._warn_seconds = warn_seconds
-        self._pending: OrderedDict[int, _Pending] = OrderedDict()  # longest untouched first
+        self._pending: OrderedDict[int, _Pending] = OrderedDict()  # least recently sent or offered first
         self._offered: list[int] = []
         self._withdrawn: list[int] = []
-        self._heard = LastHeard(now=-math.inf, patience=2 * resend_seconds)  # not yet
+        self._heard = LastHeard(now=-math.inf, patience=2 * resend_seconds)  # no message yet
         self._warned = 0.0
         self._taken = self._capacity = self._eager = 0
         self._under_way = 0
@@ -236,14 +234,14 @@ class _Link:
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Send what there is to say at the end of this turn of the event loop, in one message."""
+        """Send all pending offers and withdrawals at the end of this turn of the event loop, in one message."""
         if self._flushing is None and not self._socket.closed:
             self._flushing = self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         self._flushing = None
         self._send_asks()
-        self._receive()  # sending may have swallowed the wake-up of a message that arrived
+        self._receive()  # sending may have consumed the wake-up for a message that arrived
 
     def _send_asks(self) -> None:
         while self._offered or self._withdrawn:
@@ -292,7 +290,7 @@ class _Link:
                 self._send(seq, item)
 
     def _remove(self, seq: int) -> _Pending | None:
-        """Remove `seq`, which is stored, refused or given up, and return it if it was pending."""
+        """Remove `seq`, which is stored, rejected or given up, and return it if it was pending."""
         item = self._pending.pop(seq, None)
         self._under_way -= item is not None and item.sends > 0
         return item
@@ -311,7 +309,7 @@ class _Link:
             self._connect_again()
 
     def _connect_again(self) -> None:
-        """The head has turned this process away, for good as far as ZMQ knows. What is pending is offered again."""
+        """Connect again: the head rejected this process, and ZMQ does not retry. Pending groups are offered again."""
         now = time.monotonic()
         if now - self._connected >= self._resend_seconds:
             log.error("%s: %s has turned it away: it does not know its key; trying again", self._worker, self._name)
@@ -322,7 +320,7 @@ class _Link:
         self._checking = self._loop.call_later(min(self._resend_seconds, self._warn_seconds) / 2, self._check)
 
     def _check(self) -> None:
-        """Offer again what got no reply for `resend_seconds`; warn of what has waited for `warn_seconds`."""
+        """Offer groups without a reply for `resend_seconds` again; warn about groups that wait for `warn_seconds`."""
         self._checking = None
         if not self._pending:
             return
@@ -374,7 +372,7 @@ def _resolve(done: asyncio.Future[None], error: WireError | None) -> None:
 
 
 def keep_alive(endpoint: zmq.Socket[bytes]) -> None:
-    """Have `endpoint` notice within about a minute when the other machine is gone without a word."""
+    """Have `endpoint` notice within about a minute when the other machine disappears without closing."""
     endpoint.set(zmq.TCP_KEEPALIVE, 1)
     endpoint.set(zmq.TCP_KEEPALIVE_IDLE, 30)
     endpoint.set(zmq.TCP_KEEPALIVE_INTVL, 10)

@@ -1,22 +1,23 @@
 """Requests from one master to its workers, over ZMQ with msgpack.
 
-A *request* goes to one worker or to several at once. Requests of one turn of the event loop are collected and flushed
-together, one after another to all their workers, so every worker sees requests in the same order: workers that
-communicate within them never wait for each other in a circle. A request to several workers begins only when each of
-them has acknowledged it (`ack`), so none starts to communicate with a worker that is gone; the master's `syn` then sets
-all off. One that the master gives up before that is withdrawn, or its workers would wait for ever.
+A *request* goes to one worker or to several at once. The master collects the requests of one turn of the event loop and
+flushes them one after another, each to all of its workers, so every worker sees requests in the same order: workers
+that communicate within requests never wait for each other in a circle. A request to several workers begins only when
+each of them has acknowledged it (`ack`), so none starts to communicate with a dead worker; the master's `syn` then
+starts all of them. If the master gives a request up before `syn`, it withdraws the request, or its workers would wait
+forever.
 
-Besides replies a worker sends *notices* (something happened there) and heartbeats. All that one end says to the other,
-but for heartbeats and probes, is numbered and sent again until it is confirmed: each message is taken once, in order,
-whatever connections break meanwhile. A worker that does not come back within moments when its connection has ended,
-stays silent, or was restarted fails every request that waits for it, with its name; the master's probes find out within
-a beat that a connection has ended.
+In addition to replies a worker sends *notices* (an event in the worker) and heartbeats. Each end numbers all of its
+messages except heartbeats and probes, and resends them until they are confirmed: each message is processed once, in
+order, even if connections break in between. All requests that wait for a worker fail, with the worker's name in the
+error, if its connection has ended and it does not return within moments, if it stays silent, or if it was restarted.
+The master's probes detect an ended connection within one beat.
 
-Frames: `[kind, request id, place, incarnation, body]`. The place is the message's number among those that this end has
-said to the other, from 1 on; the incarnation tells the start of the worker that says it, or is spoken to, from others.
-Kinds from the master: `C` call, `P` call that waits for its `S` syn or its withdrawal `W`. From a worker: `A` ack, `R`
-reply, `E` error (body: text), `N` notice. Without a place of their own are `K`, which confirms all messages up to its
-place, the master's probe `B`, and a worker's heartbeat `H`, which is also its first word.
+Frames: `[kind, request id, place, incarnation, body]`. The place is the message's sequence number among the messages
+from this end to the other, from 1; the incarnation identifies one start of the worker that sends or receives the
+message. Kinds from the master: `C` call, `P` call that waits for its `S` syn or its withdrawal `W`. From a worker: `A`
+ack, `R` reply, `E` error (body: text), `N` notice. These kinds have no place of their own: `K`, which confirms all
+messages up to its place, the master's probe `B`, and a worker's heartbeat `H`, which is also its first message.
 """
 
 from __future__ import annotations
@@ -63,23 +64,23 @@ Understood = TypeVar("Understood")
 
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 20.0
-"""A worker that has not been heard of for this long is lost."""
+"""A worker that has sent nothing for this long is lost."""
 RETURN_SECONDS = 2.0
 """A worker whose connection has ended is lost after this long: a process that lives connects again at once."""
 GONE = "is gone: its connection has ended"
 BEGIN_WARNING_SECONDS = 30.0
-"""A worker that has waited this long for the others to have a call logs a warning."""
+"""A worker that has waited this long for the other workers to receive a call logs a warning."""
 LARGEST_FRAME = 1 << 28
-"""Bytes; whoever sends a larger one to the master is cut off. What moves here is metadata."""
+"""In bytes. A sender of a larger frame to the master is disconnected. Only metadata travels here."""
 RESEND_SECONDS = 2.0
-"""A message that the other end has not confirmed for this long is sent again; as long as it confirms nothing, after
-twice as long each time, up to `LONGEST_RESEND_SECONDS`."""
+"""A message that the other end has not confirmed for this long is sent again. While nothing is confirmed, the delay
+doubles each time, up to `LONGEST_RESEND_SECONDS`."""
 LONGEST_RESEND_SECONDS = 60.0
 CONNECT_AGAIN_SECONDS = 5.0
-"""A worker that has heard nothing from the master yet connects again so often: whoever was turned away, because the
-manager did not know its key just then, is turned away for good as far as ZMQ knows."""
+"""Interval at which a worker that has received nothing from the master connects again. The master may have rejected it
+because the manager did not know its key yet, and ZMQ never retries a rejected connection."""
 WELCOME_SECONDS = 60.0
-"""A worker gives up when the master has not answered for this long. The master's probes come every `BEAT_SECONDS`."""
+"""A worker gives up if the master sends nothing for this long. The master's probes come every `BEAT_SECONDS`."""
 NUMBER_BYTES = 8
 """Length of a request id, and of a place."""
 _FRAMES = ("kind", "request id", "place", "incarnation", "body")
@@ -88,7 +89,7 @@ _FRAMES = ("kind", "request id", "place", "incarnation", "body")
 class _Message(msgspec.Struct, frozen=True):
     kind: bytes
     number: int
-    """Id of the request that it is about; 0: about none."""
+    """Id of the request that the message belongs to; 0 if it belongs to none."""
     place: int
     incarnation: bytes
     body: bytes = b""
@@ -99,21 +100,21 @@ class _Message(msgspec.Struct, frozen=True):
 
 
 class _Conversation:
-    """What the master and one incarnation of a worker say to each other, at one end: each message is taken once, in
-    order, and what is said here is kept until the other end has confirmed it."""
+    """One end's state of the exchange between the master and one incarnation of a worker. Each message is processed
+    once, in order, and a sent message is kept until the other end has confirmed it."""
 
     def __init__(self, incarnation: bytes) -> None:
         self.incarnation = incarnation
         self.unconfirmed: dict[int, _Message] = {}
-        """What was said here, by place, oldest first."""
+        """Messages sent by this end, by place, oldest first."""
         self._said = 0
         self._taken = 0
         self._since = 0.0
-        """When the oldest of them became the oldest, or was said again."""
+        """When the oldest unconfirmed message became the oldest, or was last sent again."""
         self._patience = RESEND_SECONDS
 
     def say(self, kind: bytes, number: int, body: bytes) -> _Message:
-        """Return the message to be sent."""
+        """Number and keep a message; return it, ready to be sent."""
         self._said += 1
         if not self.unconfirmed:
             self._since, self._patience = time.monotonic(), RESEND_SECONDS
@@ -121,7 +122,7 @@ class _Conversation:
         return message
 
     def to_say_again(self) -> list[_Message]:
-        """Return what the other end should have confirmed by now."""
+        """Return the messages that the other end should have confirmed by now."""
         now = time.monotonic()
         if not self.unconfirmed or now - self._since < self._patience:
             return []
@@ -129,17 +130,17 @@ class _Conversation:
         return list(self.unconfirmed.values())
 
     def is_next(self, message: _Message) -> bool:
-        """Whether `message` is to be taken now: others were taken already, or come again in their order."""
+        """Whether to process `message` now. Earlier messages are duplicates; later ones come again in their order."""
         following = message.place == self._taken + 1
         self._taken += following
         return following
 
     def confirmation(self) -> _Message:
-        """Return what tells the other end how far its messages were taken."""
+        """Return the confirmation of all messages processed so far."""
         return _Message(b"K", 0, self._taken, self.incarnation)
 
     def confirm(self, place: int) -> None:
-        """Forget what was said up to `place`: the other end has taken it."""
+        """Forget sent messages up to `place`: the other end has processed them."""
         confirmed = [each for each in self.unconfirmed if each <= place]
         for each in confirmed:
             del self.unconfirmed[each]
@@ -148,7 +149,7 @@ class _Conversation:
 
 
 class _Request:
-    """One request on its way."""
+    """One request in flight."""
 
     def __init__(self, number: int, calls: Mapping[int, bytes], what: str, loop: asyncio.AbstractEventLoop) -> None:
         self.number = number
@@ -162,11 +163,11 @@ class _Request:
         for future in self.replies.values():
             if not future.done():
                 future.set_exception(error)
-                future.exception()  # one failure is raised; the others of the same request are no news
+                future.exception()  # only one failure is raised; mark the request's other failures as retrieved
 
 
 class Requests(Protocol):
-    """How a master calls its workers: `RequestChannel`, which does it over ZMQ, or what a test puts in its place."""
+    """Interface by which a master calls its workers: `RequestChannel` over ZMQ, or a test double."""
 
     async def wait_for(self, workers: set[int], *, patience: float, warn_after: float = ...) -> None: ...
 
@@ -178,7 +179,7 @@ class Requests(Protocol):
 
 
 class RequestChannel(Generic[Notice]):
-    """The master's end. All methods belong to the event loop that made it."""
+    """The master's end. All methods must be called on the event loop that created it."""
 
     def __init__(
         self,
@@ -191,24 +192,25 @@ class RequestChannel(Generic[Notice]):
         keys: CurveKeys | None = None,
         number_of: Callable[[Identity], int] = lambda sender: sender.index,
     ) -> None:
-        """Listen at `host`, at any free port, and tell others that it is at `announced`, if that is another address.
-        `keys`: the process's own, if connections are to be encrypted. `on_notice` is called with the worker's number
-        and each notice of its; `name_of` gives a worker's name for messages, `number_of` the number of one that has
-        shown its credential. Nobody is heard before `admit`."""
+        """Listen at `host` on any free port; advertise the address `announced` instead of `host` if it is not empty.
+
+        `keys`: the process's own key pair, if connections are encrypted. `on_notice` is called with the worker's number
+        and each of its notices; `name_of` returns a worker's name for messages, `number_of` the number of a worker from
+        its verified credential. No worker is accepted before `admit`."""
         self.context = zmq.asyncio.Context()
         self._verifier = Verifier("controller")
         self._admitting = asyncio.Event()
         self._number_of = number_of
         self._routes: dict[int, bytes] = {}
-        """Routing id of the socket of each worker that was heard."""
+        """Routing id of the socket of each worker that has sent a message."""
         self._seldom = Seldom(log)
         self._encrypted = keys is not None
         self._socket = self.context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_FRAME)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # one that connects again replaces its connection
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # what cannot be sent because nobody is there is an error
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a reconnecting worker replaces its old connection
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a worker without connection is an error
         if keys is not None:
             encrypt_server(self._socket, keys)
         self.endpoint = url_of(announced or host, bind(self._socket, host), scheme="tcp")
@@ -221,11 +223,11 @@ class RequestChannel(Generic[Notice]):
         self._collected: deque[_Request] = deque()
         self._some = asyncio.Event()
         self._heard: dict[int, LastHeard] = {}
-        """Each worker that has ever connected."""
+        """Each worker that has ever connected, and when its last message came."""
         self._unreachable: dict[int, float] = {}
-        """Since when each worker whose connection has ended could not be sent anything."""
+        """Each worker whose connection has ended, and since when sending to it has failed."""
         self._conversations: dict[int, _Conversation] = {}
-        """With the incarnation of each worker that was heard last."""
+        """Per worker: the exchange with its latest known incarnation."""
         self._joined = asyncio.Condition()
         self._tasks = [
             essential.begin(self._receive(), name="the master's receiving of messages"),
@@ -234,13 +236,15 @@ class RequestChannel(Generic[Notice]):
         ]
 
     def admit(self, verifier: Verifier) -> None:
-        """From now on hear those whom `verifier` knows."""
+        """Accept messages from the senders that `verifier` knows from now on."""
         self._verifier = verifier
         self._admitting.set()
 
     async def wait_for(self, workers: set[int], *, patience: float, warn_after: float = BEGIN_WARNING_SECONDS) -> None:
-        """Wait until all of `workers` have connected, and log a warning that names the missing ones after `warn_after`
-        seconds; raises `DeadlineExceeded` after `patience` seconds."""
+        """Wait until all of `workers` have connected.
+
+        After `warn_after` seconds log a warning that names the missing workers. Raises `DeadlineExceeded` after
+        `patience` seconds."""
 
         def missing() -> str:
             return ", ".join(self._name_of(worker) for worker in sorted(workers - self._heard.keys()))
@@ -256,8 +260,9 @@ class RequestChannel(Generic[Notice]):
             ) from error
 
     async def living(self, workers: Sequence[int], *, patience: float) -> list[int]:
-        """Return those of `workers` that are not silent, as soon as there is one; raises `DeadlineExceeded` after
-        `patience` seconds."""
+        """Return the `workers` that are not silent, as soon as there is at least one.
+
+        Raises `DeadlineExceeded` after `patience` seconds."""
         try:
             async with asyncio.timeout(patience), self._joined:
                 await self._joined.wait_for(lambda: any(map(self._lives, workers)))
@@ -269,7 +274,7 @@ class RequestChannel(Generic[Notice]):
         return [worker for worker in workers if self._lives(worker)]
 
     async def until_lost(self, workers: Sequence[int]) -> str:
-        """Wait until one of `workers` that was heard before is gone, or silent; return which, in words."""
+        """Wait until a connected worker of `workers` disconnects or falls silent; return a text that names it."""
         while True:
             await asyncio.sleep(BEAT_SECONDS / 2)
             lost = [worker for worker in workers if worker in self._heard and not self._lives(worker)]
@@ -284,8 +289,8 @@ class RequestChannel(Generic[Notice]):
     async def request(self, calls: Mapping[int, Any], reply: type[Reply], *, timeout: float) -> dict[int, Reply]:
         """Have several workers carry out one call each, together, and return their replies by worker.
 
-        Raises `PeerError` with what the first worker says that fails, `PeerLost` when one
-        falls silent or is restarted, `DeadlineExceeded` after `timeout` seconds, `WireError` for another reply.
+        Raises `PeerError` with the text of the first worker that fails, `PeerLost` when a worker falls silent or is
+        restarted, `DeadlineExceeded` after `timeout` seconds, `WireError` for a reply of another type.
         """
         what = type(next(iter(calls.values()))).__name__
         encoded = {worker: self._encoder.encode(call) for worker, call in calls.items()}
@@ -303,7 +308,7 @@ class RequestChannel(Generic[Notice]):
         finally:
             self._pending.pop(request.number, None)
             if request.unacknowledged:
-                self._collected.append(request)  # a second time, to be withdrawn
+                self._collected.append(request)  # a second time, so that `_flush` withdraws it
                 self._some.set()
         try:
             return {worker: msgspec.msgpack.decode(body, type=reply) for worker, body in bodies.items()}
@@ -311,7 +316,7 @@ class RequestChannel(Generic[Notice]):
             raise WireError(f"{what} was answered with something else: {error}") from error
 
     async def close(self) -> None:
-        """Stop, and close the socket; whoever waits for a reply is not told."""
+        """Stop, and close the socket; pending requests are not completed."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -319,7 +324,7 @@ class RequestChannel(Generic[Notice]):
         self.context.term()
 
     async def _flush(self) -> None:
-        """Send the requests that were collected, in order."""
+        """Send the collected requests, in order."""
         while True:
             await self._some.wait()
             self._some.clear()
@@ -348,16 +353,16 @@ class RequestChannel(Generic[Notice]):
                 await self._handle(worker, message)
 
     def _understood(self, worker: int, read: Callable[[], Understood]) -> Understood | None:
-        """Return what `read` reads of what `worker` sent; None if it is not to be understood."""
+        """Return the result of `read`, the decoding of a message from `worker`; None if it cannot be decoded."""
         try:
             return read()
-        except Exception as error:  # tolerance point: no message may end the receiver, whatever it makes fail
+        except Exception as error:  # tolerance point: no message may end the receiver, whichever error it causes
             name = self._name_of(worker)
             self._seldom.warning("the master received a message from %s that is none: %s", name, _brief(error))
             return None
 
     async def _received(self) -> tuple[bytes, list[bytes], str]:
-        """Return the next message: routing id, frames, and the CURVE key of its connection, if that is encrypted."""
+        """Return the next message: routing id, frames, and the connection's CURVE key (empty if not encrypted)."""
         if not self._encrypted:
             identity, *frames = await self._socket.recv_multipart()
             return identity, frames, ""
@@ -378,7 +383,7 @@ class RequestChannel(Generic[Notice]):
         if conversation is None:
             conversation = self._conversations[worker] = _Conversation(message.incarnation)
         if message.kind == b"H" or conversation.incarnation != message.incarnation:
-            return  # what else one says that has replaced another comes again when its heartbeat has come
+            return  # other messages of a new incarnation come again after its first heartbeat
         if message.kind == b"K":
             conversation.confirm(message.place)
             return
@@ -407,8 +412,7 @@ class RequestChannel(Generic[Notice]):
             request.fail(PeerError(f"{self._name_of(worker)} failed in {request.what}: {text}"))
 
     async def _watch(self) -> None:
-        """Probe the workers, say again what they have not confirmed, and fail the requests of those that are gone or
-        silent."""
+        """Probe the workers, resend unconfirmed messages, and fail the requests of workers that are lost or silent."""
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             for worker, conversation in list(self._conversations.items()):
@@ -440,7 +444,7 @@ class RequestChannel(Generic[Notice]):
                 request.fail(PeerLost(f"{self._name_of(worker)} {how}"))
 
     async def _say(self, worker: int, kind: bytes, number: int, body: bytes = b"") -> None:
-        """Send what a worker takes once and after all that was said to it before; nothing to one never heard."""
+        """Send a message that the worker processes once, after all earlier ones; drop it if the worker is unknown."""
         if (conversation := self._conversations.get(worker)) is not None:
             await self._send(worker, conversation.say(kind, number, body))
 
@@ -457,27 +461,29 @@ class RequestChannel(Generic[Notice]):
 
 
 class ReplyChannel(Generic[Call]):
-    """A worker's end. All methods belong to the event loop that made it."""
+    """A worker's end. All methods must be called on the event loop that created it."""
 
     def __init__(self, *, master: Peer, worker: int, shown: Shown, call_type: Any) -> None:
-        """`shown`: what the master knows this process by; `worker`: its number, for messages."""
+        """`shown`: the credential and keys that identify this process to the master; `worker`: its number, for
+        messages."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._address = master.address
         self._welcomed = False
-        """Whether the master was heard."""
+        """Whether a message of the master has arrived."""
         connect(self._socket, master.address, curve_key=master.curve_key, shown=shown, link=uuid.uuid4().hex[:8])
         self._encoder = msgspec.msgpack.Encoder()
         self._calls = msgspec.msgpack.Decoder(call_type)
         self._waiting: dict[int, asyncio.Future[bool]] = {}
-        """Calls that wait for the other workers, by id: whether each is to be carried out."""
+        """Calls that wait for the other workers, by id; the result is whether to carry the call out."""
         self._conversation = _Conversation(uuid.uuid4().bytes)
         self._beating = essential.begin(self._beat(), name=f"beats of worker {worker} for the master")
 
     async def receive(self) -> tuple[int, Call]:
-        """Return the id of the next call, and the call, in the order that all workers share. `begin` it before it is
-        carried out. Raises `PeerLost` when the master does not answer at all."""
+        """Return the id of the next call, and the call, in the order that all workers share.
+
+        Call `begin` before carrying the call out. Raises `PeerLost` when the master sends nothing at all."""
         if not self._welcomed:
             await self._until_welcomed()
         while True:
@@ -497,7 +503,7 @@ class ReplyChannel(Generic[Call]):
                     self._waiting[message.number].set_result(message.kind == b"S")
                     continue
                 call: Call = self._calls.decode(message.body)
-            except Exception as error:  # tolerance point: no message may end the receiver, whatever it makes fail
+            except Exception as error:  # tolerance point: no message may end the receiver, whichever error it causes
                 log.warning("a worker received a call that is none: %s", _brief(error))
                 continue
             if message.kind == b"P":
@@ -506,8 +512,9 @@ class ReplyChannel(Generic[Call]):
             return message.number, call
 
     async def begin(self, call_id: int) -> bool:
-        """Wait until all workers of this request have it, while `receive` goes on, and return whether the call is to be
-        carried out: not if it was withdrawn."""
+        """Wait until all workers of the request have received it; return False if the call was withdrawn.
+
+        `receive` must be running in the meantime."""
         waiting = self._waiting.get(call_id)
         if waiting is None:
             return True
@@ -525,11 +532,11 @@ class ReplyChannel(Generic[Call]):
         await self._say(b"R", call_id, self._encoder.encode(result))
 
     async def fail(self, call_id: int, text: str) -> None:
-        """Tell the master that a call failed, and how: by a traceback where it was not expected."""
+        """Send the master the error text of a failed call: a traceback if the error was unexpected."""
         await self._say(b"E", call_id, text.encode())
 
     async def notify(self, notice: msgspec.Struct) -> None:
-        """Send the master a notice, which it takes once and after all earlier ones, while `receive` goes on."""
+        """Send the master a notice, which it processes once and after all earlier ones, while `receive` is running."""
         await self._say(b"N", 0, self._encoder.encode(notice))
 
     async def close(self) -> None:
@@ -540,7 +547,7 @@ class ReplyChannel(Generic[Call]):
         self._context.term()
 
     async def _until_welcomed(self) -> None:
-        """Wait for the master's first word."""
+        """Wait for the master's first message."""
         began = time.monotonic()
         while not await self._socket.poll(CONNECT_AGAIN_SECONDS * 1000):
             waited = time.monotonic() - began
@@ -566,7 +573,7 @@ class ReplyChannel(Generic[Call]):
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _say(self, kind: bytes, number: int, body: bytes = b"") -> None:
-        """Send what the master takes once and after all that was said before, while `receive` goes on."""
+        """Send a message that the master processes once, after all earlier ones, while `receive` is running."""
         await self._send(self._conversation.say(kind, number, body))
 
     async def _send(self, message: _Message) -> None:
@@ -574,7 +581,7 @@ class ReplyChannel(Generic[Call]):
 
 
 def _read(frames: Sequence[bytes]) -> _Message:
-    """Return the message; raises `WireError` when it has other frames."""
+    """Return the message in `frames`; raises `WireError` when their number or lengths are wrong."""
     if len(frames) != len(_FRAMES) or not len(frames[1]) == len(frames[2]) == NUMBER_BYTES:
         raise WireError(f"frames of {[len(frame) for frame in frames[:10]]} bytes are not {', '.join(_FRAMES)}")
     kind, number, place, incarnation, body = frames

@@ -1,15 +1,15 @@
-"""The run's one secret: where it comes from, where it is kept, and what is derived from it.
+"""The run's one secret: its sources, its storage, and the keys derived from it.
 
-Whoever knows it owns the run. The manager makes it, or reads it; every other process shows what is derived from it
-once, when it joins, and is given what its role needs (`RegisterReply`). A process looks for it here, in this order:
+A process with the secret is an owner of the run. The manager makes or reads it. Every other process joins once with a
+key derived from it, and then receives what its role needs (`RegisterReply`). A process looks for it in this order:
 
-1. the pipe by which the launcher that started it hands it on;
+1. the pipe through which its launcher passes it;
 2. the environment variable `STREAMRL_SECRET`;
-3. the file that `security.secret_file` names, which nobody but its owner may be able to read;
-4. the file of the same kind in which the manager at that URL left it in this user's cache, for whoever joins from the
-   same machine by hand.
+3. the file in `security.secret_file`, which only its owner may be able to read;
+4. a file of the same kind in this user's cache, written by the manager at that URL, for processes that are started by
+   hand on the same machine.
 
-Invariant: it is in no command line, log, error, or run folder, and code of the user's is not started with it.
+Invariant: it is in no command line, log, error, or run folder, and user code is started without it.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from streamrl.transport.addresses import is_loopback
 VARIABLE = "STREAMRL_SECRET"
 """Environment variable: the secret itself."""
 DESCRIPTOR = "STREAMRL_SECRET_FD"
-"""Environment variable: file descriptor of the pipe by which a launcher hands the secret on."""
+"""Environment variable: file descriptor of the pipe through which a launcher passes the secret."""
 LEAST_CHARACTERS = 16
 LOOK_SECONDS = 0.2
-"""Between two looks for a manager that is not there yet."""
+"""Delay between two attempts to find a manager that is not there yet."""
 LEAVING_SECONDS = 2.0
-"""In which a manager that listens has left its secret, if it leaves it here."""
+"""Time within which a listening manager has written its secret, if it writes it on this machine."""
 _MOST_BYTES = 4096
 
 log = logging.getLogger(__name__)
 
 
 class Secret:
-    """A secret, which does not show in what is printed of it."""
+    """A secret, hidden in its printed form."""
 
     __slots__ = ("_text",)
 
     def __init__(self, text: str, *, origin: str) -> None:
-        """`origin` names where it comes from. Raises `ConfigError` for one that is too short, or has blanks in it."""
+        """`origin` names its source. Raises `ConfigError` if it is too short, or contains blanks."""
         if len(text) < LEAST_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
             raise ConfigError(
                 f"{origin} holds no secret (at least {LEAST_CHARACTERS} printable characters without spaces); "
@@ -66,26 +66,26 @@ class Secret:
 
     @classmethod
     def make(cls) -> Secret:
-        """Return a new one, of 256 random bits."""
+        """Return a new secret of 256 random bits."""
         return cls(secrets.token_hex(32), origin="a new secret")
 
     def key(self, purpose: str) -> bytes:
-        """Return the key of 32 bytes for one purpose, which tells nothing of the secret or of other keys (HMAC-SHA256,
-        RFC 2104)."""
+        """Return the 32-byte key for one purpose. It reveals nothing about the secret or other keys (HMAC-SHA256, RFC
+        2104)."""
         return hmac.digest(self._text.encode(), f"streamrl {purpose}".encode(), "sha256")
 
     @property
     def shown(self) -> str:
-        """What a process shows the manager: the secret itself never travels."""
+        """Key that a process sends to the manager: the secret itself never travels."""
         return self.key("shown").hex()
 
     @property
     def revealed(self) -> str:
-        """The secret itself, for a launcher that hands it on where no pipe leads."""
+        """The secret itself, for a launcher that passes it on without a pipe."""
         return self._text
 
     def write(self, path: Path) -> None:
-        """Leave it in a file that only its owner can read. Raises `OSError`."""
+        """Write it to a file that only its owner can read. Raises `OSError`."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -94,7 +94,7 @@ class Secret:
 
     @contextmanager
     def handed_on(self) -> Iterator[int]:
-        """The reading end of a pipe with the secret in it, to be inherited by a child that is started meanwhile."""
+        """Yield the reading end of a pipe that contains the secret, for a child that is started in the block."""
         reading, writing = os.pipe()
         try:
             with os.fdopen(writing, "w") as file:
@@ -107,7 +107,7 @@ class Secret:
 def read_file(path: Path, *, setting: str) -> Secret:
     """Return the secret in the file `path`, which `setting` names.
 
-    Raises `ConfigError` when it cannot be read, holds no secret, or could be read or replaced by others.
+    Raises `ConfigError` if it cannot be read, holds no valid secret, or others could read or replace it.
     """
     try:
         with path.open("rb") as file:
@@ -132,18 +132,19 @@ def read_file(path: Path, *, setting: str) -> Secret:
 
 
 _held: list[Secret] = []
-"""At most one: that of the launcher that started this process, or that this process is."""
+"""At most one: the secret of this process's launcher, or of this process if it is the launcher."""
 
 
 def hold(secret: Secret) -> Secret:
-    """From now on this process, which belongs to one run, knows `secret` without looking for it."""
+    """Have this process, which belongs to one run, use `secret` from now on without looking for it."""
     _held[:] = [secret]
     return secret
 
 
 def given(config: Config | None) -> Secret | None:
-    """Return the secret that this process was given by its launcher, its environment, or the file that the
-    configuration names; None if it was given none. Raises `ConfigError` as `read_file` does."""
+    """Return the secret from this process's launcher, its environment, or the configured file; None if there is none.
+
+    Raises `ConfigError` as `read_file` does."""
     if (descriptor := os.environ.pop(DESCRIPTOR, None)) is not None:
         with os.fdopen(int(descriptor), "rb") as pipe:
             return hold(Secret(pipe.read(_MOST_BYTES).decode(), origin="the launcher's pipe"))
@@ -157,15 +158,15 @@ def given(config: Config | None) -> Secret | None:
 
 
 def _is_to_be_made(config: Config) -> bool:
-    """Whether the secret is to be in the file that `security.secret_file` names, which the manager has not made yet."""
+    """Whether the secret belongs in the file `security.secret_file`, which the manager has not made yet."""
     file = config.security.secret_file
     goes_before = DESCRIPTOR in os.environ or _held or os.environ.get(VARIABLE, "").strip()
     return bool(file) and not goes_before and not Path(file).expanduser().exists()
 
 
 def of_new_run(config: Config) -> Secret:
-    """Return the secret of a run that this process begins: the one that it was given, or a new one, which is left in
-    `security.secret_file` if that names a file that is not there yet. Raises `ConfigError` as `read_file` does."""
+    """Return the secret of a run that this process begins: a given one, or else a new one. A new one is written to
+    `security.secret_file` if that names a missing file. Raises `ConfigError` as `read_file` does."""
     if _is_to_be_made(config):
         file = config.security.secret_file
         try:
@@ -176,7 +177,9 @@ def of_new_run(config: Config) -> Secret:
 
 
 def of_run_at(url: str, config: Config | None = None) -> Secret | None:
-    """Return the secret of the run whose manager is at `url`, as far as this process can know it: None if it cannot."""
+    """Return the secret of the run with the manager at `url`; None if this process cannot find it.
+
+    Raises `ConfigError` as `read_file` does."""
     found = given(config)
     if found is not None:
         return found
@@ -185,20 +188,21 @@ def of_run_at(url: str, config: Config | None = None) -> Secret | None:
 
 
 def await_secret(url: str, config: Config) -> None:
-    """Look for the secret of the run whose manager is at `url` until it is known, or that manager is there and has not
-    left it: a process that is started by hand may be there first. Returns after `manager.join_timeout_seconds` at the
-    latest. Raises `ConfigError` as `read_file` does."""
+    """Wait for the secret of the run with the manager at `url`: a process that is started by hand may be first.
+
+    Return when the secret is known, when that manager listens and has not written it, or at the latest after
+    `manager.join_timeout_seconds`. Raises `ConfigError` as `read_file` does."""
     given_up_at = time.monotonic() + config.manager.join_timeout_seconds
     parts = urlsplit(url)
     warned = False
     while (_is_to_be_made(config) or given(config) is None) and time.monotonic() < given_up_at:
         try:
             socket.create_connection((parts.hostname or "", parts.port or 80), timeout=LOOK_SECONDS).close()
-        except OSError as error:  # what lies in the cache is of a manager before, that was killed
+        except OSError as error:  # a secret in the cache now would be from an earlier manager that was killed
             if not warned:
                 log.warning("waiting for the manager at %s (is it running there?): %s", url, error.strerror or error)
             warned = True
-        else:  # it leaves its secret when it listens, and has made the file before
+        else:  # the manager makes the secret's file before it listens, and writes the copy in the cache when it does
             if not _is_to_be_made(config) and of_run_at(url, config) is not None:
                 return
             given_up_at = min(given_up_at, time.monotonic() + LEAVING_SECONDS)
@@ -207,9 +211,9 @@ def await_secret(url: str, config: Config) -> None:
 
 @contextmanager
 def left_for(url: str, secret: Secret) -> Iterator[Path | None]:
-    """While the manager is at `url`, leave its secret for those who join from this machine, as this user, by hand.
+    """While the manager is at `url`, keep its secret in a file for processes that this user starts by hand here.
 
-    Yields where it is; None if that cannot be.
+    Yield the file's path; None if it cannot be written.
     """
     path = _file_of(url)
     try:
@@ -225,7 +229,7 @@ def left_for(url: str, secret: Secret) -> Iterator[Path | None]:
 
 
 def encrypts(config: Config, host: str) -> bool:
-    """Whether a server of the run that listens at `host` takes encrypted connections alone."""
+    """Whether a server of the run that listens at `host` accepts only encrypted connections."""
     wanted = config.security.encryption
     return wanted == "on" or (wanted == "auto" and not is_loopback(host))
 
@@ -233,7 +237,7 @@ def encrypts(config: Config, host: str) -> bool:
 def _file_of(url: str) -> Path:
     parts = urlsplit(url)
     host = parts.hostname or ""
-    if is_loopback(host):  # another machine's with the same home is another manager's
+    if is_loopback(host):  # on another machine with the same home folder it would be another manager
         host = f"{socket.gethostname()}-{host}"
     name = re.sub(r"[^\w.]+", "-", f"{host}-{parts.port}")
     return cache_home() / "secrets" / name

@@ -1,4 +1,4 @@
-"""Warnings that others can cause as often as they like: a few are logged, the rest are counted."""
+"""Rate-limited warnings, for events that other processes can cause at any rate: the rest are counted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import logging
 import time
 
 AT_ONCE = 5
-"""How many are logged at once; after those, one in each `SECONDS`."""
+"""Number of warnings that are logged at once; after these, one every `SECONDS`."""
 SECONDS = 10.0
 
 
 class Seldom:
-    """Logs to `log`, from one thread at a time. What is left out is counted in the next line that is not."""
+    """Logs to `log`, from one thread at a time. The next logged line counts the suppressed ones."""
 
     def __init__(self, log: logging.Logger) -> None:
         self._log = log

@@ -1,8 +1,8 @@
-"""The calls of a synchronous graph: what the master has rollout workers do, over the channel of the model workers.
+"""The calls of a synchronous graph: the master's calls to rollout workers, over the channel of the model workers.
 
-`GenerateGroups` says how many groups are to wait at a worker to be scored. The worker starts what is missing and
-replies once there are so many, or as many as the manager admits for now. `ScoreGroups` has groups scored; the reply
-comes when each is stored with the trainer, or given up. A new call replaces a `GenerateGroups` that has no reply yet.
+`GenerateGroups` sets how many groups are to wait at a worker to be scored. The worker starts the missing ones and
+replies once that many wait, or as many as the manager admits for now. `ScoreGroups` has groups scored; the reply comes
+when each is stored with the trainer, or given up. A new call replaces a `GenerateGroups` that has no reply yet.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import msgspec
 from streamrl.transport.credentials import Identity
 
 FIRST_ROLLOUT_WORKER = 1_000_000
-"""On the channel, rollout worker i has this number plus i."""
+"""Number of rollout worker 0 on the channel; worker i has this number plus i."""
 
 
 class GenerateGroups(msgspec.Struct, frozen=True, tag=True):
     """The MFC `actor_gen`."""
 
     groups: int
-    """How many are to wait at the worker, those that wait already included."""
+    """Number of groups that are to wait at the worker, including those that wait already."""
 
 
 class ScoreGroups(msgspec.Struct, frozen=True, tag=True):
-    """The MFC `rew_inf`, by verifiers."""
+    """The MFC `rew_inf`, with verifiers."""
 
     seqs: list[int]
 
@@ -46,7 +46,7 @@ class GroupsScored(msgspec.Struct, frozen=True):
 
 
 def number_on_channel(sender: Identity) -> int:
-    """Return the number of `sender` on the channel; `name_on_channel` takes it back to a name."""
+    """Return the number of `sender` on the channel; `name_on_channel` is the inverse."""
     return sender.index + (FIRST_ROLLOUT_WORKER if sender.role == "rollout" else 0)
 
 

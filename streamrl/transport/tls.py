@@ -1,8 +1,8 @@
-"""TLS of the run's HTTP servers: under certificates that were given, or ones that are made for the run.
+"""TLS of the run's HTTP servers, with configured certificates, or with certificates made for the run.
 
-Those of a run are signed by an authority whose key is derived from the run's secret (P-256, X.509). So every process
-that knows the secret knows the authority without being told, makes itself a certificate, and believes no server that
-has none. Names are not looked at then: whoever has such a certificate is of the run.
+A run's certificates are signed by an authority whose key is derived from the run's secret (P-256, X.509). So every
+process with the secret can compute the authority, make itself a certificate, and reject servers without one. Host names
+are not checked then: a server with such a certificate belongs to the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.errors import ConfigError
 from streamrl.transport.secret import Secret
 
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-"""Order of the group of P-256 (FIPS 186-5): private keys are from 1 to one less."""
+"""Order of the group of P-256 (FIPS 186-5): private keys are from 1 to this number minus 1."""
 _NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "streamrl run")])
 _BEGIN = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _END = datetime.datetime(2120, 1, 1, tzinfo=datetime.UTC)
@@ -39,8 +39,8 @@ class CertificateFiles(NamedTuple):
 
 
 def client_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLContext:
-    """Return what a client of the run's servers checks them by: the run's own authority, or the one of
-    `security.certificate`, whose names count. Raises `ConfigError` when that cannot be read."""
+    """Return the TLS context by which a client verifies the run's servers: with the run's own authority, or with the
+    one of `security.certificate`, which also checks host names. Raises `ConfigError` if that cannot be read."""
     if security.certificate:
         try:
             return ssl.create_default_context(cafile=security.authority or None)
@@ -56,8 +56,8 @@ def client_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLCo
 
 @contextmanager
 def certificate_files(secret: Secret | None, security: SecurityConfig) -> Iterator[CertificateFiles]:
-    """The files with the certificate of a server of the run: those that were given, or new ones that only this user
-    can read, which are there meanwhile."""
+    """Yield the certificate files of a server of the run: the configured ones, or new ones that only this user can read
+    and that exist during the block."""
     if security.certificate:
         yield CertificateFiles(security.certificate, security.private_key)
         return
@@ -77,7 +77,7 @@ def certificate_files(secret: Secret | None, security: SecurityConfig) -> Iterat
 
 
 def server_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLContext:
-    """Return what a server of the run shows its clients. Raises `ConfigError` for files that are no certificate."""
+    """Return the TLS context of a server of the run. Raises `ConfigError` for files without a valid certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     with certificate_files(secret, security) as files:
         try:
@@ -91,8 +91,8 @@ def server_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLCo
 
 
 def _authority(secret: Secret) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Return the run's authority: its key, and its certificate, which is another each time, by the same name and
-    key."""
+    """Return the run's authority: its key, and its certificate. The certificate differs each time, but has the same
+    name and key."""
     number = int.from_bytes(secret.key("certificate authority"), "big") % (_ORDER - 1) + 1
     key = ec.derive_private_key(number, ec.SECP256R1())
     return key, _certificate(key.public_key(), issuer=_NAME, signed_by=key, is_authority=True)

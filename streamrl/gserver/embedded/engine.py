@@ -87,7 +87,7 @@ class EmbeddedEngine:
     ) -> None:
         """`rounds`: whether the model's weights are rounded as int8 would. `lora`: updates bring adapters of the model
         in `folder`; the first adapter is the one in `adapter`, or one that changes nothing if `adapter` is None."""
-        compute_with(1)  # the engine has a thread of its own
+        compute_with(1)  # the engine computes in a separate thread
         architecture = read_architecture(folder)
         if max_context > architecture.max_position:
             log.info("contexts end at %d tokens, for which the model was made", architecture.max_position)

@@ -2,8 +2,8 @@
 
 A `Matrix` keeps its weights in Hugging Face's layout and in addition, where that is faster, a packed copy for the
 products of one of three libraries: streamrl's own C (`native/operations.py`), and oneDNN and MKL, which come with
-torch. A trial on the present processor finds the fastest one, and whether its products are right. A `Packer` packs in a
-separate thread while others compute. `benchmarks/bench_engine.py --native` also measures without them.
+torch. A trial on the present processor checks their products and finds the fastest one. A `Packer` packs in a separate
+thread while others compute. `benchmarks/bench_engine.py --native` also measures without them.
 
 Invariant: a product never uses a packed copy of earlier weights. Code that writes weights unpacks the matrix first, and
 packs it again afterwards.

@@ -140,8 +140,7 @@ class EmbeddedEngine:
             device=device,
             timeout=update_timeout,
         )
-        # No SimpleQueue: Python 3.11's `get` waits forever if its timeout expires between two attempts to take its
-        # lock.
+        # No SimpleQueue: Python 3.11's `get` waits forever if its timeout expires between two attempts at its lock.
         self._commands: Queue[Callable[[], None] | None] = Queue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_began: float | None = None

@@ -108,7 +108,7 @@ class Model:
         adapters: Sequence[Adapter | None] = (),
         wanted: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the hidden states of the `wanted` tokens; the last layer computes its end for these alone.
+        """Return the hidden states of the `wanted` tokens; after its attention, the last layer computes these alone.
 
         `place`: `[3, tokens]`, the tokens, their positions and their slots. `adapters`: one for each token, or empty.
         """

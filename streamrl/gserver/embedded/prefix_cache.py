@@ -189,7 +189,7 @@ class PrefixTree(Generic[Value]):
             _tidy(path)
 
     def longest(self, tokens: Sequence[int]) -> tuple[Value | None, int]:
-        """Return a value whose sequence shares the most leading tokens with `tokens`, and their number; or (None,
+        """Return a value whose sequence has the longest common beginning with `tokens`, and its length; or (None,
         0)."""
         node, start = self._root, 0
         while start < len(tokens):

@@ -49,8 +49,8 @@ class Matrix:
         return library.product(x, packed, self.weight, bias, added)
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the product of `x` and the unpacked matrix, even if it is packed for `gated`: `[rows, outputs]`, a new
-        tensor."""
+        """Return the product of `x` and the unpacked matrix, also if it is packed for `gated`: new, `[rows,
+        outputs]`."""
         return operations.product(x, self.weight)
 
     def gated(self, x: Tensor) -> Tensor:
@@ -166,8 +166,7 @@ class ProductLibrary(Protocol):
         """Return whether this torch and this processor support it."""
 
     def pack(self, weight: Tensor, *, gated: bool = False) -> Tensor:
-        """Return the packed form of `weight` (`[outputs, inputs]`) for `product` or `gated_product`; `weight` is
-        unchanged.
+        """Return the packed form of `weight` (`[outputs, inputs]`) for `product` or `gated_product`.
 
         MKL divides the work when it packs, so this is best called with as many threads as compute.
         """
@@ -263,8 +262,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @cache
 def choose_library(dtype: torch.dtype, threads: int, *, deterministic: bool = False) -> ProductLibrary | None:
-    """Return the fastest library with correct products for `threads` threads, the present number; None if there is
-    none.
+    """Return the fastest library with correct products for `threads` threads, the present number, or None.
 
     `deterministic`: return the first correct one, because libraries round differently, and the fastest one may vary
     from one measurement to the next.

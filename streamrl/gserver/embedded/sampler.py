@@ -137,8 +137,7 @@ def _draw_filtered(tokens: Tensor, probabilities: Tensor, draws: Sequence[Draw],
 def _kept(values: Tensor, draws: Sequence[Draw]) -> Tensor:
     """Return which of the descending probabilities `values` pass the filters.
 
-    All are applied to the full distribution as in SGLang: top-k by rank, top-p by the mass before, min-p by the
-    largest.
+    All apply to the full distribution as in SGLang: top-k by rank, top-p by the mass before, min-p by the largest.
     """
     device = values.device
     top_k = torch.tensor([[draw.top_k if draw.top_k > 0 else 2**31 - 1] for draw in draws], device=device)

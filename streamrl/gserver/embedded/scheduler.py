@@ -68,8 +68,7 @@ class Scheduler:
         adapter: Adapter | None = None,
     ) -> None:
         """`prefill_tokens`: number of prompt tokens computed between two decode steps while no request runs.
-        `prefix_cache_bytes`: see `PrefixCache`. `adapter`: adapter of the requests that begin before the first new
-        one."""
+        `prefix_cache_bytes`: see `PrefixCache`. `adapter`: for requests that begin before the first new one."""
         self.version = version
         self.paused = False
         self.running: list[Request | None] = []
@@ -167,8 +166,7 @@ class Scheduler:
             self.set_version(version)
 
     def set_version(self, version: str) -> None:
-        """Label tokens with `version`, from the next one on, if they are computed with the present weights and
-        adapter."""
+        """Label tokens with `version`, from the next one on, if computed with the present weights and adapter."""
         self.version = version
         for request in [*filter(None, self.running), *self.waiting]:
             if request.adapter in (None, self._adapter):
@@ -230,7 +228,7 @@ class Scheduler:
 
     def _prefill_part(self, request: Request, count: int) -> None:
         """Compute `count` more tokens of a prompt that does not fit into one step."""
-        self._close_holes()  # a hole may be left while a slot behind the running ones is in use
+        self._close_holes()  # a hole may take up the slot behind the running ones
         slot = self._cut[1] if self._cut is not None and self._cut[0] is request else len(self.running)
         self._cache.reserve(slots=slot + 1, length=len(request.tokens))
         cached = self._fill(request, slot)

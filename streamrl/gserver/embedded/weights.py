@@ -1,5 +1,4 @@
-"""The model's weights, double-buffered: one set is served, an update fills the other, staged set; a swap exchanges
-them.
+"""The model's weights, double-buffered: one set is served, an update fills the staged one; a swap exchanges them.
 
 A set (`Parameters`) has Hugging Face's layout and is addressed by its names. Q, K and V are neighbouring rows of one
 matrix, gate and up of another, so every name is a contiguous view and an update is a plain copy into it. A set may also
@@ -288,8 +287,8 @@ class Parameters:
             torch.cuda.synchronize(self.device)
 
     def start_packing(self) -> None:
-        """Begin to pack the unpacked matrices, where that is faster; other threads may compute with the weights as they
-        are."""
+        """Begin to pack the unpacked matrices, where that is faster; other threads may use the weights in the
+        meantime."""
         if self._packs:
             self._packer.start(self._matrices)
 
@@ -381,8 +380,7 @@ class Parameters:
 
 
 def store_rounded(place: Tensor, tensor: Tensor, *, dtype: torch.dtype) -> str:
-    """Copy `tensor` to `place` rounded to `dtype`, which may be stored wider there; return `tensor_sums` of the
-    result."""
+    """Copy `tensor`, rounded to `dtype`, to `place`, which may be wider; return `tensor_sums` of the rounded tensor."""
     rounded = tensor.to(dtype)
     if place.dtype == dtype:
         return copy_and_sum(place, rounded)

@@ -51,8 +51,8 @@ from streamrl.transport.control import (
 log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
-"""Deaths of workers that had a prompt after which it is given up, if they are more than half of all deaths since the
-first of them: the prompt may well be the cause. Where workers come and go, a long response sees several end."""
+"""A prompt is given up after this many deaths of workers that had it, if they are more than half of all deaths since
+the first of them: it may well be the cause. Where workers come and go, a long response sees several end."""
 LEAST_PAUSE_SECONDS = 0.02
 """Least time between two reports of one worker on its requests in flight."""
 REPORTS_PER_SECOND = 1000.0
@@ -118,7 +118,7 @@ class Admissions:
         return admissions
 
     def keep(self, worker: str, in_hand: Sequence[GroupInHand], *, now: float) -> list[int]:
-        """Lease groups that `worker` has in hand to it if the ledger allows; return the seqs that it holds."""
+        """Lease to `worker` the groups that it has in hand and the ledger allows; return the seqs that it holds."""
         by_seq = {group.seq: group for group in in_hand}
         kept = self._ledger.keep(worker, by_seq, now=now)
         for group in kept:
@@ -170,8 +170,7 @@ class Admissions:
             self._consider(group)
 
     def expire(self, *, now: float) -> bool:
-        """Take back prompts whose lease ran out; return whether there are any. Silence does not count against a
-        prompt."""
+        """Take back prompts whose lease ran out; return whether there are any. Silence alone is no prompt's fault."""
         lost = self._ledger.expire(now=now)
         self._came_back(lost, "their leases ran out")
         return bool(lost)
@@ -220,8 +219,7 @@ class Rerouting:
     async def find(self, choose: Callable[[str], Gserver | None], *, failed: str) -> str:
         """Return the URL of the gserver that `choose(avoid)` finds, now or within a long poll; an empty string if none.
 
-        `choose` receives the URL to avoid. `failed`: URL of the gserver that failed, which is checked; empty if none
-        did.
+        `choose` receives the URL to avoid. `failed`: URL of the gserver that failed, which is checked, or empty.
         """
         suspect = self._fleet.serving_at(failed)
         check = self._checks.start(suspect) if suspect is not None else None
@@ -234,8 +232,7 @@ class Rerouting:
 
 
 class GroupCalls:
-    """The calls about groups and held-out prompts: admit, route, reject, in flight, and the result of a held-out
-    prompt.
+    """The calls about groups and held-out prompts: admit, keep, route, in flight, reject, and held-out results.
 
     `live_workers` returns how many rollout workers share the room. Nothing is admitted before `start`.
     """
@@ -343,7 +340,7 @@ class GroupCalls:
         return AdmitReply(admissions=found or [], policy_version=self._ledger.policy_version, stop=self._state.over)
 
     async def keep(self, message: Keep) -> KeepReply:
-        """Lease a worker the groups in its hands that were admitted before the run went back."""
+        """Have a worker finish groups that were admitted to it before the run went back."""
         worker = self._members.caller("rollout", message.worker).name
         kept = self._admissions.keep(worker, message.groups, now=time.monotonic())
         if message.groups:

@@ -124,8 +124,7 @@ class Comparisons:
 
 
 def read_scores(reply: GenerateReply, question: Compare, *, gserver: str, label: str) -> Scores:
-    """Return the log-probabilities in `reply`, or the reason that it does not fit `question` under the label
-    `label`."""
+    """Return the log-probabilities in `reply`, or why it does not fit `question` under the weights' label `label`."""
     meta = reply.meta_info
     wanted = question.tokens[question.start :]
     told = (meta.input_token_logprobs or [])[-len(wanted) :]

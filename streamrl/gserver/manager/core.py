@@ -303,8 +303,7 @@ class Manager:
         return Done()
 
     async def wait_until_told(self, *, timeout: float) -> None:
-        """Wait until the run is over and every live member has been informed, at most `timeout` seconds after its
-        end."""
+        """Wait until the run is over and every live member is informed, at most `timeout` seconds after its end."""
         await self._signals.told.until(lambda: self._state.over, timeout=None)
         if not await self._signals.told.until(lambda: not self._registry.unaware_of_end(), timeout=timeout):
             names = ", ".join(m.name for m in self._registry.unaware_of_end())

@@ -4,8 +4,7 @@ A rollout worker that is to leave starts no further group and finishes its own. 
 leaves when nothing runs there. After `manager.drain_seconds`, or if it lacks the current weights, its requests are
 aborted, which hands them over with their tokens: the gserver stays paused, and another one continues them.
 
-Invariant: a gserver is requested to leave only while no weight update is in progress, and takes part in none
-afterwards.
+Invariant: a gserver is requested to leave only while no weight update is in progress, and then takes part in none.
 """
 
 from __future__ import annotations

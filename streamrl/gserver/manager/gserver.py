@@ -22,7 +22,7 @@ from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, ServerInfo
 UNSEEN_SECONDS = 0.5
 """Work routed within this time before a measurement may not have reached the gserver yet."""
 AHEAD = 0.25
-"""Share of its capacity that may wait at a gserver, so that no slot is empty until the manager's next request."""
+"""Share of its capacity that may wait at a gserver, so that no slot is empty before the manager learns of it."""
 SPEED_GAIN = 0.3
 """Weight of a new measurement of speed."""
 COMPARABLE = 0.8
@@ -181,8 +181,7 @@ class Gserver(Member):
         self.failed_resyncs = 0
         """Number of consecutive failed resyncs to the current weights."""
         self.tells_received = True
-        """Whether the gserver, if it stages no weights, can return checksums of received weights; True until
-        disproved."""
+        """Whether the gserver, if it stages no weights, can return checksums of received ones; True until disproved."""
         self.adapters: dict[str, float] = {}
         """Adapters that an SGLang server has loaded in addition to its model: name → time on the monotonic clock at
         which requests began to name another one (inf: not yet)."""

@@ -148,8 +148,7 @@ class Members:
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
         """Record a heartbeat and its figures; return the run's state for the sender.
 
-        A heartbeat with an error ends the run, unless others can do the sender's work: the sender then counts as
-        silent.
+        A heartbeat with an error ends the run, unless others can do the sender's work: it then counts as silent.
         """
         now = time.monotonic()
         member = self._registry.get(message.role, message.index)
@@ -184,8 +183,8 @@ class Members:
         return self._resume_point
 
     async def silence(self, after: int) -> Silence:
-        """Return the silent members and the model workers of earlier lineages, as soon as the number of changes differs
-        from `after`."""
+        """Return the silent members and the model workers of earlier lineages, once the number of changes is not
+        `after`."""
         registry = self._registry
         await self._signals.silences.until(
             lambda: registry.silence_changes != after or self._state.over, timeout=self._long_poll
@@ -350,7 +349,7 @@ class Members:
         """Return the fingerprint of the process's first weights, and its name; None if they may differ from the run's.
 
         A gserver may begin with any weights if it does not begin from the checkpoint that the run resumes from, because
-        it has no copy or because an earlier start of the run has started it: it does not serve the run's version, and
+        it has no copy or has run since an earlier start of the run: it does not serve the run's version, and
         is updated to that version before it is given groups. With [model.lora] all processes begin with the base, which
         does not change.
         """

@@ -114,7 +114,7 @@ class Registry:
         return member if ours == (message.pid, message.host, message.address, message.curve_key) else None
 
     def with_token(self, token: str) -> Member | None:
-        """Return the member that `token` names and belongs to. The comparison takes as long for any wrong token."""
+        """Return the member that `token` names and belongs to; the duration of the comparison reveals no part of it."""
         role, _, rest = token.partition("/")
         index, dot, _ = rest.partition(".")
         members = self._members.get(role)  # type: ignore[call-overload]

@@ -174,8 +174,7 @@ def _scored(output: Output, job: Job) -> list[int]:
 
 
 def visible_text(output: Output, job: Job, text: Text) -> str:
-    """Return the response's text without its stop string or token; while it grows, also without text that may
-    change."""
+    """Return the response's text without its stop string or token; while it grows, without text that may change."""
     reason = output.finish_reason
     tokens = output.output_ids
     if reason is not None and isinstance(reason.matched, int):

@@ -47,8 +47,7 @@ SHUTDOWN_SECONDS = 1.0
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
     """Serve `model_dir` until the run is over.
 
-    `advertise`: the address by which others reach this process; if empty, the address from which it reaches the
-    manager.
+    `advertise`: the address by which others reach this process; if empty, the one from which it reaches the manager.
     """
     reach = reach_towards(manager_url, advertise=advertise)
     listening = reach.listening(config.gserver.host)
@@ -121,8 +120,7 @@ async def running(
 ) -> AsyncIterator[tuple[Served, str]]:
     """Yield the server of this gserver's requests, and its URL.
 
-    `keys`: the keys that it requires of callers; `secret`: the run's secret, for the certificate of an encrypted
-    server.
+    `keys`: the keys that it requires of callers; `secret`: the run's secret, for a TLS certificate.
     """
     # SGLang does not flush while requests stay in place: later requests would continue from keys of old weights. It
     # keeps the keys of each adapter apart.

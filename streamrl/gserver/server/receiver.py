@@ -75,8 +75,7 @@ class WeightsAside(Protocol):
         """Return `checksum.tensor_sums` of `name`, which was written to its place."""
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
-        """Keep `weights`, a complete set, in place until the next set is served; return False if they have to be
-        stored.
+        """Keep `weights`, a complete set, in place until the next set is served; return False if `store` is needed.
 
         They are in memory of this host and never change.
         """
@@ -100,8 +99,7 @@ class WeightReceiver:
         timeout: float,
         open_shared: Open = cuda_memory.open_shared,
     ) -> None:
-        """`aside`: storage for the weights that `expected` describes. `open_shared` opens GPU memory that the publisher
-        shares.
+        """`aside`: storage for the weights that `expected` describes. `open_shared` opens the publisher's GPU memory.
 
         Without these two, tensors of any name are received and discarded.
         """
@@ -114,8 +112,7 @@ class WeightReceiver:
         """Name → the process group, and the device on which tensors arrive."""
         self._staged: Staged | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        """Buffer for tensors that cannot be received in their final place. It is kept: new memory costs as much as a
-        copy."""
+        """Buffer for tensors that cannot be received in place. It is kept, since new memory costs as much as a copy."""
         self._pending: list[Any] = []
         """Broadcasts that were in progress when one failed, and may still write."""
         self._beside = SideStream(device)
@@ -292,8 +289,8 @@ class WeightReceiver:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
 
     def _adopt(self, folder: Path, staged: Staged) -> bool:
-        """Use the weights in `folder` in place if they are in this host's memory and complete; return whether they
-        are."""
+        """Use the weights in `folder` in place if they are complete and in this host's memory; return whether it
+        does."""
         if self._aside is None or self._expected is None or not folder.is_relative_to(SHARED_MEMORY):
             return False
         weights: dict[str, Tensor] = {}

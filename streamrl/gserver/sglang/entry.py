@@ -139,8 +139,7 @@ def serve_only_what_a_run_needs() -> None:
 
 
 def refuse_keys_that_are_no_ascii() -> None:
-    """Have SGLang refuse keys that are not ASCII like any other wrong key; by itself it fails (500), with a
-    traceback."""
+    """Have SGLang refuse keys that are not ASCII as wrong keys; by itself it fails (500), with a traceback."""
     compare_as_bytes(importlib.import_module("sglang.srt.utils.auth"))
 
 

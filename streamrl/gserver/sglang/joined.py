@@ -201,8 +201,7 @@ async def load(client: GenerationClient, url: str, model_dir: Path, weight_versi
     load the model.
     """
     # An abandoned load has ended, since the server replied to /server_info: two loads at once would break its front
-    # end. In this pause mode it flushes its cache with any work pending; it refuses while a request runs, even an
-    # aborted one.
+    # end. In this pause mode it flushes its cache despite waiting requests, but not while one runs, even if aborted.
     await client.update(url, "/pause_generation", PauseGeneration(mode="retract"))
     try:
         request = UpdateWeightsFromDisk(model_path=str(model_dir), weight_version=weight_version)

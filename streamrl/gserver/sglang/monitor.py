@@ -34,8 +34,7 @@ FIGURES_SECONDS = 2.0
 SCHEDULER_SECONDS = 5.0
 """Interval, in seconds, between two requests to the scheduler."""
 SILENT_QUESTIONS = 3
-"""Consecutive failed requests before a part counts as lost: if this process stood still, it repeats the request
-first."""
+"""Consecutive failed requests before a part counts as lost, in case it was this process that stood still."""
 NAMES: Mapping[str, str] = {
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "queued",
@@ -50,8 +49,7 @@ NAMES: Mapping[str, str] = {
 async def monitoring(
     url: str, *, key: str, stuck_seconds: float, update_seconds: float, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Monitor]:
-    """Open a monitor of the server at `url`, which requires `key` of callers; `tls`: context to verify it, if it uses
-    TLS.
+    """Open a monitor of the server at `url`, which requires `key` of callers; `tls`: context to verify it, or None.
 
     The server is lost when it has replied to nothing for `stuck_seconds`; its scheduler may in addition be silent for
     the `update_seconds` that it may wait in a weight update.

@@ -132,8 +132,7 @@ async def sglang_server(
 
 
 def reserved_port(host: str) -> socket.socket:
-    """Return a socket bound to a free port of `host`, which the system gives to no other process that requests any
-    port.
+    """Return a socket bound to a free port of `host`, which the system gives to no process that requests any port.
 
     A process that requests this port by its number and may reuse addresses, as HTTP servers may, can listen there: the
     socket itself does not listen. (SGLang opens its port only after it has loaded its model and opened many others.)

@@ -49,8 +49,7 @@ MOST_OLD_ADAPTERS = 32
 NOTHING = "nothing"
 """Stands for the checksum of a tensor that was not received."""
 FORMING_MARGIN_SECONDS = 5.0
-"""Upper bound of the time, in seconds, that the manager waits for the reply longer than a gserver waits for its weight
-group to form."""
+"""Most seconds by which the manager's deadline for forming a weight group exceeds the gserver's own."""
 PROBE_SECONDS = 5.0
 """Deadline, in seconds, of a query to which a live gserver replies at once."""
 
@@ -268,8 +267,7 @@ class WeightCalls:
 def _compare(
     gserver: Gserver, found: Mapping[str, str], trained: Mapping[str, str], *, unknown: Sequence[str] = ()
 ) -> None:
-    """Raise `PublicationError` unless the checksums `found` equal those in `trained`, and no `unknown` tensors were
-    received."""
+    """Raise `PublicationError` if a checksum in `found` differs from `trained`, or there are `unknown` tensors."""
     wrong = [name for name, checksum in found.items() if trained.get(name, checksum) != checksum]
     if wrong or unknown:
         raise PublicationError(

@@ -141,11 +141,9 @@ class WeightUpdates:
             return PublishBeginReply(group_name=group.name, world_size=group.world_size)
 
     async def commit(self, message: PublishCommit) -> PublishReply:
-        """Note that the publisher has sent all weights, or its error; return the outcome of the update once it has
-        ended.
+        """Note the end of the publisher's sending, or its error; return the outcome of the update once it has ended.
 
-        Another call for the same update returns the same outcome. Raises `PublicationError` if no such update was
-        begun.
+        Another call for the same update returns the same outcome. Raises `PublicationError` if there is no such update.
         """
         update, running = self._update, self._running
         named = (message.version, message.group_name)

@@ -88,8 +88,7 @@ class MemberPlan:
     check: tuple[Step, ...] = ()
     apply: tuple[Step, ...] = (Step.PAUSE, Step.SWAP)
     mixes: Step | None = None
-    """The step that begins the period, until the swap has succeeded, in which the served weights may be of two
-    versions."""
+    """The step from which on, until the swap has succeeded, the served weights may be of two versions."""
 
 
 Way = Literal["broadcast", "snapshot", "adapter"]
@@ -117,8 +116,7 @@ def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool 
 
 @dataclass(frozen=True, eq=False)
 class Action(Generic[Who]):
-    """The instruction that `who` take `step`; its outcome is reported by `succeeded`, `failed` or, for ASK,
-    `serves`."""
+    """The instruction that `who` take `step`; `succeeded`, `failed` or, for ASK, `serves` reports its outcome."""
 
     who: Who
     step: Step

@@ -96,8 +96,7 @@ class WeightUpdate:
         ledger: Ledger,
         on_swapped: Callable[[int], None],
     ) -> None:
-        """`joined`: all members have joined the group. `ledger` has the version that gservers must serve to be given
-        groups.
+        """`joined`: all members have joined the group. `ledger` has the version that gservers must serve to get groups.
 
         If that version is older than `version`, `on_swapped` is called with `version` as soon as the first gserver
         serves it, and advances the ledger.
@@ -340,8 +339,7 @@ class WeightUpdate:
     def _flushes(self, gserver: Gserver) -> bool:
         """Whether to request that `gserver` flush its cache.
 
-        SGLang refuses that while requests stay in place; a gserver that stages weights drops outdated entries at the
-        swap by itself.
+        SGLang refuses that while requests stay in place; a gserver that stages weights drops outdated entries itself.
         """
         return not stages_weights(gserver) and self._config.pause_mode != "in_place"
 

@@ -1,9 +1,8 @@
 """A simulated engine: no model, random tokens, long-tailed lengths and times.
 
-It keeps the whole contract of `gserver.engine.Engine` (slots, queue, pauses, versions; it joins
-weight groups, receives, and throws the tensors away), so that everything around an engine can be
-tried with hundreds of requests on one processor. One timer for each running request; what a
-request has produced follows from the clock.
+It implements the whole contract of `gserver.server.engine.Engine` (slots, queue, pauses, versions; it joins weight
+groups, receives tensors, and discards them), so that all code around an engine can be tried with hundreds of requests
+on one processor. Each running request has one timer; its tokens so far follow from the clock.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from streamrl.transport.generation import (
 )
 
 ANY_TOKEN = 2**31
-"""Prompts come from the tokenizer of some model; their tokens are not looked at."""
+"""Vocabulary size. Prompts come from the tokenizer of some model; their tokens are not examined."""
 
 
 class _Simulated:
-    """A job in the engine: how long it will be, how fast it is, how far it is."""
+    """A job in the engine: its length, its speed, and its progress."""
 
     def __init__(self, ticket: Ticket, settings: SimulationConfig, *, seed: int, version: str) -> None:
         params = ticket.job.params
@@ -50,18 +49,18 @@ class _Simulated:
         self.retractions = 0
         self.versions = [(version, 0)]
         self.since = 0.0
-        """When it began to run, or its last token was counted."""
+        """When it began to run, or when its last counted token was made."""
         self.timer: asyncio.TimerHandle | None = None
 
     def advance(self, now: float) -> int:
-        """Count the tokens made until `now`; return how many are new."""
+        """Count the tokens made until `now`; return the number of new ones."""
         new = min(int((now - self.since) / self.pace), self.length - self.produced)
         self.produced += new
         self.since += new * self.pace
         return new
 
     def complete(self) -> int:
-        """Count all tokens that are left; return how many."""
+        """Count all remaining tokens; return their number."""
         new = self.length - self.produced
         self.produced = self.length
         return new
@@ -73,7 +72,7 @@ class _Simulated:
 
 
 class SimulatedEngine:
-    """See the module; everything happens on the event loop."""
+    """See the module's docstring; all methods run on the event loop."""
 
     name = "simulated"
 
@@ -229,7 +228,7 @@ class SimulatedEngine:
             self._start_timer(request)
 
     def _count(self) -> None:
-        """Bring the tokens of running requests and the totals up to now: for what looks at all of them."""
+        """Bring the tokens of running requests and the totals up to date, for methods that need all of them."""
         self._count_seconds()
         for request in self._running.values():
             if self._paused_at is None:
@@ -238,7 +237,7 @@ class SimulatedEngine:
                 request.since = self._counted_until
 
     def _count_seconds(self) -> None:
-        """Bring the times up to now, before other requests run than ran until now."""
+        """Bring the time totals up to date, before the set of running requests changes."""
         now = time.monotonic()
         if self._paused_at is None:
             seconds = now - self._counted_until
@@ -247,7 +246,7 @@ class SimulatedEngine:
         self._counted_until = now
 
     def _start_timer(self, request: _Simulated) -> None:
-        """Wake at the last token, or at the next one of a stream that is reported."""
+        """Wake at the last token, or at the next reported one of a stream."""
         job, left = request.ticket.job, request.length - request.produced
         if job.stream:
             left = min(job.stream_interval, left)

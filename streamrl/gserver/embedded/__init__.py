@@ -1,7 +1,8 @@
 """The embedded engine: continuous batching in torch for Llama, Qwen2 and Qwen3 shaped models.
 
-`architecture` reads the shape from config.json, `parameters` holds the weights, `cache` the keys
-and values, `model` computes with them, `sampler` draws tokens, `scheduler` decides what is
-computed in a step (`apart`: each request for itself, so that results can be repeated), and
-`engine` runs the steps in a thread of its own.
+`architecture` reads the model's shape from config.json. `weights` holds the weights, `products` multiplies with packed
+copies of them, `adapters` holds low-rank adapters. `model` has the forward pass and the cache of keys and values,
+`prefix_cache` shares cached prefixes, `sampler` draws tokens, `request` holds the state of a request. `scheduler`
+chooses the work of each step (its `DeterministicScheduler` computes each request separately, so that results can be
+reproduced), and `engine` runs the steps in a separate thread.
 """

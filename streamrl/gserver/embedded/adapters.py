@@ -1,12 +1,12 @@
-"""Low-rank adapters of the served model: each version is one of its own, and a request keeps the one it began with.
+"""Low-rank adapters of the served model: each version is a separate adapter, and a request keeps its first one.
 
-An update fills a new `Adapter` while others are computed with, and the swap makes it that of the requests that begin
-from then on. An adapter lives as long as somebody computes with it, or sends it.
+An update fills a new `Adapter` while others are in use; after the swap it is the adapter of new requests. An adapter
+lives as long as it is staged, served, or in use by a request.
 
-Adapters have the names that Hugging Face's peft gives their tensors (`streamrl/lora.py`). Those of a fused matrix (Q, K
-and V; gate and up) read the same input, so their A are neighbouring rows of one matrix.
+An adapter's tensors have the names that Hugging Face's peft gives them (`streamrl/lora.py`). The parts of a fused
+matrix (Q, K and V; gate and up) read the same input, so their A are neighbouring rows of one matrix.
 
-Invariant: an adapter that is served is never written to.
+Invariant: a served adapter is never written to.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from streamrl.lora import TENSORS, adapter_specs, check_adapter, is_adapted, pai
 
 
 class LinearAdapter(NamedTuple):
-    """What one linear layer's adapter adds to a fused matrix's product."""
+    """The adapter of one linear layer, a part of a fused matrix."""
 
     b: Tensor
     """`[outputs, rank]`"""
     columns: slice
-    """Which of the fused matrix's outputs they are."""
+    """The layer's outputs in the fused matrix."""
 
 
 class MatrixAdapter:
@@ -48,8 +48,8 @@ class MatrixAdapter:
         self._scale = scale
 
     def add(self, product: Tensor, x: Tensor, rows: Tensor | None) -> None:
-        """Add to the matrix's `product` (`[tokens, outputs]`) of `x` (`[tokens, inputs]`) what the adapters add; with
-        `rows` to these alone."""
+        """Add the adapters' share to the matrix's `product` (`[tokens, outputs]`) of `x` (`[tokens, inputs]`); only to
+        the rows in `rows` if given."""
         low = F.linear(x if rows is None else x[rows], self._a).chunk(len(self._parts), -1)
         for own, (b, columns) in zip(low, self._parts, strict=True):
             if rows is None:
@@ -59,7 +59,7 @@ class MatrixAdapter:
 
 
 class LayerAdapter(NamedTuple):
-    """One decoder layer; None where no linear layer of a matrix is adapted."""
+    """The adapters of one decoder layer; None for a matrix without adapted linear layers."""
 
     qkv: MatrixAdapter | None
     o: MatrixAdapter | None
@@ -73,16 +73,16 @@ MATRICES = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""Which linear layers make up which matrix of `LayerWeights`, in the order of their rows."""
+"""Matrix of `LayerWeights` → its linear layers, in the order of their rows."""
 
 
 class Adapter:
-    """One version, of zeros at first: then it changes nothing."""
+    """One version, initially of zeros, so that it changes nothing."""
 
     def __init__(self, parameters: Parameters, lora: LoraConfig) -> None:
-        """`parameters`: of the model that is adapted."""
+        """`parameters`: those of the adapted model."""
         self.named: dict[str, Tensor] = {}
-        """Name → contiguous tensor in the dtype that is computed in; to be written to before it is served."""
+        """Name → contiguous tensor in the compute dtype; written to only before it is served."""
         self._parameters = parameters
         self._lora = lora
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(parameters.architecture.layers)]
@@ -116,11 +116,11 @@ class Adapter:
 
 
 Adapted = Sequence[tuple[Adapter, Tensor | None]]
-"""Adapters and the rows of a batch that they are of (`[rows]`); None: all."""
+"""Adapters and the rows of a batch that they apply to (`[rows]`); None: all rows."""
 
 
 def rows_of(adapters: Sequence[Adapter | None], *, device: torch.device) -> Adapted:
-    """Return which rows of a batch have which adapter; `adapters`: that of each row."""
+    """Return the rows of a batch for each adapter; `adapters`: one for each row."""
     rows: dict[int, list[int]] = {}
     found: dict[int, Adapter] = {}
     for row, adapter in enumerate(adapters):
@@ -133,17 +133,17 @@ def rows_of(adapters: Sequence[Adapter | None], *, device: torch.device) -> Adap
 
 
 class Adapters:
-    """The adapter that is served, and the staged one. Implements `WeightsAside` (`server/receiver.py`)."""
+    """The served adapter, and the staged one. Implements `WeightsAside` (`server/receiver.py`)."""
 
     def __init__(self, parameters: Parameters, lora: LoraConfig) -> None:
-        """`parameters`: of the model that is adapted. Raises `ModelError` if it lacks one of the linear layers."""
+        """`parameters`: those of the adapted model. Raises `ModelError` if it lacks one of the linear layers."""
         self._parameters = parameters
         self._lora = lora
         specs = adapter_specs([(name, tuple(weight.shape)) for name, weight in parameters.named.items()], lora)
         self.shapes: dict[str, tuple[int, ...]] = dict(specs)
-        """Name → shape of what an update brings."""
+        """Name → shape of the tensors in an update."""
         self.ignored: frozenset[str] = frozenset()
-        """Names that may come with an update and are not kept."""
+        """Names that may come with an update and are dropped."""
         self.served = self._new()
         if others := sorted(self.shapes.keys() - self.served.named.keys()):
             raise ModelError(
@@ -177,7 +177,7 @@ class Adapters:
         return tensor_sums(self._writable().named[name])
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
-        return False  # they are few, and A of fused matrices have to lie together
+        return False  # the tensors are few, and A of fused matrices have to be adjacent
 
     def forget(self) -> None:
         with self._making:

@@ -1,6 +1,6 @@
-"""What the engine can compute of a model's `config.json`, and the angles of its rotary embedding.
+"""The subset of a model's `config.json` that the engine supports, and the angles of its rotary embedding.
 
-Only what the engine computes is accepted: a setting that would change the computation in another way is an error.
+Any setting that would change the computation in an unsupported way is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streamrl.models import check_checkpoint
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read `folder/config.json`; raises `ModelError`, which names what is not supported."""
+    """Read `folder/config.json`; raises `ModelError`, which names the unsupported settings."""
     settings = check_checkpoint(folder)
     found = architecture.read_architecture(folder)
     problems = []
@@ -43,8 +43,8 @@ def _rope_settings(settings: dict[str, Any]) -> Any:
 
 
 def rotation_table(rope: Rope, head_dim: int, length: int) -> Tensor:
-    """Return the rotation at each of `length` positions: cosines, and sines with the sign that exchanged halves of
-    a head need, `[2, length, head_dim]`, float32."""
+    """Return the rotation at each of `length` positions: cosines, and sines with the sign for exchanged halves of a
+    head, `[2, length, head_dim]`, float32."""
     angles = torch.outer(torch.arange(length, dtype=torch.float32), inverse_frequencies(rope, head_dim))
     cos, sin = angles.cos(), angles.sin()
     return torch.stack((torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)))

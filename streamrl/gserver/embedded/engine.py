@@ -1,9 +1,9 @@
-"""The embedded engine as the server sees it, and the one thread in which it computes.
+"""The embedded engine behind the server's interface, and its single thread of computation.
 
-The thread takes commands between two steps, computes while there is something to compute, and sleeps otherwise. It
-touches no asyncio object: what it has to tell goes to the event loop once a step.
+The thread takes commands between two steps, computes while there is work, and sleeps otherwise. It touches no asyncio
+object: its outputs go to the event loop once a step.
 
-New weights are written to the staged set, and a swap only exchanges it with the one that is served (`weights.py`).
+New weights are written to the staged set, and a swap only exchanges it with the served one (`weights.py`).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 SEED_BITS = 64
 LOOKS = 4
-"""How often a thread has to be found in the same step before it counts as stuck."""
+"""Number of times that a thread has to be found in the same step before it counts as stuck."""
 BURST_GAP = 0.1
-"""Requests that an idle engine gets within this share of a decode step of each other are computed together."""
+"""Requests that reach an idle engine within this share of a decode step of each other are computed together."""
 
 
 class EmbeddedEngine:
-    """Serves one model; `gserver.server.engine.Engine` says what each method does."""
+    """Serves one model; `gserver.server.engine.Engine` documents its methods."""
 
     name = "embedded"
 
@@ -85,9 +85,9 @@ class EmbeddedEngine:
         lora: LoraConfig | None = None,
         adapter: Path | None = None,
     ) -> None:
-        """`rounds`: the model's weights are rounded as int8 would. `lora`: what is updated are adapters of the model in
-        `folder`, the first of them that in `adapter`; without one it changes nothing."""
-        compute_with(1)  # the engine has a thread of its own
+        """`rounds`: whether the model's weights are rounded as int8 would. `lora`: updates bring adapters of the model
+        in `folder`; the first adapter is the one in `adapter`, or one that changes nothing if `adapter` is None."""
+        compute_with(1)  # the engine computes in a separate thread
         architecture = read_architecture(folder)
         if max_context > architecture.max_position:
             log.info("contexts end at %d tokens, for which the model was made", architecture.max_position)
@@ -133,18 +133,18 @@ class EmbeddedEngine:
             adapter=self._adapters.served if self._adapters is not None else None,
         )
         self._updated: DoubleBufferedWeights | Adapters = self._adapters or self._weights
-        """What an update changes."""
+        """The part of the model that updates change."""
         self.receiver = WeightReceiver(
             expected=Expected(shapes=self._updated.shapes, dtype=dtype, ignored=self._updated.ignored),
             aside=self._updated,
             device=device,
             timeout=update_timeout,
         )
-        # No SimpleQueue: Python 3.11's `get` waits for ever if its time runs out between two tries of its lock.
+        # No SimpleQueue: Python 3.11's `get` waits forever if its timeout expires between two attempts at its lock.
         self._commands: Queue[Callable[[], None] | None] = Queue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_began: float | None = None
-        """When the thread began what it is doing; None: it waits for work."""
+        """When the thread began its present step; None: it waits for work."""
         self._stuck_seconds = stuck_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tickets: set[Ticket] = set()
@@ -153,7 +153,7 @@ class EmbeddedEngine:
         self._requests_total = 0
         self._weight_updates = 0
         self._freeing: asyncio.Task[None] | None = None
-        """The release of weights that are no longer served; generation does not wait for it."""
+        """The release of the previously served weights; generation does not wait for it."""
         self._pause_seconds = 0.0
         self._pause_mode: PauseMode = "in_place"
         """Mode of the latest pause."""
@@ -270,8 +270,10 @@ class EmbeddedEngine:
         }
 
     async def _break_when_stuck(self) -> None:
-        """Break the engine when its thread is seen `LOOKS` times in the same step: if this whole process had stood
-        still, it would be seen once."""
+        """Break the engine when its thread is found `LOOKS` times in the same step.
+
+        If this whole process had stood still, the thread would be found in it only once.
+        """
         looks, began = 0, self._step_began
         while looks < LOOKS:
             await asyncio.sleep(self._stuck_seconds / LOOKS)
@@ -282,14 +284,14 @@ class EmbeddedEngine:
         self._break(f"it has finished no step for {self._stuck_seconds:g} s (gserver.stuck_seconds)")
 
     async def _swap(self, staged: Staged) -> str:
-        """Serve the staged weights, which are complete; return what was done."""
+        """Serve the staged weights, which are complete; return a description."""
 
         def swap() -> float:
             began = time.perf_counter()
             if staged.abort_all_requests:
                 self._scheduler.abort_all()
             going_on = not self._scheduler.paused
-            if going_on:  # a call to resume has overtaken this one: what the pause was for still holds
+            if going_on:  # a call to resume came before this one: the pause's mode still applies
                 self._scheduler.pause(self._pause_mode)
             if self._adapters is not None:
                 self._scheduler.new_adapter(self._adapters.swap(), staged.version)
@@ -329,7 +331,7 @@ class EmbeddedEngine:
         def run() -> None:
             try:
                 result = command()
-            except Exception as error:  # tolerance point: belongs to the asking side, not to the thread
+            except Exception as error:  # tolerance point: the error belongs to the caller, not to the thread
                 loop.call_soon_threadsafe(resolve, None, error)
             else:
                 loop.call_soon_threadsafe(resolve, result, None)
@@ -340,13 +342,13 @@ class EmbeddedEngine:
     def _run(self) -> None:
         try:
             self._compute()
-        except BaseException as error:  # tolerance point: nobody else sees what ends a thread
+        except BaseException as error:  # tolerance point: no other code sees the error that ends a thread
             log.exception("the engine's thread has ended")
             if self._loop is not None and not self._loop.is_closed():
                 self._loop.call_soon_threadsafe(self._break, f"{type(error).__name__}: {error}")
 
     def _break(self, reason: str) -> None:
-        """Fail everything: the thread is gone, or hangs, and nothing will be computed any more."""
+        """Fail all requests: the thread is gone, or hangs, and computes nothing any more."""
         self._broken_by = f"the engine has stopped: {reason}"
         self._broken.set()
         self._fail_all(self._broken_by)
@@ -370,10 +372,10 @@ class EmbeddedEngine:
                 self._report()
 
     def _take_commands(self) -> Iterator[Callable[[], None] | None]:
-        """Yield all commands that have come; None: stop.
+        """Yield all commands in the queue; None stops the thread.
 
-        Waits for one if there is nothing to compute, and then for those that soon follow it: requests come in bursts,
-        and a step for the first ones alone would hold up the others.
+        If there is nothing to compute, wait for one, and then for those that soon follow it: requests come in bursts,
+        and a step for the first ones alone would delay the others.
         """
         was_idle = self._scheduler.idle
         if was_idle:

@@ -1,8 +1,8 @@
 """The forward pass: `extend` adds prompts to the cache, `decode` adds one token to every running slot.
 
-Tokens of different sequences are packed without padding; only attention knows sequences. Their keys and values lie in
-`KVCache`, one tensor for each layer that grows as needed. A slot holds one sequence, all of a token next to each other.
-Slots in use are always the first ones, so that a decode step reads plain slices of these tensors.
+Tokens of different sequences are packed without padding; only attention distinguishes sequences. Their keys and values
+are in `KVCache`, one tensor for each layer that grows as needed. A slot holds one sequence; the data of each token are
+contiguous. Slots in use are always the first ones, so that a decode step reads plain slices of these tensors.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Extension(msgspec.Struct, frozen=True):
     cached: int
     tokens: Sequence[int]
     last: int | None = None
-    """How many of the last tokens' hidden states are wanted; None: all."""
+    """Number of last tokens whose hidden states are wanted; None: all."""
     adapter: Adapter | None = None
-    """With which they are computed."""
+    """The adapter that computes them."""
 
     @property
     def wanted(self) -> int:
-        """For how many of its tokens hidden states are returned."""
+        """Number of its tokens whose hidden states are returned."""
         return len(self.tokens) if self.last is None else min(self.last, len(self.tokens))
 
 
@@ -46,7 +46,7 @@ class Model:
     """Computes with `parameters`, which may be replaced by others of the same shape, dtype and device, on `cache`."""
 
     def __init__(self, parameters: Parameters, cache: KVCache, *, max_length: int, copies_cache: bool = False) -> None:
-        """`max_length`: of a sequence, in tokens. `copies_cache`: see `TorchOperations`."""
+        """`max_length`: longest sequence, in tokens. `copies_cache`: see `TorchOperations`."""
         self.parameters = parameters
         self.cache = cache
         self._a: Architecture = parameters.architecture
@@ -65,9 +65,9 @@ class Model:
     def extend(self, extensions: Sequence[Extension]) -> tuple[Tensor, list[int]]:
         """Compute the tokens of `extensions` and write their keys and values to the cache.
 
-        Returns the hidden states of the wanted tokens, packed (`[wanted, hidden_size]`), and where each extension's
-        begin. Extensions are best passed sorted by (cached, new) lengths: torch attends to neighbours of equal lengths
-        together.
+        Returns the hidden states of the wanted tokens, packed (`[wanted, hidden_size]`), and the first row of each
+        extension. Extensions are best passed sorted by (cached, new) lengths: torch computes attention for neighbours
+        of equal lengths together.
         """
         starts: list[int] = []
         tokens: list[int] = []
@@ -90,14 +90,14 @@ class Model:
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], *, adapters: Sequence[Adapter | None] = ()
     ) -> Tensor:
-        """Compute `tokens[i]`, which stands at `positions[i]` of slot i, with `adapters[i]`, if there are any; return
-        the logits after it, `[n, vocab]`."""
+        """Compute `tokens[i]` at `positions[i]` of slot i, with `adapters[i]` if there are any; return the logits after
+        it, `[n, vocab]`."""
         place = torch.tensor([tokens, positions, range(len(tokens))], device=self._device)
         pieces = [Piece(slot, position, 1) for slot, position in enumerate(positions)]
         return self.logits(self._forward(place, pieces, adapters=adapters))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return the logits of `hidden` (`[n, hidden_size]`): `[n, vocab]`, in the dtype that is computed in."""
+        """Return the logits of `hidden` (`[n, hidden_size]`): `[n, vocab]`, in the compute dtype."""
         return self.parameters.head(self._operations.rms_norm(hidden, self.parameters.norm))
 
     def _forward(
@@ -108,10 +108,9 @@ class Model:
         adapters: Sequence[Adapter | None] = (),
         wanted: Sequence[int] | None = None,
     ) -> Tensor:
-        """Return the hidden states of the `wanted` tokens; the last layer ends with these alone.
+        """Return the hidden states of the `wanted` tokens; after its attention, the last layer computes these alone.
 
-        `place`: `[3, tokens]`, the tokens, their positions and their slots. `adapters`: of each token, if there are
-        any.
+        `place`: `[3, tokens]`, the tokens, their positions and their slots. `adapters`: one for each token, or empty.
         """
         tokens, positions, slots = place.unbind()
         rows = self.cache.rows(slots, positions)
@@ -142,8 +141,8 @@ class Model:
         return x
 
     def _add_experts(self, w: SparseMlpWeights, x: Tensor, normed: Tensor, routes: Routes, layer: int) -> Tensor:
-        """Return `x` (`[tokens, hidden_size]`) plus what the experts that the router chooses for each token make of
-        `normed`, which is `x` after its norm; note in `routes` which those are."""
+        """Return `x` (`[tokens, hidden_size]`) plus the outputs of the router's chosen experts for `normed`, which is
+        `x` after its norm; record the chosen experts in `routes`."""
         moe = self._a.moe
         assert moe is not None
         if not len(x):
@@ -174,7 +173,7 @@ class Model:
 
 
 MatrixAdapters = Sequence[tuple[MatrixAdapter | None, Tensor | None]]
-"""Adapters of one matrix, and the rows that they are of."""
+"""Adapters of one matrix, and the rows that each applies to."""
 
 
 def _gated(w: MlpWeights, normed: Tensor, adapters: MatrixAdapters) -> Tensor:
@@ -192,26 +191,26 @@ def _add(adapters: MatrixAdapters, product: Tensor, x: Tensor) -> None:
 
 
 class Routes(NamedTuple):
-    """Where to note which experts compute some tokens."""
+    """Storage for the experts that compute some tokens."""
 
     kept: Tensor | None
-    """`[all_tokens, layers, top_k]`; None: nowhere."""
+    """`[all_tokens, layers, top_k]`; None: experts are not recorded."""
     rows: Tensor
     """`[tokens]`"""
 
     def at(self, chosen: Tensor) -> Routes:
-        """Return those of the `chosen` ones of these tokens."""
+        """Return the routes of the `chosen` tokens only."""
         return Routes(self.kept, self.rows[chosen])
 
     def note(self, layer: int, experts: Tensor) -> None:
-        """Keep `experts`, `[tokens, top_k]`."""
+        """Record `experts`, `[tokens, top_k]`."""
         if self.kept is not None:
             self.kept[self.rows, layer] = experts.to(torch.uint8)
 
 
 class KVCache:
     """Keys and values of all slots: `[slots, length, 2 * kv_heads, head_dim]` for each layer, keys in the first half
-    of the heads; and which experts computed them."""
+    of the heads; and the experts that computed each token."""
 
     def __init__(
         self, architecture: Architecture, *, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
@@ -228,8 +227,8 @@ class KVCache:
         moe = architecture.moe
         self._routes_shape = (architecture.layers, moe.top_k) if moe is not None and moe.experts <= NO_EXPERT else None
         self.routes = self._no_routes()
-        """`[slots, length, layers, top_k]` uint8, `NO_EXPERT` where none has computed the token; None: the model has no
-        experts, or too many of them."""
+        """`[slots, length, layers, top_k]` uint8, `NO_EXPERT` for a token that none has computed; None: the model has
+        no experts, or too many of them."""
 
     @property
     def bytes(self) -> int:
@@ -244,7 +243,7 @@ class KVCache:
     def reserve(self, *, slots: int, length: int) -> None:
         """Make room for this many slots of this many tokens each. Sizes double, so that copies stay rare.
 
-        Raises `RuntimeError` where there is no memory for that; then all is as before.
+        Raises `RuntimeError` if there is not enough memory; the cache is then as before.
         """
         if slots <= self.slots and length <= self.length:
             return
@@ -265,11 +264,11 @@ class KVCache:
             raise
 
     def _shrink(self, *, slots: int, length: int) -> None:
-        """Bring the layers that have grown back to this size: all must have the same."""
+        """Shrink the layers that have grown back to this size, since all must have the same size."""
         self.slots, self.length = slots, length
         for i in range(len(self.layers)):
             if self.layers[i].shape[:2] != (slots, length):
-                # By way of the host's memory, so that a GPU's is free before any of it is asked for.
+                # By way of the host's memory, so that a GPU's memory is free before the copy is allocated.
                 self.layers[i] = self.layers[i][:slots, :length].to("cpu", copy=True)
                 self.layers[i] = self.layers[i].to(self._device)
 
@@ -285,22 +284,22 @@ class KVCache:
                 tensor[first : last + 1, :length] = kept
 
     def clear(self, slot: int) -> None:
-        """Remove what may be no numbers from a slot, for the reason why `_empty` has zeros."""
+        """Overwrite possible NaNs in a slot with zeros, for the reason given in `_empty`."""
         for layer in self.layers:
             layer[slot].zero_()
 
     def take(self, slot: int, length: int) -> list[Tensor]:
-        """Return a copy of what is kept of the first `length` tokens of a slot, for `put`."""
+        """Return a copy of the first `length` tokens of a slot, for `put`."""
         return [tensor[slot, :length].clone() for tensor in self._kept()]
 
     def put(self, slot: int, taken: Sequence[Tensor], length: int) -> None:
-        """Copy the first `length` tokens of what `take` returned into a slot."""
+        """Copy the first `length` tokens of `taken`, which `take` returned, into a slot."""
         for tensor, kept in zip(self._kept(), taken, strict=True):
             tensor[slot, :length] = kept[:length]
 
     def routes_of(self, rows: Tensor) -> Routes:
-        """Return where to note the experts of the tokens in `rows` (`[tokens]`), which are about to be computed; what
-        was noted there is forgotten."""
+        """Return the storage for the experts of the tokens in `rows` (`[tokens]`), which are about to be computed;
+        earlier records there are erased."""
         if self.routes is None:
             return Routes(None, rows)
         kept = self.routes.flatten(0, 1)
@@ -308,7 +307,7 @@ class KVCache:
         return Routes(kept, rows)
 
     def _kept(self) -> list[Tensor]:
-        """Return all that is kept of tokens: `[slots, length, ...]`."""
+        """Return all tensors of tokens: `[slots, length, ...]`."""
         return self.layers if self.routes is None else [*self.layers, self.routes]
 
     def _no_routes(self) -> Tensor | None:

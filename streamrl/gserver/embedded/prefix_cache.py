@@ -1,13 +1,13 @@
-"""The prefix cache: what was computed is not computed again for siblings, later turns and resumed responses.
+"""The prefix cache: reuses computed keys and values for siblings, later turns and resumed responses.
 
-Role: knows which tokens' keys and values lie in the slots of running requests, and keeps those of finished ones
-outside the slots, up to `capacity` bytes; the least recently used go first. Invariant: only what the present weights
-computed is shared. From an update on, what was computed before serves only the requests that it belongs to (the pause
-mode `in_place`), and nobody after them.
+It records which tokens' keys and values are in the slots of running requests, and keeps those of finished ones outside
+the slots, up to `capacity` bytes; the least recently used are dropped first. Invariant: only results of the present
+weights are shared. After an update, earlier results serve only the requests that they belong to (the pause mode
+`in_place`), and no later ones.
 
-Which of many token sequences shares the longest beginning with a new one is found in a compressed prefix tree
-(`PrefixTree`). Its invariant: every node but the root ends a sequence or has at least two children; so the tree has
-fewer than twice as many nodes as sequences, and below every node there is a sequence.
+A compressed prefix tree (`PrefixTree`) finds the token sequence that shares the longest beginning with a new one. Its
+invariant: every node but the root ends a sequence or has at least two children; so the tree has fewer than twice as
+many nodes as sequences, and below every node there is a sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from streamrl.transport.seldom import Seldom
 log = logging.getLogger(__name__)
 
 LEAST_TOKENS = 8
-"""Shorter sequences are not kept."""
+"""Least length, in tokens, of a kept sequence."""
 
 
 class CachedTokens:
@@ -36,18 +36,18 @@ class CachedTokens:
     def __init__(self, tokens: Sequence[int], *, slot: int = -1, kept: Sequence[Tensor] = ()) -> None:
         self.tokens = tokens
         self.slot = slot
-        """-1: not in a slot."""
+        """The slot; -1: not in a slot."""
         self.kept = kept
         """For each layer, as `KVCache.take` returns them."""
 
     @property
     def bytes(self) -> int:
-        """Memory of what is kept outside the slots."""
+        """Memory of the copies kept outside the slots."""
         return sum(layer.numel() * layer.element_size() for layer in self.kept)
 
 
 class PrefixCache:
-    """Everything that can be shared; the slots of `KVCache` are filled from it."""
+    """All keys and values that can be shared; the slots of `KVCache` are filled from them."""
 
     def __init__(self, cache: KVCache, *, capacity: int) -> None:
         """`capacity`: bytes kept of finished requests; 0 keeps nothing."""
@@ -60,7 +60,7 @@ class PrefixCache:
         self._kept: OrderedDict[int, CachedTokens] = OrderedDict()  # by id, least recently used first
 
     def clear(self) -> None:
-        """Share nothing of what was computed so far, and free what was kept."""
+        """Share no earlier results any more, and free the kept copies."""
         self._tree.clear()
         self._slots.clear()
         self._kept.clear()
@@ -71,7 +71,7 @@ class PrefixCache:
         return min(limit, self._tree.longest(tokens)[1])
 
     def fill(self, slot: int, tokens: Sequence[int], *, limit: int) -> int:
-        """Copy what is cached of the first `limit` tokens into `slot`; return how many tokens those are."""
+        """Copy the cached part of the first `limit` tokens into `slot`; return its length in tokens."""
         entry, length = self._tree.longest(tokens)
         length = min(limit, length)
         if entry is not None and length:
@@ -84,13 +84,13 @@ class PrefixCache:
         return length
 
     def place(self, slot: int, tokens: Sequence[int]) -> None:
-        """Note that `slot` now has the keys and values of `tokens`, computed by the present weights."""
+        """Record that `slot` now has the keys and values of `tokens`, computed by the present weights."""
         self.remove(slot)
         self._slots[slot] = entry = CachedTokens(list(tokens), slot=slot)
         self._tree.insert(entry.tokens, entry)
 
     def move(self, source: int, target: int) -> None:
-        """Note that the contents of slot `source` were copied to slot `target`."""
+        """Record that the contents of slot `source` were copied to slot `target`."""
         self.remove(target)
         entry = self._slots.pop(source, None)
         if entry is not None:
@@ -98,7 +98,7 @@ class PrefixCache:
             self._slots[target] = entry
 
     def remove(self, slot: int) -> None:
-        """Share no more what lies in `slot`: its contents are about to change."""
+        """Stop sharing the contents of `slot`, which are about to change."""
         entry = self._slots.pop(slot, None)
         if entry is not None:
             self._tree.remove(entry.tokens, entry)
@@ -118,7 +118,7 @@ class PrefixCache:
                 self._forget(earlier)
         try:
             taken = self._cache.take(slot, len(tokens))
-        except RuntimeError as error:  # no memory is left: nobody but who would share it lacks it
+        except RuntimeError as error:  # no memory is left: only requests that would share the copy are affected
             self._seldom.warning("what was computed for a finished response is not kept: %s", error)
             return
         entry = CachedTokens(list(tokens), kept=taken)
@@ -141,7 +141,7 @@ Value = TypeVar("Value")
 
 
 class _Node(Generic[Value]):
-    """What follows its parent: `tokens`, at least one; `values` end right after them."""
+    """A node of the tree: its `tokens`, at least one, follow its parent's; the sequences of `values` end after them."""
 
     __slots__ = ("children", "tokens", "values")
 
@@ -152,7 +152,7 @@ class _Node(Generic[Value]):
 
 
 class PrefixTree(Generic[Value]):
-    """Sequences of tokens, each with a value; several may be equal. A search takes as long as what is found."""
+    """Sequences of tokens, each with a value; several may be equal. A search takes time in proportion to its match."""
 
     def __init__(self) -> None:
         self._root: _Node[Value] = _Node(())
@@ -173,7 +173,7 @@ class PrefixTree(Generic[Value]):
         node.values.append(value)
 
     def remove(self, tokens: Sequence[int], value: Value) -> None:
-        """Take out a value that was inserted for `tokens`; raises `KeyError` if it was not."""
+        """Remove a value that was inserted for `tokens`; raises `KeyError` if it was not."""
         path = [self._root]
         start = 0
         while start < len(tokens):
@@ -189,7 +189,8 @@ class PrefixTree(Generic[Value]):
             _tidy(path)
 
     def longest(self, tokens: Sequence[int]) -> tuple[Value | None, int]:
-        """Return a value whose sequence shares the most leading tokens with `tokens`, and how many; or (None, 0)."""
+        """Return a value whose sequence has the longest common beginning with `tokens`, and its length; or (None,
+        0)."""
         node, start = self._root, 0
         while start < len(tokens):
             child = node.children.get(tokens[start])
@@ -203,7 +204,7 @@ class PrefixTree(Generic[Value]):
         return (_any_below(node), start) if start else (None, 0)
 
     def along(self, tokens: Sequence[int]) -> list[Value]:
-        """Return the values of all sequences that `tokens` begins with, shortest first."""
+        """Return the values of all sequences that are prefixes of `tokens`, shortest first."""
         node, start, found = self._root, 0, list(self._root.values)
         while start < len(tokens):
             child = node.children.get(tokens[start])
@@ -215,14 +216,14 @@ class PrefixTree(Generic[Value]):
         return found
 
     def clear(self) -> None:
-        """Remove everything."""
+        """Remove all sequences."""
         self._root = _Node(())
 
 
 def common_length(edge: Sequence[int], tokens: Sequence[int], *, start: int = 0) -> int:
-    """Return how many leading elements of `edge` are those of `tokens` from `start` on.
+    """Return how many leading elements `edge` has in common with `tokens` from `start` on.
 
-    By halving, since slices compare fast.
+    Uses bisection, since slices compare fast.
     """
     low, high = 0, max(0, min(len(edge), len(tokens) - start))
     if edge[:high] == tokens[start : start + high]:
@@ -246,7 +247,7 @@ def _split(parent: _Node[Value], child: _Node[Value], length: int) -> _Node[Valu
 
 
 def _tidy(path: Sequence[_Node[Value]]) -> None:
-    """Remove the last node of `path` if nothing needs it, and join what then has one child only."""
+    """Remove the last node of `path` if it is not needed, and join a node that is left with only one child."""
     parent, node = path[-2], path[-1]
     if node.values:
         return

@@ -1,12 +1,12 @@
-"""Matrix products with packed weights: laid out once in the order in which a product reads them, not at every product.
+"""Matrix products with packed weights: reordered once for the product's access pattern, not at every product.
 
-A `Matrix` keeps its weights as Hugging Face lays them out, and besides them, where that is faster, a packed copy for
-the products of one of three libraries: streamrl's own C (`native/operations.py`), and oneDNN and MKL, which come with
-torch. Which is the fastest is tried on the processor at hand, and whether its products are right. A `Packer` packs in a
-thread of its own while others compute. `benchmarks/bench_engine.py --native` leaves them out.
+A `Matrix` keeps its weights in Hugging Face's layout and in addition, where that is faster, a packed copy for the
+products of one of three libraries: streamrl's own C (`native/operations.py`), and oneDNN and MKL, which come with
+torch. A trial on the present processor checks their products and finds the fastest one. A `Packer` packs in a separate
+thread while others compute. `benchmarks/bench_engine.py --native` also measures without them.
 
-Invariant: a product never uses a packed copy of earlier weights. Whoever is about to write weights unpacks the matrix
-first, and packs it again after that.
+Invariant: a product never uses a packed copy of earlier weights. Code that writes weights unpacks the matrix first, and
+packs it again afterwards.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 
 class Matrix:
-    """`weight` (`[outputs, inputs]`) and perhaps a packed copy of it."""
+    """`weight` (`[outputs, inputs]`), and a packed copy of it if it is packed."""
 
     def __init__(self, weight: Tensor, *, gated: bool = False) -> None:
-        """`gated`: `gated` is called, and not the matrix itself; `weight` is `[2 * outputs, inputs]`, gates first."""
+        """`gated`: `gated` is called instead of the matrix itself; `weight` is `[2 * outputs, inputs]`, gates first."""
         self.weight = weight
         self._gated = gated
         self._packed: tuple[ProductLibrary, Tensor] | None = None
@@ -49,8 +49,8 @@ class Matrix:
         return library.product(x, packed, self.weight, bias, added)
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return the product of `x` and the matrix as it lies there, also where it is packed for `gated`: `[rows,
-        outputs]`, a new tensor."""
+        """Return the product of `x` and the unpacked matrix, also if it is packed for `gated`: new, `[rows,
+        outputs]`."""
         return operations.product(x, self.weight)
 
     def gated(self, x: Tensor) -> Tensor:
@@ -63,11 +63,11 @@ class Matrix:
 
     @property
     def packed(self) -> bool:
-        """Whether there is a packed copy of the weights as they are now."""
+        """Whether there is a packed copy of the present weights."""
         return self._packed is not None
 
     def unpack(self) -> None:
-        """Drop the packed copy: the weights are about to change."""
+        """Drop the packed copy, since the weights are about to change."""
         self._packed = None
 
     def pack(self, library: ProductLibrary) -> None:
@@ -82,7 +82,7 @@ HOST_SHARE = 0.25
 
 
 def packs(*, numbers: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether matrices of so many numbers altogether, kept twice, should be packed."""
+    """Return whether to pack matrices with `numbers` entries in total, which are kept twice."""
     if device.type != "cpu" or not can_pack(dtype):
         return False
     needed, memory = 2 * numbers * dtype.itemsize, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -98,23 +98,23 @@ def packs(*, numbers: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class Packer:
-    """Packs matrices one after another in a thread of its own. Called by one thread at a time.
+    """Packs matrices one after another in a separate thread. Called by one thread at a time.
 
-    The thread has as many helpers as the one that computes: MKL's products are slower from a copy packed with fewer. It
-    ends with the last matrix, and its helpers with it, because idle ones slow down those of other threads (see
+    The thread has as many helpers as the computing one: MKL's products are slower from a copy packed with fewer. It
+    ends with the last matrix, and its helpers with it, because idle helpers slow down those of other threads (see
     `device.compute_with`).
     """
 
     def __init__(self, *, threads: int, deterministic: bool = False) -> None:
-        """`threads`: of the thread that computes. `deterministic`: see `choose_library`."""
+        """`threads`: number of threads that compute. `deterministic`: see `choose_library`."""
         self._threads = threads
         self._deterministic = deterministic
         self._packing: dict[Matrix, Future[None]] = {}
         self._failed = False
-        """One of the matrices that were started last could not be packed."""
+        """Whether one of the matrices that were started last could not be packed."""
 
     def start(self, matrices: Iterable[Matrix]) -> None:
-        """Begin to pack those of `matrices` that are not packed."""
+        """Begin to pack the unpacked ones of `matrices`."""
         missing = [matrix for matrix in matrices if not matrix.packed and matrix not in self._packing]
         if not missing:
             return
@@ -124,20 +124,20 @@ class Packer:
         pool.shutdown(wait=False)
 
     def unpack(self, matrix: Matrix) -> None:
-        """Drop the packed copy of `matrix`; once this returns, nobody packs it either."""
+        """Drop the packed copy of `matrix`; once this returns, no thread is packing it either."""
         packing = self._packing.pop(matrix, None)
         if packing is not None and not packing.cancel():
             packing.result()
         matrix.unpack()
 
     def finish(self) -> None:
-        """Wait until all is packed that was started."""
+        """Wait until all started matrices are packed."""
         for packing in self._packing.values():
             packing.result()
         self._packing.clear()
 
     def stop(self) -> None:
-        """Pack nothing more than what is being packed now."""
+        """Finish the matrix that is being packed now, and pack no others."""
         self._packing = {matrix: packing for matrix, packing in self._packing.items() if not packing.cancel()}
 
     def _pack(self, matrix: Matrix) -> None:
@@ -147,7 +147,7 @@ class Packer:
             library = choose_library(matrix.weight.dtype, self._threads, deterministic=self._deterministic)
             if library is not None:
                 matrix.pack(library)
-        except RuntimeError as error:  # most likely there is no memory left, for the others neither
+        except RuntimeError as error:  # most likely no memory is left, nor is there any for the others
             self._failed = True
             log.warning("matrices of these weights are not packed, so products are slower: %s", error)
 
@@ -156,17 +156,17 @@ class Packer:
 
 
 class ProductLibrary(Protocol):
-    """Who makes products with packed weights."""
+    """A library of products with packed weights."""
 
     name: str
     fewest_rows: int
-    """With fewer rows the weights as they are serve as well."""
+    """Least number of rows for which packed weights are faster."""
 
     def can(self, dtype: torch.dtype) -> bool:
-        """Return whether this torch and this processor offer it."""
+        """Return whether this torch and this processor support it."""
 
     def pack(self, weight: Tensor, *, gated: bool = False) -> Tensor:
-        """Return what `product`, or `gated_product`, needs of `weight` (`[outputs, inputs]`), which stays as it is.
+        """Return the packed form of `weight` (`[outputs, inputs]`) for `product` or `gated_product`.
 
         MKL divides the work when it packs, so this is best called with as many threads as compute.
         """
@@ -174,15 +174,15 @@ class ProductLibrary(Protocol):
     def product(
         self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
     ) -> Tensor:
-        """Return what `operations.product` returns."""
+        """Return the same as `operations.product`."""
 
     def gated_product(self, x: Tensor, packed: Tensor, weight: Tensor) -> Tensor:
-        """Return what `operations.gated_product` returns."""
+        """Return the same as `operations.gated_product`."""
         return silu_and_multiply(self.product(x, packed, weight))
 
 
 class Native(ProductLibrary):
-    """streamrl's own C. What is computed of a row does not depend on the other rows."""
+    """streamrl's own C. The result for a row does not depend on the other rows."""
 
     name = "products.c"
     fewest_rows = 1
@@ -203,9 +203,9 @@ class Native(ProductLibrary):
 
 
 class OneDNN(ProductLibrary):
-    """Packs float32, and bfloat16 where the processor computes in it.
+    """Packs float32, and bfloat16 if the processor computes in it.
 
-    It makes code for each number of rows that it meets, which takes about half a millisecond once.
+    It generates code for each new number of rows, which takes about half a millisecond once.
     """
 
     name = "oneDNN"
@@ -228,7 +228,7 @@ class OneDNN(ProductLibrary):
 
 
 class MKL(ProductLibrary):
-    """Packs float32; on processors that are not Intel's it does without AVX512."""
+    """Packs float32; on processors not made by Intel it uses no AVX512."""
 
     name = "MKL"
     fewest_rows = 4
@@ -244,7 +244,7 @@ class MKL(ProductLibrary):
     def product(
         self, x: Tensor, packed: Tensor, weight: Tensor, bias: Tensor | None = None, added: Tensor | None = None
     ) -> Tensor:
-        # The last argument is not what was packed for: torch uses `packed` only if it is the number of rows of `x`.
+        # The last argument is not `_PACKED_FOR_ROWS`: torch uses `packed` only if it equals the number of rows of `x`.
         product: Tensor = torch.ops.mkl._mkl_linear.default(x, packed, weight, bias, x.shape[0])
         return product if added is None else product.add_(added)
 
@@ -262,10 +262,10 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 @cache
 def choose_library(dtype: torch.dtype, threads: int, *, deterministic: bool = False) -> ProductLibrary | None:
-    """Return the fastest library whose products are right with `threads` threads, which are those set at present; None:
-    there is none.
+    """Return the fastest library with correct products for `threads` threads, the present number, or None.
 
-    `deterministic`: the first of them, because they round differently, and which is the fastest may depend on the hour.
+    `deterministic`: return the first correct one, because libraries round differently, and the fastest one may vary
+    from one measurement to the next.
     """
     right = [library for library in LIBRARIES if library.can(dtype) and _is_right(library, dtype, threads)]
     if not right or deterministic or len(right) == 1:
@@ -279,7 +279,7 @@ _TRIED_SHAPES = ((96, 64), (48, 1536), (1030, 80))
 """Outputs and inputs."""
 _TRIED_ROWS = (1, 4, 5, 31, 32, 64, 65, 255, 256, 257, 600)
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-"""Relative to the largest entry, several times what rounding does to sums of 1536 products."""
+"""Relative to the largest entry; several times the rounding error of sums of 1536 products."""
 _TIMED_SHAPE, _TIMED_ROWS, _TIMES = (1536, 576), 64, 10
 
 
@@ -308,7 +308,7 @@ def _is_right(library: ProductLibrary, dtype: torch.dtype, threads: int) -> bool
 
 
 def _seconds(library: ProductLibrary, dtype: torch.dtype) -> float:
-    """Return how long one product takes, the fastest of several."""
+    """Return the time of one product in seconds, the least of several."""
     outputs, inputs = _TIMED_SHAPE
     weight, x = torch.ones(outputs, inputs, dtype=dtype), torch.ones(_TIMED_ROWS, inputs, dtype=dtype)
     packed = library.pack(weight)

@@ -1,4 +1,4 @@
-"""A job inside the embedded engine: its tokens, and when it ends."""
+"""A job inside the embedded engine: its tokens, and its end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_TOP_K = 2**31 - 1
 
 
 class Request:
-    """Owned by the scheduler's thread."""
+    """A request in the engine; owned by the scheduler's thread."""
 
     def __init__(self, ticket: Ticket, *, eos_token_ids: frozenset[int], seed: int, decode: Decode) -> None:
         job = ticket.job
@@ -48,7 +48,7 @@ class Request:
         self._stop_strings = StopStrings(job.stop, decode)
         self._versions: list[tuple[str, int]] = []
         self.adapter: Adapter | None = None
-        """With which it is computed; None: it has not begun, or there are none."""
+        """The adapter that computes it; None: it has not begun, or there are no adapters."""
 
     @property
     def produced(self) -> int:
@@ -65,19 +65,19 @@ class Request:
 
     @property
     def is_to_be_told(self) -> bool:
-        """Whether its last token is one that is reported before it has ended."""
+        """Whether its last token triggers a report before the end."""
         interval = self.job.stream_interval
         return self.job.stream and self.produced % interval == 1 % interval
 
     def note_version(self, version: str) -> None:
-        """From the next token on, `version` makes them."""
+        """Label tokens with `version` from the next one on."""
         if self._versions and self._versions[-1][1] == self.produced:
             self._versions.pop()
         if not self._versions or self._versions[-1][0] != version:
             self._versions.append((version, self.produced))
 
     def accept(self, token: int, logprob: float) -> None:
-        """Append one sampled token and see whether it is the last."""
+        """Append one sampled token and check whether it is the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         produced = len(self.logprobs)
@@ -94,11 +94,11 @@ class Request:
             self.finish_reason = FinishReason(type="length", length=params.max_new_tokens)
 
     def abort(self, message: str) -> None:
-        """End the response with the tokens that it has."""
+        """End the response with its tokens so far."""
         self.finish_reason = FinishReason(type="abort", message=message)
 
     def output(self) -> Output:
-        """Return what the asking side sees now."""
+        """Return the present output, for the ticket."""
         final = self.finish_reason is not None
         return Output(
             output_ids=self.tokens[self.prompt_length :],

@@ -1,7 +1,7 @@
-"""From logits to tokens.
+"""Sampling of tokens from logits.
 
-Each request draws with its own counter-based random numbers: the number for output token i depends on the request's
-seed and on i only, so a response does not depend on what else is in the batch. A token is found by inverting the
+Each request draws with its own counter-based random numbers: the number for output token i depends only on the
+request's seed and on i, so a response does not depend on the rest of the batch. A token is found by inverting the
 cumulative distribution (`native/operations.py`). Rows with top-p, top-k or min-p are drawn from their likeliest tokens.
 """
 
@@ -18,16 +18,16 @@ from torch import Tensor
 from streamrl.native.operations import draw, invert
 
 CANDIDATES = 1024
-"""How many of the likeliest tokens are looked at first when top-p, top-k or min-p are set."""
+"""Number of the likeliest tokens that are examined first when top-p, top-k or min-p are set."""
 
 
 class Draw(msgspec.Struct, frozen=True):
-    """How one row of logits is to be sampled."""
+    """Sampling parameters of one row of logits."""
 
     seed: int
     """Below 2**64."""
     temperature: float = 1.0
-    """0: take the likeliest token; log-probabilities are then those of temperature 1."""
+    """0: take the likeliest token; log-probabilities are then computed at temperature 1."""
     top_p: float = 1.0
     top_k: int = -1
     min_p: float = 0.0
@@ -39,12 +39,12 @@ class Draw(msgspec.Struct, frozen=True):
 
     @property
     def plain(self) -> bool:
-        """Neither filtered nor greedy."""
+        """Whether it is neither filtered nor greedy."""
         return self.temperature > 0.0 and not self.filtered
 
     @property
     def scale(self) -> float:
-        """What logits are multiplied by."""
+        """Factor on the logits."""
         return 1.0 / (self.temperature or 1.0)
 
 
@@ -117,14 +117,14 @@ def _sample_others(logits: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> S
 
 
 def _draw_filtered(tokens: Tensor, probabilities: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> None:
-    """Draw those rows of `tokens` that are not greedy, from what the filters leave."""
+    """Draw the rows of `tokens` that are not greedy, from the tokens that pass the filters."""
     rows = [i for i, draw in enumerate(draws) if draw.temperature > 0.0]
     width = probabilities.shape[-1]
     count = min(CANDIDATES, width)
     while rows:
         values, indices = probabilities[rows].topk(count, -1)
         kept = _kept(values, [draws[i] for i in rows])
-        # A row whose last candidate is still kept may need more of them.
+        # A row may need more candidates if its last one still passes the filters.
         enough = [True] * len(rows) if count == width else (~kept[:, -1]).tolist()
         chosen = invert(values * kept, uniforms[rows])
         chosen = indices.gather(1, chosen[:, None])[:, 0]
@@ -135,8 +135,10 @@ def _draw_filtered(tokens: Tensor, probabilities: Tensor, draws: Sequence[Draw],
 
 
 def _kept(values: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return which of the descending probabilities `values` pass the filters, all applied to the full distribution as
-    in SGLang: top-k by rank, top-p by the mass before, min-p by the largest."""
+    """Return which of the descending probabilities `values` pass the filters.
+
+    All apply to the full distribution as in SGLang: top-k by rank, top-p by the mass before, min-p by the largest.
+    """
     device = values.device
     top_k = torch.tensor([[draw.top_k if draw.top_k > 0 else 2**31 - 1] for draw in draws], device=device)
     top_p = torch.tensor([[draw.top_p if draw.top_p < 1.0 else 2.0] for draw in draws], device=device)

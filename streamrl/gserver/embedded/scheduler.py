@@ -1,20 +1,20 @@
-"""What the engine computes in each step: continuous batching over the slots of the cache.
+"""The scheduler of the engine's steps: continuous batching over the slots of the cache.
 
-A step first computes prompts of waiting requests, then one token for every running one. Request i of `running` sits in
-slot i; a finished one leaves a hole (None) that the next request takes, or else the last running one.
+A step first computes prompts of waiting requests, then one token for every running one. Request i of `running` is in
+slot i; a finished one leaves a hole (None), which the next request fills, or else the last running one.
 
-A slot that waits for its prompt makes no tokens, and a long prompt holds up all slots that make some. So the more slots
-are free, the more prompt tokens may come between two decode steps (`prefill_budget`), and a long prompt is cut
-(`prefill_chunks`). A request whose prompt was cut waits at the head of the queue, and what is computed of it lies in a
-slot behind the running ones.
+A slot that waits for its prompt generates no tokens, and a long prompt delays all slots that do. Hence the more slots
+are free, the more prompt tokens are allowed between two decode steps (`prefill_budget`), and a long prompt is cut
+(`prefill_chunks`). A request with a cut prompt waits at the head of the queue, and the computed part of its prompt is
+in a slot behind the running ones.
 
-The `DeterministicScheduler` computes every request in forward passes of its own. How a matrix product rounds depends on
-its shape, so the same prompt among others, after a cached prefix, or computed again after a retraction gives other last
-bits. With it, the shapes of a request's passes are a function of the request alone: its whole prompt, then token after
-token. Its invariant: tokens and log-probabilities do not depend, bit for bit, on other requests or on when a request
-came.
+The `DeterministicScheduler` computes every request in separate forward passes. The rounding of a matrix product depends
+on its shape, so the same prompt gives other last bits in a batch with others, after a cached prefix, or when computed
+again after a retraction. With this scheduler, the shapes of a request's passes are a function of the request alone: its
+whole prompt, then token after token. Its invariant: tokens and log-probabilities do not depend, bit for bit, on other
+requests or on the arrival time of a request.
 
-Everything here happens in the engine's thread.
+All methods run in the engine's thread.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from streamrl.transport.generation import FinishReason, PauseMode
 log = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 256
-"""Least prompt budget of a step; prompts that need no more are not cut."""
+"""Least prompt budget of a step, in tokens; prompts that need no more are not cut."""
 LOGITS_ROWS = 256
 """Rows of logits computed at once for the log-probabilities of a prompt."""
 
 Event = tuple[Ticket, Output | str]
-"""What a ticket is told: an output, or why it failed."""
+"""A ticket with its output, or with the reason of its failure."""
 
 
 class Scheduler:
-    """Owns the requests and the cache; `step` computes, and leaves what tickets are to be told in `events`."""
+    """Owns the requests and the cache; `step` computes, and leaves the outputs for the tickets in `events`."""
 
     cuts_prompts = True
 
@@ -67,8 +67,8 @@ class Scheduler:
         prefix_cache_bytes: int = 0,
         adapter: Adapter | None = None,
     ) -> None:
-        """`prefill_tokens`: how many tokens of prompts are computed between two decode steps while nothing else runs.
-        `prefix_cache_bytes`: see `PrefixCache`. `adapter`: of the requests that begin before there is a new one."""
+        """`prefill_tokens`: number of prompt tokens computed between two decode steps while no request runs.
+        `prefix_cache_bytes`: see `PrefixCache`. `adapter`: for requests that begin before the first new one."""
         self.version = version
         self.paused = False
         self.running: list[Request | None] = []
@@ -81,7 +81,7 @@ class Scheduler:
         self.busy_seconds = 0.0
         self.slot_seconds = 0.0
         self.decode_seconds = 0.0
-        """How long the latest decode step took."""
+        """Duration of the latest decode step."""
         self._model = model
         self._adapter = adapter
         self._cache = cache
@@ -89,27 +89,27 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._prefixes = PrefixCache(cache, capacity=prefix_cache_bytes)
         self._cut: tuple[Request, int] | None = None
-        """The request whose prompt was cut, and the slot of what is computed of it."""
+        """The request with a cut prompt, and the slot with the computed part of it."""
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to compute until a command comes."""
+        """Whether there is nothing to compute until the next command."""
         return self.paused or not (self.waiting or self.occupied)
 
     @property
     def occupied(self) -> int:
-        """How many requests run."""
+        """Number of running requests."""
         return len(self.running) - self.running.count(None)
 
     @property
     def adapters(self) -> int:
-        """How many are computed with: that of requests to come, and those of running ones."""
+        """Number of adapters in use: the one for new requests, and those of running requests."""
         used = {id(request.adapter) for request in self.running if request is not None} | {id(self._adapter)}
         return len(used - {id(None)})
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the slots and of what is kept of finished requests."""
+        """Memory of the slots and of the kept prefixes of finished requests."""
         return self._cache.bytes + self._prefixes.kept_bytes
 
     def submit(self, request: Request) -> None:
@@ -118,7 +118,7 @@ class Scheduler:
         self.waiting.append(request)
 
     def abort(self, rid: str) -> bool:
-        """End request `rid` with what it has; return whether there is one."""
+        """End request `rid` with its tokens so far; return whether it exists."""
         for request in [*self.waiting, *filter(None, self.running)]:
             if request.job.rid == rid:
                 self._abort([request])
@@ -126,13 +126,13 @@ class Scheduler:
         return False
 
     def abort_all(self) -> int:
-        """End all requests with what they have; return how many."""
+        """End all requests with their tokens so far; return their number."""
         requests = [*filter(None, self.running), *self.waiting]
         self._abort(requests)
         return len(requests)
 
     def pause(self, mode: PauseMode) -> None:
-        """Compute nothing until `resume`; `mode` says what becomes of running requests."""
+        """Compute nothing until `resume`; `mode` determines the fate of running requests."""
         self.paused = True
         if mode == "abort":
             self.abort_all()
@@ -140,7 +140,7 @@ class Scheduler:
             self._retract()
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self.paused = False
 
     def flush(self) -> None:
@@ -152,21 +152,21 @@ class Scheduler:
         self._forget_prefixes()
 
     def new_weights(self, parameters: Parameters, version: str | None) -> None:
-        """From the next step on, compute with `parameters`."""
+        """Compute with `parameters` from the next step on."""
         self._model.parameters = parameters
         self._forget_prefixes()
         if version is not None:
             self.set_version(version)
 
     def new_adapter(self, adapter: Adapter, version: str | None) -> None:
-        """Requests that have not begun are computed with `adapter`; the others keep theirs, and its version."""
+        """Compute requests that have not begun with `adapter`; the others keep their adapters and versions."""
         self._adapter = adapter
         self._forget_prefixes()
         if version is not None:
             self.set_version(version)
 
     def set_version(self, version: str) -> None:
-        """From the next token on, what is computed with the present weights and adapter is of `version`."""
+        """Label tokens with `version`, from the next one on, if computed with the present weights and adapter."""
         self.version = version
         for request in [*filter(None, self.running), *self.waiting]:
             if request.adapter in (None, self._adapter):
@@ -201,7 +201,7 @@ class Scheduler:
             self._fail_step(batch, f"the prompt could not be computed: {type(error).__name__}: {error}")
 
     def _next_batch(self) -> tuple[list[Request], int]:
-        """Return the requests whose prompts are completed now, and how many tokens are computed of the next one."""
+        """Return the requests whose prompts are completed now, and the number of tokens computed of the next prompt."""
         free = self._max_running - self.occupied
         if not (free and self.waiting):
             return [], 0
@@ -228,7 +228,7 @@ class Scheduler:
 
     def _prefill_part(self, request: Request, count: int) -> None:
         """Compute `count` more tokens of a prompt that does not fit into one step."""
-        self._close_holes()  # there may be one in place of a slot behind the running ones
+        self._close_holes()  # a hole may take up the slot behind the running ones
         slot = self._cut[1] if self._cut is not None and self._cut[0] is request else len(self.running)
         self._cache.reserve(slots=slot + 1, length=len(request.tokens))
         cached = self._fill(request, slot)
@@ -285,7 +285,7 @@ class Scheduler:
         return slots
 
     def _extension(self, request: Request, slot: int) -> Extension:
-        """Return what has to be computed of `request` after the longest prefix that is cached."""
+        """Return the part of `request` to be computed, after the longest cached prefix."""
         cached = self._fill(request, slot)
         if self._cut is not None and self._cut[0] is request:
             self._forget_cut()
@@ -301,7 +301,7 @@ class Scheduler:
         return cached
 
     def _logits_of(self, hidden: Tensor, rows: Sequence[int]) -> Tensor:
-        """Return the logits of `rows`, computed once for rows that repeat."""
+        """Return the logits of `rows`, computed once for repeated rows."""
         distinct = sorted(set(rows))
         logits = self._model.logits(hidden[distinct])
         if len(distinct) == len(rows) and list(rows) == distinct:
@@ -310,7 +310,7 @@ class Scheduler:
         return logits[[where[row] for row in rows]]
 
     def _score_prompt(self, request: Request, hidden: Tensor, first: int) -> None:
-        """Note the log-probabilities of the prompt's tokens; `hidden[0]` belongs to token `first`."""
+        """Record the log-probabilities of the prompt's tokens; `hidden[0]` belongs to token `first`."""
         start, end = request.job.logprob_start_len, request.prompt_length
         count = request.job.top_logprobs_num
         if start == 0:
@@ -326,7 +326,7 @@ class Scheduler:
                 request.input_top_logprobs.extend(_top(logprobs, count))
 
     def _close_holes(self) -> None:
-        """Move the last requests into the holes, so that slots in use are the first ones."""
+        """Move the last requests into the holes, so that the slots in use are the first ones."""
         while None in self.running:
             last = self.running.pop()
             if last is None:
@@ -348,7 +348,7 @@ class Scheduler:
             self._fail_step(requests, f"a token could not be computed: {type(error).__name__}: {error}")
 
     def _decode_running(self, requests: Sequence[Request]) -> None:
-        """Make a token for each of `requests`, of which request i sits in slot i."""
+        """Generate a token for each of `requests`; request i is in slot i."""
         positions = [len(request.tokens) - 1 for request in requests]
         adapters = [request.adapter for request in requests] if self._adapter is not None else ()
         logits = self._model.decode([request.tokens[-1] for request in requests], positions, adapters=adapters)
@@ -421,10 +421,10 @@ class Scheduler:
         self._forget(requests)
 
     def _fail_step(self, requests: Sequence[Request], message: str) -> None:
-        """Fail those of `requests` that have not ended, of which a step has failed.
+        """Fail the unfinished ones of `requests` after a failed step.
 
-        Raises what the GPU itself has failed with, if it has: nothing can be computed in this process then, and an
-        engine that went on would fail whatever comes.
+        Raises the error of the GPU if the GPU itself has failed: this process can compute nothing afterwards, and an
+        engine that continued would fail every request.
         """
         self._fail([request for request in requests if request.finish_reason is None], message)
         self._model.parameters.synchronize()
@@ -434,7 +434,7 @@ class Scheduler:
         self._forget(requests)
 
     def _note_routes(self, slot: int, request: Request) -> None:
-        """Note which experts computed the tokens of `request`, which ends: all but the last one."""
+        """Record the experts that computed the tokens of `request`, which ends: all tokens but the last one."""
         routes = self._cache.routes
         if routes is not None and request.job.return_routed_experts:
             request.routed_experts = routes[slot, : len(request.tokens) - 1].cpu().numpy().copy()
@@ -459,7 +459,7 @@ class Scheduler:
 
 
 def _shareable(request: Request) -> int:
-    """Return how many tokens of `request` need not be computed if they are cached: what is asked for comes later."""
+    """Return how many tokens of `request` may come from the cache: requested log-probabilities must be computed."""
     last = len(request.tokens) - 1
     return min(last, max(0, request.job.logprob_start_len - 1)) if request.wants_input_logprobs else last
 
@@ -471,7 +471,7 @@ def _top(logprobs: Tensor, count: int) -> list[list[tuple[float, int]]]:
 
 
 class DeterministicScheduler(Scheduler):
-    """Admits and reports like `Scheduler`, keeps and cuts no prompts. Its model has to be one with `copies_cache`."""
+    """Admits and reports like `Scheduler`, but keeps and cuts no prompts. Its model must have `copies_cache`."""
 
     cuts_prompts = False
 
@@ -493,7 +493,7 @@ class DeterministicScheduler(Scheduler):
                 source, hidden = found
                 self._cache.copy(source, [slot], len(prompt))
                 request.cached_tokens = len(prompt) - 1
-            for position in range(request.prompt_length, len(request.tokens)):  # if it was retracted
+            for position in range(request.prompt_length, len(request.tokens)):  # response tokens before a retraction
                 hidden = self._extend(request, slot, position, request.tokens[position : position + 1])
             self._sample_for([slot], self._model.logits(hidden))
 
@@ -515,21 +515,20 @@ class Need(msgspec.Struct, frozen=True):
 
     tokens: int
     whole: bool = False
-    """It must not be cut."""
+    """Whether it must not be cut."""
 
 
 def prefill_budget(*, free: int, slots: int, most: int) -> int:
-    """Return how many prompt tokens may be computed until the next decode step: the share of `most` that `free` is of
-    `slots`, but a chunk at least. Pure."""
+    """Return how many prompt tokens may be computed until the next decode step: `most` times the share of free slots,
+    but at least a chunk. Pure."""
     return max(CHUNK_TOKENS, most * free // slots)
 
 
 def prefill_chunks(needs: Iterable[Need], *, budget: int) -> list[int]:
-    """Return how many tokens are computed of each of the first requests, in their order; the others wait for a later
-    step. Pure.
+    """Return the number of tokens to compute of each of the first requests, in order; the others wait for a later step.
 
     Only the last one may get less than it needs. `budget` is exceeded only by a first request that has to be computed
-    whole. `needs` is read no further than necessary.
+    whole. `needs` is read no further than necessary. Pure.
     """
     given: list[int] = []
     left = budget

@@ -1,17 +1,15 @@
-"""The model's weights, double-buffered: one set is served, the other is staged, which an update fills; a swap exchanges
-the two.
+"""The model's weights, double-buffered: one set is served, an update fills the staged one; a swap exchanges them.
 
-A set (`Parameters`) is laid out as Hugging Face lays it out and addressed by those names. Q, K and V are neighbouring
-rows of one matrix, gate and up of another, so every name is a contiguous view and an update is a plain copy into it.
-Or the weights stay where they are, in memory that somebody else has filled: a publisher on this host may put them into
-shared memory, and they are served from there. Where packed products are faster (`products.py`), each matrix may have a
-packed copy besides.
+A set (`Parameters`) has Hugging Face's layout and is addressed by its names. Q, K and V are neighbouring rows of one
+matrix, gate and up of another, so every name is a contiguous view and an update is a plain copy into it. A set may also
+be adopted, that is, served from memory that another process has filled: a publisher on this host may put the weights
+into shared memory. Where packed products are faster (`products.py`), each matrix may have a packed copy in addition.
 
-Weights are served in one dtype and may be kept in a wider one, in which is computed.
+Weights are served in one dtype and may be kept in a wider one, which is used for computation.
 
 Invariants: the served set is never written to, and an adopted set never at all.
-Nothing is computed from packed copies that are older than the weights; a matrix that is written to is unpacked before.
-Every number that is kept is one of the served dtype, so the checksum is that of the weights as served.
+No result is computed from a packed copy older than the weights; a matrix is unpacked before it is written to.
+Every stored number is representable in the served dtype, so the checksum is that of the weights as served.
 """
 
 from __future__ import annotations
@@ -32,11 +30,11 @@ from streamrl.safetensors_files import MODEL, TensorFiles
 
 TIED_HEAD = "lm_head.weight"
 ROUTER = "mlp.gate.weight"
-"""Ends the names of the matrices that choose experts."""
+"""Ends the names of the router matrices, which choose experts."""
 
 
 class DoubleBufferedWeights:
-    """Implements `WeightsAside` (`server/receiver.py`): the staged set is filled in other threads than the engine's."""
+    """Implements `WeightsAside` (`server/receiver.py`): threads other than the engine's fill the staged set."""
 
     def __init__(
         self,
@@ -49,9 +47,12 @@ class DoubleBufferedWeights:
         deterministic: bool = False,
         rounds: bool = False,
     ) -> None:
-        """Arguments as in `Parameters`. `deterministic`: a set is served when all its matrices are packed, so that
-        equal requests get equal results to the last bit; else it is served at once, and packed meanwhile. `rounds`:
-        each set is rounded (`Parameters.round_to_int8`) before it is served."""
+        """Arguments as in `Parameters`.
+
+        `deterministic`: a set is served once all its matrices are packed, so that equal requests get equal results to
+        the last bit; otherwise it is served at once, and packed during service. `rounds`: each set is rounded
+        (`Parameters.round_to_int8`) before it is served.
+        """
         self._architecture = architecture
         self.dtype = dtype
         self._compute_dtype = compute_dtype
@@ -61,13 +62,13 @@ class DoubleBufferedWeights:
         self._rounds = rounds
         self.served = self._new()
         self._staged: Parameters | None = None
-        """None: a new set will be made."""
+        """The staged set; None: a new one will be made."""
         self._retired: Parameters | None = None
-        """What was served before and must not be written to."""
+        """The previously served set, which must not be written to."""
         self._making = threading.Lock()
 
     def load_served(self, folder: Path) -> None:
-        """Write the checkpoint in `folder` to the served set, before anything is computed; raises `ModelError`."""
+        """Write the checkpoint in `folder` to the served set, before the first computation; raises `ModelError`."""
         self.served.load(folder)
         if self._rounds:
             self.served.round_to_int8()
@@ -117,12 +118,12 @@ class DoubleBufferedWeights:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name → shape of what an update brings."""
+        """Name → shape of the weights in an update."""
         return {name: tuple(tensor.shape) for name, tensor in self.served.named.items()}
 
     @property
     def ignored(self) -> frozenset[str]:
-        """Names that may come with an update and are not kept."""
+        """Names that may come with an update and are dropped."""
         return frozenset((TIED_HEAD,)) if self._architecture.tied else frozenset()
 
     def checksum(self) -> WeightsChecksum:
@@ -130,7 +131,7 @@ class DoubleBufferedWeights:
         return self.served.checksum()
 
     def free_retired(self) -> None:
-        """Free what is no longer served; takes longer the larger it is."""
+        """Free the previously served set; takes longer the larger it is."""
         self._retired = None
 
     def _writable(self) -> Parameters:
@@ -141,7 +142,7 @@ class DoubleBufferedWeights:
             return self._staged
 
     def _staged_or_new(self) -> Parameters:
-        """Return the staged set, whoever has filled it."""
+        """Return the staged set, adopted or not."""
         with self._making:
             if self._staged is None:
                 self._staged = self._new()
@@ -192,7 +193,7 @@ class LayerWeights(msgspec.Struct):
 
 
 class Parameters:
-    """One set of weights: those of the layers for the forward pass, and all of them by name (`named`) for others."""
+    """One set of weights: by layer for the forward pass, and by name (`named`) for other uses."""
 
     def __init__(
         self,
@@ -205,20 +206,20 @@ class Parameters:
         deterministic: bool = False,
         adopted: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """`compute_dtype`: as what the weights of `dtype` lie in memory, `dtype` unless given. `threads`: of the thread
-        that computes with them. `deterministic`: every process packs them in the same way (`products.py`). `adopted`:
-        all weights by name, which are only read; without it there is new memory to write to."""
+        """`compute_dtype`: dtype of the weights in memory; `dtype` unless given. `threads`: number of threads that
+        compute with them. `deterministic`: every process packs them in the same way (`products.py`). `adopted`: all
+        weights by name, which are only read; without it new memory is allocated, to be written to."""
         self.architecture = architecture
         self.dtype = dtype
         self.compute_dtype = compute_dtype or dtype
         self.device = device
         self.read_only = adopted is not None
-        """Nobody may write to them: others read them."""
+        """Whether the weights must not be written to, because other processes read them."""
         self.named: dict[str, Tensor] = {}
-        """Hugging Face name → contiguous view of the weights, in `compute_dtype`; without a tied head. To read only."""
+        """Hugging Face name → contiguous view of the weights, in `compute_dtype`; without a tied head. Read-only."""
         self._adopted = adopted
         self._rounded = False
-        """Nothing was written since `round_to_int8`."""
+        """Whether nothing was written since `round_to_int8`."""
         self._packer = Packer(threads=threads, deterministic=deterministic)
         self._lock = threading.Lock()
         self._matrices: list[Matrix] = []
@@ -249,7 +250,7 @@ class Parameters:
     def place(self, name: str) -> Tensor:
         """Return the memory of one weight, in `compute_dtype`, to be written to.
 
-        Several threads may write, each another weight.
+        Several threads may write, each to another weight.
         """
         assert not self.read_only, "others read these weights"
         self._rounded = False
@@ -262,13 +263,15 @@ class Parameters:
     def write(self, name: str, tensor: Tensor) -> str:
         """Copy one weight in place; its name must be known and its shape right.
 
-        Several threads may write, each another weight. Returns `tensor_sums` of what was written, as it is served.
+        Several threads may write, each to another weight. Returns `tensor_sums` of the written weight, as it is served.
         """
         return store_rounded(self.place(name), tensor, dtype=self.dtype)
 
     def round_to_int8(self) -> None:
-        """Round the linear layers of all decoder layers but the routers to 255 values for each row, if they were not:
-        those that int8 with a scale for each row has. The numbers stay in their dtype."""
+        """Round the linear layers of all decoder layers except the routers, unless that is done already.
+
+        Each row is rounded to 255 values: those of int8 with one scale for each row. The dtype stays the same.
+        """
         if self._rounded:
             return
         for name, weight in self.named.items():
@@ -279,22 +282,23 @@ class Parameters:
         self._rounded = True
 
     def synchronize(self) -> None:
-        """Wait until everything is written, so that another thread may compute with it."""
+        """Wait until all writes are complete, so that another thread may compute with the weights."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def start_packing(self) -> None:
-        """Begin to pack what is not packed, where that is faster; others may compute with the weights as they are."""
+        """Begin to pack the unpacked matrices, where that is faster; other threads may use the weights in the
+        meantime."""
         if self._packs:
             self._packer.start(self._matrices)
 
     def pack(self) -> None:
-        """Pack what is not packed, where that is faster."""
+        """Pack the unpacked matrices, where that is faster."""
         self.start_packing()
         self._packer.finish()
 
     def stop_packing(self) -> None:
-        """Stop packing: nobody computes with these weights any more."""
+        """Stop packing, since these weights are no longer used for computation."""
         self._packer.stop()
 
     def load(self, folder: Path) -> None:
@@ -349,7 +353,7 @@ class Parameters:
         )
 
     def _matrix(self, rows: Mapping[str, int], inputs: int, *, gated: bool = False) -> Matrix:
-        """Return a matrix `[sum of rows, inputs]` whose rows belong to several names; `rows`: name → how many."""
+        """Return a matrix `[sum of rows, inputs]` whose rows belong to several names; `rows`: name → number of rows."""
         return self._matrix_over(self._fused(rows, inputs), list(rows), gated=gated)
 
     def _matrix_over(self, weight: Tensor, names: Sequence[str], *, gated: bool = False) -> Matrix:
@@ -376,7 +380,7 @@ class Parameters:
 
 
 def store_rounded(place: Tensor, tensor: Tensor, *, dtype: torch.dtype) -> str:
-    """Copy `tensor` to `place` as numbers of `dtype`, which may be kept wider there; return `tensor_sums` of these."""
+    """Copy `tensor`, rounded to `dtype`, to `place`, which may be wider; return `tensor_sums` of the rounded tensor."""
     rounded = tensor.to(dtype)
     if place.dtype == dtype:
         return copy_and_sum(place, rounded)
@@ -385,8 +389,7 @@ def store_rounded(place: Tensor, tensor: Tensor, *, dtype: torch.dtype) -> str:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all `parts`, contiguous: a view where they lie one after another in the same memory, else a
-    copy."""
+    """Return the rows of all `parts`, contiguous: a view if they are adjacent in the same memory, else a copy."""
     first = parts[0]
     place = first.data_ptr()
     for part in parts:

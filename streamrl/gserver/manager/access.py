@@ -1,9 +1,9 @@
-"""Who calls the manager, what each may ask for, and what those who join are given for the rest of the run.
+"""Authentication and authorization of the manager's callers, and the credentials that members receive on joining.
 
-The owner of the run shows what is derived from its secret and may make every call; with it a process joins. From then
-on it shows the token that it was given, which is good for the calls of its role, in its own name. `ALLOWED` is the one
-table of that. Owns the keys that are derived from the secret. Invariant: what a call says about who makes it is
-believed only where it agrees with what the caller has shown.
+The owner of the run presents a key derived from the run's secret and may make every call; a process joins with the
+same key. From then on it presents the token that it was given, which permits the calls of its role, in its own name.
+`ALLOWED` is the only table of permissions. Owns the keys that are derived from the secret. Invariant: the identity in
+a call's body is accepted only if it agrees with the presented key or token.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from streamrl.transport.credentials import HEARS, credential, permit
 from streamrl.transport.secret import Secret
 
 OWNER = "the run's owner"
-"""The caller who shows what is derived from the run's secret."""
+"""The caller that presents the key derived from the run's secret."""
 _EVERYONE: Set[Role] = frozenset(get_args(Role))
 _NOBODY: Set[Role] = frozenset()
 
 
 class Allowed(NamedTuple):
-    """The roles that may make a call, besides the owner."""
+    """The roles that may make a call, in addition to the owner."""
 
     roles: Set[Role]
     speaker: str = ""
-    """What the call says of who makes it: `role`, the fields role and index; else the name of the field with the index
-    of the one whose role it is."""
+    """Where the call names its sender: `role` stands for the fields role and index; any other value is the name of the
+    field that holds the sender's index, and the sender's role is the caller's."""
 
 
 ALLOWED: Mapping[str, Allowed] = {
@@ -64,27 +64,27 @@ ALLOWED: Mapping[str, Allowed] = {
     "GET /status": Allowed(_EVERYONE),
     "GET /metrics": Allowed(_EVERYONE),
 }
-"""Every call but GET /health, which anyone may make."""
+"""Permissions of every call except GET /health, which any caller may make."""
 LOOKS = frozenset({"GET /status", "GET /metrics"})
-"""Calls that only look, and tell no secret: on a loopback address anyone may make them."""
+"""Read-only calls that reveal no secret: on a loopback address any caller may make them."""
 
 
 class Access:
-    """Knows callers by what they show."""
+    """Identifies callers by the key or token that they present."""
 
     def __init__(self, secret: Secret, registry: Registry, *, gserver_key: str) -> None:
-        """`gserver_key`: what gservers ask those for who want them to generate."""
+        """`gserver_key`: the key that gservers require for generation requests."""
         self._shown = secret.shown.encode()
         self._registry = registry
         self._gserver_key = gserver_key
         self.lineage = ""
-        """Tells this lineage of the run from all others, those of earlier controllers included; no secret."""
+        """Random identifier of this lineage of the run, also unique across earlier controllers; not secret."""
         self._lineages: list[Lineage] = []
         self.begin_lineage([])
         self._keys = {receiver: secret.key(f"credentials for {receiver}") for receiver in HEARS}
 
     def grant(self, member: Member, *, policy_version: int, heartbeat_seconds: float) -> RegisterReply:
-        """Return the reply to a process that has joined: with what its role needs, and nothing else."""
+        """Return the reply to a process that has joined: only the data that its role needs."""
         return RegisterReply(
             policy_version=policy_version,
             heartbeat_seconds=heartbeat_seconds,
@@ -107,16 +107,16 @@ class Access:
         )
 
     def begin_lineage(self, lineages: list[Lineage]) -> None:
-        """Another lineage begins, the last of the run's `lineages`."""
+        """Begin another lineage, the last of the run's `lineages`."""
         self.lineage = secrets.token_hex(8)
         self._lineages = lineages
 
     def permit(self, seq: int, worker: str) -> str:
-        """Return what `worker` shows with the group `seq`, which it is given."""
+        """Return the permit that `worker` presents with the group `seq`, which it is given."""
         return permit(self._keys["model_worker"], seq=seq, name=worker)
 
     def caller(self, authorization: str) -> Member | str | None:
-        """Return who shows the header `authorization`: a member, the `OWNER`, or None if nobody does."""
+        """Return the caller that the header `authorization` identifies: a member, the `OWNER`, or None if unknown."""
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer":
             return None
@@ -127,7 +127,7 @@ class Access:
 
 
 def check_speaker(member: Member, allowed: Allowed, message: msgspec.Struct) -> None:
-    """Raise `PeerError` (403) when `message` speaks for somebody else than `member`, who sent it."""
+    """Raise `PeerError` (403) if `message` names another sender than `member`, which sent it."""
     if not allowed.speaker:
         return
     if allowed.speaker == "role":

@@ -1,12 +1,12 @@
-"""Which groups start, with which gserver, and what became of those that did.
+"""Admission of groups, their gservers, and the end of their leases.
 
-`Admissions` decides: pure, with times passed in, so that the planner simulates a run with it. `GroupCalls` are the
-manager's calls about groups; those for which there is no room or no capacity now wait in line. `Rerouting` finds
-another gserver in place of one that failed.
+`Admissions` decides: it is pure, with times passed in, so that the planner simulates a run with it. `GroupCalls` are
+the manager's calls about groups; a call without room or capacity waits in a queue. `Rerouting` finds a replacement for
+a gserver that failed.
 
 Invariants: a group starts only if the ledger has room for it, and only together with a gserver that serves; it counts
-as in flight there exactly while its lease lasts; asking again under the same ticket gives the same groups; nobody is
-sent back to a gserver that failed before that was asked how it is, unless there is no other.
+as in flight there exactly while its lease lasts; a repeated request with the same ticket returns the same groups; a
+request returns to a gserver that failed only after a check of that gserver, unless there is no other.
 """
 
 from __future__ import annotations
@@ -52,33 +52,33 @@ log = logging.getLogger(__name__)
 
 MAX_DEATHS = 3
 """A prompt is given up after this many deaths of workers that had it, if they are more than half of all deaths since
-the first of them: it may well be what kills them. Where workers come and go, a long response sees several end."""
+the first of them: it may well be the cause. Where workers come and go, a long response sees several end."""
 LEAST_PAUSE_SECONDS = 0.02
-"""Between two reports of one worker on what is in flight."""
+"""Least time between two reports of one worker on its requests in flight."""
 REPORTS_PER_SECOND = 1000.0
-"""Most reports per second, over all workers."""
+"""Most reports per second, summed over all workers."""
 REMEMBERED_TICKETS = 16
-"""Tickets of each worker that are remembered."""
+"""Number of tickets that are remembered for each worker."""
 
 
 # --- the decision ---
 
 
 class Admissions:
-    """Gives prompts to rollout workers and takes account of them."""
+    """Gives prompts to rollout workers and keeps account of them."""
 
     def __init__(
         self, *, ledger: Ledger, fleet: Fleet, group_size: int, permit: Callable[[int, str], str] = lambda *_: ""
     ) -> None:
-        """`permit` returns what a worker shows with a group that it was given, from its seq and the worker's name."""
+        """`permit` returns the permit for a group, from its seq and the name of the worker that it is given to."""
         self.admitted = 0
-        """Groups given out since the run began, those given out again included."""
+        """Groups given out since the run began, counting repeated ones again."""
         self._ledger = ledger
         self._fleet = fleet
         self._permit = permit
         self._new_group = Work(group_size, 0)
         self.given_up = 0
-        """Prompts rejected since the workers that had them died."""
+        """Prompts rejected because the workers that had them died."""
         self._all_deaths = 0
         self._tickets: dict[str, OrderedDict[str, list[Admission]]] = {}
         ledger.on_lease_end = self._free_route
@@ -89,12 +89,14 @@ class Admissions:
         return self._fleet.has_capacity and self._ledger.room > 0
 
     def given(self, worker: str, ticket: str) -> list[Admission] | None:
-        """Return what `worker` was given under `ticket`, if it asked before."""
+        """Return the groups that `worker` received under `ticket`, or None if it has received none."""
         return self._tickets.get(worker, OrderedDict()).get(ticket)
 
     def take(self, worker: str, count: int, *, workers: int, ticket: str, now: float) -> list[Admission]:
-        """Admit up to `count` groups for `worker`, leaving room for the others of `workers` live ones. Return what was
-        admitted, now or under this `ticket` before; empty: there is no room now."""
+        """Admit up to `count` groups for `worker`, leaving room for the others of `workers` live ones.
+
+        Return the groups admitted now, or earlier under this `ticket`; an empty list if there is no room now.
+        """
         if given := self.given(worker, ticket):
             return given
         share = math.ceil(self._ledger.room / max(1, workers))
@@ -103,7 +105,7 @@ class Admissions:
             route = self._fleet.assign(self._new_group, now=now)
             assert route is not None, "one has a place, as checked above"
             routes.append(route)
-        # All at once: room that there is only as long as nothing runs ends with the first of them.
+        # Admit all at once: the room that exists only while nothing runs ends with the first group.
         groups = self._ledger.admit(worker, len(routes), now=now)
         admissions: list[Admission] = []
         for group, route in zip(groups, routes, strict=True):
@@ -116,7 +118,7 @@ class Admissions:
         return admissions
 
     def keep(self, worker: str, in_hand: Sequence[GroupInHand], *, now: float) -> list[int]:
-        """Lease groups that `worker` has in hand to it, as far as the ledger allows; return those that it holds."""
+        """Lease to `worker` the groups that it has in hand and the ledger allows; return the seqs that it holds."""
         by_seq = {group.seq: group for group in in_hand}
         kept = self._ledger.keep(worker, by_seq, now=now)
         for group in kept:
@@ -140,7 +142,7 @@ class Admissions:
         return self._fleet.reassign(route, now=now, avoid=avoid)
 
     def in_flight(self, worker: str, seq: int, work: Work, *, now: float) -> None:
-        """Note what `worker` says is in flight of `seq`; it counts while `worker` holds the lease."""
+        """Note the `work` in flight that `worker` reports for `seq`; it counts while `worker` holds the lease."""
         if self._ledger.holder(seq) == worker and (route := self._ledger.groups[seq].route) is not None:
             self._fleet.change(route, work, now=now)
 
@@ -153,8 +155,10 @@ class Admissions:
             log.info("%s gave seq %d up: %s", worker, seq, reason)
 
     def worker_replaced(self, worker: str) -> None:
-        """Take back the prompts of the process that was `worker` before: another one has its place. They may be why it
-        ended."""
+        """Take back the prompts of the previous process with the name `worker`, which another process has replaced.
+
+        The prompts may be the cause of its end.
+        """
         self._tickets.pop(worker, None)
         self._came_back(self._ledger.release(worker), f"{worker} was replaced")
         open_groups = self._ledger.groups.values()
@@ -176,7 +180,7 @@ class Admissions:
             log.warning("%d prompts go back to be given out again (first: seq %d): %s", len(groups), groups[0].seq, why)
 
     def _consider(self, group: Group) -> None:
-        """Give `group` up if it was at too many deaths to be there by chance."""
+        """Give `group` up if it was present at too many deaths for chance."""
         deaths = group.deaths
         since = self._all_deaths - deaths[0] + 1
         if len(deaths) >= MAX_DEATHS and 2 * len(deaths) > since and self._ledger.reject(group.seq):
@@ -197,7 +201,7 @@ class Admissions:
 
 
 class Rerouting:
-    """Finds a gserver for requests that lost theirs; those for whom there is no capacity now wait in `queue`."""
+    """Finds a gserver for requests that lost theirs; a request waits in `queue` if no gserver has capacity now."""
 
     def __init__(
         self,
@@ -213,9 +217,9 @@ class Rerouting:
         self._long_poll = long_poll_seconds
 
     async def find(self, choose: Callable[[str], Gserver | None], *, failed: str) -> str:
-        """Return the URL of what `choose(avoid)` finds, now or within a long poll, given the URL to avoid; empty: none.
+        """Return the URL of the gserver that `choose(avoid)` finds, now or within a long poll; an empty string if none.
 
-        `failed`: URL of the gserver that failed, which is checked; empty: none did.
+        `choose` receives the URL to avoid. `failed`: URL of the gserver that failed, which is checked, or empty.
         """
         suspect = self._fleet.serving_at(failed)
         check = self._checks.start(suspect) if suspect is not None else None
@@ -228,7 +232,7 @@ class Rerouting:
 
 
 class GroupCalls:
-    """The calls about groups and held-out prompts: admit, route, reject, in flight, and the result of a held-out one.
+    """The calls about groups and held-out prompts: admit, keep, route, in flight, reject, and held-out results.
 
     `live_workers` returns how many rollout workers share the room. Nothing is admitted before `start`.
     """
@@ -265,8 +269,10 @@ class GroupCalls:
         ledger.observers.append(signals.admissions.wake)
 
     def begin(self, lineage: Lineage, begun: Progress | None) -> None:
-        """Take all groups back, and count from `begun`, where `lineage` begins, or from nothing; nothing is admitted
-        before `start`."""
+        """Take all groups back, and count from the progress `begun` at which `lineage` begins, or from zero if None.
+
+        Nothing is admitted before `start`.
+        """
         self._admitting = self._training_over = False
         if begun is None:
             self._ledger.restore(lineage, trained=(), rejected=())
@@ -285,12 +291,12 @@ class GroupCalls:
         self._signals.admissions.wake()
 
     def stop(self) -> None:
-        """Training is over: no further group starts."""
+        """Start no further group, since training is over."""
         self._training_over = True
         self._admitting = False
 
     def limit_staleness(self, staleness: int | None) -> None:
-        """Admit by this `max_staleness` from now on, if it is less than the configured one; None: by that."""
+        """Admit by this `max_staleness` from now on, if it is less than the configured one; None restores that one."""
         most = self._ledger.max_staleness
         before, limit = self._ledger.admitted_staleness, most if staleness is None else min(staleness, most)
         self._ledger.admitted_staleness = limit
@@ -299,8 +305,11 @@ class GroupCalls:
             self._signals.admissions.wake()
 
     async def admit(self, message: Admit) -> AdmitReply:
-        """Start groups, as soon as there is room in the ledger and a gserver with capacity, or a held-out prompt, once
-        one may begin; none after a long poll, and none at once for a count of 0, which only reports the data."""
+        """Start groups as soon as there is room in the ledger and a gserver with capacity, or a held-out prompt once
+        one may begin.
+
+        Return none after a long poll, and none at once for a count of 0, which only reports the data.
+        """
         member = self._members.caller("rollout", message.worker)
         if message.data.rows:
             self._compare_data(member, message.data, held_out=message.held_out)
@@ -309,7 +318,7 @@ class GroupCalls:
 
         def attempt() -> list[Admission] | None:
             if member.gone:
-                return []  # its leases would be those of the process that is called so now, which renews them
+                return []  # its leases would belong to the process that now has its name, which renews them
             if not self._members.is_of_this_lineage(member):
                 return []  # it registers again first
             if held_out:
@@ -319,19 +328,19 @@ class GroupCalls:
             workers, now = self._live_workers(), time.monotonic()
             return self._admissions.take(name, count, workers=workers, ticket=ticket, now=now) or None
 
-        # What was given already is not waited for in line: others there may wait for these very groups to end.
+        # Groups that were already given are returned without waiting: calls in the queue may wait for these to end.
         found = self._admissions.given(name, ticket)
         if found is None and count and not self._state.over:
             queue = self._signals.held_out if held_out else self._signals.admissions
             found = await queue.find(attempt, timeout=self._long_poll)
-            self._signals.held_out.wake()  # a group that has begun, or waits no more, leaves a place or a turn
+            self._signals.held_out.wake()  # a group that has begun, or no longer waits, leaves a place or a turn
         if self._state.over:
             self._members.tell_over(member)
             found = None
         return AdmitReply(admissions=found or [], policy_version=self._ledger.policy_version, stop=self._state.over)
 
     async def keep(self, message: Keep) -> KeepReply:
-        """Have a worker finish groups that it was admitted before the run went back."""
+        """Have a worker finish groups that were admitted to it before the run went back."""
         worker = self._members.caller("rollout", message.worker).name
         kept = self._admissions.keep(worker, message.groups, now=time.monotonic())
         if message.groups:
@@ -339,7 +348,7 @@ class GroupCalls:
         return KeepReply(kept, policy_version=self._ledger.policy_version)
 
     async def route(self, message: AskRoute) -> RouteReply:
-        """Name a gserver in place of the one that failed; none after a long poll, or once the run is over."""
+        """Return a gserver in place of the one that failed; none after a long poll, or once the run is over."""
         member = self._members.caller("rollout", message.worker)
         if self._state.over:
             return RouteReply(gserver="")
@@ -354,7 +363,7 @@ class GroupCalls:
         return RouteReply(gserver="" if self._state.over else found)
 
     async def in_flight(self, message: InFlight) -> InFlightReply:
-        """Note what a worker's groups have in flight; the reply says when to report again."""
+        """Note the requests that a worker's groups have in flight; the reply sets the time until the next report."""
         now = time.monotonic()
         worker = self._members.caller("rollout", message.worker).name
         for group in message.groups:
@@ -369,16 +378,16 @@ class GroupCalls:
         return Done()
 
     async def held_out_result(self, message: HeldOutResult) -> Done:
-        """Count the result of a held-out prompt; raises as `Evaluations.count`."""
+        """Count the result of a held-out prompt; raises the errors of `Evaluations.count`."""
         self._members.caller("rollout", message.worker)
         self._evaluations.count(message)
         self._signals.held_out.wake()
         return Done()
 
     def _take_held_out(self, member: Member, ticket: str) -> list[Admission] | None:
-        """Return a held-out prompt for `member`, or the one that it has under `ticket`; None if none may begin now."""
+        """Return a held-out prompt for `member`, or the one given under `ticket` before; None if none may begin now."""
         if member.silent:
-            return []  # others make its prompts
+            return []  # its prompts are given to others
         if given := self._admissions.given(member.name, ticket):
             return given
         wait = self._admitting and self._ledger.room > 0 and len(self._signals.admissions) > 0

@@ -1,6 +1,6 @@
-"""Asks a gserver for the version of its weights before it is given groups: on joining, after silence, after a failure.
+"""Checks of a gserver's weight version before it is given groups: on joining, after silence, after a failure.
 
-Invariant: at most one check of a gserver is under way. A gserver that does not reply is suspect; its next heartbeat
+Invariant: at most one check of a gserver is in progress. A gserver that does not reply is suspect; its next heartbeat
 starts the next check.
 """
 
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class GserverChecks:
-    """Asks gservers for their abilities and their weights' version, which is compared with the ledger's. Calls
+    """Requests the abilities and the weight version of gservers, and compares the version with the ledger's. Calls
     `on_checked` after every check."""
 
     def __init__(
@@ -37,7 +37,7 @@ class GserverChecks:
         self._running: dict[Gserver, asyncio.Task[None]] = {}
 
     def start(self, gserver: Gserver) -> asyncio.Task[None]:
-        """Check `gserver`; return the task, that of the check in progress if there is one."""
+        """Start a check of `gserver`, unless one is in progress; return its task."""
         task = self._running.get(gserver)
         if task is None:
             task = essential.begin(self._check(gserver), name=f"check of {gserver.name}")
@@ -66,7 +66,7 @@ class GserverChecks:
         self._on_checked()
 
     def _found(self, gserver: Gserver, label: str) -> None:
-        """`gserver` calls its weights `label`."""
+        """Compare `label`, by which `gserver` labels its weights, with the current version, and update its state."""
         unchecked = gserver.state in (MemberState.UNCHECKED, MemberState.SUSPECT)
         wanted = self._ledger.lineage.label(self._ledger.policy_version)
         if serves(label, wanted):

@@ -1,12 +1,13 @@
-"""Has each gserver score one response under each version that it serves, so that the trainer can compare.
+"""Scores of one response by each gserver under each version that it serves, for comparison by the trainer.
 
-The trainer names the response as soon as it begins to train from a version; a gserver is asked once it serves that
-version, and scores it beside its other requests: nothing waits for it. Scores that have not come when the next version
-is served are reported as missing. Owns the scores of the version that is served and of the one before it.
+The trainer names the response as soon as it begins to train from a version. The manager requests scores from a gserver
+once it serves that version; the gserver computes them along with its other requests, and nothing waits for them. Scores
+that have not arrived when the next version is served are reported as missing. Owns the scores of the served version and
+of the one before it.
 
-Invariants: scores count only if all of them were computed while the gserver called its weights by that version; each
-gserver that took groups under a version that was asked about is in the scores, with log-probabilities or with the
-reason why there are none.
+Invariants: scores count only if all of them were computed while the gserver labelled its weights with that version;
+each gserver that took groups under a version with a comparison is in the scores, with log-probabilities or with the
+reason for their absence.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from streamrl.transport.control import Compare, Done, Scores
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams, adapter_name
 
 NO_MODEL = "simulated"
-"""The engine that has no model."""
+"""Name of the engine that has no model."""
 
 
 class Comparisons:
-    """Asks gservers for scores under the ledger's policy version, and keeps them."""
+    """Requests scores from gservers under the ledger's policy version, and keeps them."""
 
     def __init__(self, *, fleet: Fleet, client: GenerationClient, ledger: Ledger, named_adapters: bool = False) -> None:
         """`named_adapters`: as in `Config`."""
@@ -39,31 +40,33 @@ class Comparisons:
         self._client = client
         self._ledger = ledger
         self._asked: Compare | None = None
-        """The latest question; what it is about may not be served yet."""
+        """The latest comparison; its version may not be served yet."""
         self._scores: dict[int, dict[Gserver, Scores]] = {}
         """Policy version → gserver → its scores."""
         self._running: dict[Gserver, tuple[int, asyncio.Task[None]]] = {}
-        """Gserver that is being asked → about which version, and the request."""
+        """Gserver with a scoring request in progress → the version, and the request's task."""
 
     async def ask(self, message: Compare) -> Done:
-        """Take in a response that the trainer wants scored."""
+        """Accept a response that the trainer wants scored."""
         self._asked = message
         self.look()
         return Done()
 
     def scores(self, version: int) -> list[Scores]:
-        """Return the scores of `version` by index of the gserver; complete once the next version is served."""
+        """Return the scores of `version` by gserver index; complete once the next version is served."""
         scores = self._scores.get(version, {})
         return [scores[gserver] for gserver in sorted(scores, key=lambda g: g.index)]
 
     def look(self) -> None:
-        """Ask all gservers that serve the version in question."""
+        """Request scores from all gservers that serve the version of the comparison."""
         for gserver in self._fleet.serving():
             self.look_at(gserver)
 
     def look_at(self, gserver: Gserver) -> None:
-        """Ask `gserver`, unless it has replied or does not serve the version in question; one whose request failed is
-        asked again."""
+        """Request scores from `gserver` if it serves the version of the comparison and has not scored it yet.
+
+        A failed request is repeated.
+        """
         question = self._asked
         if question is None or question.version != self._ledger.policy_version or not gserver.serving:
             return
@@ -74,7 +77,7 @@ class Comparisons:
         self._running[gserver] = question.version, task
 
     def next_version(self, version: int) -> None:
-        """`version` is served from now on: scores of the one before it that have not come will not come."""
+        """Record that `version` is served from now on: missing scores of the version before will not come."""
         late = "it had not answered when the next weights came"
         for gserver, (asked, task) in self._running.items():
             task.cancel()
@@ -84,7 +87,7 @@ class Comparisons:
             del self._scores[old]
 
     async def close(self) -> None:
-        """Cancel the requests in progress, and forget all questions and scores."""
+        """Cancel the requests in progress, and forget the comparison and all scores."""
         self._asked = None
         self._scores.clear()
         tasks = [task for _, task in self._running.values()]
@@ -115,13 +118,13 @@ class Comparisons:
             input_ids=list(question.tokens),
             sampling_params=SamplingParams(max_new_tokens=0),
             return_logprob=True,
-            logprob_start_len=question.start - 1,  # SGLang says nothing of the first
+            logprob_start_len=question.start - 1,  # SGLang returns no log-probability for the first token
             lora_path=adapter_name(question.version) if self._named_adapters else None,
         )
 
 
 def read_scores(reply: GenerateReply, question: Compare, *, gserver: str, label: str) -> Scores:
-    """Return the log-probabilities in `reply`, or why it is no reply to `question` under the weights called `label`."""
+    """Return the log-probabilities in `reply`, or why it does not fit `question` under the weights' label `label`."""
     meta = reply.meta_info
     wanted = question.tokens[question.start :]
     told = (meta.input_token_logprobs or [])[-len(wanted) :]
@@ -133,7 +136,7 @@ def read_scores(reply: GenerateReply, question: Compare, *, gserver: str, label:
         problem = f"its answer was broken off: {meta.finish_reason.message or 'no reason given'}"
     elif not serves(meta.weight_version, label):
         problem = f"it answered with weights {meta.weight_version!r}"
-    elif not same:  # SGLang calls the last token of the vocabulary 0; what it tells of it is right
+    elif not same:  # SGLang reports the vocabulary's last token as 0; its log-probability is right
         problem = f"it told log-probabilities of {len(told)} tokens, not of the {len(wanted)} that it was asked for"
     elif len(logprobs) != len(wanted):
         problem = f"{len(wanted) - len(logprobs)} of its log-probabilities are not finite"

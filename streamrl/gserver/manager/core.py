@@ -1,8 +1,8 @@
 """The gserver manager's parts, wired together: membership, groups, weights, evaluations, the end of the run.
 
-Each part replies to its own calls of `transport/control.py`; this module carries a change in one part over to the
-others, and has the methods that the trainer's master calls. State changes happen between two awaits of one event loop,
-and every change that a coroutine may wait for is signalled (`run_state.Signals`).
+Each part handles its own calls of `transport/control.py`; this module carries a change in one part over to the others,
+and has the methods that the trainer's master calls. State changes happen between two awaits of one event loop, and
+every change that a coroutine may wait for is signalled (`run_state.Signals`).
 
 Invariant: a run that is over admits nothing, and every process learns of its end.
 """
@@ -59,13 +59,13 @@ from streamrl.transport.secret import Secret
 log = logging.getLogger(__name__)
 
 TRAINER_PATIENCE_SECONDS = 60.0
-"""At least; a process of the trainer that is silent for longer ends the run, since nobody else would."""
+"""Lower bound, in seconds; a process of the trainer that is silent for longer ends the run, as nothing else would."""
 STANDSTILL_SECONDS = 1.0
-"""Being so late for a deadline means that this process, or its machine, stood still, and heard nobody meanwhile."""
+"""Lateness for a deadline, in seconds, that shows that this process or its machine stood still and received nothing."""
 
 
 class Manager:
-    """One run. `watch` has to run beside the calls; `close` ends what is in progress."""
+    """The manager of one run. `watch` has to run alongside the calls; `close` ends the work in progress."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class Manager:
             on_died=self._worker_died,
         )
         self._death: asyncio.Future[str] | None = None
-        """Of a model worker of this lineage, in words, once one has died."""
+        """Description of the death of a model worker of this lineage, once one has died."""
         self._trainer_machines: set[str] = set()
         self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
         self._last_step: StepReport | None = None
@@ -198,19 +198,20 @@ class Manager:
 
     def enter(self, message: Register) -> RegisterReply:
         """Enter the process that this manager runs in as a member of the run."""
-        self._registry.remove("controller", 0)  # as it was in the lineage before
+        self._registry.remove("controller", 0)  # its record in the previous lineage
         granted = self.members.enter(message)
         for member in self._registry.of("controller"):
             member.end_reported = True
         return granted
 
     async def begin(self, config: Config, *, lineage: Lineage) -> None:
-        """Begin `lineage` from `run.resume_from` of `config`, the run's own but for that, at the start of the run or
-        after the death of a model worker.
+        """Begin `lineage` at the start of the run or after the death of a model worker.
 
-        Model workers join again. Of the groups those remain that the checkpoint counts, and those that rollout workers
-        keep; the prompts of all others are given out again. gservers and rollout workers stay, and gservers take groups
-        once they have these weights.
+        `config` is the run's configuration, except for `run.resume_from`, from which the lineage begins.
+
+        Model workers join again. Only the groups that the checkpoint counts and those that rollout workers keep
+        remain; the prompts of all others are given out again. gservers and rollout workers stay, and gservers take
+        groups once they have the weights of that checkpoint.
         """
         begun = progress.of_run(config)
         self.members.begin_lineage(config, lineage)
@@ -225,13 +226,13 @@ class Manager:
             self._checks.start(gserver)
 
     async def death(self) -> str:
-        """Wait until a model worker of this lineage has died, or is silent; return how, in words."""
+        """Wait until a model worker of this lineage has died or is silent; return a description."""
         assert self._death is not None, "a lineage has begun"
         return await asyncio.shield(self._death)
 
     @property
     def trainer_is_here(self) -> bool:
-        """Whether all model workers that the run has had share memory with this process."""
+        """Whether all model workers of the run, past ones included, share memory with this process."""
         return self._trainer_machines <= {machine_identity()}
 
     @property
@@ -265,15 +266,17 @@ class Manager:
         self.groups.limit_staleness(report.admitted_staleness)
 
     def evaluate(self, version: int, *, training_over: bool) -> None:
-        """Have `version`, which the gservers serve, evaluated once; `training_over`: the run ends after that, so no
-        further group starts."""
+        """Request one evaluation of `version`, which the gservers serve.
+
+        `training_over`: the run ends after it, so no further group starts.
+        """
         if training_over:
             self.groups.stop()
         self.evaluations.request(version)
         self._signals.held_out.wake()
 
     def on_evaluation(self, take: Callable[[EvaluationReport], None]) -> None:
-        """Have `take` called with each report of an evaluation."""
+        """Set `take` as the callback for each evaluation report."""
         self.evaluations.on_report = take
 
     def finish(self, reason: str, *, stopped: bool) -> None:
@@ -300,14 +303,14 @@ class Manager:
         return Done()
 
     async def wait_until_told(self, *, timeout: float) -> None:
-        """Wait until the run is over and every live member knows, at most `timeout` seconds after its end."""
+        """Wait until the run is over and every live member is informed, at most `timeout` seconds after its end."""
         await self._signals.told.until(lambda: self._state.over, timeout=None)
         if not await self._signals.told.until(lambda: not self._registry.unaware_of_end(), timeout=timeout):
             names = ", ".join(m.name for m in self._registry.unaware_of_end())
             log.warning("the manager leaves although these did not ask whether the run is over: %s", names)
 
     def status(self) -> Status:
-        """Return everything that /status tells."""
+        """Return the content of /status."""
         return build_status(
             config=self._config,
             state=self._state,
@@ -325,7 +328,7 @@ class Manager:
         )
 
     async def watch(self) -> None:
-        """Let leases run out and members fall silent, each at its time."""
+        """Expire leases and mark members as silent, each at its time."""
         while True:
             now = time.monotonic()
             self.members.notice_silence(now=now)
@@ -341,10 +344,10 @@ class Manager:
                 log.warning("the manager stood still for %.0f s; it counts as nobody's silence", late)
                 self._registry.excuse(late)
                 self.ledger.excuse(late)
-                await asyncio.sleep(STANDSTILL_SECONDS)  # in which what was said meanwhile is read
+                await asyncio.sleep(STANDSTILL_SECONDS)  # time to read the messages that arrived in between
 
     async def close(self) -> None:
-        """Stop: who waits for a reply is told that the run is over, paused gservers are resumed."""
+        """Stop: report the end of the run to every waiting call, and resume paused gservers."""
         if self._registry.everyone():
             self._state.end("failed", "the controller was stopped")
         await self.comparisons.close()
@@ -352,7 +355,7 @@ class Manager:
         await self.weights.close()
         await self._checks.close()
 
-    # What follows from what
+    # Consequences of changes
 
     def _joined(self, member: Member) -> None:
         if isinstance(member, Gserver):
@@ -371,7 +374,7 @@ class Manager:
             log.info("all processes have joined")
 
     def stats(self) -> dict[str, float]:
-        """Return how much may start, what is out, and how many calls wait for either."""
+        """Return how many groups may start, are running or returned, and how many calls wait."""
         ledger = self.ledger
         return {
             "ledger_room": ledger.room,
@@ -402,7 +405,7 @@ class Manager:
         elif member.role == "rollout":
             self._take_back_held_out(member, lost=True)
         elif member.role == "model_worker":
-            # a call to a model worker that is gone fails; but what lacks the groups that come to it may never call it
+            # Calls to a dead model worker fail, but a process that waits for its groups may never call it.
             silent = f"has been silent for {member.last_heard.seconds(now=time.monotonic()):.0f} s"
             self._worker_died(f"{member.name} {'has ended' if has_ended(member) else silent}")
 
@@ -411,7 +414,7 @@ class Manager:
             self._death.set_result(how)
 
     def _take_back_held_out(self, member: Member, *, lost: bool) -> None:
-        """Have others make the held-out prompts of `member`; `lost`: it has not left by request."""
+        """Give the held-out prompts of `member` to others. `lost`: it was lost, and did not leave by request."""
         self.evaluations.give_back(member.name, lost=lost)
         self._signals.held_out.wake()
 
@@ -426,7 +429,7 @@ class Manager:
         self._start_if_served()
 
     def _start_if_served(self) -> None:
-        """Admit groups from now on if there are as many gservers with current weights as were configured, or any after
+        """Admit groups from now on if enough gservers serve the current weights: the configured number, or any after
         the run has gone back."""
         if self._fleet.serving_count >= (1 if self.ledger.lineage.cause else self._config.gserver.count):
             self.groups.start()
@@ -443,7 +446,7 @@ class Manager:
         self.groups.start()
 
     def _update_ended(self, record: UpdateRecord) -> None:
-        self._start_if_served()  # all may have begun without the weights that the run goes on from
+        self._start_if_served()  # all gservers may have begun without the weights that the run resumes from
         self._timeline.add(
             PublicationEntry(
                 time=record.end,

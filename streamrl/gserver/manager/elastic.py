@@ -1,10 +1,10 @@
-"""Elastic pools: numbers for processes that join a running run, and the way out for those that are to leave it.
+"""Elastic pools: indices for processes that join a running run, and the procedure by which processes leave it.
 
-A rollout worker that is asked to leave starts no further group and finishes its own. A gserver is given no further
-group and leaves when nothing runs there. After `manager.drain_seconds`, or if it lacks the current weights, its
-requests are aborted, which hands them over with their tokens: the gserver stays paused, another one continues them.
+A rollout worker that is to leave starts no further group and finishes its own. A gserver is given no further group and
+leaves when nothing runs there. After `manager.drain_seconds`, or if it lacks the current weights, its requests are
+aborted, which hands them over with their tokens: the gserver stays paused, and another one continues them.
 
-Invariant: a gserver is asked to leave only when no weight update is under way, and takes part in none afterwards.
+Invariant: a gserver is requested to leave only while no weight update is in progress, and then takes part in none.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from streamrl.transport.control import AskPlace, Done, Drain, Leave, Place, Role
 log = logging.getLogger(__name__)
 
 ASKED_TO_LEAVE = (MemberState.DRAINING, MemberState.HANDING_OVER, MemberState.LEAVING)
-"""A further `drain` changes nothing."""
+"""States in which a further `drain` changes nothing."""
 
 
 class ElasticPools:
-    """The calls with which processes join and leave a running run. `updating` returns whether a weight update is under
-    way; `on_left` is called with each member that has left, `on_died` with how a model worker has died."""
+    """The calls with which processes join and leave a running run.
+
+    `updating` returns whether a weight update is in progress. `on_left` is called with each member that has left,
+    `on_died` with a description of a model worker's death.
+    """
 
     def __init__(
         self,
@@ -57,16 +60,16 @@ class ElasticPools:
         self._on_left = on_left
         self._on_died = on_died
         self._promised: dict[tuple[Role, int], tuple[float, Member | None]] = {}
-        """Numbers given out → until when they are kept for who asked, and who had the place then: another has joined
-        under it since, or none."""
+        """Reserved indices → expiry of the reservation, and the member that held the index when it was reserved.
+        Another holder means that a process has joined under it since."""
         self._draining: set[asyncio.Task[None]] = set()
 
     async def place(self, message: AskPlace) -> Place:
-        """Give out a number beyond the configured ones, which belong to the processes that the run was planned with.
+        """Reserve an index beyond the configured ones, which belong to the processes that the run was planned with.
 
-        To a rollout worker of a synchronous graph one of the configured ones: the master calls these and no others.
-        Raises `PeerError` for a role whose number is fixed and where all are there, `ConfigError` for another
-        configuration.
+        A rollout worker of a synchronous graph gets one of the configured indices: the master calls only these. Raises
+        `PeerError` for a role of fixed size, and if all configured rollout workers are present, `ConfigError` for
+        another configuration.
         """
         configured = self._configured_count(message.role, "join a running run under a new number")
         self._config.check_shared(message.settings, message.config_digest, who=f"a new {message.role}")
@@ -83,9 +86,9 @@ class ElasticPools:
         return Place(index)
 
     async def drain(self, message: Drain) -> Done:
-        """Ask a process to leave; a silent one is removed at once. Raises `PeerError` when it cannot leave.
+        """Have a process leave; remove a silent one at once. Raises `PeerError` if it cannot leave.
 
-        The controller is asked to write a checkpoint and end the run.
+        The controller responds to the request by writing a checkpoint and ending the run.
         """
         if message.role != "controller":
             self._configured_count(message.role, "be drained")
@@ -109,7 +112,7 @@ class ElasticPools:
         return Done()
 
     async def left(self, message: Leave) -> Done:
-        """Take in that a process has left, or that a model worker has died."""
+        """Note that a process has left, or that a model worker has died."""
         member = self._registry.get(message.role, message.index)
         if member is None or member.pid != message.pid:
             return Done()
@@ -120,19 +123,19 @@ class ElasticPools:
         return Done()
 
     async def close(self) -> None:
-        """Stop waiting for gservers to be empty."""
+        """Stop waiting for gservers to finish their requests."""
         for task in self._draining:
             task.cancel()
         await asyncio.gather(*self._draining, return_exceptions=True)
 
     def _configured_count(self, role: Role, what: str) -> int:
-        """Return how many of `role` are configured; raises `PeerError` for roles whose number is fixed."""
+        """Return the configured number of processes of `role`; raises `PeerError` for roles of fixed size."""
         if role not in self._configured:
             raise PeerError(f"a {role} cannot {what}; only gservers and rollout workers can")
         return self._configured[role]
 
     def _is_fixed(self, role: Role) -> bool:
-        """Whether the run has as many of `role` as are configured, under these numbers, as long as it goes on."""
+        """Whether the run has exactly the configured processes of `role`, under their indices, until it ends."""
         return role == "rollout" and self._config.trainer.synchronous
 
     def _taken(self, role: Role, index: int, *, now: float) -> bool:

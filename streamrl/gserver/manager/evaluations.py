@@ -1,11 +1,11 @@
 """Evaluations on held-out prompts, which rollout workers make in addition to training, at low priority.
 
-`Evaluations` owns the evaluation that runs, its prompts and their results, and the evaluation that waits. Pure: times
-are passed in.
+`Evaluations` owns the running evaluation, its prompts and their results, and the waiting evaluation. Pure: times are
+passed in.
 
-Invariants: at most one evaluation runs, and at most one waits, the latest that was requested; each is reported at most
-once; at most `evaluation.max_concurrent` prompts are under way over all rollout workers; a prompt counts once, however
-often its result arrives. A held-out prompt is no group of the ledger, but its gserver has it as load until it ends.
+Invariants: at most one evaluation runs, and at most one waits, the latest requested one; each is reported at most once;
+at most `evaluation.max_concurrent` prompts are in progress over all rollout workers; a prompt counts once, however
+often its result arrives. A held-out prompt is no group of the ledger, but counts as load of its gserver until it ends.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from streamrl.types import LARGEST_REWARD
 log = logging.getLogger(__name__)
 
 GROUPS_BETWEEN = 3
-"""After so many training groups a held-out prompt may begin although training could take every place."""
+"""Training groups after which a held-out prompt may begin although training could take every place."""
 MAX_LOSSES = 3
-"""A prompt fails after it was lost with so many rollout workers: it may well be the cause of their end."""
+"""A prompt fails after it was lost with this many rollout workers: it may well be the cause of their end."""
 MOST = 2**31
-"""No response has more tokens, and no run more policy versions."""
+"""Upper bound of the tokens of a response, and of the policy versions of a run."""
 
 
 @dataclass
 class _Running:
-    """The evaluation that runs."""
+    """The evaluation in progress."""
 
     task: EvaluationTask
     began: float
@@ -53,15 +53,15 @@ class _Running:
     """Prompt → the rollout worker that makes it, and its route."""
     results: dict[int, HeldOutResult] = field(default_factory=dict)
     losses: Counter[int] = field(default_factory=Counter)
-    """Prompt → how many rollout workers were lost with it."""
+    """Prompt → number of rollout workers that were lost with it."""
 
 
 class Evaluations:
     """Gives out the held-out prompts of one evaluation after another, and collects their results.
 
     A prompt begins at a gserver with a place that no training group waits for; or, once `GROUPS_BETWEEN` training
-    groups have begun since the last prompt did, at the gserver with the least to do, though that be full. So training
-    comes first, and an evaluation ends even if training could always take every place.
+    groups have begun since the last prompt did, at the gserver with the least load, even if that gserver is full. Hence
+    training comes first, and an evaluation ends even if training could always take every place.
     """
 
     def __init__(self, config: EvaluationConfig, *, fleet: Fleet, clock: Callable[[], float] = time.time) -> None:
@@ -77,7 +77,7 @@ class Evaluations:
         self.forget()
 
     def forget(self) -> None:
-        """Forget all evaluations, those that run, wait, and were made; later results of their prompts are refused."""
+        """Forget all evaluations: running, waiting and finished ones. Later results of their prompts are rejected."""
         for _, route in self._running.under_way.values() if self._running is not None else ():
             self._fleet.release(route)
         self._running = None
@@ -87,7 +87,7 @@ class Evaluations:
         self._left_out = self._done = 0
         self._last: EvaluationReport | None = None
         self._last_id = ""
-        """Of the evaluation that was reported last."""
+        """Identifier of the evaluation that was reported last."""
         self._groups_before = -math.inf
         """Training groups that had begun when the last prompt began."""
 
@@ -96,7 +96,7 @@ class Evaluations:
         self._prompts = rows if self._config.prompts is None else min(self._config.prompts, rows)
 
     def request(self, version: int) -> None:
-        """Queue an evaluation of `version`, unless one was requested before; one that still waits gives way to it."""
+        """Queue an evaluation of `version`, unless it was requested before; it replaces one that still waits."""
         if version in self._versions:
             return
         self._versions.add(version)
@@ -113,10 +113,10 @@ class Evaluations:
         self._waiting = EvaluationTask(version, step=version)
 
     def take(self, worker: str, *, groups_begun: int, groups_wait: bool, now: float) -> Admission | None:
-        """Return a prompt for `worker` to make, with its gserver; None: none may begin now.
+        """Return a prompt for `worker`, with its gserver; None if none may begin now.
 
-        `groups_begun`: groups of training that have begun in the run; `groups_wait`: whether some lack only a gserver
-        with capacity to begin.
+        `groups_begun`: training groups that have begun in the run; `groups_wait`: whether some lack only a gserver with
+        capacity to begin.
         """
         turn = groups_begun - self._groups_before >= GROUPS_BETWEEN
         if not self._has_prompt or (groups_wait and not turn):
@@ -134,15 +134,15 @@ class Evaluations:
         return Admission(seq=seq, gserver=gserver.address, name=gserver.name, evaluation=running.task.id)
 
     def reroute(self, worker: str, evaluation: str, seq: int, *, avoid: str, now: float) -> Gserver | None:
-        """Return another gserver for a prompt; its load moves along only while `worker` makes it."""
+        """Return another gserver for a prompt; its load moves with it only while `worker` makes the prompt."""
         running = self._running
         here = running is not None and running.task.id == evaluation
         holder, route = running.under_way.get(seq, ("", None)) if running is not None and here else ("", None)
         return self._fleet.reassign(route if holder == worker else None, now=now, avoid=avoid)
 
     def give_back(self, worker: str, *, lost: bool) -> None:
-        """Take back the prompts of `worker`, for others to make. `lost`: it is silent, or was replaced; a prompt that
-        was lost `MAX_LOSSES` times fails."""
+        """Take back the prompts of `worker`, for others to make. `lost`: it is silent, or was replaced; a prompt fails
+        once it was lost `MAX_LOSSES` times."""
         running = self._running
         if running is None:
             return
@@ -158,12 +158,12 @@ class Evaluations:
         self._report_if_done(running)
 
     def count(self, result: HeldOutResult) -> None:
-        """Count the result of a prompt, unless it was counted before; also if its worker was taken for lost.
+        """Count the result of a prompt, unless it was counted before; also if its worker was considered lost.
 
-        Raises `PeerError` if there is no such prompt, `WireError` for figures that cannot be.
+        Raises `PeerError` if there is no such prompt, `WireError` for impossible figures.
         """
         if result.evaluation == self._last_id:
-            return  # sent again, or the prompt was made twice
+            return  # a repeated message, or a prompt that was made twice
         running, seq = self._running, result.seq
         if running is None or running.task.id != result.evaluation:
             raise PeerError(f"no evaluation {result.evaluation!r} runs: its prompts count no more", status=404)
@@ -178,7 +178,7 @@ class Evaluations:
             self._report_if_done(running)
 
     def status(self) -> EvaluationStatus:
-        """Return which evaluation runs, which waits, and the last report."""
+        """Return the running and the waiting evaluation, and the last report."""
         running = self._running
         return EvaluationStatus(
             running=None if running is None else running.task,
@@ -192,7 +192,7 @@ class Evaluations:
 
     @property
     def _has_prompt(self) -> bool:
-        """Whether a prompt is left that may be given out."""
+        """Whether a prompt is left to give out."""
         running = self._running
         if running is None:
             return self._waiting is not None and self._prompts > 0
@@ -200,7 +200,7 @@ class Evaluations:
         return left and len(running.under_way) < self._config.max_concurrent
 
     def _begin(self) -> _Running:
-        """Return the evaluation that waits, which begins now."""
+        """Return the waiting evaluation, which begins now."""
         task, self._waiting = self._waiting, None
         assert task is not None, "one waits, as the caller has checked"
         log.info("evaluation of version %d: %d prompts", task.policy_version, self._prompts)

@@ -1,12 +1,12 @@
 """One gserver: its record, and how much work it has.
 
-The record is the registry's of the process, with its place in the life of a member (`member_states.py`); routing,
-checks, weight updates, resync and status read its `state` and report events to it (`Gserver.handle`). Pure, no I/O.
+The record is the registry's record of the process, with the member's state (`member_states.py`). Routing, checks,
+weight updates, resync and status read its `state` and report events to it (`Gserver.handle`). Pure, no I/O.
 
-Its load: the manager counts the requests that it has routed to a gserver; heartbeats report those that run or wait
-there. Between two heartbeats the estimate is the last measurement plus all requests routed since. Invariant: the
-estimate never exceeds the requests that are routed there, and a measurement does not forget requests that were routed a
-moment before it. Times, in seconds, are passed in.
+The manager counts the requests that it has routed to a gserver; heartbeats report the requests that run or wait there.
+Between two heartbeats the load estimate is the last measurement plus all requests routed since. Invariant: the estimate
+never exceeds the number of requests routed there, and a measurement does not discard requests that were routed a moment
+before it. Times, in seconds, are passed in.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from streamrl.gserver.manager.registry import Member
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, ServerInfo
 
 UNSEEN_SECONDS = 0.5
-"""What was routed so shortly before a measurement may not have reached the gserver yet."""
+"""Work routed within this time before a measurement may not have reached the gserver yet."""
 AHEAD = 0.25
-"""Share of its capacity that a gserver may have waiting, so that no slot is empty while the manager hears of it."""
+"""Share of its capacity that may wait at a gserver, so that no slot is empty before the manager learns of it."""
 SPEED_GAIN = 0.3
 """Weight of a new measurement of speed."""
 COMPARABLE = 0.8
-"""A measurement at this share of the earlier concurrency measures the same thing: it may lower the speed."""
+"""A measurement at this share of the earlier concurrency or more is comparable: it may lower the speed."""
 FORGET = 0.99
-"""Factor on the concurrency of the speed with each measurement at a lower one, so that an old one fades."""
+"""Factor on the concurrency of the speed at each measurement with a lower one, so that an old measurement fades."""
 LEAST_BUSY_SECONDS = 0.05
-"""Less computing between two heartbeats says nothing about speed."""
+"""Computing time between two heartbeats below which the speed is not measured."""
 
 
 # --- load ---
 
 
 class Work(NamedTuple):
-    """What one group, or one prompt of an evaluation, has in flight."""
+    """The requests in flight of one group, or of one prompt of an evaluation."""
 
     requests: int
     tokens: int
-    """Sum of the contexts of these requests."""
+    """Sum of the contexts of these requests, in tokens."""
 
 
 NO_WORK = Work(0, 0)
@@ -52,36 +52,36 @@ class GserverLoad:
 
     def __init__(self) -> None:
         self.routed = NO_WORK
-        """Everything that is routed to it and still in flight."""
+        """All work that is routed to it and still in flight."""
         self.most_requests = 0
-        """How many requests it runs together; 0: not known."""
+        """Number of requests that it runs together; 0: not known."""
         self.most_tokens = 0
-        """How many tokens its cache holds; 0: not known."""
+        """Number of tokens that its cache holds; 0: not known."""
         self.speed: float | None = None
-        """Tokens per second of computing, at the highest concurrency of late; None: not measured yet."""
+        """Tokens per second of computing, at the highest recent concurrency; None: not measured yet."""
         self._speed_concurrency = 0.0
-        self._measured: float | None = None  # requests there at the last heartbeat, and what changed since
+        self._measured: float | None = None  # requests there at the last heartbeat, plus changes since
         self._measured_tokens: float | None = None  # mean context of a request at the last heartbeat
-        self._recent: deque[tuple[float, int]] = deque()  # when how many requests were routed there lately
+        self._recent: deque[tuple[float, int]] = deque()  # time and number of requests routed there lately
         self._totals: tuple[float, float, float] | None = None  # tokens, busy seconds, slot seconds
 
     @property
     def requests(self) -> float:
-        """Requests that run or wait there, as far as is known."""
+        """Estimate of the requests that run or wait there."""
         if self._measured is None:
             return self.routed.requests
         return min(self.routed.requests, max(0.0, self._measured))
 
     @property
     def tokens_per_request(self) -> float:
-        """Mean context of a request there."""
+        """Mean context, in tokens, of a request there."""
         if self._measured_tokens is not None:
             return self._measured_tokens
         return self.routed.tokens / self.routed.requests if self.routed.requests else 0.0
 
     @property
     def full(self) -> bool:
-        """Whether further work has to wait for capacity. A gserver that has nothing takes anything."""
+        """Whether further work has to wait for capacity. A gserver without work is never full."""
         requests = self.requests
         if requests == 0:
             return False
@@ -97,7 +97,7 @@ class GserverLoad:
         return requests * (1 + self.tokens_per_request / mean_tokens) / 2 if mean_tokens else requests
 
     def change(self, before: Work, after: Work, *, now: float) -> None:
-        """Note that a group which had `before` in flight here has `after` now."""
+        """Note that the work in flight here of one group has changed from `before` to `after`."""
         more = after.requests - before.requests
         self.routed = Work(self.routed.requests + more, self.routed.tokens + after.tokens - before.tokens)
         if self._measured is not None:
@@ -107,7 +107,7 @@ class GserverLoad:
             self._forget_recent(now)
 
     def measure(self, stats: Mapping[str, float], *, now: float) -> None:
-        """Take in the `stats` of a heartbeat; names that are missing change nothing."""
+        """Update the estimates from the `stats` of a heartbeat; missing names change nothing."""
         if "running" in stats:
             self._forget_recent(now)
             running, unseen = stats["running"], sum(requests for _, requests in self._recent)
@@ -147,19 +147,21 @@ class GserverLoad:
 
 
 class Route:
-    """Where the requests of one group, or of one prompt of an evaluation, go; changed by the fleet alone."""
+    """The gserver of one group, or of one prompt of an evaluation, and its work there; changed by the fleet alone."""
 
     __slots__ = ("gserver", "work")
 
     def __init__(self, gserver: Gserver, work: Work) -> None:
         self.gserver = gserver
         self.work = work
-        """What it has in flight there."""
+        """The work in flight there."""
 
 
 def serves(label: str, wanted: str) -> bool:
-    """Whether a gserver that calls its weights `label` serves the weights called `wanted`; a server that was started
-    with the run's first weights calls them `default`."""
+    """Whether a gserver that labels its weights `label` serves the weights labelled `wanted`.
+
+    A server that was started with the run's first weights labels them `default`.
+    """
     return label == wanted or (wanted == "0" and label == INITIAL_WEIGHT_VERSION)
 
 
@@ -167,7 +169,7 @@ class Gserver(Member):
     """One registered gserver process; a restarted one is another `Gserver`."""
 
     def __init__(self, index: int, address: str, **facts: Any) -> None:
-        """`facts`: as of a `Member`."""
+        """`facts`: the keyword arguments of `Member`."""
         super().__init__("gserver", index, address, **facts)
         self.on_change: Callable[[Gserver], None] = lambda gserver: None
         """Called after changes that routing depends on; set by the fleet that it joins."""
@@ -175,14 +177,14 @@ class Gserver(Member):
         """Groups and prompts of evaluations that were routed to it and are still in flight."""
         self.load = GserverLoad()
         self.failed_version: int | None = None
-        """The last weight update that failed because of it."""
+        """Version of the last weight update that failed because of this gserver."""
         self.failed_resyncs = 0
-        """How often in a row it could not be resynced to the current weights."""
+        """Number of consecutive failed resyncs to the current weights."""
         self.tells_received = True
-        """Whether one that stages no weights can tell checksums of those that came, as far as known."""
+        """Whether the gserver, if it stages no weights, can return checksums of received ones; True until disproved."""
         self.adapters: dict[str, float] = {}
-        """Name → when requests began to name another one, by the monotonic clock (inf: not yet), of the adapters that
-        an SGLang server has loaded beside its model."""
+        """Adapters that an SGLang server has loaded in addition to its model: name → time on the monotonic clock at
+        which requests began to name another one (inf: not yet)."""
         self._info: ServerInfo | None = None
 
     def handle(self, event: MemberEvent) -> None:
@@ -198,19 +200,19 @@ class Gserver(Member):
         self.on_change(self)
 
     def forget_updates(self) -> None:
-        """The run has gone back: it is checked before it takes groups, and its failed updates count no more."""
+        """Forget failed updates, since the run has gone back; the gserver is checked before it takes groups again."""
         self.handle(MemberEvent.UNREACHABLE)
         self.failed_version = None
         self.failed_resyncs = 0
 
     @property
     def serving(self) -> bool:
-        """Whether it takes groups, and so serves the current weights."""
+        """Whether it takes groups, and hence serves the current weights."""
         return self.state is MemberState.SERVING
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether it serves other weights than the current ones, or may do so."""
+        """Whether it serves other weights than the current ones, or may serve others."""
         return self.state in (MemberState.EVICTED, MemberState.SUSPECT)
 
     @property
@@ -220,7 +222,7 @@ class Gserver(Member):
 
     @property
     def info(self) -> ServerInfo | None:
-        """What it can do, once it was asked."""
+        """The abilities that the gserver reported; None before its first report."""
         return self._info
 
     @info.setter
@@ -232,5 +234,5 @@ class Gserver(Member):
 
     @property
     def ranks(self) -> int:
-        """How many ranks it takes in a weight group."""
+        """Number of ranks that it has in a weight group."""
         return self._info.tp_size if self._info is not None else 1

@@ -42,7 +42,7 @@ _JSON = {"Content-Type": "application/json"}
 _encoder = msgspec.json.Encoder()
 
 MAX_BODY_BYTES = 64 * 2**20
-"""A weight update names every tensor of the model."""
+"""Large enough for a weight update, which names every tensor of the model."""
 
 
 class Post(NamedTuple):
@@ -50,7 +50,7 @@ class Post(NamedTuple):
 
     body: type[msgspec.Struct]
     handler: Callable[[Manager], Callable[[Any], Awaitable[msgspec.Struct]]]
-    """Which part of the manager carries it out."""
+    """Returns the method of the manager's part that carries the call out."""
 
 
 POSTS: Mapping[str, Post] = {
@@ -75,15 +75,15 @@ POSTS: Mapping[str, Post] = {
 
 
 def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
-    """Return a server for all calls of `transport/control.py`, for those who may make them (`access.py`).
+    """Return a server for all calls of `transport/control.py`, which checks each caller's permission (`access.py`).
 
-    `on_loopback`: only this machine reaches it.
+    `on_loopback`: whether only this machine reaches the server.
     """
     calls = _calls(manager)
     seldom = Seldom(log)
 
     def check(key: str, request: web.BaseRequest) -> _Call:
-        """Return the call that `request` makes; raises `PeerError` if its head alone is reason to refuse it."""
+        """Return the call that `request` makes; raises `PeerError` or `WireError` if its head alone is refused."""
         route, headers = calls.get(key), request.headers
         if not request.raw_path.startswith("/"):
             raise WireError(f"this is no request to a path: {request.raw_path[:100]!r}")
@@ -133,7 +133,7 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
 class _Call(NamedTuple):
     request: web.BaseRequest
     member: Member | None
-    """The member of the run that makes the call; None: the owner, or anyone where that is allowed."""
+    """The member of the run that makes the call; None: the owner, or any caller where that is allowed."""
     route: _Route
 
 
@@ -155,7 +155,7 @@ _WRONG_KEY = (
 
 
 def _calls(manager: Manager) -> dict[str, _Route]:
-    """Method and path → call."""
+    """Return the calls by method and path."""
     members, weights = manager.members, manager.weights
     gets: Mapping[str, Callable[[web.BaseRequest], Awaitable[msgspec.Struct]]] = {
         "/publish/places": lambda request: weights.places(),

@@ -16,8 +16,8 @@
 
     SERVING ── drained ──▶ DRAINING ── overdue ──▶ HANDING OVER ── emptied ──▶ LEAVING ──▶ GONE
 
-A process that serves no weights has nothing to be checked: it is SERVING where a gserver is UNCHECKED or SUSPECT, and
-never EVICTED or HANDING OVER.
+A process that serves no weights needs no check: it is SERVING where a gserver is UNCHECKED or SUSPECT, and never
+EVICTED or HANDING OVER.
 
 Invariants: groups are given to SERVING gservers only; DRAINING implies the current weights; GONE is final; a gserver
 that was silent, or did not reply, is checked before it serves again.
@@ -29,14 +29,14 @@ from enum import Enum
 
 
 class MemberState(Enum):
-    """The state of a member, as far as the manager can see."""
+    """The state of a member, in the manager's view."""
 
     UNCHECKED = "unchecked"
-    """A gserver that has joined, and is being asked for the version of its weights."""
+    """A gserver that has joined, and whose weight version is being requested."""
     SERVING = "serving"
-    """Does its work. A gserver serves the current weights and takes groups."""
+    """It does its work. A gserver serves the current weights and takes groups."""
     EVICTED = "evicted"
-    """A gserver with other weights than the current ones: waits for an update or a resync."""
+    """A gserver with other weights than the current ones: it waits for an update or a resync."""
     SUSPECT = "suspect"
     """A gserver that was silent, did not reply, or failed in a resync: with its next heartbeat it is resumed, since an
     update may have left it paused, and checked."""
@@ -45,16 +45,16 @@ class MemberState(Enum):
     GAVE_UP = "gave up"
     """It has reported that it ends: silent for good, even if it sends further messages."""
     DRAINING = "draining"
-    """Was asked to leave, and finishes its work. A gserver takes no group, but new weights."""
+    """It was requested to leave, and finishes its work. A gserver takes no groups, but takes new weights."""
     HANDING_OVER = "handing over"
-    """A gserver that was asked to leave, and has used up its time or lacks the current weights: its requests are
+    """A gserver that was requested to leave, and has used up its time or lacks the current weights: its requests are
     aborted, and continue elsewhere."""
     LEAVING = "leaving"
-    """The reply to its next heartbeat asks it to leave."""
+    """The reply to its next heartbeat instructs it to leave."""
     LEAVING_SILENT = "leaving, silent"
-    """Fell silent after it was asked to leave."""
+    """It fell silent after it was requested to leave."""
     GONE = "gone"
-    """Has left, or another process has its place."""
+    """It has left, or another process has its place."""
 
 
 class MemberEvent(Enum):
@@ -75,16 +75,16 @@ class MemberEvent(Enum):
     RESYNC_FAILED = "resync failed"
     """A resync failed on it, perhaps because it has died."""
     PASSED_OVER = "passed over"
-    """Other gservers serve newer weights now, which it was not sent."""
+    """Other gservers serve newer weights now, which were not sent to it."""
     FELL_SILENT = "fell silent"
     RETURNED = "returned"
-    """It is heard of after silence."""
+    """It has sent a message after a silence."""
     GAVE_UP = "gave up"
     """Its heartbeat reports an error that ends it."""
     DRAINED = "drained"
-    """It is asked to leave while the run continues."""
+    """It is requested to leave while the run continues."""
     OVERDUE = "overdue"
-    """It has not finished its work within the time that it has to leave."""
+    """It has not finished its work within the time granted for leaving."""
     EMPTIED = "emptied"
     """Nothing prevents it from leaving."""
     REMOVED = "removed"
@@ -136,7 +136,7 @@ TRANSITIONS: dict[MemberEvent, dict[MemberState, MemberState]] = {
     _EVENT.EMPTIED: {_STATE.DRAINING: _STATE.LEAVING, _STATE.HANDING_OVER: _STATE.LEAVING},
     _EVENT.REMOVED: {state: _STATE.GONE for state in _STATE if state is not _STATE.GONE},
 }
-"""Event → state → the state that follows; in a state that is not named the event changes nothing."""
+"""Event → state → next state; in a state that is not listed the event changes nothing."""
 
 
 def next_state(state: MemberState, event: MemberEvent, *, serves_weights: bool = True) -> MemberState:

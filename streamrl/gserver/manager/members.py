@@ -1,8 +1,7 @@
-"""The calls with which processes take part: they register, beat, ask who is there and who is silent, and are told of
-the end.
+"""Membership calls: processes register, send heartbeats, query the members and the silences, and learn of the end.
 
-Owns nothing but the order of things: the registry says who is there, and what follows from a change is
-told to `on_joined`, `on_heard` and `on_silent`.
+This module only orders the steps: the registry owns the members, and `on_joined`, `on_heard` and `on_silent` carry out
+the consequences of a change.
 """
 
 from __future__ import annotations
@@ -53,12 +52,14 @@ log = logging.getLogger(__name__)
 
 
 class Members:
-    """Whoever says nothing for a lease (`manager.lease_seconds`) counts as silent, a process of the trainer not before
-    `trainer_patience_seconds`.
+    """The membership calls of a run.
 
-    `open_to_others`: whether the manager can be reached from other machines, so that all must be.
+    A process counts as silent when it has sent nothing for a lease (`manager.lease_seconds`), a process of the trainer
+    not before `trainer_patience_seconds`.
 
-    `on_heard` is called whenever a member said something; its `stats` are then those of its last heartbeat.
+    `open_to_others`: whether other machines can reach the manager; every member must then be reachable from them.
+
+    `on_heard` is called with each member that has made a call; its `stats` are then those in its last heartbeat.
     """
 
     def __init__(
@@ -86,9 +87,9 @@ class Members:
         self._left_behind: list[Member] = []
         """Model workers of earlier lineages that have to end."""
         self._model: tuple[str, str] | None = None
-        """The fingerprint of the run's first weights, and who told it."""
+        """Fingerprint of the run's first weights, and the name of the member that reported it."""
         self._elastic = not config.trainer.synchronous
-        """Whether groups are given to whichever rollout workers there are."""
+        """Whether any live rollout worker may receive groups, not only a fixed set of them."""
         self._heartbeat_seconds = config.manager.heartbeat_seconds
         self._registry = registry
         self._access = access
@@ -104,19 +105,19 @@ class Members:
         self._long_poll = long_poll_seconds
 
     async def register(self, message: Register) -> RegisterReply:
-        """Enter a process; one that registers again, because its reply was lost or it was not known, changes nothing.
+        """Enter a process. A repeated registration, after a lost reply or an unknown membership, changes nothing.
 
-        Raises `ConfigError` when it has another configuration than the manager, or goes on from another checkpoint;
-        `PeerError` when it trained under an earlier manager, or made groups for that one's trainer, whose groups and
-        versions this one does not know; and `PeerError` (423) when another process has its place that is not gone:
-        neither silent nor, where it can be seen from here, ended.
+        Raises `ConfigError` if the process has another configuration than the manager, or resumes from another
+        checkpoint; `PeerError` if it trained under an earlier manager, or made groups for the trainer of that manager,
+        since this manager does not know those groups and versions; and `PeerError` (423) if another process holds its
+        place and is not gone, that is, neither silent nor visibly ended (`has_ended`).
         """
         if message.role == "controller":
             raise PeerError("the process at this address is the run's controller; a run has one")
         return self.enter(message)
 
     def enter(self, message: Register) -> RegisterReply:
-        """As `register`; also enters the controller, which this process is."""
+        """Enter a process as `register` does, or the controller, which is this process."""
         who = f"{message.role}/{message.index}"
         sender = f"{who} (process {message.pid} on {message.host})"
         self._config.check_shared(message.settings, message.config_digest, who=sender)
@@ -129,7 +130,7 @@ class Members:
             self._hear(member, now=now)
         else:
             self._check_free(message, now=now)
-            self._model = self._model or self._model_of(message)  # of one that is not refused for any reason
+            self._model = self._model or self._model_of(message)  # only from a process that passed every check
             member = self._record(message, now=now)
             before = self._registry.add(member, now=now)
             self._hear(member, now=now)
@@ -145,8 +146,10 @@ class Members:
         )
 
     async def heartbeat(self, message: Heartbeat) -> HeartbeatReply:
-        """Record a heartbeat and its figures; return what its sender has to know. A heartbeat with an error ends the
-        run, unless others can do the sender's work: it counts as silent then."""
+        """Record a heartbeat and its figures; return the run's state for the sender.
+
+        A heartbeat with an error ends the run, unless others can do the sender's work: it then counts as silent.
+        """
         now = time.monotonic()
         member = self._registry.get(message.role, message.index)
         if message.error and (member is None or not self._goes_on_without(member)):
@@ -173,14 +176,15 @@ class Members:
         )
 
     async def resume_point(self) -> ResumePoint:
-        """Return what the run goes on from. Raises `PeerError` when it is over: the next one may go on from another."""
+        """Return the checkpoint that the run resumes from. Raises `PeerError` if the run is over: the next run may
+        resume from another one."""
         if self._state.over:
             raise PeerError("this run is over")
         return self._resume_point
 
     async def silence(self, after: int) -> Silence:
-        """Return who is silent, and the model workers of earlier lineages, as soon as that has changed since the number
-        of changes `after`."""
+        """Return the silent members and the model workers of earlier lineages, once the number of changes is not
+        `after`."""
         registry = self._registry
         await self._signals.silences.until(
             lambda: registry.silence_changes != after or self._state.over, timeout=self._long_poll
@@ -207,13 +211,15 @@ class Members:
         return Topology(complete=complete(), peers=peers)
 
     async def is_member(self, message: AskMember) -> IsMember:
-        """Return whether a key is that of a member who has anything to say over ZMQ."""
+        """Return whether a key belongs to a member that may send anything over ZMQ."""
         member = self._registry.with_curve_key(message.curve_key)
         return IsMember(known=member is not None and any(member.role in heard for heard in HEARS.values()))
 
     def caller(self, role: Role, index: int) -> Member:
-        """Return the registered process that makes a call, which is a sign of life; raises `PeerError` for a
-        stranger."""
+        """Return the registered process that makes a call, and count the call as a sign of life.
+
+        Raises `PeerError` if the process is not registered, or is of an earlier lineage (409).
+        """
         member = self._registry.get(role, index)
         if member is None:
             raise PeerError(f"{role}/{index} is not registered with this controller; register first")
@@ -226,7 +232,7 @@ class Members:
         return member
 
     def begin_lineage(self, config: Config, lineage: Lineage) -> None:
-        """Forget the model workers of the lineage before this one, which begins from `run.resume_from` of `config`."""
+        """Begin `lineage` from `run.resume_from` of `config`, and remove the model workers of the previous lineage."""
         self._resume_point = _resume_point(config)
         self._lineage = lineage
         self._gone_back = bool(lineage.cause)
@@ -239,20 +245,20 @@ class Members:
         self._signals.silences.notify()
 
     def _without_successor(self) -> list[Member]:
-        """Return the model workers of earlier lineages whose places no other process has taken yet."""
+        """Return the model workers of earlier lineages that no new process has replaced yet."""
         return [member for member in self._left_behind if self._registry.get(member.role, member.index) is None]
 
     def is_of_this_lineage(self, member: Member) -> bool:
-        """Whether `member` has heard that the run has gone back, if it has, and the ledger counts from there."""
+        """Whether `member` has registered in the present lineage, and the ledger counts in it, too."""
         return member.lineage == self._access.lineage and self._ledger.lineage is self._lineage
 
     def tell_over(self, member: Member) -> None:
-        """Note that `member` is told, in the reply that is under way, that the run is over."""
+        """Note that the reply in progress reports the end of the run to `member`."""
         member.end_reported = True
         self._signals.told.notify()
 
     def notice_silence(self, *, now: float) -> None:
-        """Mark those who said nothing for too long as silent."""
+        """Mark the members that have sent nothing for too long as silent."""
         for member in self._registry.notice_silence(now=now):
             log.warning("%s has been silent for %.0f s", member.name, member.last_heard.seconds(now=now))
             self._fell_silent(member)
@@ -274,10 +280,10 @@ class Members:
         )
 
     def _check_address(self, message: Register, *, sender: str) -> None:
-        """Raise `ConfigError` for a process that others cannot reach, where they have to, or whose address is none."""
+        """Raise `ConfigError` for an invalid address, or one that other machines cannot reach although they have to."""
         host = host_of(message.address)
         try:
-            host.encode("idna")  # as whoever connects to it will have to
+            host.encode("idna")  # as every process that connects to it does
         except UnicodeError as error:
             raise ConfigError(
                 f"{sender} announces {message.address}, and {host} can be nobody's name ({error}): give --advertise "
@@ -291,7 +297,7 @@ class Members:
             )
 
     def _check_free(self, message: Register, *, now: float) -> None:
-        """Raise `PeerError` when the place that the process asks for belongs to another one that is not gone."""
+        """Raise `PeerError` if the requested place belongs to another process that is not gone."""
         holder = self._registry.get(message.role, message.index)
         if holder is None or holder.silent or has_ended(holder):
             if holder is not None and holder.role == "model_worker":
@@ -329,7 +335,7 @@ class Members:
         return Member(message.role, message.index, message.address, **sender, now=now, patience=patience)
 
     def _check_model(self, message: Register, *, who: str) -> None:
-        """The first one who joins and tells of a model decides which is the run's."""
+        """Raise `ConfigError` if the process begins with other weights than the first member that reported any."""
         if self._model is None or self._model_of(message) is None:
             return
         model, first = self._model
@@ -340,11 +346,12 @@ class Members:
             )
 
     def _model_of(self, message: Register) -> tuple[str, str] | None:
-        """Return the fingerprint of the weights that have to be the run's, and who tells it; None: none have to.
+        """Return the fingerprint of the process's first weights, and its name; None if they may differ from the run's.
 
-        A gserver that does not begin from the checkpoint that a run goes on from, because it has no copy or has been
-        there since an earlier start of the run, may begin with anything: it does not serve the run's version, and is
-        brought up to it before it is given groups. With [model.lora] everybody begins with the base, which stays.
+        A gserver may begin with any weights if it does not begin from the checkpoint that the run resumes from, because
+        it has no copy or has run since an earlier start of the run: it does not serve the run's version, and
+        is updated to that version before it is given groups. With [model.lora] all processes begin with the base, which
+        does not change.
         """
         ours, theirs = self._resume_point.identity, message.begins_from
         same_version = theirs.partition(",")[0] == f"version {self._ledger.policy_version}"
@@ -354,7 +361,11 @@ class Members:
         return message.model, f"{message.role}/{message.index} on {message.host}"
 
     def _check_beginning(self, message: Register, *, sender: str) -> None:
-        """The ledger and the trainer count from the same groups and versions, or not at all."""
+        """Raise unless the model worker begins at the same groups and versions as the ledger.
+
+        Raises `PeerError` (`GONE_BACK`) if the run has gone back since the process began, `ConfigError` if it resumes
+        from another checkpoint than the controller.
+        """
         if message.role != "model_worker":
             return
         if message.joined_before not in ("", self._access.lineage):
@@ -373,13 +384,14 @@ class Members:
             )
 
     def _goes_on_without(self, member: Member) -> bool:
-        """Whether others do the work of `member`, which gives up.
+        """Whether other processes can do the work of `member`, which has reported an error that ends it.
 
-        What goes wrong in every rollout worker, such as a reward function that cannot be loaded, is to end the run with
-        its message, and at once: so those others count that have finished a group since they began.
+        An error that occurs in every rollout worker, such as a reward function that cannot be loaded, has to end the
+        run with its message, and at once. Hence only rollout workers that have finished a group since they began count
+        as able to continue.
         """
         if member.role == "gserver":
-            return True  # the run waits for one that is started again
+            return True  # the run waits until a gserver is started again
         return (
             member.role == "rollout"
             and self._elastic
@@ -409,7 +421,7 @@ def _resume_point(config: Config) -> ResumePoint:
 
 
 def has_ended(member: Member) -> bool:
-    """Whether this process can see that the process of `member` is gone."""
+    """Whether the process of `member` has visibly ended: it shares a process space with this one, and is gone."""
     if not member.process_space or member.process_space != process_space():
         return False
     try:
@@ -421,10 +433,10 @@ def has_ended(member: Member) -> bool:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether there is such a process although /proc does not show it, as those of other users under `hidepid=2`."""
+    """Whether a process `pid` exists that /proc does not show, such as one of another user under `hidepid=2`."""
     try:
-        os.kill(pid, 0)  # which sends nothing
-    except PermissionError:  # it is there
+        os.kill(pid, 0)  # sends no signal
+    except PermissionError:  # the process exists
         return True
     except (ProcessLookupError, OverflowError):
         return False

@@ -1,4 +1,4 @@
-"""The gserver manager behind its address: the run's one URL.
+"""The gserver manager behind its address, the run's one URL.
 
 `managing` opens the `Manager` (`core.py`, the decisions) with its HTTP server (`http.py`); the controller
 (`streamrl/controller.py`) also runs the trainer's master.
@@ -30,23 +30,23 @@ from streamrl.transport.tls import client_context, server_context
 log = logging.getLogger(__name__)
 
 TELL_SECONDS = 10.0
-"""How long the manager stays after the end of the run for processes that have not heard of it."""
+"""Longest time, in seconds, that the manager stays after the end of the run for processes not yet informed of it."""
 SHUTDOWN_SECONDS = 1.0
-"""For calls that run when the manager leaves."""
+"""Longest time, in seconds, for calls in progress when the manager leaves."""
 LINGER_SECONDS = 1.0
-"""After the last process has heard of the end: it may still ask for the run's final figures."""
+"""Time, in seconds, after the last process has been informed of the end: it may still request the final figures."""
 
 
 class Managing(NamedTuple):
-    """A manager that listens."""
+    """A listening manager."""
 
     manager: Manager
     url: str
     reach: Reach
-    """How others reach this process."""
+    """The addresses by which others reach this process."""
 
     async def until_all_know_of_the_end(self) -> None:
-        """Wait for the run to end, and for every live process to hear of it, but no longer than `TELL_SECONDS`."""
+        """Wait until the run is over and every live process has been informed, at most `TELL_SECONDS` after the end."""
         await self.manager.wait_until_told(timeout=TELL_SECONDS)
         await asyncio.sleep(LINGER_SECONDS)
 
@@ -55,9 +55,9 @@ class Managing(NamedTuple):
 async def managing(config: Config, *, host: str, port: int, advertise: str = "") -> AsyncIterator[Managing]:
     """Manage a run until the context ends.
 
-    `advertise`: the address by which others reach the manager; empty: `host`, or if that stands for all addresses of
-    this machine, the one from which it reaches others. Raises `StreamRLError` when the address cannot be had,
-    `ConfigError` for a secret that cannot be used.
+    `advertise`: the address by which others reach the manager; if empty, `host`, or if `host` stands for all addresses
+    of this machine, the address from which this machine reaches others. Raises `StreamRLError` if the manager cannot
+    listen at the address, `ConfigError` for a secret that cannot be used.
     """
     secret = of_new_run(config)
     reach = reach_of_manager(host, advertise=advertise)

@@ -21,7 +21,7 @@ from streamrl.transport.liveness import LastHeard, next_silence
 
 TOKEN_BYTES = 32
 TELL_LEASES = 2.0
-"""Leases for which the address of a gserver that was replaced is told: every worker that lives has heard it by then."""
+"""Number of leases for which the address of a replaced gserver is reported, so that every live worker receives it."""
 
 
 class Member:
@@ -43,11 +43,11 @@ class Member:
         now: float = 0.0,
         patience: float = math.inf,
     ) -> None:
-        """`host` as it calls itself; `machine`, `process_space`, `gpu`: as in `Register`; `patience`: seconds without a
-        word after which it counts as silent."""
+        """`host`: the host name that the process reports; `machine`, `process_space`, `gpu`: as in `Register`;
+        `patience`: seconds without a message after which it counts as silent."""
         self.role: Role = role
         self.state = MemberState.UNCHECKED if role == "gserver" else MemberState.SERVING
-        """Changes by `handle` alone."""
+        """Changed by `handle` alone."""
         self.index = index
         self.address = address
         self.pid = pid
@@ -57,14 +57,14 @@ class Member:
         self.gpu = gpu
         self.curve_key = curve_key
         self.encrypted = encrypted
-        """Whether its socket takes encrypted connections alone."""
+        """Whether its socket accepts only encrypted connections."""
         self.number = 0
-        """Counts the members of the run as they joined; 0: it has no place yet."""
+        """Ordinal of the member among all that have joined the run; 0: it has no place yet."""
         self.token = f"{self.name}.{secrets.token_hex(TOKEN_BYTES)}"
-        """What it shows with each call."""
+        """The token that it presents with each call."""
         self.last_heard = LastHeard(now=now, patience=patience)
         self.lineage = ""
-        """The lineage of the run (`Access.lineage`) in which it registered last."""
+        """The lineage of the run (`Access.lineage`) in which it last registered."""
         self.stats: dict[str, float] = {}
         """Figures of its last heartbeat."""
         self.waiting_for = ""
@@ -79,7 +79,7 @@ class Member:
 
     @property
     def silent(self) -> bool:
-        """Whether nothing was heard of it for too long, or it gave up."""
+        """Whether it has sent nothing for too long, or gave up."""
         return self.state in SILENT_STATES
 
     @property
@@ -93,20 +93,20 @@ class Member:
 
 
 class Registry:
-    """Members by role and index; a process that takes a place replaces whoever held it."""
+    """Members by role and index; a process that takes a place replaces its holder."""
 
     def __init__(self, *, lease_seconds: float) -> None:
         self._lease = lease_seconds
         self._members: dict[Role, dict[int, Member]] = {role: {} for role in get_args(Role)}
         self._live: Counter[Role] = Counter()
         self._silent: dict[Member, None] = {}  # in the order in which they fell silent
-        self._replaced: dict[str, float] = {}  # address of a gserver whose place another process took → when
+        self._replaced: dict[str, float] = {}  # address of a gserver that another process replaced → time
         self._joins = 0
         self.silence_changes = 0
-        """How often a member fell silent, or was heard of again."""
+        """Number of times that a member fell silent or returned from silence."""
 
     def registered(self, message: Register) -> Member | None:
-        """Return the record of the very process that sends `message`, if it has registered before."""
+        """Return the record of the process that sends `message`, if this same process has registered before."""
         member = self.get(message.role, message.index)
         if member is None:
             return None
@@ -114,7 +114,7 @@ class Registry:
         return member if ours == (message.pid, message.host, message.address, message.curve_key) else None
 
     def with_token(self, token: str) -> Member | None:
-        """Return the member that shows `token`, which names it; how long it takes does not tell how much is right."""
+        """Return the member that `token` names and belongs to; the duration of the comparison reveals no part of it."""
         role, _, rest = token.partition("/")
         index, dot, _ = rest.partition(".")
         members = self._members.get(role)  # type: ignore[call-overload]
@@ -126,11 +126,11 @@ class Registry:
         return member
 
     def with_curve_key(self, key: str) -> Member | None:
-        """Return the member whose key is `key`."""
+        """Return the member with the curve key `key`."""
         return next((member for member in self._all() if key and member.curve_key == key), None)
 
     def add(self, member: Member, *, now: float) -> Member | None:
-        """Give `member` its place; return the process that had it, if another had."""
+        """Give `member` its place; return the process that held it, if there was one."""
         before = self.get(member.role, member.index)
         self.remove(member.role, member.index)
         if before is not None and before.role == "gserver":
@@ -143,7 +143,7 @@ class Registry:
         return before
 
     def remove(self, role: Role, index: int) -> None:
-        """Take this place from whoever has it."""
+        """Remove the member that holds this place, if any."""
         member = self._members[role].pop(index, None)
         if member is not None:
             self._live[role] -= not member.silent
@@ -153,7 +153,7 @@ class Registry:
             member.handle(MemberEvent.REMOVED)
 
     def get(self, role: Role, index: int) -> Member | None:
-        """Return the process that has this place, if one has."""
+        """Return the process that holds this place, or None."""
         return self._members[role].get(index)
 
     def of(self, role: Role) -> list[Member]:
@@ -174,12 +174,12 @@ class Registry:
         return self._live[role]
 
     def silent(self) -> list[Member]:
-        """Return who is silent now; does not look at the others."""
+        """Return the members that are silent now; does not visit the others."""
         return list(self._silent)
 
     def unanswering(self, *, now: float) -> list[str]:
-        """Return the addresses of gservers from which no reply is to be expected: of those that are silent, and of
-        those whose place another process took lately."""
+        """Return the addresses of gservers from which no reply can be expected: silent ones, and those that another
+        process has replaced lately."""
         self._replaced = {
             address: since for address, since in self._replaced.items() if now - since < TELL_LEASES * self._lease
         }
@@ -190,29 +190,29 @@ class Registry:
         return [member for member in self._all() if not member.silent and not member.end_reported]
 
     def hear(self, member: Member, *, now: float) -> bool:
-        """Note that `member` was heard of; return whether that has ended its silence."""
+        """Note a sign of life of `member`; return whether it has ended a silence."""
         member.last_heard.hear(now=now)
         was_silent = member.silent
         self._handle(member, MemberEvent.RETURNED)
         return was_silent and not member.silent
 
     def give_up(self, member: Member) -> None:
-        """Note that `member` has reported that it ends; another process takes its place."""
+        """Note that `member` has reported that it ends; another process will take its place."""
         self._handle(member, MemberEvent.GAVE_UP)
 
     def notice_silence(self, *, now: float) -> list[Member]:
-        """Mark members that have not been heard of for too long as silent; return the newly silent."""
+        """Mark members that have sent nothing for too long as silent; return the newly silent ones."""
         gone = [member for member in self._all() if not member.silent and member.last_heard.is_silent(now=now)]
         for member in gone:
             self._handle(member, MemberEvent.FELL_SILENT)
         return gone
 
     def next_silence(self) -> float | None:
-        """Return when the next member falls silent unless it is heard."""
+        """Return when the next member falls silent unless it sends a message."""
         return next_silence(member.last_heard for member in self._all() if not member.silent)
 
     def excuse(self, seconds: float) -> None:
-        """Count `seconds`, in which nobody could be heard, as nobody's silence."""
+        """Exclude `seconds`, in which this process could not receive messages, from every member's silence."""
         for member in self._all():
             member.last_heard.excuse(seconds)
 
@@ -221,7 +221,7 @@ class Registry:
             yield from members.values()
 
     def _handle(self, member: Member, event: MemberEvent) -> None:
-        """Pass `event` on to `member`, and count it among the silent or the live members."""
+        """Pass `event` to `member`, and update the sets of silent and live members."""
         was_silent = member.silent
         member.handle(event)
         if member.silent is was_silent or member.gone:

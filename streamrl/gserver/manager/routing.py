@@ -1,10 +1,10 @@
-"""Which gserver a group goes to.
+"""Assignment of groups to gservers.
 
-All requests of a group, siblings and turns alike, go to one gserver, so that they share its prompt cache; a new group
-goes to the gserver that has the least to do for its speed (`gserver.py`), among those with capacity. Pure, no I/O.
+All requests of a group, siblings and turns alike, go to one gserver, so that they share its prompt cache. A new group
+goes to the gserver with the least load relative to its speed (`gserver.py`), among those with capacity. Pure, no I/O.
 
-Invariants: only a gserver that is serving and not full is given a group; no call looks at all gservers or all groups
-unless its docstring mentions it.
+Invariants: only a serving gserver that is not full is given a group; no call visits all gservers or all groups unless
+its docstring mentions it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Item = TypeVar("Item")
 
 ONE_REQUEST = Work(1, 0)
 LEAST_SPEED = 1e-3
-"""Tokens per second; so that a gserver that stands still is the last choice, and no more."""
+"""Tokens per second; a lower bound, so that a gserver that stands still is the last choice but no error."""
 SLACK = 64
-"""Outdated entries that a heap keeps beside twice the number of valid ones."""
+"""Outdated entries that a heap keeps in addition to twice the number of valid ones."""
 
 
 class Fleet:
-    """The gservers of the run, and what is routed to them: each group, or prompt of an evaluation, by its `Route`.
+    """The gservers of the run, and the work routed to them: each group, or prompt of an evaluation, has a `Route`.
 
-    `on_capacity` is called when a gserver takes groups that did not, or has capacity again.
+    `on_capacity` is called when a gserver begins to take groups, or has capacity again.
     """
 
     def __init__(self, *, on_capacity: Callable[[], None] = lambda: None) -> None:
         self.news = 0
-        """Grows whenever a gserver is heard of."""
+        """Grows with every message from a gserver."""
         self._on_capacity = on_capacity
         self._gservers: dict[int, Gserver] = {}
         self._serving: dict[str, Gserver] = {}  # by address: those that take groups
@@ -43,8 +43,11 @@ class Fleet:
         self._speed_sum = 0.0
 
     def join(self, gserver: Gserver) -> None:
-        """Give `gserver` its place. One that leaves, or whose place another takes, is dropped when its state says so;
-        what was routed to it stays so until it is routed anew."""
+        """Give `gserver` its place.
+
+        A gserver that leaves, or that another one replaces, is dropped when its state changes; its work stays routed to
+        it until it is routed again.
+        """
         self._gservers[gserver.index] = gserver
         gserver.on_change = self._refresh
         self._refresh(gserver)
@@ -54,12 +57,12 @@ class Fleet:
         return [self._gservers[index] for index in sorted(self._gservers)]
 
     def serving(self) -> list[Gserver]:
-        """Return those that take groups, full or not, by index; looks at all."""
+        """Return the gservers that take groups, full or not, by index; visits all."""
         return sorted(self._serving.values(), key=lambda g: g.index)
 
     @property
     def serving_count(self) -> int:
-        """How many take groups, full or not."""
+        """Number of gservers that take groups, full or not."""
         return len(self._serving)
 
     def serving_at(self, address: str) -> Gserver | None:
@@ -67,7 +70,7 @@ class Fleet:
         return self._serving.get(address)
 
     def at(self, address: str) -> Gserver | None:
-        """Return the gserver at `address`, whether it takes groups or not; looks at all."""
+        """Return the gserver at `address`, whether it takes groups or not; visits all."""
         return next((gserver for gserver in self._gservers.values() if gserver.address == address), None)
 
     @property
@@ -76,39 +79,40 @@ class Fleet:
         return len(self._with_capacity) > 0
 
     def has_news_since(self, news: int) -> bool:
-        """Whether a gserver was heard of after `news` was read."""
+        """Whether a gserver has sent a message since `news` was read."""
         return self.news != news
 
     def candidates(self, version: int) -> list[Gserver]:
-        """Return the gservers for a weight update to `version`: all that are not silent; looks at all.
+        """Return the gservers for a weight update to `version`: all that are not silent; visits all.
 
-        Those that failed an earlier attempt at the same version, or are suspect, come only if there is no other.
+        Those that failed an earlier attempt at the same version, or are suspect, are included only if there is no
+        other.
         """
         heard = [gserver for gserver in self.all() if not gserver.silent]
         reached = [gserver for gserver in heard if gserver.state is not MemberState.SUSPECT] or heard
         return [gserver for gserver in reached if gserver.failed_version != version] or reached
 
     def updated(self, members: Collection[Gserver]) -> None:
-        """Note that only `members` have, or are about to have, the current weights; looks at all."""
+        """Note that only `members` have, or are about to have, the current weights; visits all."""
         for gserver in self.all():
             if gserver not in members:
                 gserver.handle(MemberEvent.PASSED_OVER)
 
     def measured(self, gserver: Gserver, stats: dict[str, float], *, now: float) -> None:
-        """Take in the `stats` of a heartbeat of `gserver`."""
+        """Update load and speed of `gserver` from the `stats` of a heartbeat."""
         gserver.load.measure(stats, now=now)
         first = gserver.load.speed is not None and not self._speeds
         if gserver.load.speed is not None:
             self._speed_sum += gserver.load.speed - self._speeds.get(gserver.index, 0.0)
             self._speeds[gserver.index] = gserver.load.speed
-        for other in self.all() if first else [gserver]:  # those whose speed is not known count as average from now on
+        for other in self.all() if first else [gserver]:  # gservers of unknown speed count as average from now on
             self._refresh(other)
 
     def assign(self, work: Work = ONE_REQUEST, *, now: float, avoid: str = "", full: bool = False) -> Route | None:
-        """Route `work` to the gserver with the least to do, not at the address `avoid`; None: none has capacity.
+        """Route `work` to the gserver with the least load, except the one at `avoid`; return None if none has capacity.
 
-        A `work` without tokens is taken to have as many as others have on average. `full`: looks at all for one without
-        capacity if none has any.
+        A `work` without tokens counts with the average of the other requests. `full`: if none has capacity, visit all
+        and take one without capacity.
         """
         choice = self._least_loaded(avoid)
         if choice is None and full:
@@ -124,16 +128,16 @@ class Fleet:
         return route
 
     def reassign(self, route: Route | None, *, now: float, avoid: str = "") -> Gserver | None:
-        """Route what `route` has in flight to another gserver than that at `avoid`; None: none has capacity.
+        """Route the work in flight of `route` to a gserver that is not at `avoid`; return None if none has capacity.
 
-        The one that has it keeps it if it takes groups and is not to be avoided. Work that is not accounted for has no
-        route, and goes to any that takes groups.
+        The present gserver keeps it if it takes groups and is not to be avoided. Work that is not accounted for has no
+        route, and goes to any gserver that takes groups.
         """
         if route is None:
             return next((gserver for gserver in self.serving() if gserver.address != avoid), None)
         gserver = route.gserver
         if gserver.address != avoid and self._serving.get(gserver.address) is gserver:
-            return gserver  # where it has its slots and its cache
+            return gserver  # its slots and its cache are there
         choice = self._least_loaded(avoid)
         if choice is not None:
             work = self._with_tokens(route.work)
@@ -144,7 +148,7 @@ class Fleet:
         return choice
 
     def change(self, route: Route, work: Work, *, now: float) -> None:
-        """Note what of `route` is in flight now."""
+        """Set the work in flight of `route`."""
         before, route.work = route.work, work
         gserver = route.gserver
         gserver.load.change(before, work, now=now)
@@ -154,7 +158,7 @@ class Fleet:
         self._refresh(gserver)
 
     def release(self, route: Route) -> None:
-        """Note that nothing of `route` is in flight any more."""
+        """Note that `route` has no more work in flight."""
         route.gserver.routes.discard(route)
         self.change(route, NO_WORK, now=0.0)
 
@@ -167,11 +171,11 @@ class Fleet:
 
     @property
     def _mean_tokens(self) -> float:
-        """Mean context of a request that is routed anywhere."""
+        """Mean context, in tokens, of all routed requests."""
         return self._routed.tokens / self._routed.requests if self._routed.requests else 0.0
 
     def _refresh(self, gserver: Gserver) -> None:
-        """Bring what is indexed here up to the state and load of `gserver`."""
+        """Update the indexes of this class from the state and load of `gserver`."""
         member = gserver.takes_part
         if not member:
             self._drop(gserver)
@@ -193,16 +197,16 @@ class Fleet:
             self._speed_sum -= self._speeds.pop(gserver.index, 0.0)
 
     def _cost(self, gserver: Gserver) -> float:
-        """Load for its speed; one whose speed is not known counts as average."""
+        """Return the load relative to the speed; a gserver of unknown speed counts as average."""
         average = self._speed_sum / len(self._speeds) if self._speeds else 1.0
         speed = max(gserver.load.speed or average, LEAST_SPEED)
         return (gserver.load.size(self._mean_tokens) + 1) / speed
 
 
 class LeastLoadedHeap(Generic[Item]):
-    """Items by integer key, the one with the smallest cost at hand, at the price of a logarithm for each change.
+    """Items by integer key, with quick access to the one of least cost; each change takes logarithmic time.
 
-    A heap with lazy deletion: entries whose cost is outdated stay until they come first, or until there are too many.
+    A heap with lazy deletion: outdated entries stay until they reach the top, or until there are too many.
     """
 
     def __init__(self) -> None:
@@ -216,7 +220,7 @@ class LeastLoadedHeap(Generic[Item]):
         return key in self._items
 
     def put(self, key: int, cost: float, item: Item) -> None:
-        """Enter `item`, or give it this cost."""
+        """Insert `item`, or set its cost."""
         known = self._items.get(key)
         self._items[key] = (cost, item)
         if known is None or known[0] != cost:
@@ -226,11 +230,11 @@ class LeastLoadedHeap(Generic[Item]):
                 heapq.heapify(self._heap)
 
     def remove(self, key: int) -> None:
-        """Take out the item of this `key`, if there is one."""
+        """Remove the item with this `key`, if present."""
         self._items.pop(key, None)
 
     def first(self, *, excluding: int | None = None) -> Item | None:
-        """Return the item with the smallest cost, of equal costs that with the smallest key; not that of the key
+        """Return the item with the smallest cost, and among equal costs the smallest key, except the key
         `excluding`."""
         aside: tuple[float, int] | None = None
         found: Item | None = None

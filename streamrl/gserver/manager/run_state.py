@@ -1,7 +1,8 @@
-"""Where the run stands as a whole, and what the manager's parts wait for and wake each other with.
+"""The state of the run as a whole, and the signals between the manager's parts.
 
-A run joins, runs, and ends once, for one reason. For each thing that somebody may wait for there is a signal
-(`Signals`): a `Wakeup`, after which every waiter looks again, or a `WaitingQueue` where there can be very many waiters.
+A run joins, runs, and ends once, for one reason. For each event that a coroutine may wait for there is a signal
+(`Signals`): a `Wakeup`, after which every waiter checks its condition again, or a `WaitingQueue` if there can be very
+many waiters.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ Ending = Literal["finished", "stopped", "failed"]
 
 
 class Wakeup:
-    """Lets coroutines wait for a condition; whoever changes the state that it depends on calls `notify`."""
+    """Lets coroutines wait for a condition. Code that changes the state behind the condition calls `notify`."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Let every waiter look at its condition again."""
+        """Let every waiter check its condition again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def until(self, ready: Callable[[], bool], *, timeout: float | None) -> bool:
-        """Wait until `ready()`, at most `timeout` seconds; return whether it is."""
+        """Wait until `ready()` is true, at most `timeout` seconds; return its last value."""
         try:
             async with asyncio.timeout(timeout):
                 while not ready():
@@ -50,10 +51,10 @@ class Wakeup:
 
 
 class WaitingQueue(Generic[Found]):
-    """Calls that wait for something that is short, served one after another in the order in which they came.
+    """Calls that wait for a scarce resource, served in order of arrival.
 
-    Each names an attempt, which returns None as long as there is nothing for it. A change that frees something wakes
-    those it is enough for, not everyone: what it costs does not depend on how many wait.
+    Each call has an attempt, which returns None as long as there is nothing for it. Freed resources wake only as many
+    calls as they suffice for: the cost does not depend on the number of waiters.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class WaitingQueue(Generic[Found]):
         return len(self._waiting)
 
     async def find(self, attempt: Callable[[], Found | None], *, timeout: float) -> Found | None:
-        """Return what `attempt` finds when its turn has come; None after `timeout` seconds, or when the queue is
+        """Return the result of `attempt` when its turn has come; None after `timeout` seconds, or when the queue is
         closed."""
         if not self._waiting or self._closed:
             found = attempt()
@@ -77,20 +78,20 @@ class WaitingQueue(Generic[Found]):
             async with asyncio.timeout(timeout):
                 return await turn
         except TimeoutError:
-            # found in the same moment: it must not be lost
+            # a result at the moment of the timeout must not be lost
             return turn.result() if turn.done() and not turn.cancelled() else None
         finally:
-            if self._waiting.pop(turn, None) is not None:  # it left unserved: there may be something for the next one
+            if self._waiting.pop(turn, None) is not None:  # left unserved: there may be a result for the next call
                 self.wake()
 
     def wake(self) -> None:
-        """There may be something for the first in the queue: it is served once what is going on now is done."""
+        """Serve the head of the queue in the next iteration of the event loop: there may be a result for it."""
         if self._waiting and not self._woken:
             self._woken = True
             asyncio.get_running_loop().call_soon(self._serve)
 
     def close(self) -> None:
-        """Nobody waits any more."""
+        """End all waiting, with None."""
         self._closed = True
         for turn in self._waiting:
             if not turn.done():
@@ -100,7 +101,7 @@ class WaitingQueue(Generic[Found]):
         self._woken = False
         while self._waiting:
             turn, attempt = next(iter(self._waiting.items()))
-            if not turn.done():  # done: its caller has hung up or waited too long
+            if not turn.done():  # done: its caller has disconnected, or its timeout has passed
                 found = attempt()
                 if found is None:
                     return
@@ -110,35 +111,35 @@ class WaitingQueue(Generic[Found]):
 
 @dataclass(frozen=True)
 class Signals:
-    """Each is notified when what it names has changed, and all when the run is over."""
+    """One signal for each kind of change; all of them are notified when the run is over."""
 
     joined: Wakeup = field(default_factory=Wakeup)
     """A process has registered."""
     silences: Wakeup = field(default_factory=Wakeup)
-    """A process has fallen silent, or is heard of again."""
+    """A process has fallen silent, or has returned from silence."""
     gservers: Wakeup = field(default_factory=Wakeup)
-    """A gserver was heard of."""
+    """A gserver has sent a message."""
     data: Wakeup = field(default_factory=Wakeup)
     """The size of the data set is known."""
     told: Wakeup = field(default_factory=Wakeup)
-    """One more knows that the run is over, or is gone."""
+    """One more process has been informed of the end of the run, or is gone."""
     deadlines: Wakeup = field(default_factory=Wakeup)
-    """One may have moved closer."""
+    """A deadline may have moved closer."""
     admissions: WaitingQueue[list[Admission]] = field(default_factory=WaitingQueue)
     """Calls that wait for room in the ledger and a gserver with capacity, to start groups."""
     held_out: WaitingQueue[list[Admission]] = field(default_factory=WaitingQueue)
     """Calls that wait for a held-out prompt and a gserver for it."""
     routes: WaitingQueue[Gserver] = field(default_factory=WaitingQueue)
-    """Calls that wait for a gserver with capacity, for groups that lost theirs."""
+    """Calls that wait for a gserver with capacity, for groups that lost their gserver."""
 
     def capacity(self) -> None:
-        """A gserver may have capacity again: for running groups first, for held-out prompts last."""
+        """Wake the queues, since a gserver may have capacity again: running groups first, held-out prompts last."""
         self.routes.wake()
         self.admissions.wake()
         self.held_out.wake()
 
     def over(self) -> None:
-        """The run is over: wake everyone who waits."""
+        """Wake all waiters, since the run is over."""
         for wakeup in (self.joined, self.silences, self.gservers, self.data, self.told, self.deadlines):
             wakeup.notify()
         for queue in (self.routes, self.admissions, self.held_out):
@@ -146,7 +147,7 @@ class Signals:
 
 
 class RunState:
-    """State of the run; its end is signalled to everyone."""
+    """State of the run; its end is signalled to all waiters."""
 
     def __init__(self, signals: Signals) -> None:
         self.name: Literal["joining", "running"] | Ending = "joining"
@@ -160,7 +161,7 @@ class RunState:
         return self.name not in ("joining", "running")
 
     def end(self, name: Ending, message: str) -> None:
-        """The run is over, for the reason `message`; the first reason stands."""
+        """End the run for the reason `message`; the first reason stands."""
         if self.over:
             return
         self.name = name

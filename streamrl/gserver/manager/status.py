@@ -1,5 +1,5 @@
-"""The run as people see it: the `Status` of /status with the words for what the run waits for, and the figures for
-Prometheus at /metrics, which are made from the same `Status`."""
+"""Presentation of the run: the `Status` of /status with a description of any wait, and the figures for Prometheus at
+/metrics, which are derived from the same `Status`."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _STATUS_WORDS: dict[MemberState, Literal["live", "silent", "evicted", "draining"
     MemberState.LEAVING: "draining",
     MemberState.LEAVING_SILENT: "silent",
 }
-"""State → its word in /status; a member that is gone is not part of it."""
+"""State → its word in /status; a member that is gone does not appear there."""
 _LEDGER_GAUGES = ("policy_version", "max_staleness", "accepted", "running", "returned", "room")
 _LEDGER_COUNTERS = ("rejected", "given_up", "dropped", "expired")
 
 
 def waits_for_members(registry: Registry, config: Config) -> str:
-    """Return which processes have not registered yet, in words; empty when all have."""
+    """Return the processes that have not registered yet, as a readable list; empty if all have registered."""
     wanted: dict[Role, int] = {
         "gserver": config.gserver.count,
         "rollout": config.rollout.workers,
@@ -50,7 +50,7 @@ def waits_for_members(registry: Registry, config: Config) -> str:
     missing = []
     for role, count in wanted.items():
         absent = [f"{role}/{index}" for index in range(count) if registry.get(role, index) is None]
-        # gservers and rollout workers with other numbers do as well; the rest is known by its number
+        # gservers and rollout workers with other indices count as well; model workers are known by their index
         lacking = count - registry.count(role) if role in ("gserver", "rollout") else len(absent)
         missing += absent[: max(0, lacking)]
     return ", ".join(missing)
@@ -72,10 +72,10 @@ def build_status(
     model: Architecture | None,
     now: float,
 ) -> Status:
-    """Return everything that /status tells.
+    """Return the content of /status.
 
-    `waiting`: calls that wait for room or for a gserver; `given_up`: prompts whose workers died again and again;
-    `now` on the registry's clock.
+    `waiting`: number of calls that wait for room or for a gserver; `given_up`: number of prompts that were given up
+    after repeated deaths of their workers; `now`: on the registry's clock.
     """
     return Status(
         run=config.run.name,

@@ -1,8 +1,8 @@
-"""What the HTTP server asks of an engine: the protocol, the messages between them, and the tokenizer.
+"""The interface between the HTTP server and an engine: the protocol, its messages, and the tokenizer.
 
-An engine takes `Job`s and replies through `Ticket`s; it changes its weights in a transaction: its `receiver` keeps new
-ones aside, and `end_update` swaps them in. The embedded and the simulated engine keep this contract; `http.py` knows
-nothing else of them. `Text` turns text to tokens and back with the checkpoint's `tokenizer.json` alone.
+An engine takes `Job`s and replies through `Ticket`s. It changes its weights in a transaction: its `receiver` stages new
+weights, and `end_update` swaps them in. The embedded and the simulated engine implement this contract; `http.py` knows
+nothing else of them. `Text` converts text to tokens and back with the checkpoint's `tokenizer.json` alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Text:
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`; raises `Refused` when it has characters that the tokenizer does not know."""
+        """Return the tokens of `text`; raises `Refused` if it has characters unknown to the tokenizer."""
         try:
             tokens: list[int] = self._tokenizer.encode(text).ids
         except Exception as error:  # as above
@@ -45,13 +45,13 @@ class Text:
         return tokens
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of `tokens`; those without text are skipped."""
+        """Return the text of `tokens`; tokens without text are skipped."""
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         return text
 
 
 class QueueFull(StreamRLError):
-    """The engine has as many waiting requests as it takes."""
+    """The engine's queue of waiting requests is full."""
 
 
 class GenerationFailed(StreamRLError):
@@ -59,24 +59,24 @@ class GenerationFailed(StreamRLError):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One response to be made, checked by the server."""
+    """A request for one response, checked by the server."""
 
     rid: str
-    """Unique among the jobs that are not finished."""
+    """Unique among the unfinished jobs."""
     input_ids: list[int]
-    """At least one, each below the vocabulary size."""
+    """At least one token, each below the vocabulary size."""
     params: SamplingParams
     stop: tuple[str, ...] = ()
     """Strings that end the response; left out of its text."""
     logprob_start_len: int = -1
-    """From which prompt token on log-probabilities are wanted; -1: none."""
+    """First prompt token with log-probabilities; -1: none."""
     top_logprobs_num: int = 0
     return_routed_experts: bool = False
-    """Whether the last output says which experts computed which tokens."""
+    """Whether the last output includes the experts that computed each token."""
     stream: bool = False
-    """Whether a response is reported as it grows, or only the finished one."""
+    """Whether the response is reported as it grows, or only when finished."""
     stream_interval: int = 1
-    """With `stream`: tokens from one report to the next; the first token is reported."""
+    """With `stream`: number of tokens between two reports; the first token is reported."""
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -86,25 +86,25 @@ class Output(msgspec.Struct, frozen=True):
     logprobs: list[float]
     """`[len(output_ids)]`, in nats."""
     weight_version: str
-    """In force now."""
+    """The version in force now."""
     finish_reason: FinishReason | None = None
     spans: list[VersionSpan] = []
-    """Which version made which tokens; in the last one only."""
+    """The version of each token; in the last output only."""
     top_logprobs: list[list[tuple[float, int]]] = []
     """`[len(output_ids)]`, each `top_logprobs_num` pairs of log-probability and token."""
     input_logprobs: list[float | None] = []
-    """Log-probabilities of the prompt from `logprob_start_len` on; None for a token without one before it."""
+    """Log-probabilities of the prompt from `logprob_start_len` on; None for a token without a predecessor."""
     input_top_logprobs: list[list[tuple[float, int]] | None] = []
     cached_tokens: int = 0
-    """Prompt tokens that were not computed again."""
+    """Number of prompt tokens taken from the cache."""
     num_retractions: int = 0
     routed_experts: NDArray[np.uint8] | None = None
-    """`[tokens - 1, layers, top_k]` of prompt and response without the last token, as in `types.Trajectory`; in the
-    last one only, and None where it is not known or not wanted."""
+    """`[tokens - 1, layers, top_k]` for prompt and response without the last token, as in `types.Trajectory`; in the
+    last output only, and None if unknown or not requested."""
 
 
 class Ticket:
-    """The asking side of a job. The engine calls `deliver` and `fail` on the event loop."""
+    """The receiving end of a job's outputs. The engine calls `deliver` and `fail` on the event loop."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -119,12 +119,12 @@ class Ticket:
         return finished or self._failure is not None
 
     def deliver(self, output: Output) -> None:
-        """A newer output replaces one that nobody has looked at yet."""
+        """Store `output`; it replaces an earlier one that was not read yet."""
         self._latest = output
         self._changed.set()
 
     def fail(self, message: str) -> None:
-        """The engine failed: whoever waits gets a `GenerationFailed` with `message`."""
+        """Fail the job: all waiting calls raise a `GenerationFailed` with `message`."""
         self._failure = GenerationFailed(message)
         self._changed.set()
 
@@ -150,13 +150,13 @@ class Ticket:
 
 
 class Served(Protocol):
-    """What a gserver process needs to know of whatever answers its requests."""
+    """The gserver process's view of the server of its requests."""
 
     name: str
     """`embedded`, `sglang` or `simulated`."""
 
     async def failed(self) -> None:
-        """Wait until it cannot go on, and raise why."""
+        """Wait until it cannot continue, and raise the cause."""
 
     def stats(self) -> dict[str, float]:
         """Return figures for heartbeats."""
@@ -168,18 +168,18 @@ class Engine(Served, Protocol):
     model_path: str
     vocab_size: int
     max_running: int
-    """Requests that it computes together."""
+    """Number of requests that it computes together."""
     max_context: int
-    """Prompt and response, in tokens."""
+    """Longest prompt and response together, in tokens."""
     receiver: WeightReceiver
-    """Takes new weights in while generation goes on."""
+    """Receives new weights while generation continues."""
 
     @property
     def weight_version(self) -> str:
-        """What the weights are called that are served now."""
+        """The name of the weights that are served now."""
 
     async def start(self) -> None:
-        """Load the weights and be ready; raises `ModelError`."""
+        """Load the weights and get ready; raises `ModelError`."""
 
     async def close(self) -> None:
         """Stop; unfinished jobs fail."""
@@ -188,31 +188,31 @@ class Engine(Served, Protocol):
         """Queue `job`; raises `QueueFull`."""
 
     async def abort(self, rid: str) -> bool:
-        """End a job with what it has; False: there is none of this name."""
+        """End a job with its tokens so far; return False if there is no such job."""
 
     async def abort_all(self) -> int:
-        """End all jobs with what they have; return how many."""
+        """End all jobs with their tokens so far; return their number."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop between two steps; new jobs wait."""
 
     async def resume(self) -> None:
-        """Go on after a pause; nothing happens when there was none."""
+        """Continue after a pause; without a pause, do nothing."""
 
     async def flush(self) -> None:
         """Forget cached prompts; raises `Refused` while requests run."""
 
     async def end_update(self) -> str:
-        """Swap the staged weights in between two steps; return what was done."""
+        """Swap the staged weights in between two steps; return a description."""
 
     async def load(self, folder: Path, version: str | None) -> str:
-        """Take the weights in `folder`: aside in an update that has begun, else they are swapped in at once.
+        """Load the weights in `folder`: into the stage if an update has begun, else swap them in at once.
 
-        Returns what was done.
+        Returns a description.
         """
 
     async def set_version(self, version: str) -> None:
-        """Call the served weights `version` from the next token on."""
+        """Name the served weights `version` from the next token on."""
 
     async def checksum(self) -> Any:
-        """Return a checksum of the served weights: equal weights give equal ones."""
+        """Return a checksum of the served weights; equal weights have equal checksums."""

@@ -2,14 +2,14 @@
 
 | status | when |
 |---|---|
-| 400 | the request is wrong, or refused in the present state; the message says why and what to do |
-| 401, 403 | the caller shows no key, or one that is not enough, or is a web page |
+| 400 | the request is wrong, or refused in the present state; the message has the reason and the remedy |
+| 401, 403 | the caller presents no key, or an insufficient one, or is a web page |
 | 404, 405 | there is no such call |
 | 500 | the engine failed on this request, or a weight update failed; the server lives on |
 | 503 | the queue is full |
 
-A client that goes away aborts its request. Every mistake that the body of /generate can contain is found here, before
-the engine sees it, and named together with what to do.
+A client that disconnects aborts its request. Every possible mistake in the body of /generate is detected here, before
+the engine receives it, and reported together with the remedy.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from streamrl.transport.seldom import Seldom
 # --- /generate: from its body to jobs, and from outputs to its reply ---
 
 MAX_RESPONSES = 4096
-"""Most responses of one request: prompts times `n`."""
+"""Most responses of one request: number of prompts times `n`."""
 MAX_TOP_LOGPROBS = 1024
 HARMLESS_KEYS = frozenset(("log_metrics", "priority", "modalities", "background", "conversation_id"))
 NEUTRAL = {
@@ -66,14 +66,14 @@ NEUTRAL = {
     "repetition_penalty": 1.0,
     "spaces_between_special_tokens": True,
 }
-"""Sampling parameters of SGLang that are not supported, with the values that change nothing."""
+"""Sampling parameters of SGLang that are not supported, with their neutral values."""
 
 _REQUEST_KEYS = frozenset(field.encode_name for field in msgspec.structs.fields(GenerateRequest))
 _SAMPLING_KEYS = frozenset(field.encode_name for field in msgspec.structs.fields(SamplingParams))
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """What the engine can take."""
+    """The limits of an engine, in tokens."""
 
     vocab_size: int
     max_context: int
@@ -83,10 +83,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """A checked request."""
 
     rids: dict[str, list[str]]
-    """Name that a client may abort → names of its jobs: the whole, or each prompt, and each response."""
+    """Name that a client may abort → names of its jobs: the whole request, each prompt, and each response."""
     jobs: list[Job]
     single: bool
-    """Answered with one object, not with a list."""
+    """Whether the reply is one object, not a list."""
     return_logprob: bool
     stream: bool
 
@@ -132,7 +132,7 @@ def parse(body: bytes, *, limits: EngineLimits, text: Text) -> GenerationRequest
 
 
 def _names(request: GenerateRequest, prompts: int) -> list[str]:
-    """Return what each prompt is known by: names of their own, or one for all."""
+    """Return the name of each prompt: its own, or one name for all prompts."""
     if not isinstance(request.rid, list):
         return [request.rid or uuid.uuid4().hex] * prompts
     if len(request.rid) != prompts or len(set(request.rid)) != prompts:
@@ -141,7 +141,7 @@ def _names(request: GenerateRequest, prompts: int) -> list[str]:
 
 
 def reply(output: Output, job: Job, *, text: Text, return_logprob: bool, began: float) -> GenerateReply:
-    """Return the answer for one response, finished or not; `began` is its arrival on the monotonic clock."""
+    """Return the reply for one response, finished or not; `began` is its arrival on the monotonic clock."""
     wants_prompt = return_logprob and job.logprob_start_len >= 0
     wants_top = return_logprob and job.top_logprobs_num > 0
     return GenerateReply(
@@ -169,12 +169,12 @@ def reply(output: Output, job: Job, *, text: Text, return_logprob: bool, began: 
 
 
 def _scored(output: Output, job: Job) -> list[int]:
-    """Return the prompt's tokens that have log-probabilities: none if the request was aborted before it ran."""
+    """Return the prompt's tokens that have log-probabilities; empty if the request was aborted before it ran."""
     return job.input_ids[job.logprob_start_len :][: len(output.input_logprobs)]
 
 
 def visible_text(output: Output, job: Job, text: Text) -> str:
-    """Return the response without what stopped it; while it grows, also without what may still change."""
+    """Return the response's text without its stop string or token; while it grows, without text that may change."""
     reason = output.finish_reason
     tokens = output.output_ids
     if reason is not None and isinstance(reason.matched, int):
@@ -184,11 +184,11 @@ def visible_text(output: Output, job: Job, text: Text) -> str:
         if isinstance(reason.matched, str) and reason.matched in decoded:
             decoded = decoded[: decoded.index(reason.matched)]
         return decoded
-    return without_begun(decoded.rstrip("\ufffd"), *job.stop)  # the first bytes of a character whose rest is to come
+    return without_begun(decoded.rstrip("\ufffd"), *job.stop)  # removes the first bytes of an incomplete character
 
 
 def _refuse_unknown(tree: Any) -> None:
-    """Refuse what would change the answer if it were understood."""
+    """Raise `Refused` for keys that are unknown here and would change the reply in SGLang."""
     if not isinstance(tree, dict):
         raise Refused("the body must be a JSON object")
     _refuse_keys(tree, _REQUEST_KEYS | HARMLESS_KEYS, where="the request")
@@ -209,7 +209,7 @@ def _refuse_keys(tree: dict[str, Any], known: Collection[str], *, where: str) ->
 
 
 def _prompts(request: GenerateRequest, text: Text) -> tuple[list[list[int]], bool]:
-    """Return the token ids of every prompt, and whether there is one that did not come as a list."""
+    """Return the token ids of every prompt, and whether the request has one prompt that is not in a list."""
     if (request.text is None) == (request.input_ids is None):
         raise Refused("give either text or input_ids")
     if request.text is not None:
@@ -238,7 +238,7 @@ def _params(request: GenerateRequest, prompts: int) -> list[SamplingParams]:
 
 
 def _sibling_params(params: SamplingParams, sibling: int) -> SamplingParams:
-    """Return the parameters of one sibling: of one seed all would be equal, so each gets a seed of its own."""
+    """Return the parameters of one sibling. Each gets its own seed, since equal seeds would give equal responses."""
     if params.sampling_seed is None or sibling == 0:
         return params
     return msgspec.structs.replace(params, sampling_seed=params.sampling_seed + sibling)
@@ -325,9 +325,9 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 MAX_BODY_BYTES = 256 * 2**20
-"""A batch of long prompts, or the names of all tensors of a model."""
+"""Large enough for a batch of long prompts, or the names of all tensors of a model."""
 HEALTH_SECONDS = 20.0
-"""How long /health_generate waits for its token."""
+"""Longest time that /health_generate waits for its token."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -339,14 +339,14 @@ class Server:
         self._engine = engine
         self._text = text
         self._limits = EngineLimits(vocab_size=engine.vocab_size, max_context=engine.max_context)
-        self._live: dict[str, list[str]] = {}  # `GenerationRequest.rids` of all that are not finished
+        self._live: dict[str, list[str]] = {}  # `GenerationRequest.rids` of all unfinished requests
         self._aborting: set[asyncio.Task[None]] = set()
 
     def application(self, *, keys: GserverKeys, hosts: Hosts) -> web.Application:
-        """Return the application with all calls; run it with `handler_cancellation=True`, or requests of lost clients
-        go on.
+        """Return the application with all calls.
 
-        `keys`: what callers have to show, but for /health; `hosts` knows requests that a web page may have forged.
+        It must run with `handler_cancellation=True`, or requests of lost clients continue. `keys`: the keys that
+        callers must present, except for /health; `hosts` recognizes requests that a web page may have forged.
         """
         checks = [_answer_errors, _check_caller(keys, hosts)]
         app = web.Application(middlewares=checks, client_max_size=MAX_BODY_BYTES)
@@ -398,14 +398,14 @@ class Server:
     async def _stream(
         self, request: web.Request, generation: GenerationRequest, tickets: list[Ticket], began: float
     ) -> web.StreamResponse:
-        """Server-sent events with all content so far, then `[DONE]`."""
+        """Send server-sent events, each with all content so far, then `[DONE]`."""
         response = web.StreamResponse(headers=EVENTS)
         await response.prepare(request)
         try:
             async for updates in _merged(tickets):
                 parts = (self._part(generation, index, tickets[index].job, output, began) for index, output in updates)
                 await response.write(b"".join(map(_event, parts)))
-        except StreamRLError as error:  # the status line is gone, so the error becomes an event
+        except StreamRLError as error:  # the status line is already sent, so the error becomes an event
             await response.write(_event(_error(error)))
         await response.write_eof(DONE)
         return response
@@ -413,7 +413,7 @@ class Server:
     def _part(
         self, generation: GenerationRequest, index: int, job: Job, output: Output, began: float
     ) -> msgspec.Struct:
-        """Return the event that tells of `output`."""
+        """Return the event for `output`."""
         answer = self._reply(generation, job, output, began)
         if generation.single:
             return answer
@@ -423,7 +423,7 @@ class Server:
         return reply(output, job, text=self._text, return_logprob=generation.return_logprob, began=began)
 
     def _abandon(self, tickets: list[Ticket]) -> None:
-        """Abort what nobody waits for any more."""
+        """Abort unfinished jobs that no client waits for any more."""
 
         async def abort(unfinished: list[Ticket]) -> None:
             for ticket in unfinished:
@@ -530,7 +530,7 @@ class Server:
 
 
 async def _merged(tickets: list[Ticket]) -> AsyncIterator[list[tuple[int, Output]]]:
-    """Updates of all tickets by their places, those that come at the same time together, until each is finished.
+    """Yield the updates of all tickets with their indices until each is finished; simultaneous ones come together.
 
     Raises `GenerationFailed`.
     """

@@ -41,13 +41,13 @@ log = logging.getLogger(__name__)
 
 NO_KEYS = GserverKeys()
 SHUTDOWN_SECONDS = 1.0
-"""How long open requests may go on when the gserver stops."""
+"""Longest time, in seconds, that open requests may continue when the gserver stops."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
     """Serve `model_dir` until the run is over.
 
-    `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
+    `advertise`: the address by which others reach this process; if empty, the one from which it reaches the manager.
     """
     reach = reach_towards(manager_url, advertise=advertise)
     listening = reach.listening(config.gserver.host)
@@ -88,8 +88,11 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
 @asynccontextmanager
 async def first_weights(config: Config, *, index: int, model_dir: Path) -> AsyncIterator[Path]:
-    """The folder with what gserver `index` serves first: `model_dir`, or for as long as this is open one in which the
-    adapter that the run goes on from is merged into it, or one that SGLang can load."""
+    """Yield the folder with the first weights of gserver `index`, which exists until the context ends.
+
+    It is `model_dir`, a folder with the same weights that SGLang can load, or a folder in which the adapter that the
+    run resumes from is merged into the model.
+    """
     lora, begun_from = config.model.lora, config.run.resume_from
     if lora is None or begun_from is None or config.weights.lora == "adapter":
         with hugging_face_folder(model_dir) if config.gserver.engine == "sglang" else nullcontext(model_dir) as folder:
@@ -97,7 +100,7 @@ async def first_weights(config: Config, *, index: int, model_dir: Path) -> Async
         return
     config.run_dir.mkdir(parents=True, exist_ok=True)
     prefix = f"merged-{index}-"
-    for left in config.run_dir.glob(prefix + "*"):  # as large as the model, of a gserver here that was ended by force
+    for left in config.run_dir.glob(prefix + "*"):  # as large as the model; left by a gserver here that was killed
         await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=config.run_dir) as folder:
         merged = Path(folder) / "model"
@@ -115,10 +118,12 @@ async def running(
     keys: GserverKeys = NO_KEYS,
     secret: Secret | None = None,
 ) -> AsyncIterator[tuple[Served, str]]:
-    """What answers requests, and the URL at which it does. `keys`: what it asks callers for;
-    `secret`: the run's, for the certificate of an encrypted server."""
-    # With requests in place SGLang does not flush: later requests would go on from keys of old weights. Those of each
-    # adapter it keeps apart.
+    """Yield the server of this gserver's requests, and its URL.
+
+    `keys`: the keys that it requires of callers; `secret`: the run's secret, for a TLS certificate.
+    """
+    # SGLang does not flush while requests stay in place: later requests would continue from keys of old weights. It
+    # keeps the keys of each adapter apart.
     prompt_cache = config.weights.pause_mode != "in_place" or config.named_adapters
     lora = config.model.lora if config.named_adapters else None
     adapter = _first_adapter(config) if lora is not None else None
@@ -181,7 +186,7 @@ async def running(
 async def _embedded(
     config: Config, *, index: int, model_dir: Path, listening: Listening, keys: GserverKeys, tls: ssl.SSLContext | None
 ) -> AsyncIterator[tuple[Engine, str]]:
-    """An engine in this process behind its HTTP server, and the server's URL."""
+    """Yield an engine in this process behind its HTTP server, and the server's URL."""
     text = Text(model_dir)
     engine = make_engine(config, index=index, model_dir=model_dir, text=text)
     server = Server(engine, text=text)
@@ -208,7 +213,7 @@ async def _embedded(
 
 
 def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> Engine:
-    """Return the engine in this process that the configuration asks for, not started."""
+    """Return the configured in-process engine, not started."""
     settings = config.gserver
     seed = _seed(config, index)
     version = _initial_version(config)
@@ -248,14 +253,14 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
 
 
 def _gpu_of_weights(config: Config, index: int) -> str:
-    """Return `Register.gpu`. SGLang's ranks do not open memory of others."""
+    """Return the value of `Register.gpu`. SGLang's ranks do not open memory of other processes."""
     if config.gserver.engine != "embedded":
         return ""
     return gpu_identity(resolve_device(config.run.device, index=index))
 
 
 def _first_adapter(config: Config) -> Path | None:
-    """Return the adapter that a run with [model.lora] goes on from; None: it begins without one."""
+    """Return the adapter that a run with [model.lora] resumes from; None if it begins without one."""
     return Path(config.run.resume_from).expanduser().absolute() if config.run.resume_from else None
 
 
@@ -264,8 +269,8 @@ def _seed(config: Config, index: int) -> int:
 
 
 def _initial_version(config: Config) -> str:
-    """Return what the weights are called that a gserver of the run starts with."""
-    begun = config.run.resume_from  # where prompts are is nothing to a gserver: its [data] is not compared
+    """Return the name of the weights with which a gserver of the run starts."""
+    begun = config.run.resume_from  # the position in the data does not matter here: [data] is not compared
     if begun is None:
         return INITIAL_WEIGHT_VERSION
     reached = progress.read(Path(begun))

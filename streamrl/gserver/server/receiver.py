@@ -1,8 +1,8 @@
 """The receiving end of a weight update: process groups, and the staged set of tensors.
 
-Between `begin` and `take` tensors are staged aside from the served ones: received in their final place if possible,
-else copied there while the next one is received. Receiving blocks a thread of its own, so that generation continues.
-A receive that fails discards the set.
+Between `begin` and `take` tensors are staged separately from the served ones: received in their final place if
+possible, else copied there while the next one is received. Receiving blocks a separate thread, so that generation
+continues. A failed receive discards the staged set.
 """
 
 from __future__ import annotations
@@ -39,52 +39,52 @@ Result = TypeVar("Result")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES_SHOWN = 8
 CLOSING_SECONDS = 2.0
-"""How long a receive may keep the gserver from stopping."""
+"""Longest time, in seconds, that a receive may keep the gserver from stopping."""
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """The weights that an engine serves."""
+    """Shapes and dtype of the weights that an engine serves."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Hugging Face name → shape."""
     dtype: torch.dtype
     ignored: frozenset[str] = frozenset()
-    """Names that may come and are not kept (the head of a tied model)."""
+    """Names that may arrive and are dropped (the head of a tied model)."""
 
 
 class Staged(msgspec.Struct):
-    """What was received since `begin`."""
+    """The tensors received since `begin`."""
 
     sums: dict[str, str] = {}
-    """Name → `tensor_sums` of each tensor as it lies stored; empty strings where none is kept."""
+    """Name → `tensor_sums` of each tensor as stored; an empty string for a tensor that is not kept."""
     version: str | None = None
-    """The last one that was named."""
+    """The last version named in a message."""
     abort_all_requests: bool = False
 
 
 class WeightsAside(Protocol):
-    """Where the staged set of an update is kept, and nobody serves it. Called in threads."""
+    """Storage for the staged set of an update, which is not served. Called in threads."""
 
     def store(self, name: str, tensor: Tensor) -> str:
-        """Keep a copy of `tensor`; return `checksum.tensor_sums` of it as it is kept. Several at a time."""
+        """Keep a copy of `tensor`; return `checksum.tensor_sums` of the copy. Several calls may run at a time."""
 
     def place(self, name: str) -> Tensor | None:
-        """Return the memory in which `name` is kept, to be written to as it is served; None: only `store` can do it."""
+        """Return the memory of `name`, to be written in its served form; None if only `store` can write it."""
 
     def sums(self, name: str) -> str:
         """Return `checksum.tensor_sums` of `name`, which was written to its place."""
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
-        """Keep `weights`, which are all, where they are, until the next set is served; False: they have to be stored.
+        """Keep `weights`, a complete set, in place until the next set is served; return False if `store` is needed.
 
-        They lie in memory of this host and never change.
+        They are in memory of this host and never change.
         """
 
     def forget(self) -> None:
-        """Somebody may still write to places that were handed out: keep the next set elsewhere."""
+        """Keep the next set in other memory, since an aborted broadcast may still write to the places handed out."""
 
     def make_ready(self) -> None:
-        """The set is complete: prepare to compute with it. Nothing is to be done when nothing was written since."""
+        """Prepare to compute with the complete set. Do nothing if nothing was written since the last call."""
 
 
 class WeightReceiver:
@@ -99,10 +99,9 @@ class WeightReceiver:
         timeout: float,
         open_shared: Open = cuda_memory.open_shared,
     ) -> None:
-        """`aside`: where the weights are kept that `expected` describes. `open_shared` opens memory of a GPU that the
-        publisher shares.
+        """`aside`: storage for the weights that `expected` describes. `open_shared` opens the publisher's GPU memory.
 
-        Without the two tensors of any name are received and thrown away.
+        Without these two, tensors of any name are received and discarded.
         """
         self._expected = expected
         self._aside = aside
@@ -113,9 +112,9 @@ class WeightReceiver:
         """Name → the process group, and the device on which tensors arrive."""
         self._staged: Staged | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        """For tensors that cannot be received in their final place. It is kept: new memory costs as much as a copy."""
+        """Buffer for tensors that cannot be received in place. It is kept, since new memory costs as much as a copy."""
         self._pending: list[Any] = []
-        """Broadcasts that were on the way when one failed, and may still write."""
+        """Broadcasts that were in progress when one failed, and may still write."""
         self._beside = SideStream(device)
         self._busy = asyncio.Lock()
         self._copiers = Copiers()
@@ -123,23 +122,23 @@ class WeightReceiver:
             checksum.make_ready()
 
     async def join_group(self, message: InitWeightsUpdateGroup) -> None:
-        """Meet the others; raises `PublicationError` when they do not come."""
+        """Join a weight group; raises `PublicationError` if the other members do not."""
         if message.group_name in self._groups:
             raise Refused(f"weight group {message.group_name} exists already; destroy it first")
         if message.backend == "nccl" and self._device.type != "cuda":
             raise Refused('backend "nccl" needs a CUDA device and this gserver computes on the CPU; use "gloo"')
-        # Not `exclusively`: whoever was asked to meet a publisher that is gone must not wait for it with the next one.
+        # Not `exclusively`: a join that waits for a lost publisher must not delay the join with the next publisher.
         await in_thread(lambda: self._join_group(message))
 
     async def leave_group(self, name: str) -> None:
-        """Leave a weight group; raises `Refused` when there is none of this name."""
+        """Leave a weight group; raises `Refused` if there is none of this name."""
         if name not in self._groups:
             raise Refused(f"there is no weight group {name}; known: {', '.join(self._groups) or 'none'}")
         await self.exclusively(lambda: self._leave_group(name))
 
     @property
     def begun(self) -> bool:
-        """Whether tensors that come now are kept aside."""
+        """Whether an update has begun, so that arriving tensors are staged."""
         return self._staged is not None
 
     async def begin(self) -> None:
@@ -147,11 +146,11 @@ class WeightReceiver:
         self._staged = Staged()
 
     async def discard(self) -> None:
-        """Forget an unfinished staged set."""
+        """Discard an unfinished staged set."""
         self._staged = None
 
     async def receive(self, message: UpdateWeightsFromDistributed) -> None:
-        """Receive what `message` announces, in its order; all or nothing."""
+        """Receive the tensors that `message` announces, in its order; all or nothing."""
         staged = self._expecting()
         self._group(message.group_name)
         if message.load_format is not None:
@@ -179,12 +178,12 @@ class WeightReceiver:
         staged.version = version or staged.version
 
     async def staged_sums(self) -> dict[str, str]:
-        """Return the checksums of the tensors that are kept aside."""
+        """Return the checksums of the staged tensors."""
         staged = self._expecting()
         return {name: sums for name, sums in staged.sums.items() if sums}
 
     async def take(self) -> Staged:
-        """End the update, whose tensors are all stored; raises `Refused` when some are missing."""
+        """End the update and return its staged tensors; raises `Refused` if some are missing."""
         staged = self._expecting()
         self._drop(staged)
         missing = self._missing(staged)
@@ -196,7 +195,7 @@ class WeightReceiver:
         return staged
 
     async def close(self) -> None:
-        """Leave all groups, unless a receive hangs in one: it ends with the process."""
+        """Leave all groups, except one in which a receive hangs: that one ends with the process."""
         try:
             async with asyncio.timeout(CLOSING_SECONDS):
                 for name in list(self._groups):
@@ -205,11 +204,11 @@ class WeightReceiver:
             log.warning("a receive in weight group %s has not ended; leaving without it", ", ".join(self._groups))
 
     async def exclusively(self, call: Callable[[], Result]) -> Result:
-        """Run `call` in a thread, apart from receives."""
+        """Run `call` in a thread, never at the same time as a receive."""
         return await self.apart(lambda: in_thread(call))
 
     async def apart(self, work: Callable[[], Awaitable[Result]]) -> Result:
-        """Do `work` while nothing is received, to its end even if the asking side goes away."""
+        """Do `work` while nothing is received; it runs to its end even if the caller is cancelled."""
 
         async def run() -> Result:
             async with self._busy:
@@ -254,7 +253,7 @@ class WeightReceiver:
             self._staged = None
 
     def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: Staged) -> None:
-        """Stage tensors while further ones are `received`; None for a tensor that was received in its final place."""
+        """Stage tensors while further ones are `received`; None stands for a tensor received in its final place."""
         staged.sums.update(self._copiers.each(self._store, received))
 
     def _store(self, name: str, received: Tensor | None) -> str:
@@ -267,7 +266,7 @@ class WeightReceiver:
         return self._expected is not None and name in self._expected.ignored
 
     def _make_ready(self, staged: Staged) -> None:
-        """Have the set prepared, if it is complete."""
+        """Prepare the staged set if it is complete."""
         if self._aside is not None and not self._missing(staged):
             self._aside.make_ready()
 
@@ -290,7 +289,8 @@ class WeightReceiver:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
 
     def _adopt(self, folder: Path, staged: Staged) -> bool:
-        """Take what lies in `folder` as it lies there, if that is memory of this host and all that is served."""
+        """Use the weights in `folder` in place if they are complete and in this host's memory; return whether it
+        does."""
         if self._aside is None or self._expected is None or not folder.is_relative_to(SHARED_MEMORY):
             return False
         weights: dict[str, Tensor] = {}
@@ -364,7 +364,7 @@ class WeightReceiver:
     def _arriving(
         self, group: Any, device: torch.device, bucket: Sequence[TensorSpec]
     ) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield each tensor of the bucket as soon as it has arrived; None if that is in its final place."""
+        """Yield each tensor of the bucket as soon as it has arrived; None for one received in its final place."""
         places = self._places([spec.name for spec in bucket], device)
         others = [(spec.name, DTYPES[spec.dtype], spec.shape) for spec in bucket if spec.name not in places]
         sizes = [math.prod(shape) * dtype.itemsize for _, dtype, shape in others]
@@ -379,7 +379,7 @@ class WeightReceiver:
             yield name, buffered.get(name)
 
     def _places(self, names: Iterable[str], device: torch.device) -> dict[str, Tensor]:
-        """Return where those tensors are kept that can be received there."""
+        """Return the storage of the tensors that can be received there."""
         if self._aside is None or self._expected is None:
             return {}
         kept = {name: self._aside.place(name) for name in names if not self._is_ignored(name)}
@@ -393,10 +393,11 @@ class WeightReceiver:
 
 
 async def in_thread(call: Callable[[], Result]) -> Result:
-    """Run `call` in a thread of its own, for it may hang in a collective.
+    """Run `call` in a separate thread, since it may hang in a collective.
 
-    No daemon thread: the interpreter would be taken down around it, and its return from C++ then ends the process with
-    SIGABRT. Who still hangs when the gserver has ended is left by `launch/process.py: run_component`.
+    The thread is no daemon: the interpreter would shut down around a daemon thread, and its return from C++ would then
+    end the process with SIGABRT. `launch/process.py: run_component` ends a process in which a thread still hangs after
+    the gserver has ended.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Result] = loop.create_future()

@@ -1,7 +1,7 @@
-"""Changes a module of SGLang's as soon as it is imported, whoever imports it. Runs in SGLang's processes.
+"""A hook that changes a module of SGLang's as soon as any code imports it. Runs in SGLang's processes.
 
-A process that SGLang forks has what was put into `sys.meta_path` before; one that it starts afresh has only what
-`entry.py` puts there again. Imports nothing that SGLang does not bring.
+A process that SGLang forks inherits the hooks in `sys.meta_path`; a spawned one has only those that `entry.py` installs
+there again. Imports only packages that SGLang requires itself.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import ModuleType
 
 
 class AfterImport(MetaPathFinder):
-    """Calls `then` with the module `name` as soon as that is imported."""
+    """Calls `then` with the module `name` as soon as it is imported."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name

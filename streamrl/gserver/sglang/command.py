@@ -1,7 +1,6 @@
 """The command line and the environment of an SGLang server. Pure.
 
-streamrl's own flags come first and those of `gserver.sglang.args` after them, so that a flag given there replaces
-streamrl's: SGLang takes the last one.
+The flags of `gserver.sglang.args` come after streamrl's own, so that they replace them: SGLang uses the last value.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ CPU_FLAGS: Sequence[str] = (
     "--disable-overlap-schedule",
     "--disable-cuda-graph",
 )
-"""The parts of SGLang that do without CUDA operators."""
+"""Select the parts of SGLang that need no CUDA operators."""
 
 IN_PLACE_FLAGS: Sequence[str] = ("--disable-radix-cache", "--disable-overlap-schedule")
 """For requests that stay in place during a weight update. With the overlap schedule, SGLang's default on GPUs, the
-results of the last step are still to come when it pauses like that: it would name these tokens after weights that have
-not sampled them, and write new weights while the step may still compute with the old ones."""
+results of the last step are still pending when it pauses in this mode: it would label these tokens with weights that
+did not sample them, and write new weights while the step may still compute with the old ones."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server is started with besides its section of the configuration."""
+    """Start parameters of a server, in addition to its section of the configuration."""
 
     model_dir: Path
     host: str = LOOPBACK.at
-    """Where it listens."""
+    """Address at which it listens."""
     port: int
     device: str
     """`cpu`, or `cuda:N` with N among the devices that this process sees; the first of several ranks has it."""
@@ -52,14 +51,14 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     weight_version: str
     prompt_cache: bool
-    """Whether prompts are kept for later requests, which needs weight updates to flush them; False: requests stay in
+    """Whether prompts are kept for later requests, so that weight updates have to flush them; False: requests stay in
     place during updates."""
     routed_experts: bool = False
-    """Whether replies say, if asked, which experts computed which tokens."""
+    """Whether replies include, on request, the experts that computed each token."""
     certificate: CertificateFiles | None = None
-    """With which it speaks TLS; None: plain text."""
+    """Certificate for TLS; None: plain text."""
     lora: LoraConfig | None = None
-    """Shape of the adapters that it will load beside the model; None: there are none."""
+    """Shape of the adapters that it will load in addition to the model; None: no adapters."""
     adapter: Path | None = None
     """The adapter that it starts with, under the name of `weight_version`."""
 
@@ -99,7 +98,7 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
     else:
         flags += [f"--base-gpu-id={number or 0}"]
     python = settings.sglang.python or sys.executable
-    # -P: SGLang must not find the modules beside the entry.
+    # -P: SGLang must not find the modules in the entry's folder.
     return [python, "-P", str(Path(entry.__file__).resolve()), *flags, *settings.sglang.args]
 
 
@@ -114,9 +113,9 @@ def environment(
 ) -> Mapping[str, str]:
     """Return the environment variables of server `index`.
 
-    On a CPU each of its `ranks` gets `threads` cores, of its own as long as there are enough.
-    `group_seconds`: the longest wait for the others of a weight group.
-    `keys`: what its callers must show; not flags, since everyone on the machine can see the flags of a process.
+    On a CPU each of its `ranks` gets `threads` cores, not shared as long as there are enough. `group_seconds`: the
+    longest wait for the other members of a weight group. `keys`: the keys that its callers must present; not flags,
+    since every user of the machine can see the flags of a process.
     """
     variables = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", entry.GROUP_SECONDS: f"{group_seconds:g}"}
     if keys.generation:
@@ -132,6 +131,6 @@ def environment(
 
 
 def _cores(place: int, threads: int) -> str:
-    """Return the cores of the rank that is number `place` on this machine, in SGLang's notation."""
+    """Return the cores of the machine's rank number `place`, in SGLang's notation."""
     first = place % max((os.cpu_count() or 1) // threads, 1) * threads
     return str(first) if threads == 1 else f"{first}-{first + threads - 1}"

@@ -1,26 +1,26 @@
-"""What runs in SGLang's interpreter: the lifeline, a limit to waiting in weight groups, checksums of what comes in an
-update, support for machines without a GPU, then SGLang itself.
+"""Entry point of SGLang's interpreter: installs a lifeline, a time limit for weight groups, checksums of received
+weights and support for machines without a GPU, then runs SGLang.
 
-It is run as a file, because SGLang may be installed in an environment that knows nothing of streamrl; of streamrl it
-imports only what needs nothing that SGLang does not bring (`received.py`, `after_import.py`). Processes that SGLang
-starts afresh import it again, and so get the same changes. Its arguments are those of SGLang's server.
+It runs as a file, because SGLang may be installed in an environment without streamrl; it imports only those modules of
+streamrl that need no other packages than SGLang's (`received.py`, `after_import.py`). Processes that SGLang spawns
+import it again, and so get the same changes. Its arguments are those of SGLang's server.
 
-Invariant: nothing of SGLang outlives the gserver. It holds the reading end of a pipe whose only writing end is the
-gserver's, and at end-of-file ends its whole process group, which it leads. It stays in the gserver's session: Linux may
-share processors out between sessions, and busy servers in sessions of their own would then starve whoever else is on
-the machine.
+Invariant: no process of SGLang outlives the gserver. The entry holds the reading end of a pipe whose only writing end
+is the gserver's, and at end-of-file ends its whole process group, which it leads. It stays in the gserver's session:
+Linux may divide processors among sessions, and busy servers in sessions of their own would then starve all other
+processes on the machine.
 
-What a machine without a GPU needs (sglang 0.5.23, PyPI's wheels):
+Changes for a machine without a GPU (sglang 0.5.23, PyPI's wheels):
 
-- SGLang imports `sgl_kernel` for its CUDA operators. Where it is not installed, a module takes its place whose
-  operators can be imported and raise when they are called, which the torch backends never do.
-- The wheel of torchvision is built for CUDA and expects two operators that only its own library defines. Where that
-  cannot be loaded, their schemas are declared, which is enough to import it.
-- SGLang's adapters ask for memory that is pinned for copies to a GPU, which torch does not give where there is none.
-  They get ordinary memory.
-- To tell which experts computed a token, SGLang keeps their numbers in memory that it has CUDA pin. Here it is not.
-- SGLang starts its scheduler and its detokenizer afresh, as it must with CUDA. Here they are forked: nothing is
-  imported again, so a server starts with a third of the CPU time and takes less memory.
+- SGLang imports `sgl_kernel` for its CUDA operators. If it is not installed, a module takes its place whose operators
+  can be imported and raise an error when called, which the torch backends never do.
+- The wheel of torchvision is built for CUDA and expects two operators that only its own library defines. If that
+  library cannot be loaded, their schemas are declared, which suffices to import torchvision.
+- SGLang's adapters request memory that is pinned for copies to a GPU, which torch cannot provide without a GPU. They
+  get ordinary memory.
+- To report the experts of each token, SGLang keeps their numbers in memory that CUDA pins. Here it is not pinned.
+- SGLang spawns its scheduler and its detokenizer, as CUDA requires. Here they are forked: nothing is imported again, so
+  a server starts with a third of the CPU time and takes less memory.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from typing import Any
 LIFELINE = "STREAMRL_SGLANG_LIFELINE"
 """Environment variable: file descriptor of the lifeline's reading end."""
 API_KEY = "STREAMRL_SGLANG_API_KEY"
-"""Environment variable: the key that callers of the server must show, if there is one."""
+"""Environment variable: the key that callers of the server must present, if there is one."""
 ADMIN_API_KEY = "STREAMRL_SGLANG_ADMIN_API_KEY"
-"""Environment variable: the key that callers must show who want to change the server."""
+"""Environment variable: the key that callers must present to change the server."""
 CALLS = frozenset(
     (
         *("/generate", "/health", "/model_info", "/server_info"),
@@ -60,23 +60,23 @@ CALLS = frozenset(
         *("/weights_checker", "/load_lora_adapter", "/unload_lora_adapter", "/v1/models"),
     )
 )
-"""Calls of SGLang's that a run makes, besides `/metrics`, which SGLang adds when it starts."""
+"""Calls of SGLang's API that a run makes, in addition to `/metrics`, which SGLang adds when it starts."""
 GROUP_SECONDS = "STREAMRL_SGLANG_GROUP_SECONDS"
-"""Environment variable: how long the others may take to form a weight group, or to send what they announced."""
+"""Environment variable: seconds to wait for the other members to form a weight group or to send announced tensors."""
 STACKS_SIGNAL = signal.SIGUSR1
-"""Has each process print what its threads are doing, and go on."""
+"""Has each process print the stacks of its threads, and continue."""
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own variable for machines without a GPU."""
 KERNELS = "sgl_kernel"
 KERNELS_VERSION = "0.4.10"
 PINNING = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
-"""Modules that ask for pinned memory."""
+"""Modules that request pinned memory."""
 ROUTED_EXPERTS = "--enable-return-routed-experts"
 DETECTION_OPERATORS = ("nms", "qnms")
 
 
 def hold_lifeline(descriptor: int) -> None:
-    """Lead a process group, and end it as soon as the other end of the pipe is closed."""
+    """Become leader of a process group, and kill it as soon as the other end of the pipe is closed."""
     os.setpgid(0, 0)
 
     def watch() -> None:
@@ -90,8 +90,8 @@ def hold_lifeline(descriptor: int) -> None:
 def limit_group_waits(seconds: float) -> None:
     """Limit the wait for the other members of a weight group to `seconds`.
 
-    SGLang waits half an hour for them and answers nothing meanwhile. There is no setting for that, so the default
-    argument of its function is replaced.
+    SGLang waits half an hour for them and replies to no request in that time. It has no setting for that, so the
+    default argument of its function is replaced.
     """
     from sglang.srt.utils.common import init_custom_process_group as form
 
@@ -101,11 +101,11 @@ def limit_group_waits(seconds: float) -> None:
 
 
 def listen_where_told() -> None:
-    """Have the store at which SGLang's ranks meet listen at the address that they were told, and nowhere else.
+    """Have the store at which SGLang's ranks meet listen only at its configured address.
 
-    By itself it listens at every address of the machine, and asks nobody for a key; given a socket, it listens there.
+    By default it listens at every address of the machine and requires no key; given a socket, it listens there.
     """
-    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # there is a function of this name, too
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function has this name, too
     open_store = rendezvous.TCPStore
 
     def open_at(*, host_name: str, port: int, is_master: bool, **options: Any) -> Any:
@@ -118,19 +118,18 @@ def listen_where_told() -> None:
 
 
 def show_keys_to_sglang_alone() -> None:
-    """Give SGLang its keys, which it takes as flags, without putting them where `ps` shows them, or where the processes
-    that it starts inherit them."""
+    """Pass SGLang its keys as flags, without exposing them to `ps` or to the environment of its child processes."""
     for variable, flag in ((API_KEY, "--api-key"), (ADMIN_API_KEY, "--admin-api-key")):
         if key := os.environ.pop(variable, ""):
             sys.argv.append(f"{flag}={key}")
 
 
 def serve_only_what_a_run_needs() -> None:
-    """Take all other calls out of SGLang's HTTP server, so that nobody can make them, whatever their key.
+    """Remove all other calls from SGLang's HTTP server, so that no caller can make them, with any key.
 
-    Some unpickle what they are sent (`/update_weights_from_tensor`, `/load_lora_adapter_from_tensors`) or what they
-    then fetch (`/update_weights_from_ipc`), which is to run it; some write files where they are told
-    (`/start_profile`). For some SGLang asks for no key: whatever begins like `/health`, and WebSockets
+    Some unpickle their input (`/update_weights_from_tensor`, `/load_lora_adapter_from_tensors`) or data that they then
+    fetch (`/update_weights_from_ipc`), which runs code in it; some write files at a path in the request
+    (`/start_profile`). For some SGLang requires no key: paths that begin like `/health`, and WebSockets
     (`/v1/realtime`).
     """
     from sglang.srt.entrypoints import http_server
@@ -140,7 +139,7 @@ def serve_only_what_a_run_needs() -> None:
 
 
 def refuse_keys_that_are_no_ascii() -> None:
-    """Have SGLang refuse them like any other wrong key: by itself it fails at them (500), with a traceback."""
+    """Have SGLang refuse keys that are not ASCII as wrong keys; by itself it fails (500), with a traceback."""
     compare_as_bytes(importlib.import_module("sglang.srt.utils.auth"))
 
 
@@ -151,7 +150,7 @@ def compare_as_bytes(auth: Any) -> None:
 
 
 def find_streamrl() -> None:
-    """Have modules of streamrl found from this file, also where it is not installed."""
+    """Make modules of streamrl importable from this file's folder, even if streamrl is not installed."""
     package = types.ModuleType("streamrl")
     package.__path__ = [str(Path(__file__).resolve().parents[2])]
     sys.modules["streamrl"] = package
@@ -176,14 +175,14 @@ def support_cpu() -> None:
 
 
 def leave_memory_unpinned() -> None:
-    """Have SGLang ask CUDA for nothing where it makes memory of the host's."""
+    """Have SGLang allocate host memory without registering it with CUDA."""
     from sglang.srt.mem_cache.pool_host import common
 
     common._cuda_host_register = lambda *_, **__: None
 
 
 def pin_no_memory() -> None:
-    """Have the modules of SGLang's adapters be given ordinary memory where they ask for pinned memory."""
+    """Give the modules of SGLang's adapters ordinary memory when they request pinned memory."""
     import torch
 
     from streamrl.gserver.sglang.after_import import AfterImport
@@ -205,13 +204,13 @@ def pin_no_memory() -> None:
 
 
 def fork_processes() -> None:
-    """Fork the processes that SGLang starts, whatever start method it asks for."""
+    """Fork the processes that SGLang starts, regardless of the start method that it sets."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda method, force=False: None
 
 
 class Kernels(types.ModuleType):
-    """Takes the place of `sgl_kernel`: has every operator, none of which can be called."""
+    """Takes the place of `sgl_kernel`: has every operator, but each raises an error when called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -232,7 +231,7 @@ class Kernels(types.ModuleType):
 
 
 def declare_detection_operators() -> None:
-    """Declare what torchvision expects of its own library, unless that can be loaded."""
+    """Declare the operators that torchvision expects of its own library, unless that can be loaded."""
     import torch
 
     found = importlib.util.find_spec("torchvision")
@@ -249,7 +248,7 @@ if __name__ in ("__main__", "__mp_main__"):
     faulthandler.register(STACKS_SIGNAL)
 if __name__ == "__main__":
     hold_lifeline(int(os.environ.pop(LIFELINE)))
-    gc.disable()  # while modules come that stay: to look through them again and again is a third of their import's time
+    gc.disable()  # while permanent modules are imported: repeated scans of them take a third of the import time
 if __name__ in ("__main__", "__mp_main__"):
     find_streamrl()
 if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":

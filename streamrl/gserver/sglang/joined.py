@@ -1,7 +1,7 @@
-"""An SGLang server that somebody else started, taken into the run as it is.
+"""An SGLang server that was started outside the run, and joins it as it is.
 
-It is given the run's first weights and is left running when the run ends. SGLang keeps its end of the run's weight
-group until it is ended itself, which does no harm: each run's groups have names of their own.
+It loads the run's first weights and is left running when the run ends. SGLang keeps its end of the run's weight group
+until it ends itself, which does no harm: the groups of each run have unique names.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from streamrl.transport.generation import (
 log = logging.getLogger(__name__)
 
 OLDEST_VERSION = (0, 5, 23)
-"""The oldest SGLang that may join; earlier ones were not tried, and may not tell which weights sampled a token."""
+"""The oldest SGLang that may join; earlier ones are untested, and may not report which weights sampled a token."""
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Its version and those of its flags that matter here; part of /server_info."""
+    """The server's version and its relevant flags; part of /server_info."""
 
     version: str = ""
     disable_radix_cache: bool = False
@@ -54,7 +54,7 @@ class Settings(msgspec.Struct, frozen=True):
 
 
 class JoinedServer:
-    """One server that was started elsewhere."""
+    """One server that was started outside the run."""
 
     name = "sglang"
 
@@ -63,11 +63,11 @@ class JoinedServer:
         self._monitor = monitor
 
     def stats(self) -> dict[str, float]:
-        """Return SGLang's figures as of the last time that it was asked."""
+        """Return SGLang's figures from the last poll."""
         return self._monitor.stats()
 
     async def failed(self) -> None:
-        """Wait until it no longer answers, and raise `PeerLost`."""
+        """Wait until it no longer replies, and raise `PeerLost`."""
         await self._monitor.until_silent()
 
 
@@ -89,12 +89,13 @@ async def joined_server(
 ) -> AsyncIterator[JoinedServer]:
     """Have the server at `url` serve `model_dir` as `weight_version`, and watch it.
 
-    `max_context`: tokens that it has to have room for; `prompt_cache`: whether it may keep prompts for
-    later requests; `load_seconds`: how long it may take to load weights; `stuck_seconds`, `update_seconds`: as in
-    `monitoring`; `key`: what it asks callers for; `lora`: of the adapters that it is to load beside the model, and
-    `adapter` the first of them; `routed_experts`: whether it will be asked which experts computed a token.
-    Raises `PeerLost` when nobody answers, `ConfigError` when its flags do not fit the run, `ModelError`
-    when it cannot load the model.
+    `max_context`: least context, in tokens, that it must have room for; `prompt_cache`: whether it may keep prompts for
+    later requests; `load_seconds`: longest time to load weights; `stuck_seconds`, `update_seconds`: as in `monitoring`;
+    `key`: the key that it requires of callers; `lora`: shape of the adapters that it is to load in addition to the
+    model, and `adapter` the first of them; `routed_experts`: whether requests will ask for the experts of each token.
+
+    Raises `PeerLost` if no server replies, `ConfigError` if its flags do not fit the run, `ModelError` if it cannot
+    load the model.
     """
     client = GenerationClient(timeout=load_seconds, key=key)
     async with monitoring(url, key=key, stuck_seconds=stuck_seconds, update_seconds=update_seconds) as monitor:
@@ -177,7 +178,7 @@ def _is_old(version: str) -> bool:
 
 
 async def _load_adapter(client: GenerationClient, url: str, adapter: Path | None, weight_version: str) -> None:
-    """Unload the adapters of runs before this one, whose names will come again, and load the first.
+    """Unload the adapters of earlier runs, whose names this run will use again, and load the first adapter.
 
     Raises `ModelError` if it does not load.
     """
@@ -194,13 +195,13 @@ async def _load_adapter(client: GenerationClient, url: str, adapter: Path | None
 
 
 async def load(client: GenerationClient, url: str, model_dir: Path, weight_version: str) -> None:
-    """Have the server serve the model in `model_dir` as `weight_version`, whatever it is doing.
+    """Have the server serve the model in `model_dir` as `weight_version`, in any state that it is in.
 
-    A run that died may have left it paused, or with requests that nobody waits for any more; these end.
-    Raises `ModelError` if it does not load the model.
+    A run that died may have left it paused, or with abandoned requests; these end. Raises `ModelError` if it does not
+    load the model.
     """
-    # A load that was given up has ended, since /server_info was answered: two at once would break its front down.
-    # Paused like this it flushes its cache whatever it has to do; it refuses while a request runs, even an aborted one.
+    # An abandoned load has ended, since the server replied to /server_info: two loads at once would break its front
+    # end. In this pause mode it flushes its cache despite waiting requests, but not while one runs, even if aborted.
     await client.update(url, "/pause_generation", PauseGeneration(mode="retract"))
     try:
         request = UpdateWeightsFromDisk(model_path=str(model_dir), weight_version=weight_version)

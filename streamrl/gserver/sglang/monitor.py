@@ -1,10 +1,10 @@
-"""What a running SGLang server says of itself: whether it is ready, whether it still works, and its figures.
+"""Monitoring of a running SGLang server: its readiness, its liveness, and its figures.
 
-Its front end may answer while its scheduler hangs, so each is asked what only it can answer. Figures come from the
-Prometheus text of GET /metrics, and get the names under which gservers report theirs. SGLang does not say how long it
-was busy; that is summed from how many requests ran whenever it was asked.
+Its front end may reply while its scheduler hangs, so each of them gets a request that only it can handle. Figures come
+from the Prometheus text of GET /metrics, and are renamed to the figures that gservers report. SGLang does not report
+its busy time; that is summed from the number of running requests at each poll.
 
-Owns its HTTP session and the figures; the server is somebody else's.
+Owns its HTTP session and the figures, but not the server.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from streamrl.transport.liveness import LastHeard
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
-"""How long an answer to any question may take."""
+"""Deadline, in seconds, of any request of the monitor."""
 FIGURES_SECONDS = 2.0
-"""Between two questions for figures, each of which costs SGLang some milliseconds."""
+"""Interval, in seconds, between two requests for figures; each costs SGLang some milliseconds."""
 SCHEDULER_SECONDS = 5.0
-"""Between two questions to the scheduler."""
+"""Interval, in seconds, between two requests to the scheduler."""
 SILENT_QUESTIONS = 3
-"""How many questions in a row have to go unanswered: if it was this process that stood still, it asks again first."""
+"""Consecutive failed requests before a part counts as lost, in case it was this process that stood still."""
 NAMES: Mapping[str, str] = {
     "sglang:num_running_reqs": "running",
     "sglang:num_queue_reqs": "queued",
@@ -49,18 +49,17 @@ NAMES: Mapping[str, str] = {
 async def monitoring(
     url: str, *, key: str, stuck_seconds: float, update_seconds: float, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Monitor]:
-    """Open a monitor of the server at `url`, which asks callers for `key`; `tls`: what it is known
-    by, if it speaks TLS.
+    """Open a monitor of the server at `url`, which requires `key` of callers; `tls`: context to verify it, or None.
 
-    The server is lost when it has answered nothing for `stuck_seconds`; its scheduler may also be silent for the
-    `update_seconds` that it may wait in a weight update.
+    The server is lost when it has replied to nothing for `stuck_seconds`; its scheduler may in addition be silent for
+    the `update_seconds` that it may wait in a weight update.
     """
     async with new_session(tls, headers=bearer(key)) as session:
         yield Monitor(session, url=url, stuck_seconds=stuck_seconds, update_seconds=update_seconds)
 
 
 class Monitor:
-    """Asks one server how it is."""
+    """Polls the state of one server."""
 
     def __init__(
         self, session: aiohttp.ClientSession, *, url: str, stuck_seconds: float, update_seconds: float
@@ -75,11 +74,11 @@ class Monitor:
         )
 
     def stats(self) -> dict[str, float]:
-        """Return the figures as of the last time that the server was asked."""
+        """Return the figures of the last poll."""
         return self._figures.stats()
 
     async def is_ready(self) -> bool:
-        """Return whether it answers that it is well."""
+        """Return whether the server reports itself healthy."""
         try:
             async with self._answer("/health") as response:
                 return response.status == 200
@@ -87,7 +86,7 @@ class Monitor:
             return False
 
     async def is_there(self) -> bool:
-        """Return whether anybody answers, also a paused server, for which /health fails.
+        """Return whether any server replies, including a paused one, for which /health fails.
 
         A busy server has as much time as a stuck one.
         """
@@ -104,7 +103,7 @@ class Monitor:
 
     @asynccontextmanager
     async def polling(self) -> AsyncIterator[None]:
-        """Poll figures and scheduler meanwhile."""
+        """Poll figures and scheduler until the context ends."""
         tasks = (
             essential.begin(self.poll_figures(), name="the watch over SGLang"),
             essential.begin(self.poll_scheduler(), name="the watch over SGLang's scheduler"),
@@ -117,7 +116,7 @@ class Monitor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def poll_figures(self) -> None:
-        """Ask for figures again and again; without an answer the last ones stand."""
+        """Request figures repeatedly; without a reply the last ones stand."""
         self._front.answered()
         while True:
             try:
@@ -131,10 +130,10 @@ class Monitor:
             await asyncio.sleep(FIGURES_SECONDS)
 
     async def poll_scheduler(self) -> None:
-        """Ask the scheduler again and again whether it works.
+        """Check repeatedly that the scheduler works.
 
-        /server_info tells the scheduler's own state, so only one that works, or is paused, answers it.
-        (/health_generate, which asks for a token, is not answered by a paused one.)
+        /server_info reports the scheduler's own state, so only a working or paused scheduler replies to it.
+        (/health_generate, which requests a token, gets no reply from a paused one.)
         """
         self._scheduler.answered()
         while True:
@@ -147,7 +146,7 @@ class Monitor:
             await asyncio.sleep(SCHEDULER_SECONDS)
 
     async def until_silent(self) -> None:
-        """While `polling`: wait until nothing was answered for too long, and raise `PeerLost`."""
+        """Wait, while `polling`, until nothing has replied for too long, and raise `PeerLost`."""
         while True:
             self._front.check()
             self._scheduler.check()
@@ -160,13 +159,13 @@ class Monitor:
 
 
 class _Responder:
-    """A part of a server that is asked again and again, and how long it has been silent."""
+    """A part of a server that is polled repeatedly, and the duration of its silence."""
 
     def __init__(self, name: str, *, patience: float) -> None:
         self._name = name
         self._heard = LastHeard(now=time.monotonic(), patience=patience)
         self._unanswered = 0
-        """Questions since then."""
+        """Number of failed requests since then."""
 
     def answered(self) -> None:
         self._heard.hear(now=time.monotonic())
@@ -193,10 +192,10 @@ class Figures:
         return dict(self._latest)
 
     def update(self, text: str, *, now: float) -> None:
-        """Take in what SGLang said (`text`) at the time `now`, in seconds."""
+        """Update the figures from `text`, SGLang's metrics at the time `now`, in seconds."""
         found = dict.fromkeys(NAMES.values(), 0.0)
         wanted = "\n".join(line for line in text.splitlines() if line.startswith(tuple(NAMES)))
-        for family in text_string_to_metric_families(wanted):  # too slow for all that SGLang says
+        for family in text_string_to_metric_families(wanted):  # too slow for all of SGLang's metrics
             for sample in family.samples:
                 if name := NAMES.get(sample.name):
                     found[name] += sample.value

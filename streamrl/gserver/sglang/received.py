@@ -1,11 +1,11 @@
-"""Checksums of the weights that an SGLang server received, as they came. Runs in SGLang's processes.
+"""Checksums of the weights that an SGLang server received, in their original form. Runs in SGLang's processes.
 
-SGLang's own checksums are of its parameters as it lays them out (fused, padded, a part on each rank), which nobody else
-can derive from the weights that were trained. So SGLang is patched to take `checksum.tensor_sums` of every tensor of an
-update just before it loads it, and to return them at POST /weights_checker for the action `received`, in the form of
-its own checksums. What SGLang does with a tensor after that is not covered.
+SGLang's own checksums are those of its parameters in its own layout (fused, padded, a part on each rank), which cannot
+be derived from the trained weights elsewhere. Hence SGLang is patched to take `checksum.tensor_sums` of every tensor of
+an update just before it loads it, and to return them at POST /weights_checker for the action `received`, in the form of
+its own checksums. SGLang's later processing of a tensor is not covered.
 
-Written for sglang 0.5.23. Imports nothing that SGLang does not bring.
+Written for sglang 0.5.23. Imports only packages that SGLang requires itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ADAPTERS = "sglang.srt.lora.lora"
 def install() -> None:
     """Install the patches, before SGLang is imported.
 
-    A process that SGLang forks has them then; one that it starts afresh installs its own (`entry.py`).
+    A process that SGLang forks inherits them; a spawned one installs its own (`entry.py`).
     """
     received = ReceivedTensors()
     sys.meta_path[:0] = [
@@ -37,16 +37,16 @@ def install() -> None:
 
 
 class ReceivedTensors:
-    """What one process of SGLang has loaded since it began to serve."""
+    """The tensors that one process of SGLang has loaded since it began to serve."""
 
     def __init__(self) -> None:
         self._sums: dict[str, str] = {}
-        """Name → checksum of the tensor that came last."""
+        """Name → checksum of the last tensor of this name."""
         self._reading = False
         """Whether files are being read for an update, rather than the first weights."""
 
     def note_updates(self, module: Any) -> None:
-        """Patch the functions of `UPDATER` to note what they are given."""
+        """Patch the functions of `UPDATER` to record the tensors that they receive."""
         updater, loader = module.WeightUpdater, module.DefaultModelLoader
         from_broadcast, from_disk = updater.load_weights_from_distributed, updater.update_weights_from_disk
         load = loader.load_weights_only
@@ -69,7 +69,7 @@ class ReceivedTensors:
         loader.load_weights_only = staticmethod(load_weights_only)
 
     def note_adapters(self, module: Any) -> None:
-        """Patch the function of `ADAPTERS` that is given each tensor of an adapter's file."""
+        """Patch the function of `ADAPTERS` that receives each tensor of an adapter's file."""
         process = module.LoRAAdapter._process_weight
 
         def process_weight(of: Any, name: str, tensor: Any) -> None:
@@ -79,13 +79,13 @@ class ReceivedTensors:
         module.LoRAAdapter._process_weight = process_weight
 
     def reply_with_sums(self, module: Any) -> None:
-        """Patch the function of `CHECKER` to return what was noted when it is asked for the action `received`."""
+        """Patch the function of `CHECKER` to return the recorded checksums for the action `received`."""
         handle = module.WeightChecker.handle
 
         def check(of: Any, action: str, *arguments: Any, role: str, **settings: Any) -> Any:
             if action != ACTION:
                 return handle(of, action, *arguments, role=role, **settings)
-            if role != "target":  # a draft model, which takes what the target has received
+            if role != "target":  # a draft model, which gets the tensors that the target has received
                 return None
             return module.ChecksumInfo(
                 checksums=dict(self._sums),

@@ -1,13 +1,13 @@
-"""A real SGLang server behind the entry of a gserver: started, awaited, watched, ended.
+"""A real SGLang server behind the entry of a gserver: start, readiness, supervision and end.
 
-Role: SGLang speaks for itself. The run's other processes call its own HTTP API at the address that is registered, so no
-token passes through this process; it only reports SGLang's figures in heartbeats. Weight updates are SGLang's own too:
-it joins the weight group and writes buckets straight into its weights, so generation pauses for the whole transfer
+The run's other processes call SGLang's own HTTP API at the registered address, so no token passes through this process;
+it only reports SGLang's figures in heartbeats. SGLang also carries out weight updates by itself: it joins the weight
+group and writes buckets directly into its weights, so generation pauses for the whole transfer
 (`gserver/updates/update.py`).
 
 Owns the child process: its process group, its output and the writing end of its lifeline (see `entry.py`). Invariants:
-an address is told only once the server answers there; after `stop`, or when this process ends in whatever way, nothing
-of the child is left.
+an address is registered only once the server replies there; after `stop`, or when this process ends in any way, no
+process of the child is left.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from streamrl.transport.tls import certificate_files, client_context
 log = logging.getLogger(__name__)
 
 ASK_SECONDS = 0.5
-"""Between two questions whether the server is ready; SGLang gives no other sign."""
+"""Interval, in seconds, between two readiness checks; SGLang gives no other sign."""
 PROGRESS_SECONDS = 15.0
 TAIL_LINES = 30
 MOST_LINE_BYTES = 4096
 STOP_SECONDS = 0.5
-"""Between asking SGLang to stop and ending it by force: it looks every 5 seconds only whether it was asked, and has
+"""Time, in seconds, between SIGTERM and the forced end of SGLang: it checks for a stop only every 5 seconds, and has
 nothing to save."""
 STACKS_SECONDS = 0.5
-"""For a process that hangs to say where."""
+"""Time, in seconds, for a hanging process to print its stacks."""
 
 
 @asynccontextmanager
@@ -69,12 +69,12 @@ async def sglang_server(
     lora: LoraConfig | None = None,
     adapter: Path | None = None,
 ) -> AsyncIterator[SglangServer]:
-    """Start a server, wait until it answers, and end it afterwards.
+    """Start a server, wait until it replies, and end it when the context ends.
 
-    Arguments as in `Launch`; `listening`: where, and what others are told; `index`: the gserver's; `group_seconds`: the
-    longest wait for the others of a weight group; `keys`: what callers must show; `encryption`: if it
-    is to speak TLS, what its certificate is made with. Raises as `until_ready` does, and
-    `ModelError` if SGLang cannot be started.
+    Arguments as in `Launch`; `listening`: the address at which it listens, and the one announced to others; `index`:
+    the gserver's; `group_seconds`: the longest wait for the other members of a weight group; `keys`: the keys that
+    callers must present; `encryption`: for TLS, the material of its certificate. Raises the errors of `until_ready`,
+    and `ModelError` if SGLang cannot be started.
     """
     stack = ExitStack()
     certificate = tls = None
@@ -132,10 +132,10 @@ async def sglang_server(
 
 
 def reserved_port(host: str) -> socket.socket:
-    """Return a socket at a free port of `host`, which the system gives to nobody who asks for any while it is open.
+    """Return a socket bound to a free port of `host`, which the system gives to no process that requests any port.
 
-    Who asks for this port by its number and may reuse addresses, as HTTP servers may, can listen there: the socket
-    itself does not listen. (SGLang opens its own only when its model is loaded, and many others before.)
+    A process that requests this port by its number and may reuse addresses, as HTTP servers may, can listen there: the
+    socket itself does not listen. (SGLang opens its port only after it has loaded its model and opened many others.)
     """
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     reserved = socket.socket(family)
@@ -159,11 +159,11 @@ class SglangServer:
         self._monitor = monitor
 
     def stats(self) -> dict[str, float]:
-        """Return SGLang's figures as of the last time that it was asked."""
+        """Return SGLang's figures from the last poll."""
         return self._monitor.stats()
 
     async def failed(self) -> None:
-        """Wait for the server's end and raise `ProcessDied`, or until it no longer answers and raise `PeerLost`."""
+        """Wait for the server's end and raise `ProcessDied`, or until it no longer replies and raise `PeerLost`."""
         died = asyncio.create_task(self.process.died())
         silent = asyncio.create_task(self._monitor.until_silent())
         try:
@@ -179,7 +179,7 @@ class SglangServer:
             await asyncio.gather(died, silent, return_exceptions=True)
 
     async def until_ready(self, *, timeout: float) -> None:
-        """Wait until the server answers; raises `ProcessDied`, or `DeadlineExceeded` after `timeout` seconds."""
+        """Wait until the server replies; raises `ProcessDied`, or `DeadlineExceeded` after `timeout` seconds."""
         ready = asyncio.create_task(self._ask_until_ready())
         died = asyncio.create_task(self.process.died())
         try:
@@ -211,7 +211,7 @@ class SglangServer:
 
 
 class SglangProcess:
-    """One SGLang server with everything that it starts."""
+    """One SGLang server with all processes that it starts."""
 
     def __init__(self, handle: asyncio.subprocess.Process, *, lifeline: HeldLifeline, output: int) -> None:
         self.pid = handle.pid
@@ -233,7 +233,7 @@ class SglangProcess:
             handle = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,
-                # Not asyncio's own pipe: with that one the server's end is not told before all who hold it have ended.
+                # Not asyncio's own pipe: with it the server's end is reported only after all holders have ended.
                 stdout=its_end,
                 stderr=its_end,
                 env={**os.environ, **environment, LIFELINE: str(lifeline.descriptor)},
@@ -262,7 +262,7 @@ class SglangProcess:
         raise ProcessDied(f"SGLang (pid {self.pid}) {describe_exit(self._handle.returncode)}; its last lines:\n{lines}")
 
     async def tell_stacks(self) -> None:
-        """Have its processes print what their threads are doing, one after another so that the lines do not mix.
+        """Have its processes print the stacks of their threads, one after another so that the lines do not mix.
 
         From then on its output is logged as errors.
         """
@@ -274,7 +274,7 @@ class SglangProcess:
                     await asyncio.sleep(STACKS_SECONDS)
 
     async def stop(self) -> None:
-        """End it by SIGTERM, and whatever is left after `STOP_SECONDS` by force."""
+        """End it by SIGTERM, and all processes left after `STOP_SECONDS` by force."""
         if not self._ending.done():
             with contextlib.suppress(ProcessLookupError):
                 self._handle.terminate()

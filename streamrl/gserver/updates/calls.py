@@ -43,22 +43,22 @@ from streamrl.transport.generation import (
 log = logging.getLogger(__name__)
 
 UNKNOWN_ACTION = "Unsupported action"
-"""In SGLang's reply to an action that its /weights_checker does not know."""
+"""Part of SGLang's reply to an action that its /weights_checker does not know."""
 MOST_OLD_ADAPTERS = 32
 """Most old adapters that stay loaded for requests that still use them."""
 NOTHING = "nothing"
-"""In place of the checksum of a tensor that was not received."""
+"""Stands for the checksum of a tensor that was not received."""
 FORMING_MARGIN_SECONDS = 5.0
-"""At most so much longer than a gserver waits for its weight group to meet, the manager waits for its reply."""
+"""Most seconds by which the manager's deadline for forming a weight group exceeds the gserver's own."""
 PROBE_SECONDS = 5.0
-"""Deadline of a question that a live gserver answers at once."""
+"""Deadline, in seconds, of a query to which a live gserver replies at once."""
 
 
 class WeightCalls:
-    """One method for each call. `gserver` is whom it is made to; `timeout`, in seconds, is its deadline."""
+    """One method for each call to a `gserver`; `timeout` is the call's deadline in seconds."""
 
     def __init__(self, client: GenerationClient, *, timeout: float, request_seconds: float = 0.0) -> None:
-        """`request_seconds`: the longest that a request to a gserver may last."""
+        """`request_seconds`: the longest duration of a request to a gserver."""
         self._client = client
         self._request_seconds = request_seconds
         self._timeout = timeout
@@ -66,37 +66,39 @@ class WeightCalls:
         self._background: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Cancel the calls that are under way in the background."""
+        """Cancel the calls in progress in the background."""
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
-    # What it is
+    # State and abilities
 
     async def info(self, gserver: Gserver) -> ServerInfo:
-        """Return what the gserver can do. One that lives replies at once."""
+        """Return the abilities of the gserver. A live one replies at once."""
         return await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._probe_timeout)
 
     async def label(self, gserver: Gserver) -> str:
-        """Return what the gserver calls the weights that it serves: a version, as text, or another name."""
+        """Return the gserver's label of its served weights: a version, as text, or another name."""
         model = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=self._probe_timeout)
         return model.weight_version
 
     async def wait_until_idle(self, gserver: Gserver) -> None:
-        """Wait until the gserver has finished all earlier calls, also those that were given up. SGLang's scheduler
-        takes calls in order, and this one waits for it."""
+        """Wait until the gserver has finished all earlier calls, including abandoned ones.
+
+        SGLang's scheduler handles calls in order, and this call goes through it.
+        """
         await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._timeout)
 
     # The weight group
 
     async def join_group(self, gserver: Gserver, message: InitWeightsUpdateGroup) -> None:
         """Have the gserver join a weight group; it replies when all ranks have met."""
-        # A little longer than the gserver itself waits for the others: it knows what went wrong.
+        # Slightly longer than the gserver itself waits for the others, since its reply has the cause of a failure.
         margin = min(FORMING_MARGIN_SECONDS, self._timeout / 4)
         await self._post(gserver, "/init_weights_update_group", message, timeout=self._timeout + margin)
 
     def leave_group(self, name: str, members: Iterable[Gserver]) -> None:
-        """Have `members` leave the group `name`, in the background: nothing depends on it; failures are logged."""
+        """Have `members` leave the group `name` in the background, as nothing depends on it; failures are logged."""
         for gserver in members:
             self._in_background(self._leave_group(gserver, name))
 
@@ -120,14 +122,14 @@ class WeightCalls:
         except PeerError as error:
             if not 400 <= error.status < 500:
                 raise
-            await self.end(gserver)  # SGLang refuses as long as an update is open, for example one that broke off
+            await self.end(gserver)  # SGLang refuses while an update is open, for example an interrupted one
             await self._post(gserver, "/begin_weight_update")
 
     async def receive(
         self, gserver: Gserver, bucket: Sequence[TensorSpec], *, group: str, label: str | None, flush_cache: bool
     ) -> None:
         """Have the gserver receive the next broadcasts in `group`, one for each tensor of `bucket`: into its stage if
-        it has one, else over the weights that it serves. `label` as in `load`."""
+        it has one, else over its served weights. `label` as in `load`."""
         message = UpdateWeightsFromDistributed(
             names=[spec.name for spec in bucket],
             dtypes=[spec.dtype for spec in bucket],
@@ -139,19 +141,21 @@ class WeightCalls:
         await self._post(gserver, "/update_weights_from_distributed", message)
 
     async def load(self, gserver: Gserver, folder: str, *, label: str | None, flush_cache: bool) -> None:
-        """Have the gserver read the weights in `folder`: into its stage if it has one, else over the weights that it
-        serves. `label` is the name of the new weights, or None if `name` follows."""
+        """Have the gserver read the weights in `folder`: into its stage if it has one, else over its served weights.
+
+        `label`: the name of the new weights, or None if `name` follows.
+        """
         message = UpdateWeightsFromDisk(model_path=folder, weight_version=label, flush_cache=flush_cache)
         await self._post(gserver, "/update_weights_from_disk", message)
 
     async def load_adapter(self, gserver: Gserver, folder: str, *, name: str) -> None:
-        """Have an SGLang server load the adapter in `folder` under `name`, beside the adapters that are in use."""
+        """Have an SGLang server load the adapter in `folder` under `name`, in addition to the adapters in use."""
         try:
             loaded = await self._load_adapter(gserver, folder, name)
         except PeerError as refused:
             if not 400 <= refused.status < 500:
                 raise
-            try:  # an attempt that broke off, or the run before, may have left one of this name
+            try:  # an interrupted attempt, or an earlier run, may have left an adapter of this name
                 await self._unload_adapter(gserver, name)
             except PeerError:
                 raise refused from None
@@ -160,10 +164,10 @@ class WeightCalls:
         gserver.adapters = {other: gserver.adapters.get(other, math.inf) for other in (*ours, name)}
 
     def unload_old_adapters(self, gserver: Gserver, *, serves: str) -> None:
-        """Have the gserver, whose requests name the adapter `serves` from now on, unload those that none can still
-        have.
+        """Have the gserver unload the adapters that no request can still use.
 
-        In the background: nothing depends on it; failures are logged.
+        New requests name the adapter `serves` from now on. The oldest adapters beyond `MOST_OLD_ADAPTERS` are unloaded,
+        too. The calls run in the background, as nothing depends on them; failures are logged.
         """
         now = time.monotonic()
         old = {name: min(since, now) for name, since in gserver.adapters.items() if name != serves}
@@ -191,10 +195,9 @@ class WeightCalls:
         await self._client.post(gserver.address, "/unload_lora_adapter", message, LoadedAdapters, timeout=self._timeout)
 
     async def verify(self, gserver: Gserver, trained: Mapping[str, str]) -> None:
-        """Compare the checksums of the weights that the gserver received with `trained` (name → checksum); an empty
-        `trained` compares nothing.
+        """Compare the checksums of the gserver's received weights with `trained` (name → checksum).
 
-        Raises `PublicationError` when one differs.
+        An empty `trained` compares nothing. Raises `PublicationError` if any checksum differs.
         """
         if not trained:
             return
@@ -209,12 +212,14 @@ class WeightCalls:
         if ranks is not None and len(ranks) != gserver.ranks:
             raise PublicationError(f"{gserver.name} tells what {len(ranks)} ranks received, and has {gserver.ranks}")
         for rank in ranks or ():
-            # It may have been sent more before, by a run that it was in.
+            # The list may include tensors received before, in an earlier run.
             _compare(gserver, {name: rank.checksums.get(name, NOTHING) for name in trained}, trained)
 
     async def received(self, gserver: Gserver) -> list[RankSums] | None:
-        """Return the checksums of the tensors that each rank of a gserver without a stage received last; None if it
-        cannot tell, for example because it was started by somebody else."""
+        """Return the checksums of the tensors that each rank of a gserver without a stage received last.
+
+        Return None if the gserver does not support this, for example because another program started it.
+        """
         if not gserver.tells_received:
             return None
         message = WeightsChecker(action="received")
@@ -231,11 +236,11 @@ class WeightCalls:
         return sums.ranks
 
     async def pause(self, gserver: Gserver, mode: PauseMode) -> None:
-        """Have the gserver stop generating, between two steps; `mode` says what becomes of its requests."""
+        """Have the gserver stop generating between two steps; `mode` determines the fate of its requests."""
         await self._post(gserver, "/pause_generation", PauseGeneration(mode=mode))
 
     async def name(self, gserver: Gserver, label: str) -> None:
-        """Have the gserver call the weights that it serves `label`."""
+        """Have the gserver label its served weights `label`."""
         message = UpdateWeightVersion(new_version=label, abort_all_requests=False)
         await self._post(gserver, "/update_weight_version", message)
 
@@ -244,11 +249,11 @@ class WeightCalls:
         await self._post(gserver, "/end_weight_update")
 
     async def abort_requests(self, gserver: Gserver, *, timeout: float) -> None:
-        """Have the gserver end all requests, each with the tokens that it has."""
+        """Have the gserver end all requests, each with the tokens generated so far."""
         await self._post(gserver, "/abort_request", AbortRequest(abort_all=True), timeout=timeout)
 
     async def resume(self, gserver: Gserver, *, timeout: float) -> None:
-        """Have the gserver go on generating after a pause."""
+        """Have the gserver continue generating after a pause."""
         await self._post(gserver, "/continue_generation", timeout=timeout)
 
     async def _post(
@@ -262,8 +267,7 @@ class WeightCalls:
 def _compare(
     gserver: Gserver, found: Mapping[str, str], trained: Mapping[str, str], *, unknown: Sequence[str] = ()
 ) -> None:
-    """Raise `PublicationError` unless the checksums that were `found` are those that were `trained` and no `unknown`
-    tensors came."""
+    """Raise `PublicationError` if a checksum in `found` differs from `trained`, or there are `unknown` tensors."""
     wrong = [name for name, checksum in found.items() if trained.get(name, checksum) != checksum]
     if wrong or unknown:
         raise PublicationError(

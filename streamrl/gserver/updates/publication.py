@@ -1,15 +1,15 @@
-"""The manager's end of a publication: the publisher begins an update, sends the weights, and commits.
+"""The manager's side of a publication: the publisher begins an update, sends the weights, and commits.
 
-`WeightUpdates` owns the weight group and the update in progress; the version that the gservers serve is the ledger's
+`WeightUpdates` owns the weight group and the update in progress; the ledger owns the version that the gservers serve
 (`Ledger.policy_version`). It decides which gservers take part and in which group; `WeightUpdate` (`update.py`) carries
-the update through.
+out the update.
 
 A gserver lacks the served weights if it joined late, came back, or failed in an update; after a rewind all gservers do.
 `resync_needed` returns them to the master, and the publisher publishes the served version again, to them alone
 (`PublishBegin.resync`).
 
-Invariants: at most one update is under way. Except within the moments of a swap every gserver that is given groups
-serves the policy version. A gserver that failed in `weights.attempts` resyncs to a version waits for the next version.
+Invariants: at most one update is in progress. Except during a swap every gserver that is given groups serves the policy
+version. A gserver that failed in `weights.attempts` resyncs to a version waits for the next version.
 """
 
 from __future__ import annotations
@@ -63,14 +63,16 @@ class WeightUpdates:
         on_record: Callable[[UpdateRecord], None],
         on_unrecoverable: Callable[[str], None],
     ) -> None:
-        """`changed` is notified when a gserver is heard of, or may lack the served weights. As soon as the first
-        gserver serves a new version, the ledger advances to it and `on_version` is called. `on_record` is called with
-        the record of every attempt that has ended, `on_unrecoverable` with the reason why no live gserver can be
-        brought to the served weights."""
+        """`changed` is notified when a gserver sends a message, or may lack the served weights.
+
+        As soon as the first gserver serves a new version, the ledger advances to it and `on_version` is called.
+        `on_record` is called with the record of every attempt that has ended, `on_unrecoverable` with the reason why no
+        live gserver can be brought to the served weights.
+        """
         self.completed = 0
-        """Updates that took effect."""
+        """Number of updates that took effect."""
         self.failed = 0
-        """Attempts that were rolled back."""
+        """Number of attempts that were rolled back."""
         self.pause_seconds_total = 0.0
         """Sum of the longest pauses of generation of all attempts."""
         self.last: UpdateRecord | None = None
@@ -84,19 +86,19 @@ class WeightUpdates:
         self._on_record = on_record
         self._on_unrecoverable = on_unrecoverable
         self._group: WeightGroup | None = None
-        self._run_name = uuid.uuid4().hex[:8]  # a server that several runs join after another still has their groups
+        self._run_name = uuid.uuid4().hex[:8]  # a server that joins several runs in turn keeps the groups of each
         self._group_numbers = itertools.count(1)
         self._update: WeightUpdate | None = None
         self._running: asyncio.Task[PublishReply] | None = None
         self._beginning = asyncio.Lock()
 
     async def abort(self, reason: str) -> None:
-        """Abort the update under way for `reason`, and wait until it has ended."""
+        """Abort the update in progress for `reason`, and wait until it has ended."""
         await self._until_ended(lambda update: update.abort(reason))
 
     @property
     def under_way(self) -> bool:
-        """Whether an update has begun and not ended."""
+        """Whether an update is in progress."""
         return self._running is not None and not self._running.done()
 
     def status(self) -> dict[str, Any]:
@@ -114,10 +116,10 @@ class WeightUpdates:
         """Choose the gservers that take part, start their update, and return the group in which they wait.
 
         An update that is still in progress is rolled back first. A resync that no gserver needs any more starts
-        nothing: the returned group has no member but the publisher.
+        nothing: the returned group has only the publisher as a member.
 
-        Raises `PublicationError` when the version is not newer than the one served, when no gserver replies within
-        `weights.timeout_seconds`, or when none of them can read the snapshot.
+        Raises `PublicationError` if the version is not newer than the served one, if no gserver replies within
+        `weights.timeout_seconds`, or if none of them can read the snapshot.
         """
         async with self._beginning:
             await self.abort("the publisher began another update")
@@ -139,10 +141,9 @@ class WeightUpdates:
             return PublishBeginReply(group_name=group.name, world_size=group.world_size)
 
     async def commit(self, message: PublishCommit) -> PublishReply:
-        """Note that the publisher has sent everything, or why it could not; wait for the end of the update and return
-        its outcome. Another call for the same update returns the same outcome.
+        """Note the end of the publisher's sending, or its error; return the outcome of the update once it has ended.
 
-        Raises `PublicationError` when no such update was begun.
+        Another call for the same update returns the same outcome. Raises `PublicationError` if there is no such update.
         """
         update, running = self._update, self._running
         named = (message.version, message.group_name)
@@ -154,13 +155,15 @@ class WeightUpdates:
         return await asyncio.shield(running)
 
     async def resync_needed(self) -> list[str]:
-        """Wait for gservers that lack the served weights while no update is under way; return their names."""
+        """Wait for gservers that lack the served weights while no update is in progress; return their names."""
         await self._changed.until(lambda: not self.under_way and bool(self._lacking()), timeout=None)
         return [gserver.name for gserver in self._lacking()]
 
     def look_for_lacking(self) -> None:
-        """Wake `resync_needed`, after an event that may have left a gserver behind; call `on_unrecoverable` if all live
-        gservers have failed as often as they may."""
+        """Wake `resync_needed` after an event that may have left a gserver behind.
+
+        Calls `on_unrecoverable` if every live gserver has failed `weights.attempts` times.
+        """
         self._changed.notify()
         heard = [g for g in self._fleet.all() if not g.silent]
         failed = [g for g in heard if g.state is MemberState.EVICTED and g.failed_resyncs >= self._config.attempts]
@@ -177,7 +180,7 @@ class WeightUpdates:
         await self._calls.close()
 
     async def _until_ended(self, end: Callable[[WeightUpdate], None]) -> None:
-        """Call `end` with the update that is under way, if one is, and wait until it has ended."""
+        """Call `end` with the update in progress, if any, and wait until it has ended."""
         if self._update is not None and self._running is not None and self.under_way:
             end(self._update)
             await asyncio.wait({self._running})
@@ -216,7 +219,7 @@ class WeightUpdates:
             self._fleet.updated(self._update.group.members)
         self._on_version(version)
 
-    # Who takes part
+    # Membership of an update
 
     def _lacking(self) -> list[Gserver]:
         """Return the live gservers that do not serve the policy version and may be resynced to it."""
@@ -224,8 +227,10 @@ class WeightUpdates:
         return [gserver for gserver in evicted if gserver.failed_resyncs < self._config.attempts]
 
     async def _members_to_resync(self, message: PublishBegin) -> list[Gserver]:
-        """Return the gservers that lack the version served, can read it, and reply; perhaps none. A gserver that made
-        an earlier attempt fail is tried again when no other lacks the version."""
+        """Return the gservers that lack the served version, can read it, and reply; possibly none.
+
+        A gserver that caused an earlier attempt to fail is tried again when no other lacks the version.
+        """
         if message.version != self._ledger.policy_version:
             return []
         lacking = self._lacking()
@@ -238,7 +243,7 @@ class WeightUpdates:
         return await self._responding([g for g in able if g.failed_version != message.version] or able)
 
     async def _members_of_update(self, message: PublishBegin) -> list[Gserver]:
-        """Return the gservers that reply now, at least one: wait for it if there is none. Raises as `begin` does."""
+        """Return the gservers that reply now, waiting for the first if none does. Raises the errors of `begin`."""
         version, served = message.version, self._ledger.policy_version
         if version <= served:
             raise PublicationError(f"version {version} cannot be published: the gservers are at {served}")
@@ -263,7 +268,7 @@ class WeightUpdates:
             seen = self._fleet.news
 
     async def _responding(self, gservers: list[Gserver]) -> list[Gserver]:
-        """Ask `gservers` for their abilities; return those that reply and still have their place in the run."""
+        """Request the abilities of `gservers`; return those that reply and still have their place in the run."""
         replied = await asyncio.gather(*(self._responds(g) for g in gservers))
         return [g for g, lives in zip(gservers, replied, strict=True) if lives and g.takes_part]
 
@@ -277,8 +282,10 @@ class WeightUpdates:
         return True
 
     def _group_for(self, members: list[Gserver], message: PublishBegin) -> tuple[WeightGroup, bool]:
-        """Return the weight group of `members`, and whether they have joined it. It is the group of the last broadcast
-        if that is theirs and the publisher's, else a new one."""
+        """Return the weight group of `members`, and whether they have joined it.
+
+        It is the group of the last broadcast if the members and the publisher's group name match, else a new one.
+        """
         new = WeightGroup(f"weights-{self._run_name}-{next(self._group_numbers)}", tuple(members))
         if isinstance(message.weights, Snapshot):
             return new, False
@@ -297,7 +304,7 @@ class WeightUpdates:
 
 
 def _readers(weights: Broadcast | Snapshot, gservers: list[Gserver]) -> tuple[list[Gserver], str]:
-    """Return those of `gservers` that the weights can reach, and a text on the others; empty if there are none."""
+    """Return the `gservers` that the weights can reach, and an error message about the others; empty if none."""
     if isinstance(weights, Broadcast):
         return gservers, ""
     able = [g for g in gservers if weights.readable_by(g.machine, g.gpu)]

@@ -1,17 +1,18 @@
-"""The states of one weight update. Pure: events go in, actions come out; there is no I/O and no clock.
+"""The states of one weight update. Pure: events come in, actions go out; there is no I/O and no clock.
 
     prepare ──────▶ (commit) ──────▶ check ──────▶ apply ─────▶ done
-       │                │              │             │ nobody swapped
+       │                │              │             │ none swapped
        └────────────────┴──────────────┴─────────────┴──▶ roll back ──▶ rolled back
 
-*Prepare* brings the weights to every gserver, *check* compares them with what was trained, *apply* pauses, swaps and
+*Prepare* brings the weights to every gserver, *check* compares them with the trained weights, *apply* pauses, swaps and
 resumes each gserver on its own (a gserver that has no stage and reads files does all of it there). Gservers pass
-`prepare` and `check` together: nobody goes on before all are through, and before the publisher has committed.
+`prepare` and `check` together: no gserver enters the next phase before all have finished the present one, and *check*
+begins only after the publisher has committed.
 
-Invariants: until the first swap succeeds every failure rolls back, and gservers with unmixed weights go on at the old
-version; from then on the update stands, and a gserver that fails is evicted. Whoever was asked to pause is asked to
-resume, and one with mixed weights is first asked to end its requests. If every action is replied to, and `overdue`
-comes when `awaits` asks for it, the update ends.
+Invariants: until the first swap succeeds every failure rolls back, and gservers with unmixed weights continue at the
+old version; from then on the update stands, and a gserver that fails is evicted. A gserver for which a pause was
+requested is also resumed, and one with mixed weights must first end its requests. If every action gets a reply, and
+`overdue` is called when `awaits` requires it, the update ends.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Who = TypeVar("Who", bound=Hashable)
 
 
 class Stage(Enum):
-    """How far an update has come, in the order in which one that succeeds passes through."""
+    """Progress of an update, in the order of the stages of a successful one."""
 
     IDLE = "idle"
     FORMING = "forming"
@@ -44,26 +45,26 @@ ORDER = {stage: place for place, stage in enumerate(Stage)}
 
 
 class Step(Enum):
-    """What a gserver is asked to do; each is one or more calls with a deadline."""
+    """An action of a gserver; each is one or more calls with a deadline."""
 
     JOIN = "join"
-    """Meet the others in the weight group."""
+    """Join the weight group, together with the other members."""
     BEGIN = "begin"
     """Prepare to receive."""
     RECEIVE = "receive"
-    """Receive the new weights: into the stage or, where there is none, over those that are served."""
+    """Receive the new weights: into the stage or, without one, over the served weights."""
     VERIFY = "verify"
-    """Show that the new weights are those that were trained."""
+    """Prove that the new weights are the trained ones."""
     PAUSE = "pause"
     """Pause generation."""
     MARK = "mark"
-    """Call the served weights mixed before they are, so that tokens that are sampled from them can be recognised."""
+    """Label the served weights as mixed before they are, so that tokens sampled from them can be recognised."""
     SWAP = "swap"
     """Serve the new weights from here on."""
     ASK = "ask"
-    """Say which weights are served."""
+    """Report which weights are served."""
     CLEAR = "clear"
-    """End all requests, with the tokens that they have."""
+    """End all requests, with the tokens generated so far."""
     RESUME = "resume"
     """Resume generation."""
 
@@ -87,7 +88,7 @@ class MemberPlan:
     check: tuple[Step, ...] = ()
     apply: tuple[Step, ...] = (Step.PAUSE, Step.SWAP)
     mixes: Step | None = None
-    """The step from which on, until its swap has succeeded, the weights that it serves may be of two versions."""
+    """The step from which on, until the swap has succeeded, the served weights may be of two versions."""
 
 
 Way = Literal["broadcast", "snapshot", "adapter"]
@@ -95,19 +96,19 @@ Way = Literal["broadcast", "snapshot", "adapter"]
 
 
 def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool = False) -> MemberPlan:
-    """Return the steps that one gserver takes.
+    """Return the steps of one gserver.
 
-    `staged`: it keeps new weights beside those that it serves until the swap; real SGLang cannot. `joined`: it is in
-    the weight group already. `verified`: the weights that it received are compared with those that were trained.
-    `cut`: requests end when a new adapter comes; otherwise each goes on with the adapter that it began with.
+    `staged`: it keeps new weights separate from the served ones until the swap; real SGLang cannot. `joined`: it is in
+    the weight group already. `verified`: the received weights are compared with the trained ones. `cut`: requests end
+    when a new adapter comes; otherwise each continues with the adapter that it began with.
     """
     join = (Step.JOIN,) if way == "broadcast" and not joined else ()
     check = (Step.VERIFY,) if verified else ()
     if staged:
         return MemberPlan(prepare=(*join, Step.BEGIN, Step.RECEIVE), check=check)
-    if way == "adapter":  # it is loaded beside others, and no request names it before the swap
+    if way == "adapter":  # it is loaded in addition to others, and no request names it before the swap
         return MemberPlan(prepare=(Step.RECEIVE,), check=check, apply=(Step.PAUSE, Step.SWAP) if cut else (Step.SWAP,))
-    if way == "snapshot":  # nothing touches it before its turn has come, when it reads the files
+    if way == "snapshot":  # the gserver is untouched until its turn, when it reads the files
         return MemberPlan(apply=(Step.PAUSE, Step.MARK, Step.RECEIVE, *check, Step.SWAP), mixes=Step.MARK)
     steps = (*join, Step.PAUSE, Step.BEGIN, Step.MARK, Step.RECEIVE)
     return MemberPlan(prepare=steps, check=check, apply=(Step.SWAP,), mixes=Step.MARK)
@@ -115,25 +116,25 @@ def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool 
 
 @dataclass(frozen=True, eq=False)
 class Action(Generic[Who]):
-    """`who` is to take `step`; its outcome is to be reported by `succeeded`, `failed` or, for ASK, `serves`."""
+    """The instruction that `who` take `step`; `succeeded`, `failed` or, for ASK, `serves` reports its outcome."""
 
     who: Who
     step: Step
 
 
 Serves = Literal["old", "new", "other"]
-"""The weights that a gserver says it serves: those of before the update, those of the update, or neither."""
+"""The weights that a gserver reports as served: the old ones, the updated ones, or neither."""
 
 
 class MemberHealth(Enum):
-    """What an update has seen of one gserver."""
+    """The health of one gserver, as observed by an update."""
 
     FINE = "fine"
-    """It did its part, or was doing it when another failed."""
+    """It did its part, or was doing so when another gserver failed."""
     SLOW = "slow"
     """A call of the update timed out, but it replies to other calls."""
     REFUSED = "refused"
-    """It replied with an error, or with something that makes no sense."""
+    """It replied with an error, or with an invalid reply."""
     LOST = "lost"
     """It does not reply at all."""
 
@@ -153,9 +154,9 @@ class _Member(Generic[Who]):
         self.who = who
         self.plan = plan
         self.left = list(plan.prepare)
-        """Steps of this phase that are still to be taken."""
+        """Remaining steps of this phase."""
         self.now: Action[Who] | None = None
-        """What it is asked to do at the moment."""
+        """The action in progress."""
         self.stage = Stage.FORMING
         self.through = not plan.prepare
         """Whether nothing is left to do in this phase."""
@@ -164,17 +165,17 @@ class _Member(Generic[Who]):
         self.swapped = False
         self.health = MemberHealth.FINE
         self.problem = ""
-        """Why it failed; empty: it did not."""
+        """Why it failed; empty if it did not."""
         self.serves: Serves | None = None
 
 
 class UpdateStates(Generic[Who]):
-    """One update of the gservers in `plans`. Every event returns the actions to take next; none of them raises."""
+    """One update of the gservers in `plans`. Every event returns the next actions; no event raises an error."""
 
     def __init__(self, plans: Mapping[Who, MemberPlan]) -> None:
         self.phase = Phase.PREPARE
         self.reason = ""
-        """Why it was rolled back."""
+        """Why the update was rolled back."""
         self._members = {who: _Member(who, plan) for who, plan in plans.items()}
         self._started = False
         self._committed = False
@@ -183,7 +184,7 @@ class UpdateStates(Generic[Who]):
         self._evicted: set[Who] = set()
         self._blamed: set[Who] = set()
 
-    # What is known
+    # Queries
 
     @property
     def ended(self) -> bool:
@@ -192,7 +193,7 @@ class UpdateStates(Generic[Who]):
 
     @property
     def done(self) -> bool:
-        """Whether the new weights are served."""
+        """Whether any gserver serves the new weights."""
         return any(member.swapped for member in self._members.values())
 
     @property
@@ -202,23 +203,23 @@ class UpdateStates(Generic[Who]):
 
     @property
     def evicted(self) -> frozenset[Who]:
-        """The gservers that are left without the weights that the others serve; complete when the update has ended."""
+        """The gservers that lack the weights that the others serve; complete when the update has ended."""
         return frozenset(self._evicted)
 
     @property
     def blamed(self) -> frozenset[Who]:
-        """The gservers that made the update fail: the next attempt had better do without them."""
+        """The gservers that made the update fail, to be left out of the next attempt if possible."""
         return frozenset(self._blamed)
 
     @property
     def outstanding(self) -> list[Action[Who]]:
-        """The actions whose outcome is awaited; any other that was returned before no longer matters."""
+        """The actions whose outcome is awaited; all others returned before no longer matter."""
         return [member.now for member in self._members.values() if member.now is not None]
 
     @property
     def awaits(self) -> Literal["commit", "others", ""]:
-        """What has a deadline now: the publisher's commit, or what the other gservers still have to do after a first
-        failure; empty: nothing. `overdue` is to be called when it has passed."""
+        """The event that has a deadline now: the publisher's commit, or the other gservers' remaining work after a
+        first failure; empty if none has. `overdue` is to be called once the deadline has passed."""
         if self.phase is Phase.PREPARE and not self._problems() and all(m.through for m in self._members.values()):
             return "commit"
         return "others" if self.phase in (Phase.PREPARE, Phase.CHECK) and self._problems() else ""
@@ -237,12 +238,12 @@ class UpdateStates(Generic[Who]):
     # Events
 
     def start(self) -> list[Action[Who]]:
-        """Begin the update. Only `commit` and `abort` may come before."""
+        """Begin the update. Only `commit` and `abort` may be called before."""
         self._started = True
         return self._go_on([action for member in self._members.values() for action in self._next(member)])
 
     def succeeded(self, action: Action[Who]) -> list[Action[Who]]:
-        """`action` was carried out."""
+        """Record that `action` was carried out."""
         member = self._reply_to(action)
         if member is None:
             return []
@@ -253,7 +254,7 @@ class UpdateStates(Generic[Who]):
         return self._go_on(self._next(member))
 
     def failed(self, action: Action[Who], health: MemberHealth, reason: str) -> list[Action[Who]]:
-        """`action` was not carried out, or perhaps it was and the reply was lost; `reason` says what went wrong."""
+        """Record that `action` failed with the error `reason`; it may have been carried out and the reply lost."""
         member = self._reply_to(action)
         if member is None:
             return []
@@ -263,7 +264,7 @@ class UpdateStates(Generic[Who]):
             case Step.RESUME:
                 member.paused = False
             case Step.CLEAR:
-                pass  # it is evicted, and resumed all the same
+                pass  # it is evicted, and resumed nevertheless
             case _:
                 member.health, member.problem, member.left = health, reason, []
                 if self.phase is Phase.APPLY and action.step is Step.SWAP:
@@ -271,24 +272,24 @@ class UpdateStates(Generic[Who]):
         return self._go_on(self._next(member))
 
     def serves(self, action: Action[Who], what: Serves) -> list[Action[Who]]:
-        """The gserver replied to `action`, an ASK, that it serves `what`."""
+        """Record the reply to `action`, an ASK: the gserver serves `what`."""
         member = self._reply_to(action)
         return [] if member is None else self._told(member, what)
 
     def commit(self) -> list[Action[Who]]:
-        """The publisher has sent all weights."""
+        """Record that the publisher has sent all weights."""
         self._committed = True
         return self._go_on([]) if self._started else []
 
     def abort(self, reason: str) -> list[Action[Who]]:
-        """The publisher gives up for `reason`. After its commit this changes nothing."""
+        """Record that the publisher gives up for `reason`. After its commit this changes nothing."""
         if self._committed or self.phase is not Phase.PREPARE:
             return []
         self._publisher_failed = True
         return self._roll_back(reason)
 
     def overdue(self, reason: str) -> list[Action[Who]]:
-        """The deadline of what `awaits` names has passed; `reason` is what to say of a commit that is missing."""
+        """Record that the deadline of `awaits` has passed; `reason` is the error message for a missing commit."""
         match self.awaits:
             case "commit":
                 return self.abort(reason)
@@ -308,7 +309,7 @@ class UpdateStates(Generic[Who]):
     # Transitions
 
     def _reply_to(self, action: Action[Who]) -> _Member[Who] | None:
-        """Return the gserver that `action` was for; None if the update has gone on without its outcome."""
+        """Return the gserver that `action` was for; None if the update has continued without its outcome."""
         member = self._members[action.who]
         if member.now is not action:
             return None
@@ -316,9 +317,9 @@ class UpdateStates(Generic[Who]):
         return member
 
     def _next(self, member: _Member[Who]) -> list[Action[Who]]:
-        """Return the next action of `member` in this phase, if there is one."""
+        """Return the next action of `member` in this phase, if any."""
         if self.phase in (Phase.PREPARE, Phase.CHECK) and self._problems():
-            return []  # only replies to what is under way may still tell something
+            return []  # only replies to calls in progress can still add information
         if member.left:
             return [self._ask(member, member.left.pop(0))]
         if self.phase in (Phase.APPLY, Phase.ROLL_BACK) and member.paused:
@@ -345,7 +346,7 @@ class UpdateStates(Generic[Who]):
         return member.now
 
     def _told(self, member: _Member[Who], what: Serves | None) -> list[Action[Who]]:
-        """Take in which weights `member` says it serves; None: it did not reply."""
+        """Record the weights that `member` reports as served; None if it did not reply."""
         member.serves = what
         if what is None:
             member.health = MemberHealth.LOST
@@ -357,7 +358,7 @@ class UpdateStates(Generic[Who]):
         return self._go_on(self._next(member))
 
     def _go_on(self, actions: list[Action[Who]]) -> list[Action[Who]]:
-        """Enter the next phase if all are through with this one; return its first actions, or else `actions`."""
+        """Enter the next phase if all gservers have finished this one; return its first actions, or else `actions`."""
         members = self._members.values()
         match self.phase:
             case Phase.PREPARE | Phase.CHECK if self._problems():
@@ -389,7 +390,7 @@ class UpdateStates(Generic[Who]):
         return []
 
     def _roll_back(self, reason: str) -> list[Action[Who]]:
-        """Keep the old version; first ask everyone what they serve."""
+        """Keep the old version; first query every gserver for the weights that it serves."""
         self.reason = reason
         self.phase = Phase.ROLL_BACK
         for member in self._members.values():
@@ -397,7 +398,7 @@ class UpdateStates(Generic[Who]):
         return [self._ask(member, Step.ASK) for member in self._members.values()]
 
     def _rolled_back(self) -> list[Action[Who]]:
-        """All have told what they serve, and then: all are resumed."""
+        """Decide which gservers are to blame once all have reported their weights, resume the paused ones, and end."""
         members = self._members.values()
         if not self._left_early and not self._evicted and not self._blamed:
             health = {member.who: member.health for member in members}
@@ -411,7 +412,7 @@ class UpdateStates(Generic[Who]):
         return []
 
     def _resume_only(self, member: _Member[Who]) -> list[Action[Who]]:
-        """Drop what `member` was to do; resume it if it is paused."""
+        """Drop the remaining steps of `member`; resume it if it is paused."""
         member.now, member.left, member.through = None, [], not member.paused
         return self._next(member) if member.paused else []
 
@@ -422,8 +423,8 @@ class UpdateStates(Generic[Who]):
 def culprits(health: Mapping[Who, MemberHealth], *, publisher_failed: bool) -> set[Who]:
     """Return the gservers to leave out of the next attempt.
 
-    A broadcast fails for everyone when one rank is gone, so a failure counts against a gserver only
-    if nobody is lost and others did not fail in the same way: what befell all came from outside.
+    A broadcast fails for all ranks when one is gone. Hence a failure counts against a gserver only if none is lost and
+    others did not fail in the same way: a failure of all has an external cause.
     """
     lost = {who for who, state in health.items() if state is MemberHealth.LOST}
     if lost or publisher_failed:

@@ -1,9 +1,9 @@
-"""One attempt at a weight update: takes the actions that the pure states (`states.py`) decide on.
+"""One attempt at a weight update: carries out the actions that the pure states (`states.py`) decide on.
 
-`WeightUpdate` owns the calls under way, the clock and the record of the attempt.
+`WeightUpdate` owns the calls in progress, the clock and the record of the attempt.
 
-Invariants: every call has a deadline; a call that does not matter any more is cut off; `run` ends only after every
-gserver that was paused was asked to resume.
+Invariants: every call has a deadline; a call that no longer matters is cancelled; `run` ends only after every paused
+gserver was requested to resume.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ from streamrl.transport.generation import MIXED_WEIGHTS, InitWeightsUpdateGroup,
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 1.0
-"""Time that the other gservers have, after a first failure, to do their part: it tells cause from effect."""
+"""Time, in seconds, for the other gservers to do their part after a first failure; separates cause from effect."""
 CLOSING_SECONDS = 2.0
 """Deadline, in seconds, for each gserver to be resumed when the manager itself leaves."""
 
 
 @dataclass(frozen=True, eq=False)
 class WeightGroup:
-    """The gservers that take part. Where weights are broadcast, the publisher is rank 0 of a process group, and the
-    ranks of `members` follow from 1 on, in this order."""
+    """The gservers that take part. For a broadcast the publisher is rank 0 of a process group, and the ranks of
+    `members` follow from 1 on, in this order."""
 
     name: str
     members: tuple[Gserver, ...]
 
     @property
     def world_size(self) -> int:
-        """Ranks of the publisher and of all members."""
+        """Number of ranks of the publisher and all members."""
         return 1 + sum(gserver.ranks for gserver in self.members)
 
     def first_rank(self, gserver: Gserver) -> int:
-        """Return the first of the ranks that this member has in the group."""
+        """Return the first rank of this member in the group."""
         return 1 + sum(before.ranks for before in self.members[: self.members.index(gserver)])
 
 
 class UpdateRecord(msgspec.Struct, kw_only=True):
-    """What happened in one attempt; points in time are in seconds since the epoch."""
+    """The record of one attempt; points in time are in seconds since the epoch."""
 
     version: int
     group: str
     gservers: list[int]
     begin: float
     reached: dict[str, float] = {}
-    """Stage → when all gservers had reached it or a later one."""
+    """Stage → time at which all gservers had reached it or a later one."""
     end: float = 0.0
     pause_seconds: float = 0.0
     """Longest pause of generation on any gserver."""
@@ -96,16 +96,18 @@ class WeightUpdate:
         ledger: Ledger,
         on_swapped: Callable[[int], None],
     ) -> None:
-        """`joined`: all members have joined the group. `ledger` has the version that gservers must serve to be given
-        groups. If that is an older one, `on_swapped` is called with `version` as soon as the first gserver serves it,
-        and advances the ledger."""
+        """`joined`: all members have joined the group. `ledger` has the version that gservers must serve to get groups.
+
+        If that version is older than `version`, `on_swapped` is called with `version` as soon as the first gserver
+        serves it, and advances the ledger.
+        """
         self.version = version
         self.group = group
         self.record = UpdateRecord(
             version=version, group=group.name, gservers=[g.index for g in group.members], begin=time.time()
         )
         self._checksums: dict[str, str] = {}
-        """Name → checksum of each weight as it was trained; known from the commit on."""
+        """Name → checksum of each trained weight; known from the commit on."""
         self._ledger = ledger
         self._old_version = ledger.policy_version
         self._weights = weights
@@ -134,7 +136,7 @@ class WeightUpdate:
         self._ended = asyncio.Event()
 
     def status(self) -> dict[str, Any]:
-        """Return the state of the update and of each gserver in it, to be shown."""
+        """Return the state of the update and of each gserver in it, for display."""
         return {
             "state": self._states.stage.value,
             "version": self.version,
@@ -144,8 +146,8 @@ class WeightUpdate:
         }
 
     def commit(self, error: str, checksums: dict[str, str]) -> None:
-        """Note that the publisher has sent all weights, with these `checksums` (name → checksum); roll back if it
-        failed instead (`error`)."""
+        """Note that the publisher has sent all weights, with these `checksums` (name → checksum); if it failed
+        (`error`), roll back."""
         if error:
             self.abort(f"the publisher failed: {error}")
         elif not self._ended.is_set():
@@ -162,7 +164,7 @@ class WeightUpdate:
         self._begin(self._states.leave("the manager leaves"))
 
     async def run(self) -> PublishReply:
-        """Carry the whole transaction out, and return its outcome. Nothing that a gserver does makes it raise."""
+        """Carry out the whole transaction and return its outcome. No failure of a gserver makes it raise an error."""
         self._begin(self._states.start())
         await self._ended.wait()
         return PublishReply(
@@ -173,7 +175,7 @@ class WeightUpdate:
         )
 
     def _begin(self, actions: Iterable[Action[Gserver]]) -> None:
-        """Begin `actions`, cancel those that no longer matter, and record how far the update has come."""
+        """Begin `actions`, cancel the actions that no longer matter, and record the progress of the update."""
         for action in actions:
             name = f"{action.step.value} on {action.who.name}"
             self._tasks[action] = essential.begin(self._carry_out(action), name=name)
@@ -186,7 +188,7 @@ class WeightUpdate:
         self._set_alarm()
 
     def _record(self) -> None:
-        """Bring the record, the ledger and the gservers up to the states."""
+        """Update the record, the ledger and the gservers from the states."""
         self._record_stage(self._states.stage)
         if self._states.done and self._ledger.policy_version < self.version:
             self._on_swapped(self.version)
@@ -213,7 +215,7 @@ class WeightUpdate:
         self._ended.set()
 
     def _set_alarm(self) -> None:
-        """Set the timer for what the states await, if that is new: when it fires they are told that it is overdue."""
+        """Set the timer for the event that the states await, if it is a new one; the timer calls `overdue`."""
         awaits = self._states.awaits
         if awaits == self._alarm_for:
             return
@@ -229,7 +231,7 @@ class WeightUpdate:
             )
 
     async def _carry_out(self, action: Action[Gserver]) -> None:
-        """Carry one action out, tell the states how it went, and begin the actions that they answer with."""
+        """Carry out one action, report its outcome to the states, and begin the actions that follow."""
         gserver = action.who
         try:
             if action.step is Step.ASK:
@@ -237,7 +239,7 @@ class WeightUpdate:
                 self._begin(self._states.serves(action, self._meaning(label)))
                 return
             await self._call(action.step, gserver)
-        except Exception as error:  # tolerance point: whatever happens in a step, the update comes to its end
+        except Exception as error:  # tolerance point: the update must end after any failure of a step
             if not isinstance(error, StreamRLError):
                 log.exception("%s on %s failed", action.step.value, gserver.name)
             self._failed(action, error)
@@ -245,7 +247,7 @@ class WeightUpdate:
         if action.step is Step.RESUME:
             gserver.handle(MemberEvent.RESUMED)
             now = time.monotonic()
-            since = self._paused_at.pop(gserver, now)  # now: cut off before its pause was asked for
+            since = self._paused_at.pop(gserver, now)  # now: cancelled before its pause was requested
             self.record.pause_seconds = max(self.record.pause_seconds, now - since)
         self._begin(self._states.succeeded(action))
 
@@ -315,7 +317,7 @@ class WeightUpdate:
             self._received[gserver] = number
 
     def _staged_label(self, gserver: Gserver) -> str | None:
-        """Return the name that staged weights get as they are swapped in; None if `gserver` stages none."""
+        """Return the label for staged weights after the swap; None if `gserver` stages none."""
         return self._label(self.version) if stages_weights(gserver) else None
 
     def _label(self, version: int) -> str:
@@ -335,8 +337,10 @@ class WeightUpdate:
         )
 
     def _flushes(self, gserver: Gserver) -> bool:
-        """Whether `gserver` is to be asked to flush its cache. SGLang refuses that while requests stay in place; one
-        that stages weights knows by itself what to forget in the swap."""
+        """Whether to request that `gserver` flush its cache.
+
+        SGLang refuses that while requests stay in place; a gserver that stages weights drops outdated entries itself.
+        """
         return not stages_weights(gserver) and self._config.pause_mode != "in_place"
 
     def _writes_over(self, gserver: Gserver) -> bool:
@@ -344,7 +348,7 @@ class WeightUpdate:
         return not stages_weights(gserver) and _way(self._weights) != "adapter"
 
     def _meaning(self, label: str) -> Serves:
-        """Return which weights those are that a gserver calls `label`."""
+        """Return whether `label` stands for the old weights, the new ones, or others."""
         if serves(label, self._label(self.version)):
             return "new"
         return "old" if serves(label, self._label(self._old_version)) else "other"
@@ -363,7 +367,7 @@ def _adapter(version: int) -> str:
 
 
 def stages_weights(gserver: Gserver) -> bool:
-    """Whether `gserver` can take in new weights beside those that it serves."""
+    """Whether `gserver` can receive new weights separately from the served ones."""
     return gserver.info is not None and gserver.info.staged_weight_update
 
 

@@ -268,9 +268,9 @@ class RecordWriter:
             self._on_their_way.append(self._thread.submit(self._write, step))
 
     def to_disk(self) -> None:
-        """Wait until the steps so far are on the disk, safe from a crash of the machine. Steps for which the disk has
-        no room, or which are not written after half of `limit_seconds`, are not waited for, since other workers wait in
-        the meantime. From any thread."""
+        """Wait until the steps so far are on the disk, safe from a crash of the machine. Waits for at most half of
+        `limit_seconds`, since other workers wait in the meantime, and not for steps for which the disk has no room.
+        From any thread."""
         if wait(list(self._on_their_way), self._limit / 2).not_done:
             log.warning("the last steps of the record are not written yet: %s does not take them", self._folder)
         if self._over:

@@ -80,7 +80,7 @@ class Actor:
             return infer_packed(self.model, groups, self._trainer)
 
     def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
-        """Return the credit of `items`, which are this rank's items of a batch. Collective.
+        """Return the credit of `items`, all of this rank's items of a batch. Collective.
 
         `given`: the items have the user's advantages.
         """

@@ -34,7 +34,7 @@ class Credit(NamedTuple):
 def assign_credit(
     items: Sequence[TrainItem], algorithm: AlgorithmConfig, *, kl_coef: float, given: bool, add_up: AddUp
 ) -> list[Credit]:
-    """Return the credit of `items`, which are this rank's items of a batch, perhaps none.
+    """Return the credit of `items`, all of this rank's items of a batch, perhaps none.
 
     Collective, with the same `given` on all ranks. Advantages of the kinds `PER_TOKEN` are whitened with the mean and
     the deviation over the batch's tokens in the loss.

@@ -92,7 +92,7 @@ class Computation:
         self._keeper = self._begin_keeping() if config.metrics.rollouts_per_step and self._is_head(ACTOR) else None
 
     def close(self) -> None:
-        """Wait until all record files and samples in progress are on the disk."""
+        """Wait until the record and the samples in progress are written, up to their time limits."""
         if self._recorder is not None:
             self._recorder.close()
         if self._keeper is not None:

@@ -6,7 +6,7 @@ All other arrays are in the `ArrayStore`, by sequence number and key, until the 
 use from several threads; arrays are not copied.
 
 `DataManager` carries out the Redistributor's plans, and owns the process groups over which arrays travel. All ranks of
-a transfer carry it out, after the same other transfers; other ranks need not even see it. The order prevents circular
+a transfer carry it out, in a common order of transfers; other ranks need not even see it. The order prevents circular
 waits: first every rank posts all its point-to-point sends and receives of the plan at once, then the broadcasts follow
 one by one in the order of the plan. All arrays of one transfer travel as one buffer of bytes. Received arrays are
 read-only views into it, so its memory is free again once the last of them has been discarded.

@@ -1,8 +1,8 @@
 """A model worker: holds groups in its StreamDataset, and carries out the master's calls on them.
 
 Calls are carried out one after another in a compute thread, in the order that all workers share. There are two
-exceptions. Calls that only read stored data return at once. `Publish` runs in parallel with the computation: weights
-may be read while the next step computes, and are changed only when the publication has ended.
+exceptions. Calls that need no model, such as `Spec`, are carried out at once. `Publish` runs in parallel with the
+computation: weights may be read while the next step computes, and are changed only when the publication has ended.
 """
 
 from __future__ import annotations

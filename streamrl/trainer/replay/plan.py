@@ -212,9 +212,9 @@ class ReplayBatch:
 def computed(graph: Graph, given: Iterable[str]) -> list[MFC]:
     """Return the calls that a replay makes for each batch, in order: those whose outputs are not in `given`.
 
-    A user's function is left out if no remaining call reads its outputs: each rank has recorded the data that its
-    groups were trained on, but not the inputs from which another function computed it. Raises `ConfigError` if the
-    record lacks an input of a call.
+    A user's function is never called again. The record may lack its outputs only if no remaining call reads them: each
+    rank records the arrays that its groups were trained on, but not the arrays from which a function computed these.
+    Raises `ConfigError` if a remaining call reads such missing outputs.
     """
     known = frozenset(given) | {"rewards"}  # rewards are part of the groups
     found = [*graph.reading("arrivals"), *graph.reading("batch")]  # batches need both

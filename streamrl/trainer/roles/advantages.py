@@ -71,8 +71,8 @@ def _by_response(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | 
 
 
 def _by_token(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
-    """Return the credit from the rewards after each token: penalties of this and later tokens, and the response's
-    reward at the last.
+    """Return the credit from the rewards at and after each token: the penalties, and the response's reward at its last
+    token.
 
     With a critic by generalised advantage estimation, without one as a plain sum.
     """

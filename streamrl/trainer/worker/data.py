@@ -385,7 +385,7 @@ class WorkerData:
             self.manager.close()
 
     def _stage(self, seq: int, key: str) -> None:
-        """Put an array of one of the worker's own groups into the store, for sending."""
+        """Put an array of one of the worker's own groups into the store."""
         group = self._dataset.find(seq)
         if group is None:
             return

@@ -2,8 +2,8 @@
 
 Trajectories of a group have a common beginning: the prompt, and for agents the turns that episodes or calls share. So a
 row is a *trie*: a common beginning occurs once, and each token sees the tokens on its own path. A token keeps its
-position in its own sequence, so the results equal those of separate sequences, at a fraction of the work. `p p a a`, `p
-p b c c` and `p p b d d` make the row
+position in its own sequence, so the results equal those of separate sequences, at a fraction of the work. `p p a a`,
+`p p b c c` and `p p b d d` make the row
 
     row             p  p  a  a  b  c  c  d  d
     position        0  1  2  3  2  3  4  3  4

@@ -347,8 +347,8 @@ class _Blockwise(torch.autograd.Function):
 def _computed(
     query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield some columns of queries, with their output `[1, heads, queries, head_dim]` and log-sum-exp `[1, heads,
-    queries]` over some keys, for all blocks of `part`."""
+    """Yield some columns of queries, with their output `[1, heads, queries, head_dim]` and log-sum-exp
+    `[1, heads, queries]` over some keys, for all blocks of `part`."""
     if isinstance(part, TreeBlocks):
         for block in (*part.diagonal, *part.below):
             yield block.queries, *_flash(query, key, value, block, scale)

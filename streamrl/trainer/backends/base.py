@@ -222,10 +222,10 @@ class ParallelModel(WholeWeights, Protocol):
         ...
 
     def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
-        """Sum gradients over the data-parallel ranks, clip them, take an optimizer step, and reset them to zero.
+        """Sum and clip gradients over the data-parallel ranks, take an optimizer step, and zero the gradients.
         Collective.
 
-        `lr_scale` multiplies the schedule's learning rate; the returned rate is the product. `before_update` is called
+        `lr_scale` multiplies the schedule's learning rate; `Update.lr` is the product. `before_update` is called
         when the weights are about to change. Raises `TrainingError`, with the weights unchanged, if the norm is not
         finite.
         """

@@ -87,13 +87,13 @@ def ppo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> ClippedLoss:
-    """Return PPO's clipped objective (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
+    """Return the loss of PPO's clipped objective (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
 
         loss = -min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)
 
     `clip_high > clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). With `dual_clip` c > 1 the
-    objective of a negative advantage is bounded from below by `c · A` (Ye et al., https://arxiv.org/abs/1912.09729, eq.
-    5).
+    objective of a negative advantage is bounded from below by `c · A` (Ye et al.,
+    https://arxiv.org/abs/1912.09729, eq. 5).
     """
     ratio = (logprobs - proximal_logprobs.detach()).exp()
     return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
@@ -110,7 +110,7 @@ def gspo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> ClippedLoss:
-    """Return PPO's objective with the ratio of a whole response, the same for all its tokens:
+    """Return the loss of PPO's objective with the ratio of a whole response, the same for all its tokens:
 
         s = exp(mean over the response of log(π / π_p))
 
@@ -125,7 +125,7 @@ def gspo(
 def cispo(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> ClippedLoss:
-    """Return CISPO's objective: the clipped ratio is a weight without gradient, so that no token loses its gradient:
+    """Return CISPO's loss: the clipped ratio is a weight without gradient, so that no token loses its gradient:
 
         loss = -clip(r, 1 - clip_low, 1 + clip_high) · A · log π      (r = π / π_p, no gradient)
 
@@ -257,7 +257,7 @@ class KLCoefficient:
         self.next_value = self.value * (1 + error / self._horizon)
 
     def resume(self, value: float) -> None:
-        """Continue with `value` if β follows a target. A fixed β is the configured one. So is a β after a run with β =
-        0: otherwise it would stay 0 forever."""
+        """Continue with `value` if β follows a target. A fixed β is the configured one. So is a β after a run
+        with β = 0: otherwise it would stay 0 forever."""
         if self.adapts and value > 0:
             self.value = self.next_value = value

@@ -310,7 +310,7 @@ class ReplayPlan:
         return self._layouts[role].coordinates(self._rank).data
 
     def _due(self, mfc: MFC, *, before: int, after: int) -> tuple[list[Hook], list[Hook]]:
-        """Return the hooks that are due, without those for models that the replay does not load."""
+        """Return the hooks that are due, without those for models that the replay does not use."""
         pre, post = self._hooks[mfc.name]
         return self._here(pre.due(before)), self._here(post.due(after))
 

@@ -76,7 +76,7 @@ class MegatronModel:
             for number, parameter in self._parameters.items():
                 _mark(parameter, self._weights[number])
             self._averages: dict[Tensor, Tensor] = {}
-            """The float32 weights of a moving average, by the parameters that are computed with."""
+            """The float32 weights of a moving average, by the parameters used in the computation."""
             if spec.averaged and spec.dtype != torch.float32:
                 self._averages = {p: torch.zeros_like(p, dtype=torch.float32) for p in self._parameters.values()}
             self._routers = [module for module in network.modules() if isinstance(module, ReplayingRouter)]

@@ -125,9 +125,10 @@ def token_distribution(
 class _Distribution(torch.autograd.Function):
     """Log-probabilities and entropies over a vocabulary on several ranks.
 
-    Forward exchanges a maximum and three sums for each token; backward exchanges nothing. With p the probabilities, H
-    the entropy, and y the target's one-hot vector: d log p_y / d logits = (y - p) / T and d H / d logits = -p (log p +
-    H) / T.
+    Forward exchanges a maximum and three sums for each token; backward exchanges nothing.
+
+    With p the probabilities, H the entropy, and y the target's one-hot vector:
+    d log p_y / d logits = (y - p) / T and d H / d logits = -p (log p + H) / T.
     """
 
     @staticmethod

@@ -87,7 +87,7 @@ def ppo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> ClippedLoss:
-    """Return the loss of PPO's clipped objective (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
+    """Return PPO's clipped loss (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
 
         loss = -min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)
 
@@ -110,7 +110,7 @@ def gspo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> ClippedLoss:
-    """Return the loss of PPO's objective with the ratio of a whole response, the same for all its tokens:
+    """Return PPO's loss with the ratio of a whole response, the same for all its tokens:
 
         s = exp(mean over the response of log(π / π_p))
 

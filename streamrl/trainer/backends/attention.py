@@ -1,4 +1,4 @@
-"""Attention of packed rows, with memory linear in their tokens.
+"""Attention of packed rows, with memory that grows with the number of tokens.
 
 In a row each token sees its ancestors in a tree (`packing.py`). Rows without branches are causal, and short rows use a
 dense mask; on CPUs short trees do, too, after they are stacked. For all other rows the mask is cut into blocks: on CPUs

@@ -76,7 +76,7 @@ class RankRecording(msgspec.Struct, frozen=True):
     weights: dict[str, str]
     """Role → fingerprint of its first weights, for each trained role; written by rank 0."""
     environment: dict[str, str]
-    """Settings that affect rounding (`device.rounding`) and the fingerprint of the source (`code`), by name."""
+    """Facts that affect rounding (`device.rounding`) and the fingerprint of the source (`code`), by name."""
 
     def settings(self) -> Config:
         """Return `config`, checked; raises `ConfigError` if this version of streamrl does not accept it."""

@@ -29,61 +29,62 @@ from streamrl.types import SampleMeta
 
 
 class DataTransfer(msgspec.Struct, frozen=True, tag=True):
-    """Bring arrays to where the call needs them; the master adds this one by itself."""
+    """Move arrays to the workers where the call needs them; added by the master."""
 
     plan: list[Transfer]
 
 
 class ParamRealloc(msgspec.Struct, frozen=True, tag=True):
-    """Give one role's weights to another, whatever layouts and backends the two have."""
+    """Copy one role's weights to another, between any layouts and backends."""
 
     source: str
     target: str
     every: int = 1
-    """Policy versions from one time to the next: after the training step that completes them, or, as a hook of another
-    call, at the first of its calls since."""
+    """Interval in policy versions. After a training step the hook runs when the step completes such an interval; as a
+    hook of another call, it runs with the first call since then."""
     share: float = 1.0
-    """How much of the source is taken: `target ← (1 - share) · target + share · source`."""
+    """Weight of the source: `target ← (1 - share) · target + share · source`."""
 
 
 class Offload(msgspec.Struct, frozen=True, tag=True):
-    """Move an idle role to the CPU; it comes back by itself when it is called, saved or published.
+    """Move an idle role to the CPU; it returns by itself when it is called, saved or published.
 
-    The actor stays where it is while its weights are being published: the call then waits for the publication.
+    While the actor's weights are being published they stay on the device: the call then waits for the publication.
     """
 
     role: str
 
 
 class SaveHook(msgspec.Struct, frozen=True, tag=True):
-    """Write a checkpoint, besides those that the configuration asks for."""
+    """Write a checkpoint, in addition to those that the configuration schedules."""
 
     every: int = 1
-    """Policy versions from one time to the next."""
+    """Interval in policy versions."""
 
 
 class EvaluateHook(msgspec.Struct, frozen=True, tag=True):
-    """Try the policy on held-out prompts, besides when the configuration says so; needs the section [evaluation]."""
+    """Evaluate the policy on held-out prompts, in addition to the configured evaluations; needs the section
+    [evaluation]."""
 
     every: int = 1
-    """Policy versions from one time to the next."""
+    """Interval in policy versions."""
 
 
 Hook = DataTransfer | ParamRealloc | Offload
-"""What workers do before or after a call."""
+"""A worker's action before or after a call."""
 MasterHook = SaveHook | EvaluateHook
 
 
 # --- calls ---
 
 MOST_COMPARED = 256
-"""Sampled tokens of a response that are compared with the gservers'."""
+"""Maximal number of a response's sampled tokens that are compared with the gservers'."""
 PUBLICATION_STEPS = 7
-"""Waits of `weights.timeout_seconds` in one attempt of `Publish`."""
+"""Number of waits of `weights.timeout_seconds` in one attempt of `Publish`."""
 
 
 class Spec(msgspec.Struct, frozen=True, tag=True):
-    """Say what you are and what you have counted."""
+    """Return the worker's roles and counters (`WorkerSpec`)."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, tag=True):
@@ -91,7 +92,7 @@ class ModelConfig(msgspec.Struct, frozen=True, tag=True):
 
 
 class OpenStore(msgspec.Struct, frozen=True, tag=True):
-    """Worker 0: open the store at which the workers meet."""
+    """Open the store at which the workers meet; for worker 0."""
 
 
 class Initialize(msgspec.Struct, frozen=True, tag=True):
@@ -102,7 +103,7 @@ class Initialize(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inference(msgspec.Struct, frozen=True, tag=True):
-    """A pass without gradients; its output stays with the DP head."""
+    """Run a pass without gradients; its output stays with the DP head."""
 
     mfc: str
     seqs: list[int]
@@ -121,7 +122,7 @@ class Function(msgspec.Struct, frozen=True, tag=True):
 
 
 class MinibatchShare(msgspec.Struct, frozen=True):
-    """One optimizer step."""
+    """One rank's share of an optimizer step."""
 
     seqs: list[int]
     """This data-parallel rank's share."""
@@ -136,7 +137,7 @@ class Sibling(msgspec.Struct, frozen=True):
 
     seq: int
     index: int
-    """Among its siblings."""
+    """Index among its siblings."""
 
 
 class HaveScored(msgspec.Struct, frozen=True, tag=True):
@@ -147,51 +148,53 @@ class HaveScored(msgspec.Struct, frozen=True, tag=True):
 
 
 class TrainStep(msgspec.Struct, frozen=True, tag=True):
-    """Train a role on a batch; tokens older than allowed stay out of the loss."""
+    """Train a role on a batch; tokens older than allowed are excluded from the loss."""
 
     mfc: str
     policy_version: int
     oldest_version: int
     minibatches: list[MinibatchShare]
     compared: Sibling | None = None
-    """A response of the first minibatch whose log-probabilities under the weights of `policy_version` are wanted."""
+    """The response of the first minibatch for which to return log-probabilities under the weights of
+    `policy_version`."""
     lr_scale: float = 1.0
-    """What the policy's learning rate is multiplied by (`algorithm.on_collapse = "slow"`); the critic's is not."""
+    """Factor of the policy's learning rate (`algorithm.on_collapse = "slow"`); the critic's is not scaled."""
     kept: list[int] = []
-    """Groups, of this data-parallel rank's, of which the run keeps every token (`metrics.rollouts_per_step`)."""
+    """Groups of this data-parallel rank for which the run keeps every token (`metrics.rollouts_per_step`)."""
     pre_hooks: list[Hook] = []
     post_hooks: list[Hook] = []
 
 
 class ClearDataCache(msgspec.Struct, frozen=True, tag=True):
-    """Let go of groups and of all arrays that were computed for them. After a training step the worker also gives the
-    device's cached memory back, before its next call."""
+    """Discard groups and all arrays that were computed for them. After a training step the worker also frees the
+    device's cached memory, before its next call."""
 
     seqs: list[int]
     come_again: bool
-    """They were dropped: take them when they come again. The device's cache is kept then."""
+    """Whether the groups were dropped and must be accepted when they are sent again. The device's cache is then
+    kept."""
 
 
 class Publish(msgspec.Struct, frozen=True, tag=True):
-    """Send the policy's weights to the gservers as `version`; worker 0 sends, the others give it their parts."""
+    """Send the policy's weights to the gservers as `version`; worker 0 sends, the others contribute their parts."""
 
     version: int
     resync: bool = False
-    """`version` is served already: only the gservers that lack it take part."""
+    """Whether `version` is served already, and only the gservers that lack it take part."""
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Copy what the run can go on from; all workers then write their parts in the background, and worker 0 removes old
-    checkpoints beside them."""
+    """Copy the state from which the run can be resumed. All workers then write their parts in the background, and
+    worker 0 also removes old checkpoints."""
 
     folder: str
     progress: Progress
     final: bool = False
-    """Answer when it is on the disk; that it cannot be written is an error."""
+    """Whether to reply only when the checkpoint is on the disk; a failure to write it is then an error."""
 
 
 class FinishSave(msgspec.Struct, frozen=True, tag=True):
-    """Answer when the checkpoint that is being written is on the disk."""
+    """Reply when the checkpoint that is being written is on the disk."""
 
 
 Call = (
@@ -211,23 +214,23 @@ Call = (
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker is, and what it has counted."""
+    """A worker's description and counters."""
 
     roles: dict[str, str]
     """Backend, layout and size of the model of each role, for people."""
     duplicated: int
-    """Groups that came again after they had been stored."""
+    """Groups that arrived again after they had been stored."""
 
 
 class StoreOpened(msgspec.Struct, frozen=True):
-    """Where the store is at which the workers meet."""
+    """Address of the store at which the workers meet."""
 
     host: str
     port: int
 
 
 class CallDone(msgspec.Struct, frozen=True):
-    """A call was carried out."""
+    """Result of a call that was carried out."""
 
     compute_seconds: float
     rewards: dict[int, list[float]] = {}
@@ -235,50 +238,50 @@ class CallDone(msgspec.Struct, frozen=True):
 
 
 class Saved(msgspec.Struct, frozen=True):
-    """A checkpoint is copied; or also written, if it is the final one."""
+    """Result of a checkpoint that is copied, and on the disk if it is the final one."""
 
     unwritten: str = ""
-    """Why the one before it could not be written; told once."""
+    """Why the previous checkpoint could not be written; reported once."""
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """This rank's part of the step; the sums of all ranks are added up."""
+    """This rank's part of the step's result; the sums of all ranks are added up."""
 
     compute_seconds: float
     blocked_seconds: float
-    """Waiting for the publication of the weights that are about to change."""
+    """Seconds of waiting for the publication of the weights that are about to change."""
     sums: dict[str, float]
     maxima: dict[str, float]
     token_ages: dict[int, int]
-    """Age in versions → tokens that entered the loss."""
+    """Age in versions → number of tokens that entered the loss."""
     compared: list[float] = []
-    """Log-probabilities, at temperature 1, of the first `MOST_COMPARED` sampled tokens of the response that was named;
-    empty if another rank computes it."""
+    """Log-probabilities, at temperature 1, of the first `MOST_COMPARED` sampled tokens of the response
+    `TrainStep.compared`; empty if another rank computes it."""
     update_seconds: float = 0.0
-    """The part of `compute_seconds` that the optimizer took."""
+    """The optimizer's part of `compute_seconds`."""
     updates: int = 1
-    """Optimizer steps; the losses in `sums` are those of all of them, added up."""
+    """Number of optimizer steps; the losses in `sums` are added up over all of them."""
 
 
 class BeingScored(msgspec.Struct, frozen=True):
-    """The gservers were asked to score a response."""
+    """Result of a scoring request that was sent to the gservers."""
 
     sampled: list[int]
-    """Places of the response's first `MOST_COMPARED` sampled tokens, from the first of them on, which has 0; empty:
-    the worker does not hold it."""
+    """Positions of the response's first `MOST_COMPARED` sampled tokens, relative to the first of them; empty if the
+    worker does not hold the response."""
 
 
 class Published(msgspec.Struct, frozen=True):
-    """The gservers serve the weights."""
+    """Result of a publication: the gservers serve the weights."""
 
     seconds: float
     pause_seconds: float
     bytes: int
-    """What was sent or written in all attempts, once however many received it."""
+    """Bytes that were sent or written in all attempts, counted once for any number of receivers."""
     attempts: int
 
 
 class Stored(msgspec.Struct, frozen=True):
-    """Notice: these groups are now in the worker's StreamDataset."""
+    """Notice that these groups are now in the worker's StreamDataset."""
 
     metas: list[SampleMeta]

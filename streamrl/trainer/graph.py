@@ -1,9 +1,8 @@
-"""Model function calls and the graph that their keys make. Pure.
+"""Model function calls (MFCs) and the graph that their keys define. Pure.
 
-An MFC names the keys that it needs and those that it gives; the order follows from the keys alone. `trainer.graph` is
-one of:
+An MFC names its input keys and its output keys; the order follows from the keys alone. `trainer.graph` is one of:
 
-- `asynchronous`: rollout workers generate and score by themselves, so the master sees only the calls that follow;
+- `asynchronous`: rollout workers generate and score independently, so the master sees only the calls that follow;
 - `synchronous`: `actor_gen` and `rew_inf` are MFCs of the master too;
 - `module:function`: the user's function from `Config` to a list of `MFC`, or a workflow of ECS functions
   (`streamrl/ecs.py`); `synchronous:module:function` if it also has the MFCs of rollout workers.
@@ -26,14 +25,14 @@ from streamrl.trainer.calls import EvaluateHook, Hook, MasterHook, Offload, Para
 from streamrl.trainer.layout import ROLES
 
 Interface = Literal["generate", "inference", "train_step", "function"]
-"""What an MFC does: sample on rollout workers, a forward pass, a training step, or call the user's function."""
+"""Action of an MFC: sample on rollout workers, a forward pass, a training step, or call the user's function."""
 
 SEQUENCE_KEYS = frozenset({"packed_input_ids", "packed_loss_mask", "seqlens", "episodes", "packed_facts"})
-"""What a pass over a group's tokens needs."""
+"""Keys that a pass over a group's tokens needs."""
 GENERATED_KEYS = SEQUENCE_KEYS | {"packed_behavior_logprobs", "packed_policy_versions", "packed_routed_experts"}
-"""What `actor_gen` gives."""
+"""Output keys of `actor_gen`."""
 STREAM_KEYS = GENERATED_KEYS | {"rewards"}
-"""What every group brings through the stream from `actor_gen` and `rew_inf`."""
+"""Keys that every group brings through the stream, from `actor_gen` and `rew_inf`."""
 ROLLOUT = "rollout"
 """The role of the MFCs that rollout workers carry out."""
 TRAINED_ROLES = ("actor", "critic")
@@ -42,7 +41,7 @@ SETTINGS_OF_KEYS = {
     "proximal_logprobs": "algorithm.proximal, algorithm.minibatches and algorithm.epochs",
     "values": "algorithm.advantage",
 }
-"""Keys of a training step → the settings that decide whether it reads them."""
+"""Input keys of a training step → the settings that decide whether it reads them."""
 
 
 class MFC(msgspec.Struct, frozen=True):
@@ -54,12 +53,12 @@ class MFC(msgspec.Struct, frozen=True):
     interface: Interface
     inputs: frozenset[str]
     outputs: frozenset[str]
-    """`inference` gives exactly one key."""
+    """`inference` has exactly one output key."""
     reads: Literal["arrivals", "batch"] = "batch"
-    """`arrivals`: runs on groups as they come; `batch`: on the training batch, once it is formed."""
+    """`arrivals`: runs on groups as they arrive; `batch`: on the training batch, once it is formed."""
     groups: int | None = None
-    """Batch size: groups in one call; fewer at the end of a batch (docs/trainer.md). None: all that are ready, or the
-    whole batch. Not of a `train_step`."""
+    """Batch size: groups in one call; fewer at the end of a batch (docs/trainer.md). None for all groups that are
+    ready, or the whole batch. Not allowed for a `train_step`."""
     function: str = ""
     """`module:function` of the interface `function` (docs/trainer.md)."""
     pre_hooks: tuple[Hook, ...] = ()
@@ -69,11 +68,11 @@ class MFC(msgspec.Struct, frozen=True):
 
 
 class Graph(msgspec.Struct, frozen=True):
-    """MFCs in an order in which each one's inputs are given before it runs."""
+    """MFCs in an order in which each one runs after its inputs are computed."""
 
     mfcs: tuple[MFC, ...]
     stream_keys: frozenset[str] = STREAM_KEYS
-    """What groups bring when they arrive."""
+    """Keys that groups have when they arrive."""
 
     def reading(self, source: Literal["arrivals", "batch"]) -> list[MFC]:
         """Return the MFCs of model workers that read `source`, in order."""
@@ -81,7 +80,7 @@ class Graph(msgspec.Struct, frozen=True):
 
     @property
     def levels(self) -> list[list[MFC]]:
-        """The MFCs by topological level: each needs only keys of the stream and of levels before its own."""
+        """The MFCs by topological level: each needs only keys of the stream and of earlier levels."""
         level_of_key: dict[str, int] = {}
         levels: list[list[MFC]] = []
         for mfc in self.mfcs:
@@ -94,12 +93,12 @@ class Graph(msgspec.Struct, frozen=True):
 
     @property
     def of_rollout(self) -> list[MFC]:
-        """The MFCs that rollout workers carry out for the master: none in an asynchronous graph."""
+        """The MFCs that rollout workers carry out for the master; empty in an asynchronous graph."""
         return [mfc for mfc in self.mfcs if mfc.role == ROLLOUT]
 
     @property
     def roles(self) -> frozenset[str]:
-        """The models that model workers hold."""
+        """The roles with models on model workers."""
         return frozenset(mfc.role for mfc in self.mfcs if mfc.role != ROLLOUT)
 
     def due(self, kind: type[MasterHook], *, policy_version: int) -> bool:
@@ -108,7 +107,7 @@ class Graph(msgspec.Struct, frozen=True):
         return any(policy_version % hook.every == 0 for hook in hooks)
 
     def share_taken_by(self, role: str) -> float | None:
-        """Return the least share of another role's weights that `role` takes at a time; None: it takes none."""
+        """Return the smallest `share` with which `role` takes over another role's weights, or None if it takes none."""
         hooks = [hook for mfc in self.mfcs for hook in (*mfc.pre_hooks, *mfc.post_hooks)]
         shares = [hook.share for hook in hooks if isinstance(hook, ParamRealloc) and hook.target == role]
         return min(shares, default=None)
@@ -122,9 +121,10 @@ class Graph(msgspec.Struct, frozen=True):
 def build_graph(mfcs: Sequence[MFC], *, stream_keys: frozenset[str] = STREAM_KEYS, largest: int | None = None) -> Graph:
     """Order `mfcs` by their keys.
 
-    `stream_keys` are given from the start; `largest`: most groups that a call can get. Raises a `ConfigError` that
-    names the MFC, the key and the remedy: cycles, keys without a provider or with two, two MFCs of one name, an MFC on
-    arrivals that needs a key of formed batches, a graph that does not train the actor, and the cases of `_faults`.
+    `stream_keys` are available from the start; `largest`: maximal number of groups in a call. Raises a `ConfigError`
+    that names the MFC, the key and the remedy: for cycles, keys without a provider or with two, two MFCs of one name,
+    an MFC on arrivals that needs a key of formed batches, a graph that does not train the actor, and the cases of
+    `_faults`.
     """
     made_by_rollout = frozenset().union(*(mfc.outputs for mfc in mfcs if mfc.role == ROLLOUT))
     given = stream_keys - made_by_rollout
@@ -158,7 +158,7 @@ def build_graph(mfcs: Sequence[MFC], *, stream_keys: frozenset[str] = STREAM_KEY
 
 
 def required_keys(role: str, interface: Interface) -> frozenset[str]:
-    """Return the keys without which a call of `interface` on `role` cannot compute, whatever the settings."""
+    """Return the keys that a call of `interface` on `role` needs with any settings."""
     match interface:
         case "generate":
             return frozenset()
@@ -183,7 +183,7 @@ def training_keys(role: str, algorithm: AlgorithmConfig) -> frozenset[str]:
 
 
 def graph_of(config: Config) -> Graph:
-    """Return the graph that `trainer.graph` and the algorithm's settings ask for."""
+    """Return the graph that `trainer.graph` and the algorithm's settings define."""
     neural = config.reward_model.path is not None
     stream_keys = GENERATED_KEYS if neural else STREAM_KEYS
     match config.trainer.graph:
@@ -202,7 +202,7 @@ def graph_of(config: Config) -> Graph:
 
 
 def upstream(config: Config) -> list[MFC]:
-    """Return what rollout workers do, as MFCs of the master: generation, and rewards by verifiers."""
+    """Return the work of rollout workers as MFCs of the master: generation, and rewards by verifiers."""
     mfcs = [model_call(config, "actor_gen", ROLLOUT, "generate", frozenset(), GENERATED_KEYS)]
     if config.reward_model.path is None:
         mfcs.append(model_call(config, "rew_inf", ROLLOUT, "inference", SEQUENCE_KEYS, frozenset({"rewards"})))
@@ -210,7 +210,7 @@ def upstream(config: Config) -> list[MFC]:
 
 
 def downstream(config: Config) -> list[MFC]:
-    """Return what follows generation: rewards by a model, log-probabilities, values, and training."""
+    """Return the MFCs after generation: rewards by a model, log-probabilities, values, and training."""
     algorithm = config.algorithm
     mfcs: list[MFC] = []
 
@@ -237,14 +237,14 @@ def downstream(config: Config) -> list[MFC]:
 def model_call(
     config: Config, name: str, role: str, interface: Interface, inputs: frozenset[str], outputs: frozenset[str]
 ) -> MFC:
-    """Return an MFC that runs when it may, with the batch size and the hooks that the settings ask for.
+    """Return an MFC that runs as early as possible, with the configured batch size and hooks.
 
     Models that never train run as groups arrive; the actor and the critic run on batches, because their weights change
     from step to step.
     """
     algorithm, offload = config.algorithm, config.trainer.offload
     reads: Literal["arrivals", "batch"] = "batch" if role in TRAINED_ROLES else "arrivals"
-    # which groups arrive together is chance, and rounding depends on all groups of a pass
+    # the groups that arrive together vary by chance, and rounding depends on all groups of a pass
     alone = reads == "arrivals" and role != ROLLOUT and config.gserver.deterministic
     post: tuple[Hook | MasterHook, ...] = ()
     if role in offload and (interface == "train_step") == (role == "critic"):  # a critic trains after its inference
@@ -257,8 +257,8 @@ def model_call(
 def recomputes_proximal(algorithm: AlgorithmConfig) -> bool:
     """Whether proximal log-probabilities need a pass of their own.
 
-    With a single optimizer step those at the start of the step are the detached values of the
-    forward pass that trains.
+    With a single optimizer step, the log-probabilities at the start of the step are the detached values of the forward
+    pass that trains.
     """
     return algorithm.proximal == "recompute" or (
         algorithm.proximal == "auto" and algorithm.minibatches * algorithm.epochs > 1
@@ -266,7 +266,7 @@ def recomputes_proximal(algorithm: AlgorithmConfig) -> bool:
 
 
 def _faults(mfc: MFC, largest: int | None) -> Iterator[str]:
-    """Yield why `mfc` cannot run as it is written, independently of other calls and settings."""
+    """Yield each reason why `mfc` cannot run as written, for any other calls and settings."""
     if mfc.role not in (*ROLES, ROLLOUT):
         yield f"there is no role {mfc.role!r}; there are {', '.join(ROLES)}"
     if mfc.interface == "train_step":
@@ -310,7 +310,7 @@ def _training_faults(mfc: MFC) -> Iterator[str]:
 
 
 def _check_training(mfc: MFC, algorithm: AlgorithmConfig) -> None:
-    """Raise `ConfigError` if the keys of a `train_step` do not go with the settings of `algorithm`."""
+    """Raise `ConfigError` if the keys of a `train_step` do not match the settings of `algorithm`."""
     if mfc.role == "critic" and algorithm.advantage != "gae":
         raise ConfigError(f'{mfc.name}: a critic needs algorithm.advantage = "gae", not "{algorithm.advantage}"')
     replaced = {"rewards", "values"} if "advantages" in mfc.inputs else set[str]()
@@ -339,7 +339,7 @@ def _in_order(mfcs: Sequence[MFC], known: set[str]) -> list[MFC]:
 
 
 def _users(name: str, config: Config) -> list[MFC]:
-    """Return the list that the user's function, or workflow of ECS functions, returns."""
+    """Return the MFCs of the user's function, or of the user's workflow of ECS functions."""
     if ":" not in name:
         raise ConfigError(
             f'trainer.graph = "{config.trainer.graph}" is neither "{ASYNCHRONOUS}" nor "{SYNCHRONOUS}" nor '

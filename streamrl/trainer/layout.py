@@ -1,4 +1,4 @@
-"""How the model workers share one model: data, context, tensor, pipeline and expert parallelism. Pure.
+"""The division of one model among the model workers: data, context, tensor, pipeline and expert parallelism. Pure.
 
 Ranks are numbered as Megatron numbers them: tensor rank fastest, then context, then data, then pipeline.
 """
@@ -16,7 +16,7 @@ ROLES: tuple[RoleName, ...] = ("actor", "ref", "critic", "reward")
 
 
 class Coordinates(NamedTuple):
-    """Where a rank stands in a layout; each counts from 0."""
+    """Coordinates of a rank in a layout; each counts from 0."""
 
     data: int
     context: int
@@ -25,31 +25,31 @@ class Coordinates(NamedTuple):
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """Sizes of four dimensions, whose product is the number of model workers, and how far experts are spread."""
+    """Sizes of the dimensions. The product of all except `expert` is the number of model workers."""
 
     data: int = 1
     context: int = 1
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
-    """Ranks over which the experts of a layer are spread; a divisor of `stage`."""
+    """Number of ranks over which the experts of a layer are spread; a divisor of `stage`."""
 
     @property
     def world(self) -> int:
-        """Model workers."""
+        """Number of model workers."""
         return self.data * self.context * self.tensor * self.pipeline
 
     @property
     def stage(self) -> int:
-        """Model workers of one pipeline stage."""
+        """Number of model workers of one pipeline stage."""
         return self.data * self.context * self.tensor
 
     def expert_rank(self, rank: int) -> int:
-        """Return which share of a layer's experts `rank` has."""
+        """Return the index of the share of a layer's experts on `rank`."""
         return rank % self.expert
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return where `rank` stands."""
+        """Return the coordinates of `rank`."""
         return Coordinates(
             data=rank // (self.tensor * self.context) % self.data,
             context=rank // self.tensor % self.context,
@@ -62,7 +62,7 @@ class Layout(msgspec.Struct, frozen=True):
         return tensor + self.tensor * (context + self.context * (data + self.data * pipeline))
 
     def head(self, data: int) -> int:
-        """Return the DP head of data-parallel rank `data`: it holds the data and gives the output."""
+        """Return the DP head of data-parallel rank `data`: it holds the data and returns the output."""
         return self.rank(data=data, context=0, tensor=0, pipeline=self.pipeline - 1)
 
     @property
@@ -71,7 +71,7 @@ class Layout(msgspec.Struct, frozen=True):
         return [self.head(data) for data in range(self.data)]
 
     def members(self, data: int) -> list[int]:
-        """Return all ranks of data-parallel rank `data`: they get identical input."""
+        """Return all ranks of data-parallel rank `data`; they get identical input."""
         return [rank for rank in range(self.world) if self.coordinates(rank).data == data]
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ class Layout(msgspec.Struct, frozen=True):
 
 
 def layout_of(trainer: TrainerConfig, role: str) -> Layout:
-    """Return how the model workers share the model of `role`."""
+    """Return the layout of the model of `role`."""
     for known in ROLES:
         if known == role:
             chosen = role_config(trainer, known)

@@ -1,19 +1,20 @@
-"""Micro-batches from groups: what a row holds, who attends to whom, which position predicts what.
+"""Micro-batches from groups: the tokens of a row, their attention mask, and the predicting positions.
 
-Trajectories of a group begin alike: with the prompt, and an agent's with turns that its episodes or its calls have in
-common. So a row is a *trie*: what several trajectories begin with stands once, and each token sees the tokens on its
-own path. It keeps the position that it has in its own sequence, so the numbers are those of separate sequences, at a
-fraction of the work. `p p a a`, `p p b c c` and `p p b d d` make the row
+Trajectories of a group have a common beginning: the prompt, and for agents the turns that episodes or calls share. So a
+row is a *trie*: a common beginning occurs once, and each token sees the tokens on its own path. A token keeps its
+position in its own sequence, so the results equal those of separate sequences, at a fraction of the work. `p p a a`,
+`p p b c c` and `p p b d d` make the row
 
     row             p  p  a  a  b  c  c  d  d
     position        0  1  2  3  2  3  4  3  4
     visible until   9  9  4  4  9  7  7  9  9
 
-In this order, depth first, a token's descendants follow it without a gap. So one number says who sees it: the queries
-from itself up to where they end.
+In this depth-first order, a token's descendants follow it without a gap. So one number defines the queries that see it:
+all from the token itself up to the end of its descendants.
 
-Rows do not see each other, so a micro-batch is rows of any length one behind another: a forest, without padding, and as
-few of them as `max_tokens` allows. Each costs a fixed time, which on a GPU is that of thousands of kernel launches.
+Rows do not see each other, so a micro-batch is a sequence of rows of any length: a forest, without padding. There are
+as few micro-batches as `max_tokens` allows, since each costs a fixed time; on a GPU, the time of thousands of kernel
+launches.
 
 Pure functions over numpy; the backend turns the arrays into tensors.
 """
@@ -31,57 +32,56 @@ from streamrl.types import NO_EXPERT, TrajectoryGroup
 
 
 class Row(msgspec.Struct):
-    """A trie of trajectories, which all begin with its first token: arrays of the shape `[row_tokens]`, and of
-    `[predicted]`."""
+    """A trie of trajectories with a common first token: arrays of the shape `[row_tokens]`, and of `[predicted]`."""
 
     group: int
-    """Which of the given groups."""
+    """Index in the given groups."""
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     visible_until: NDArray[np.int64]
-    """The first position in the row, behind the token, that no longer sees it."""
+    """The first later position in the row that does not see the token."""
     predictors: NDArray[np.int64]
-    """Positions in the row whose hidden state predicts something, by default a sampled token. One may predict
-    several: a token of each trajectory that shares it."""
+    """Positions in the row with a hidden state that predicts a token, by default a sampled one. A position may predict
+    several tokens: one of each trajectory that shares it."""
     targets: NDArray[np.int64]
-    """Index of that token in the group's packed arrays."""
+    """Index of the predicted token in the group's packed arrays."""
     target_ids: NDArray[np.int64]
-    """Its token id."""
+    """The predicted token's id."""
     routed_experts: NDArray[np.uint8]
-    """`[row_tokens, layers · top_k]`, or `[row_tokens, 0]`, as in `TrajectoryGroup`; of a token that several
-    trajectories share those of the first in the row."""
+    """`[row_tokens, layers · top_k]`, or `[row_tokens, 0]`, as in `TrajectoryGroup`; a token that several trajectories
+    share has the experts of the row's first such trajectory."""
 
 
 class MicroBatch(msgspec.Struct):
-    """Tokens computed together; arrays of the shape `[rows, length]`, and of `[predicted]`. `pack` makes one row, which
-    holds one tree after another."""
+    """Tokens computed together; arrays of the shape `[rows, length]`, and of `[predicted]`. `pack` makes one row, in
+    which the trees follow one another."""
 
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
     visible_until: NDArray[np.int64]
-    """The first column, behind the token, that no longer sees it."""
+    """The first later column that does not see the token."""
     row_index: NDArray[np.int64]
     column_index: NDArray[np.int64]
     """Row and column of the hidden state that predicts each sampled token."""
     group_index: NDArray[np.int64]
     target_index: NDArray[np.int64]
-    """Group, and index in its packed arrays, of each sampled token."""
+    """Group of each sampled token, and its index in the group's packed arrays."""
     target_ids: NDArray[np.int64]
-    """Its token id."""
+    """The sampled token's id."""
     routed_experts: NDArray[np.uint8] | None = None
-    """`[rows, length, layers · top_k]` which experts computed each token in the engine, as in `TrajectoryGroup`; None:
-    nothing is known of any."""
+    """`[rows, length, layers · top_k]`: the experts that computed each token in the engine, as in `TrajectoryGroup`;
+    None if they are unknown for all tokens."""
 
     @property
     def branched(self) -> bool:
-        """Whether plain causal attention would be wrong: a token of a row's first tree does not see all before it, or
-        other trees that predict something stand behind that one."""
+        """Whether plain causal attention would be wrong: a token of a row's first tree does not see all tokens before
+        it, or a later tree of the row predicts something."""
         end = self.visible_until[:, :1]
         return bool((self.visible_until < end).any() or (self.column_index >= end[self.row_index, 0]).any())
 
     @property
     def tokens(self) -> int:
-        """Tokens computed."""
+        """Number of computed tokens."""
         return self.input_ids.size
 
 
@@ -95,12 +95,12 @@ IDLE = MicroBatch(
     target_index=np.zeros(0, np.int64),
     target_ids=np.zeros(0, np.int64),
 )
-"""What a rank computes, for nothing, while others have more micro-batches and layers that all go through together:
-those that are spread over them, or whose experts are."""
+"""A micro-batch without effect, for a rank that has none left while others compute layers that all ranks must run
+together: layers that are sharded over the ranks, or with experts that are."""
 
 Positions = Literal["sampled", "ends"]
-"""The positions whose output is used: `sampled`, the one before each sampled token, which predicts it; `ends`, the last
-token of each trajectory, for a value of the trajectory as a whole."""
+"""The positions with used output: `sampled`, the position before each sampled token, which predicts it; `ends`, the
+last token of each trajectory, for a value of the whole trajectory."""
 
 
 def pack(
@@ -113,8 +113,8 @@ def pack(
 ) -> list[MicroBatch]:
     """Lay out all `groups` in as few micro-batches of at most `max_tokens` tokens as first-fit-decreasing finds.
 
-    A single sequence longer than `max_tokens` gets a micro-batch of its own. `hidden_size`
-    weighs attention against the rest when trajectories are spread over rows.
+    A single sequence longer than `max_tokens` gets a micro-batch of its own. `hidden_size` weighs attention against
+    other computation when trajectories are divided into rows.
     """
     rows: list[Row] = []
     for index, group in enumerate(groups):
@@ -130,7 +130,7 @@ def pack(
 def attention_mask(visible_until: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return `[rows, 1, length, length]`: True where a query (third axis) sees a key (fourth).
 
-    `visible_until` is that of a `MicroBatch`. A token sees those on its own path.
+    `visible_until` is defined as in `MicroBatch`. A token sees the tokens on its own path.
     """
     length = visible_until.shape[1]
     query = np.arange(length)[:, None]
@@ -142,11 +142,11 @@ class _Path(NamedTuple):
     """A trajectory on its way through a trie."""
 
     start: int
-    """Where it begins in the group's packed arrays."""
+    """Its start in the group's packed arrays."""
     ids: NDArray[np.int32]
     """`[tokens]`."""
     shared: int = 0
-    """How many tokens it begins with that the path before it begins with, too."""
+    """Length of the common beginning with the previous path, in tokens."""
 
 
 def _paths(group: TrajectoryGroup) -> list[_Path]:
@@ -156,8 +156,7 @@ def _paths(group: TrajectoryGroup) -> list[_Path]:
 
 
 def _sorted(paths: Sequence[_Path]) -> list[_Path]:
-    """Return `paths` in the order of their bytes: all that begin with the same tokens are neighbours, however many
-    tokens that are."""
+    """Return `paths` in the order of their bytes: paths with a common beginning of any length are neighbours."""
     found: list[_Path] = []
     for path in sorted(paths, key=lambda path: path.ids.tobytes()):
         found.append(path._replace(shared=_in_common(found[-1].ids, path.ids) if found else 0))
@@ -165,25 +164,25 @@ def _sorted(paths: Sequence[_Path]) -> list[_Path]:
 
 
 def _in_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
-    """Return how many tokens both begin with."""
+    """Return the length of the common beginning."""
     length = min(len(one), len(other))
     differs = np.append(one[:length] != other[:length], True)
     return int(differs.argmax())
 
 
 def _cheapest_rows(paths: Sequence[_Path], max_tokens: int, hidden_size: int) -> list[list[_Path]]:
-    """Cut sorted `paths` into the rows that cost least: more in a row share more, but attend across each other in vain.
+    """Divide sorted `paths` into the cheapest rows: larger rows share more tokens, but compute more masked attention.
 
-    For each token a layer costs about 24·hidden² for its matrices and 4·hidden·length for its
-    attention, so a row costs `tokens · (1 + length / (6 · hidden))`.
+    For each token a layer costs about 24·hidden² for its matrices and 4·hidden·length for its attention, so a row costs
+    `tokens · (1 + length / (6 · hidden))`.
     """
     shared = np.array([path.shared for path in paths])
     own = np.array([len(path.ids) for path in paths]) - shared
     before = np.concatenate(([0], np.cumsum(own)))
-    least = np.zeros(len(paths) + 1)  # cost of the rows of the first paths, by their number
-    firsts = []  # of the last of these rows
+    least = np.zeros(len(paths) + 1)  # cost of the rows of the first paths, by the number of paths
+    firsts = []  # first path of the last of these rows
     for end in range(1, len(paths) + 1):
-        tokens = shared[:end] + before[end] - before[:end]  # of a row, by its first path
+        tokens = shared[:end] + before[end] - before[:end]  # tokens of a row, by its first path
         cost = least[:end] + tokens * (1 + tokens / (6 * hidden_size))
         cost[:-1][tokens[:-1] > max_tokens] = np.inf
         firsts.append(int(cost.argmin()))
@@ -198,18 +197,18 @@ def _cheapest_rows(paths: Sequence[_Path], max_tokens: int, hidden_size: int) ->
 
 
 def _row(index: int, group: TrajectoryGroup, paths: Sequence[_Path], positions: Positions) -> Row:
-    """Return the trie of sorted `paths`, which is of each the tokens that it does not share with the one before it."""
+    """Return the trie of sorted `paths`: the tokens of each path that it does not share with the previous one."""
     length = sum(len(path.ids) - path.shared for path in paths)
     visible_until = np.full(length, length)
     source: list[NDArray[np.int64]] = []
     position: list[NDArray[np.int64]] = []
     predictors: list[NDArray[np.int64]] = []
     targets: list[NDArray[np.int64]] = []
-    columns = np.arange(0)  # of the tokens of a path
+    columns = np.arange(0)  # columns of a path's tokens
     placed = 0
     for path in paths:
         own = np.arange(path.shared, len(path.ids))
-        visible_until[columns[path.shared :]] = placed  # here the path before this one is left
+        visible_until[columns[path.shared :]] = placed  # the previous path branches off here
         columns = np.concatenate((columns[: path.shared], own + (placed - path.shared)))
         placed += len(own)
         source.append(path.start + own)
@@ -235,7 +234,7 @@ def _row(index: int, group: TrajectoryGroup, paths: Sequence[_Path], positions: 
 
 
 def _fitting(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Put each row, the longest first, with the first others that leave it room (first-fit-decreasing)."""
+    """Add each row, the longest first, to the first micro-batch with enough room (first-fit-decreasing)."""
     filled: list[list[Row]] = []
     room: list[int] = []
     for row in sorted(rows, key=lambda row: -len(row.input_ids)):
@@ -270,5 +269,5 @@ def _concatenated(rows: Sequence[Row]) -> MicroBatch:
 
 
 def _unknown(row: Row, width: int) -> NDArray[np.uint8]:
-    """Return `[row_tokens, width]` for `Row.routed_experts` of a row for which the engine named none."""
+    """Return `[row_tokens, width]` for `Row.routed_experts` of a row with no experts from the engine."""
     return np.full((len(row.input_ids), width), NO_EXPERT, dtype=np.uint8)

@@ -1,12 +1,12 @@
-"""Plans which model worker sends which arrays to whom, and deals groups over data-parallel ranks. Pure.
+"""Plans of array transfers between model workers, and the division of groups among data-parallel ranks. Pure.
 
-An array is named by (sequence number, key). The master knows what each rank holds and what each
-will need; the plan brings every rank what it lacks. It travels inside requests, and the
-`DataManager` of each rank carries it out.
+An array is named by (sequence number, key). The master knows the arrays that each rank holds and will need; a plan
+sends every rank its missing arrays. The plan travels inside requests, and the `DataManager` of each rank carries it
+out.
 
-Invariants (held by property tests): every wanted array reaches every rank that lacks it exactly
-once, nothing is sent to a rank that has it, and equal input gives an equal plan. The transfers of a
-plan are independent: a source holds what it sends before the plan begins.
+Invariants (held by property tests): every wanted array reaches every rank that lacks it exactly once, no array is sent
+to a rank that has it, and equal input gives an equal plan. The transfers of a plan are independent: a source holds its
+arrays before the plan begins.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Name = tuple[int, str]
 """Sequence number and key of an array."""
 
 SENDABLE_KINDS = "biuf"
-"""Kinds of numpy dtypes that travel: bool, integers, floats."""
+"""Kinds of numpy dtypes that can be sent: bool, integers, floats."""
 HOME_TOLERANCE = 1 / 100
-"""Groups stay where they are while the largest load is within this share of the least possible one."""
+"""Groups stay on their ranks if the largest load is then within this share of the smallest possible one."""
 
 
 class ArrayFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One array, described."""
+    """Description of an array."""
 
     seq: int
     """Sequence number of its group."""
@@ -45,16 +45,16 @@ class ArrayFacts(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array; raises `TransferError` for a dtype that does not travel."""
+        """Size of the array in bytes; raises `TransferError` for a dtype that cannot be sent."""
         return math.prod(self.shape) * numpy_dtype(self.dtype).itemsize
 
 
 class Transfer(NamedTuple):
-    """One rank sends the same arrays to one or several others."""
+    """Arrays that one rank sends to one or several other ranks."""
 
     source: int
     destinations: list[int]
-    """Ascending."""
+    """Receiving ranks, ascending."""
     pieces: list[ArrayFacts]
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class Transfer(NamedTuple):
 
 @lru_cache
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of that name; raises `TransferError` for one that does not travel."""
+    """Return the dtype of that name; raises `TransferError` for one that cannot be sent."""
     try:
         found = np.dtype(name)
     except TypeError:
@@ -80,7 +80,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def concerning(plan: Iterable[Transfer], rank: int) -> list[Transfer]:
-    """Return the transfers that `rank` takes part in, in order: all of the plan that it needs to see."""
+    """Return the transfers in which `rank` takes part, in order: the part of the plan that it needs."""
     return [transfer for transfer in plan if rank == transfer.source or rank in transfer.destinations]
 
 
@@ -92,9 +92,10 @@ def redistribute(
 ) -> list[Transfer]:
     """Return the transfers after which every rank in `wanted` has its arrays.
 
-    An array that several ranks hold is sent by the one with the fewest bytes to send so far (list scheduling, Graham
-    1966: loads differ by at most one array where all hold all). Arrays with the same source and destinations form one
-    transfer. Raises `TransferError` for a wanted array that is not among `pieces`, is there twice, or has no holder.
+    An array that several ranks hold is sent by the rank with the fewest bytes to send so far (list scheduling, Graham
+    1966: loads differ by at most one array if all ranks hold all arrays). Arrays with the same source and destinations
+    form one transfer. Raises `TransferError` for a wanted array that is missing in `pieces`, occurs there twice, or has
+    no holder.
     """
     described: dict[Name, ArrayFacts] = {}
     for piece in pieces:
@@ -104,7 +105,7 @@ def redistribute(
         raise TransferError(f"seq {seq} {key} is wanted but its dtype and shape are not known")
     loads: dict[int, int] = defaultdict(int)
     routes: dict[tuple[int, tuple[int, ...]], list[ArrayFacts]] = defaultdict(list)
-    # An array with a single holder leaves no choice; the others even out what those cost.
+    # Arrays with a single holder first: there is no choice, and the other arrays can balance their cost.
     for name, piece in sorted(described.items(), key=lambda item: len(holders.get(item[0], ())) > 1):
         sources = holders.get(name, ())
         destinations = tuple(sorted({*wanted.get(name, ())} - {*sources}))
@@ -122,8 +123,8 @@ def redistribute(
 
 
 def _in_turns(routes: Iterable[tuple[int, tuple[int, ...]]]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return `routes` with those to one destination first, which are all sent at once; then sources take turns, so that
-    those apart may send at once."""
+    """Return `routes` with all routes to a single destination first, which are sent at once; the others in turns by
+    source, so that separate ranks may send at the same time."""
     turns: dict[int, int] = defaultdict(int)
     ordered = []
     for source, destinations in sorted(routes):
@@ -136,16 +137,17 @@ def _in_turns(routes: Iterable[tuple[int, tuple[int, ...]]]) -> list[tuple[int, 
 
 
 def deal(costs: Mapping[int, int], *, ranks: int, home: Mapping[int, int] | None = None) -> list[list[int]]:
-    """Deal sequence numbers over data-parallel ranks 0 to `ranks - 1` by their cost, each list ascending.
+    """Divide sequence numbers among data-parallel ranks 0 to `ranks - 1` by their cost, each list ascending.
 
-    `costs`: sequence number → tokens, at least 0. `home`: sequence number → the rank where it is now;
-    without an entry it goes where there is room. The least loaded rank gets the most expensive group
-    that is left (longest processing time first: Graham, "Bounds on multiprocessing timing anomalies",
-    1969), so that the largest load is at most (4/3 - 1/(3 ranks)) times the best possible one, and
-    loads differ by at most the largest cost. Starting at home and moving groups from the fullest to the
-    emptiest rank while that helps (Finn and Horowitz, "A linear time approximation algorithm for
-    multiprocessor scheduling", 1979) moves less; it is taken when its largest load is no larger than
-    that of the other way, or within `HOME_TOLERANCE` of the lower bound of the best possible.
+    `costs`: sequence number → tokens, at least 0. `home`: sequence number → the rank that holds it now; a group without
+    an entry can go to any rank.
+
+    The least loaded rank gets the most expensive remaining group (longest processing time first: Graham, "Bounds on
+    multiprocessing timing anomalies", 1969), so that the largest load is at most (4/3 - 1/(3 ranks)) times the best
+    possible one, and loads differ by at most the largest cost. Another division starts at home and moves groups from
+    the fullest to the emptiest rank while that helps (Finn and Horowitz, "A linear time approximation algorithm for
+    multiprocessor scheduling", 1979), so it moves less. It is used if its largest load is at most that of the first
+    division, or within `HOME_TOLERANCE` of the lower bound of the best possible.
     """
     afresh = _deal_afresh(costs, ranks)
     if not home:
@@ -187,7 +189,7 @@ def _deal_from_home(costs: Mapping[int, int], ranks: int, home: Mapping[int, int
         fullest, emptiest = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[fullest] - loads[emptiest]
         entries = dealt[fullest]
-        half = bisect_left(entries, (gap // 2, -1))  # moving what costs half the gap would close it
+        half = bisect_left(entries, (gap // 2, -1))  # moving half the gap's cost would close it
         near = [place for place in (half - 1, half) if 0 <= place < len(entries) and 0 < entries[place][0] < gap]
         if not near:
             return [[seq for _, seq in entries] for entries in dealt]
@@ -198,7 +200,7 @@ def _deal_from_home(costs: Mapping[int, int], ranks: int, home: Mapping[int, int
 
 
 def _relabel(costs: Mapping[int, int], dealt: list[list[int]], home: Mapping[int, int]) -> list[list[int]]:
-    """Give each rank the share that has most of its own groups, the largest overlap first."""
+    """Assign each rank the share with most of its own groups, the largest overlap first."""
     overlap: dict[tuple[int, int], int] = defaultdict(int)
     for share, seqs in enumerate(dealt):
         for seq in seqs:

@@ -12,7 +12,7 @@ STD_EPS = 1e-4
 
 AdvantageKind = Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae", "none"]
 PER_TOKEN = ("reinforce++", "reinforce++-baseline", "gae", "none")
-"""Kinds in which each token has an advantage of its own. Those of a batch are whitened together."""
+"""Kinds in which each token has its own advantage. The advantages of a batch are whitened together."""
 
 
 def group_advantages(rewards: Tensor, *, kind: AdvantageKind, episodes: Tensor | None = None) -> Tensor:
@@ -60,15 +60,14 @@ def _means(rewards: Tensor, episodes: Tensor) -> Tensor:
 
 
 def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
-    """Generalised advantage estimation (Schulman et al., https://arxiv.org/abs/1506.02438, eq. 11 to 16):
+    """Return generalised advantage estimates (Schulman et al., https://arxiv.org/abs/1506.02438, eq. 11 to 16):
 
         δ_t = r_t + γ · V_{t+1} - V_t,        A_t = δ_t + γ · λ · A_{t+1}
 
-    with V and A 0 after a response's last token. `rewards` and `values` `[tokens]` are those of the
-    sampled tokens of all responses, one response after another; `lengths` `[responses]` (int64) says how
-    many each has. `values[t]` is of the state in which token t was sampled. The advantages `[tokens]`
-    plus the values are the returns that a critic learns. With values of 0 and λ = 1 they are the discounted rewards
-    that follow: A_t = Σ_k γ^k · r_{t+k}.
+    with V and A 0 after a response's last token. `rewards` and `values` `[tokens]` belong to the sampled tokens of all
+    responses, one response after another; `lengths` `[responses]` (int64) has the number of tokens of each. `values[t]`
+    belongs to the state in which token t was sampled. The advantages `[tokens]` plus the values are the returns that a
+    critic learns. With values of 0 and λ = 1 they are the discounted rewards that follow: A_t = Σ_k γ^k · r_{t+k}.
     """
     advantages = torch.zeros_like(values)
     ends = lengths.cumsum(0)
@@ -85,7 +84,8 @@ def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_l
 
 
 def moments(advantages: Tensor) -> Tensor:
-    """Return `[3]` float64: how many, their sum, the sum of their squares; those of several ranks add up."""
+    """Return `[3]` float64: the count of the advantages, their sum, and the sum of their squares; moments of several
+    ranks add up."""
     values = advantages.double()
     return torch.stack([torch.tensor(float(len(values)), dtype=torch.float64), values.sum(), (values**2).sum()])
 
@@ -93,7 +93,7 @@ def moments(advantages: Tensor) -> Tensor:
 def whiten(advantages: Tensor, batch_moments: Tensor) -> Tensor:
     """Return `(A - mean) / (std + 1e-4)` with mean and (unbiased) deviation of a whole batch, given its `moments`.
 
-    A batch of no tokens has mean and deviation 0.
+    A batch without tokens has mean and deviation 0.
     """
     count, total, squares = map(float, batch_moments)
     mean = total / max(1.0, count)

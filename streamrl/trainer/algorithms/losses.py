@@ -1,14 +1,13 @@
 """Policy and value losses, and the distance of the policy from its reference: pure tensor functions over flat vectors
 of tokens.
 
-`logprobs` are those of the current policy π (with a gradient), `proximal_logprobs` those of the
-proximal policy π_p (the clip's centre), `behavior_logprobs` those of the behaviour policy π_b, which
-sampled the token. Every vector has the shape `[tokens]`; `sequence` (int64) tells which of the
-`sequences` responses a token belongs to.
+`logprobs` are log-probabilities under the current policy π (with a gradient), `proximal_logprobs` under the proximal
+policy π_p (the clip's centre), and `behavior_logprobs` under the behaviour policy π_b, which sampled the token. Every
+vector has the shape `[tokens]`; `sequence` (int64) is the index of a token's response, from 0 to `sequences - 1`.
 
 All objectives are decoupled (Hilton et al., "Batch size-invariance for policy optimization",
-https://arxiv.org/abs/2110.00641; AReaL, https://arxiv.org/abs/2505.24298): a weight without gradient
-corrects for π_b being another policy than π_p, whatever the clip does about π and π_p.
+https://arxiv.org/abs/2110.00641; AReaL, https://arxiv.org/abs/2505.24298): a weight without gradient corrects for the
+difference between π_b and π_p, independently of the clip's effect on π and π_p.
 """
 
 from __future__ import annotations
@@ -88,12 +87,12 @@ def ppo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> ClippedLoss:
-    """PPO's clipped objective (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
+    """Return PPO's clipped loss (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
 
         loss = -min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)
 
-    `clip_high > clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). With `dual_clip`
-    c > 1 the objective of a negative advantage is bounded from below by `c · A` (Ye et al.,
+    `clip_high > clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). With `dual_clip` c > 1 the
+    objective of a negative advantage is bounded from below by `c · A` (Ye et al.,
     https://arxiv.org/abs/1912.09729, eq. 5).
     """
     ratio = (logprobs - proximal_logprobs.detach()).exp()
@@ -111,13 +110,12 @@ def gspo(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> ClippedLoss:
-    """PPO's objective with the ratio of a whole response, the same for all its tokens:
+    """Return PPO's loss with the ratio of a whole response, the same for all its tokens:
 
         s = exp(mean over the response of log(π / π_p))
 
-    (GSPO, https://arxiv.org/abs/2507.18071, eq. 5 and 7; use it with `sequence` aggregation). The
-    mean is over the tokens that enter the loss. Its clip ranges are far smaller than PPO's: the
-    paper's are 3e-4 and 4e-4.
+    (GSPO, https://arxiv.org/abs/2507.18071, eq. 5 and 7; use it with `sequence` aggregation). The mean is over the
+    tokens that enter the loss. Its clip ranges are far smaller than PPO's: the paper uses 3e-4 and 4e-4.
     """
     shift = logprobs - proximal_logprobs.detach()
     ratio = sum_of_sequence(shift, sequence, sequences, mean=True).exp()[sequence]
@@ -127,7 +125,7 @@ def gspo(
 def cispo(
     logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> ClippedLoss:
-    """Return the clipped ratio as a weight without gradient, so that no token loses its gradient:
+    """Return CISPO's loss: the clipped ratio is a weight without gradient, so that no token loses its gradient:
 
         loss = -clip(r, 1 - clip_low, 1 + clip_high) · A · log π      (r = π / π_p, no gradient)
 
@@ -143,10 +141,11 @@ def behavior_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 
         ρ - 1 - log ρ        (for ρ > 2 continued as a straight line in log ρ)
 
-    never negative and unbiased up to that line (the estimator k3 of Schulman, "Approximating KL divergence",
+    It is never negative, and unbiased up to that line (the estimator k3 of Schulman, "Approximating KL divergence",
     http://joschu.net/blog/kl-approx.html). Its gradient is (min(ρ, 2) - 1) · ∇ log π: towards π_b on both sides, and
-    bounded, so that no single token outweighs the others. KL(π_b || π) as a penalty that keeps a policy near the one
-    that wrote the data is that of mirror descent policy optimization (https://arxiv.org/abs/2005.09814).
+    bounded, so that no single token outweighs the others. Mirror descent policy optimization
+    (https://arxiv.org/abs/2005.09814) uses KL(π_b || π) as the penalty that keeps a policy near the one that wrote the
+    data.
     """
     log_ratio = logprobs - behavior_logprobs
     bounded = log_ratio.clamp(max=math.log(2))
@@ -154,19 +153,20 @@ def behavior_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> ClippedLoss:
-    """How far a critic's `values` are from `returns`, not moving more than `clip` from `old_values` in one step:
+    """Return the error of a critic's `values` against `returns`, with a change of at most `clip` from `old_values` in
+    one step:
 
         loss = max((V - R)², (clip(V, V_old - clip, V_old + clip) - R)²) / 2
 
-    (PPO's value clipping as in Huang et al., https://arxiv.org/abs/2403.17031, detail 14); `clip` None: plain
-    squares. All `[tokens]`; `clipped` is True where the clip took the gradient away.
+    (PPO's value clipping as in Huang et al., https://arxiv.org/abs/2403.17031, detail 14); `clip` None for plain
+    squares. All have the shape `[tokens]`; `clipped` is True where the clip took the gradient away.
     """
     free = (values - returns) ** 2
     if clip is None:
         return ClippedLoss(free / 2, torch.zeros_like(free, dtype=torch.bool))
     moved = values - old_values
     bounded = (old_values + moved.clamp(-clip, clip) - returns) ** 2
-    # within the clip both errors are the same number, of which rounding may make two
+    # within the clip both errors are equal, but rounding may make them differ
     return ClippedLoss(torch.max(free, bounded) / 2, (bounded > free) & (moved.abs() > clip))
 
 
@@ -179,7 +179,7 @@ def sum_of_sequence(values: Tensor, sequence: Tensor, sequences: int, *, mean: b
 
 
 def tokens_of_sequence(sequence: Tensor, sequences: int) -> Tensor:
-    """Return `[sequences]`: how many tokens each response has, at least 1."""
+    """Return `[sequences]`: the number of tokens of each response, at least 1."""
     counts = torch.zeros(sequences, dtype=torch.int64, device=sequence.device)
     return counts.index_add_(0, sequence, torch.ones_like(sequence)).clamp(min=1)  # bincount makes the host wait
 
@@ -225,16 +225,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, kind: KLEstimator) ->
 class KLCoefficient:
     """β, fixed or following a target for the KL of a token. All roles of a worker share one.
 
-    After a training step with mean KL `k`: `β ← β · (1 + clip(k / target - 1, ±0.2) / horizon)`
-    (Ziegler et al., https://arxiv.org/abs/1909.08593, section 2.2, with the horizon in steps). The new β is that
-    of the next step: whoever still trains in this one, as a critic may after the actor, sees the old.
+    After a training step with mean KL `k`: `β ← β · (1 + clip(k / target - 1, ±0.2) / horizon)` (Ziegler et al.,
+    https://arxiv.org/abs/1909.08593, section 2.2, with the horizon in steps). The new β applies from the next step: a
+    role that trains later in the same step, such as a critic after the actor, uses the old β.
     """
 
     def __init__(self, value: float, *, target: float | None, horizon: int) -> None:
         self.value = value
         """β of the current step."""
         self.next_value = value
-        """β of the step after it."""
+        """β of the next step."""
         self._target = target
         self._horizon = horizon
         self._step: int | None = None
@@ -244,20 +244,20 @@ class KLCoefficient:
         return self._target is not None
 
     def begin_step(self, policy_version: int) -> None:
-        """A role begins the step from `policy_version`; it need not be the first to do so."""
+        """Begin the step from `policy_version`. Several roles may call this for the same step."""
         if policy_version != self._step:
             self._step = policy_version
             self.value = self.next_value
 
     def update(self, kl: float) -> None:
-        """All minibatches of the step are over; tokens had a mean KL of `kl`."""
+        """Compute the next β after all minibatches of a step; `kl`: mean KL of a token."""
         if self._target is None:
             return
         error = max(-LARGEST_CORRECTION, min(LARGEST_CORRECTION, kl / self._target - 1))
         self.next_value = self.value * (1 + error / self._horizon)
 
     def resume(self, value: float) -> None:
-        """Go on with `value` where β follows a target. A fixed one is as it is configured now, and so is one of a run
-        that had none before: it would never come away from 0."""
+        """Continue with `value` if β follows a target. A fixed β is the configured one. So is a β after a run
+        with β = 0: otherwise it would stay 0 forever."""
         if self.adapts and value > 0:
             self.value = self.next_value = value

@@ -1,10 +1,10 @@
-"""What `actor_train` minimises: the configured advantages, policy loss, penalties and their aggregation.
+"""The objective of `actor_train`: the configured advantages, policy loss, penalties and their aggregation.
 
-Shared by all backends, which bring their tokens as flat vectors. Losses are normalised by counts
-over the whole minibatch, so parts of it may be computed one after another, on any rank, and added up.
+Shared by all backends, which provide their tokens as flat vectors. Losses are normalised by counts over the whole
+minibatch, so parts of it may be computed one after another, on any rank, and added up.
 
-Nothing here makes the host wait for a GPU: figures stay where the loss is, and facts that decide about shapes come from
-the host.
+No function here makes the host wait for a GPU: figures stay on the device of the loss, and facts that determine shapes
+come from the host.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from streamrl.trainer.algorithms.losses import (
 OF_EACH_AGE = frozenset(
     {"tokens", "clipped", "weight_limited", "policy_shift", "ratio", "ratio_squares", "ratio_deviation", "behavior_kl"}
 )
-"""Sums that are also given for the tokens of each age alone, as `NAME/age_N`."""
+"""Sums that are also computed for the tokens of each age separately, as `NAME/age_N`."""
 LARGEST_LOG_WEIGHT = 300.0
-"""A response whose weight `Π ρ` is larger than its exponential counts as this, so that squares stay finite."""
+"""Limit of a response's log weight `log Π ρ`; a larger one counts as this, so that squares stay finite."""
 
 
 class Tokens(NamedTuple):
@@ -52,18 +52,18 @@ class Tokens(NamedTuple):
     ref_logprobs: Tensor | None
     advantages: Tensor
     sequence: Tensor
-    """int64: to which response a token belongs, in `0 … sequences - 1`."""
+    """int64: index of each token's response, in `0 … sequences - 1`."""
     sequences: int
     of_episode: Tensor
-    """int64: how many tokens of the same episode enter the loss."""
+    """int64: number of tokens of the same episode that enter the loss."""
     age: Tensor
-    """int64: in policy versions."""
+    """int64: age in policy versions."""
     ages: Sequence[int]
     """The different values of `age`, in ascending order."""
     comparable: Tensor
     """bool: sampled by the policy at the start of the step, so that engine and trainer have to agree."""
     comparable_tokens: int
-    """How many tokens are `comparable`."""
+    """Number of `comparable` tokens."""
 
 
 class Totals(NamedTuple):
@@ -73,7 +73,7 @@ class Totals(NamedTuple):
     """Tokens that enter the loss."""
     episodes: int
     longest: int
-    """Most tokens that a response may have: the length of `constant` aggregation."""
+    """Maximal number of tokens of a response: the length in `constant` aggregation."""
 
 
 class Objective(NamedTuple):
@@ -85,7 +85,7 @@ class Objective(NamedTuple):
 
 
 def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, totals: Totals) -> Objective:
-    """Return the loss of `tokens`, as a share of that of the minibatch, and figures about them."""
+    """Return the contribution of `tokens` to the loss of the minibatch, and figures about them."""
     corrected = behavior_weight(
         tokens.proximal_logprobs,
         tokens.behavior_logprobs,
@@ -134,11 +134,11 @@ def _policy_loss(tokens: Tokens, algorithm: AlgorithmConfig) -> ClippedLoss:
 
 
 def _shares(tokens: Tokens, algorithm: AlgorithmConfig, totals: Totals) -> Tensor:
-    """Return what each token's loss counts in that of the minibatch.
+    """Return the weight of each token's loss in the loss of the minibatch.
 
-    `token`: 1 / tokens (DAPO); `sequence`: 1 / (tokens of its episode · episodes) (GRPO);
-    `sum`: 1 / episodes (RLOO); `constant`: 1 / (longest response possible · episodes) (Dr. GRPO). An episode is one
-    response, unless it is an agent's: so one whose conversations branch weighs no more than another.
+    `token`: 1 / tokens (DAPO); `sequence`: 1 / (tokens of its episode · episodes) (GRPO); `sum`: 1 / episodes (RLOO);
+    `constant`: 1 / (longest response possible · episodes) (Dr. GRPO). An episode is one response, except for agents: an
+    episode with branching conversations has the same total weight as any other.
     """
     match algorithm.loss_aggregation:
         case "token":
@@ -159,10 +159,10 @@ def _add_figures(
     corrected: BehaviorWeight,
     at_start: Tensor,
 ) -> dict[str, Tensor]:
-    """Fill `sums`; the maxima are returned. `at_start`: log-probabilities before the step's first update.
+    """Fill `sums`; return the maxima. `at_start`: log-probabilities before the step's first update.
 
-    With ρ = π / π_b of a token, before any limit, in float64. A token is *outward* where the gradient moves π further
-    from π_b (A > 0 and ρ > 1, or A < 0 and ρ < 1), else *restoring*.
+    ρ = π / π_b of a token, before any limit, in float64. A token is *outward* where the gradient moves π further from
+    π_b (A > 0 and ρ > 1, or A < 0 and ρ < 1), else *restoring*.
     """
     log_ratio = tokens.logprobs.detach().double() - tokens.behavior_logprobs.double()
     ratio = log_ratio.exp()

@@ -1,1 +1,1 @@
-"""What computes: one interface, one implementation for each library of parallel training."""
+"""Training backends: one interface, and one implementation for each library of parallel training."""

@@ -1,12 +1,12 @@
-"""Attention of packed rows, in memory that grows with their tokens.
+"""Attention of packed rows, with memory that grows with the number of tokens.
 
-In a row each token sees its ancestors in a tree (`packing.py`). Rows without branches are causal, and short rows get a
-dense mask; on CPUs short trees, too, once they are stacked. For all others the mask is cut into blocks: on CPUs into
-those that the tree is made of, each a call of torch's flash kernel; on CUDA into the tiles of `flex_attention`. Keys
-and values are never repeated for the query heads that share them (GQA).
+In a row each token sees its ancestors in a tree (`packing.py`). Rows without branches are causal, and short rows use a
+dense mask; on CPUs short trees do, too, after they are stacked. For all other rows the mask is cut into blocks: on CPUs
+into the segments and subtrees of the tree, each a call of torch's flash kernel; on CUDA into the tiles of
+`flex_attention`. Keys and values are never repeated for the query heads that share them (GQA).
 
-Ranks in a ring (`context.py`) have every n-th column each. So what a rank's queries see of another one's keys is a tree
-like that of the row, or one in which no token sees itself: the same blocks, one set for each rank.
+In a ring of n ranks (`context.py`) each rank has every n-th column. So the part of another rank's keys that a rank's
+queries see is a tree like the row's, or one in which no token sees itself: the same blocks, one set for each rank.
 """
 
 from __future__ import annotations
@@ -27,43 +27,44 @@ from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
 
 DENSE_TOKENS = 256
-"""Rows, and on CPUs trees, up to this length have a dense mask; in longer ones, subtrees up to it."""
+"""Maximal length of rows, and on CPUs of trees, with a dense mask; in longer ones, of subtrees."""
 TILE = 128
-"""Queries and keys of one tile of `flex_attention`'s block mask."""
+"""Number of queries and keys of one tile of `flex_attention`'s block mask."""
 LEAST_HEAD_DIM = 16
-"""`flex_attention` computes no smaller heads on CUDA."""
+"""Size of the smallest heads that `flex_attention` computes on CUDA."""
 UNSEEN = -1e30
-"""Added to the score of a key that is not seen. Not infinite: a query that sees none of a block's keys then has an
-output that is a number, with a denominator that is nothing beside those of other blocks."""
+"""Added to the score of an unseen key. Not infinite: a query that sees none of a block's keys then has a finite output,
+with a denominator that is negligible next to the denominators of other blocks."""
 
 
 class MaskBlock(NamedTuple):
-    """A rectangle of the mask: some neighbouring columns as queries, and some as keys."""
+    """A rectangle of the mask: some adjacent columns as queries, and some as keys."""
 
     queries: slice
     keys: slice
     causal: bool = False
-    """Whether each query sees the keys up to itself alone; else, and without a mask, each sees all."""
+    """Whether each query sees only the keys up to itself; otherwise, and without a mask, each sees all."""
     mask: Tensor | None = None
     """`[queries, keys]` float32, to be added to the scores."""
 
 
 class TreeBlocks(NamedTuple):
-    """A tree mask as blocks: each pair of columns that see each other is in one of them."""
+    """A tree mask as blocks: each pair of columns in which one sees the other is in exactly one block."""
 
     diagonal: list[MaskBlock]
-    """A segment of the tree (a run of tokens with one child each), or neighbouring subtrees, against itself. Together
-    they cover each column once."""
+    """Blocks of a segment of the tree (a run of tokens with one child each), or of adjacent subtrees, with itself.
+    Together they cover each column once."""
     below: list[MaskBlock]
-    """Against a segment, all that descends from it."""
+    """Blocks of a segment's keys with the queries of all its descendants."""
 
     @classmethod
     def of(cls, visible_until: NDArray[np.int64], *, dense_tokens: int, behind: int = 0) -> TreeBlocks:
-        """From `visible_until` `[length]` of a row. Neighbouring subtrees of up to `dense_tokens` tokens together
-        become one block with a dense mask, so that many short branches are not as many calls.
+        """Return the blocks for `visible_until` `[length]` of a row. Adjacent subtrees of up to `dense_tokens` tokens
+        together become one block with a dense mask, so that many short branches do not need a call each.
 
-        `behind`: how far a query is behind a key at least to see it; with 1, or where a key is seen by no query, blocks
-        need not cover each column. Columns of queries and of keys may be those of different tokens."""
+        `behind`: the least distance of a query behind a visible key; with 1, or if no query sees a key, blocks need not
+        cover each column. Columns of queries and of keys may belong to different tokens.
+        """
         length = len(visible_until) - behind
         visible_until = visible_until[:length] - behind
         changes = np.flatnonzero(np.diff(visible_until)) + 1
@@ -96,7 +97,7 @@ class TreeBlocks(NamedTuple):
 
 
 def _dense(visible_until: NDArray[np.int64]) -> Tensor | None:
-    """Return the mask of a few columns, for `MaskBlock`; None if it is plainly causal."""
+    """Return the mask of a few columns, for `MaskBlock`; None if it is causal."""
     if (visible_until == len(visible_until)).all():
         return None
     sees = torch.from_numpy(attention_mask(visible_until[None])[0, 0])
@@ -104,10 +105,10 @@ def _dense(visible_until: NDArray[np.int64]) -> Tensor | None:
 
 
 def tree_tiles(visible_until: Tensor, *, tile: int = TILE, behind: int = 0) -> BlockMask:
-    """Return the tree mask of a row as `flex_attention` wants it, from its `visible_until` `[length]`; `behind` as in
+    """Return the tree mask of a row for `flex_attention`, from its `visible_until` `[length]`; `behind` as in
     `TreeBlocks`.
 
-    Which tiles are seen follows from the least and the largest value in each tile of keys, so that nothing of the size
+    The visible tiles follow from the smallest and the largest value in each tile of keys, so no tensor of the size
     length × length is made.
     """
     length = len(visible_until)
@@ -131,13 +132,14 @@ def tree_tiles(visible_until: Tensor, *, tile: int = TILE, behind: int = 0) -> B
 
 
 def _tile_lists(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """For each tile of queries how many tiles of keys are `chosen`, and their numbers, before those that are not."""
+    """Return for each tile of queries the number of `chosen` tiles of keys, and the tiles' numbers, the chosen ones
+    first."""
     numbers = chosen.int().argsort(dim=-1, descending=True, stable=True)
     return chosen.sum(-1, dtype=torch.int32)[None, None], numbers.int()[None, None].contiguous()
 
 
 Part = TreeBlocks | BlockMask
-"""The mask between a rank's queries and one rank's keys, in the form that their device computes with."""
+"""The mask between a rank's queries and one rank's keys, in the form for their device."""
 
 
 def _part(visible_until: NDArray[np.int64], behind: int, device: torch.device) -> Part:
@@ -147,19 +149,19 @@ def _part(visible_until: NDArray[np.int64], behind: int, device: torch.device) -
 
 
 class TreeStack(NamedTuple):
-    """The short trees of a row, one behind another in rows as long as the longest of them: one call of a kernel for
-    all, and hardly more work than the trees are."""
+    """The short trees of a row, stacked into rows as long as the longest tree: one kernel call for all, with little
+    extra work."""
 
     columns: Tensor
-    """`[stacked_rows · width]`: the column of the row that stands in each place, any one in places behind the trees."""
+    """`[stacked_rows · width]`: the row's column at each place; any column at places behind the trees."""
     places: Tensor
-    """`[length]`: where each column of the row stands."""
+    """`[length]`: the place of each column of the row."""
     mask: Tensor
-    """`[stacked_rows, 1, width, width]` bool, as of `attention_mask`."""
+    """`[stacked_rows, 1, width, width]` bool, as from `attention_mask`."""
 
     @classmethod
     def of(cls, visible_until: NDArray[np.int64], *, most: int) -> TreeStack | None:
-        """From `visible_until` `[length]` of a row; None if a tree is longer than `most`."""
+        """Return the stack for `visible_until` `[length]` of a row; None if a tree is longer than `most`."""
         length = len(visible_until)
         roots = [0]
         while (end := int(visible_until[roots[-1]])) < length:
@@ -196,7 +198,7 @@ class TreeStack(NamedTuple):
 
 
 class TreeMask:
-    """Who sees whom in a micro-batch, in the form that its device computes with."""
+    """The attention mask of a micro-batch, in the form for its device."""
 
     def __init__(self, micro: MicroBatch, device: torch.device, context: ContextGroup) -> None:
         attend_without_plans(device)
@@ -204,17 +206,17 @@ class TreeMask:
         self._dense: Tensor | None = None
         self._stack: TreeStack | None = None
         self._parts: list[Part] = []
-        """For each step of `ContextGroup.around`."""
+        """One mask for each step of `ContextGroup.around`."""
         if not micro.branched and not context.ring:
             return
         visible_until = context.visible_until(micro)
         rows, length = visible_until.shape
         if not micro.branched:
-            visible_until[:] = length  # padding may see what it likes
+            visible_until[:] = length  # padding may see anything
         if length <= DENSE_TOKENS and not context.ring:
             self._dense = to_device(attention_mask(visible_until), device)
             return
-        # row behind row they are one forest
+        # one after another, the rows are a forest
         forest = (visible_until + length * np.arange(rows)[:, None]).reshape(-1)
         if device.type == "cpu" and not context.ring:
             self._stack = TreeStack.of(forest, most=DENSE_TOKENS)
@@ -224,9 +226,10 @@ class TreeMask:
         self._parts = [_part(seen_until, behind, device) for seen_until, behind in context.seen(forest)]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
-        """`[rows, heads, length, head_dim]`, from queries of that shape, and keys and values that may have fewer heads.
+        """Return the attention `[rows, heads, length, head_dim]`, from queries of that shape, and keys and values that
+        may have fewer heads.
 
-        `length`: of this rank's columns. `scale`: what scores are multiplied by; None: 1 / √head_dim. Collective over
+        `length`: number of this rank's columns. `scale`: factor of the scores; None for 1 / √head_dim. Collective over
         the context group.
         """
         query, key, value = _autocast(query, key, value)
@@ -236,7 +239,7 @@ class TreeMask:
         return self._context.to_columns(mixed)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
-        """As `attend`, of all heads and columns that are given."""
+        """Return the attention as `attend`, over the given heads and columns."""
         if not self._parts and self._stack is None:
             return self._attend_densely(query, key, value, scale)
         rows, heads, length, head_dim = query.shape
@@ -267,7 +270,7 @@ class TreeMask:
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
-    """Return `tensors` in the dtype in which torch's own attention would compute with them."""
+    """Yield `tensors` in the dtype in which torch's own attention would compute with them."""
     kind = tensors[0].device.type
     wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[0].dtype
     return (tensor.to(wanted) for tensor in tensors)
@@ -280,18 +283,18 @@ def _in_one_row(tensor: Tensor) -> Tensor:
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """Compiled once for rows of all lengths."""
+    """Return `flex_attention`, compiled once for rows of all lengths."""
     compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
     return compiled
 
 
 class _Blockwise(torch.autograd.Function):
-    """Attention block by block, and of ranks in a ring one rank's keys after another's.
+    """Attention block by block; in a ring, with the keys of one rank after another.
 
-    Forward: each block gives a softmax over its own keys and the logarithm of that softmax's denominator, with which
-    the blocks of a query are put together (as in Ring Attention, Liu et al., 2023). Backward: given the whole output
-    and the whole denominator, each block has its share of the gradients, which add up; those of keys and values go
-    around with them, and come home.
+    Forward: each block returns a softmax over its own keys and the logarithm of the softmax's denominator, with which
+    the blocks of a query are combined (as in Ring Attention, Liu et al., 2023). Backward: given the whole output and
+    the whole denominator, each block computes its share of the gradients, which add up; the gradients of keys and
+    values travel around the ring with them, back to their own rank.
     """
 
     @staticmethod
@@ -304,12 +307,13 @@ class _Blockwise(torch.autograd.Function):
         scale: float | None,
         context: ContextGroup,
     ) -> Tensor:
-        """All tensors of the shape `[1, heads, length, head_dim]`, of this rank's columns. Collective in a ring."""
+        """Return the attention of this rank's columns; all tensors have the shape `[1, heads, length, head_dim]`.
+        Collective in a ring."""
         sums = torch.promote_types(query.dtype, torch.float32)
         output = _laid_out_as_projected(query, sums)
         log_sums = torch.empty(query.shape[:3], dtype=sums, device=query.device)
         first = parts[0]
-        covering = len(first.diagonal) if isinstance(first, TreeBlocks) else 1  # they cover each query once
+        covering = len(first.diagonal) if isinstance(first, TreeBlocks) else 1  # these blocks cover each query once
         for step, (part, (keys, values)) in enumerate(zip(parts, context.around(key, value), strict=True)):
             for number, (queries, found, log_sum) in enumerate(_computed(query, keys, values, part, scale)):
                 if step == 0 and number < covering:
@@ -343,8 +347,8 @@ class _Blockwise(torch.autograd.Function):
 def _computed(
     query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some columns of queries, and their output `[1, heads, queries, head_dim]` and log-sum-exp `[1, heads, queries]`
-    over some keys; until all that `part` has are through."""
+    """Yield some columns of queries, with their output `[1, heads, queries, head_dim]` and log-sum-exp
+    `[1, heads, queries]` over some keys, for all blocks of `part`."""
     if isinstance(part, TreeBlocks):
         for block in (*part.diagonal, *part.below):
             yield block.queries, *_flash(query, key, value, block, scale)
@@ -362,8 +366,8 @@ def _differentiated(
     part: Part,
     scale: float | None,
 ) -> Iterator[tuple[slice, slice, Sequence[Tensor]]]:
-    """Some columns of queries and of keys, and their share of the gradients of queries, keys and values; `output` and
-    `log_sums` are those over all keys."""
+    """Yield some columns of queries and of keys, with their share of the gradients of queries, keys and values;
+    `output` and `log_sums` are over all keys."""
     if isinstance(part, TreeBlocks):
         for block in (*part.diagonal, *part.below):
             shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -383,7 +387,7 @@ def _differentiated(
     with torch.enable_grad():
         query, key, value = inputs = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
         found, log_sum = _flex(query, key, value, part, scale)
-    # The whole output is the sum of each part's own, times exp(log_sum - log_sums), whose sum is 1.
+    # The whole output is the sum of each part's own output, times exp(log_sum - log_sums); these factors add up to 1.
     of_found = (log_sum.detach() - log_sums).exp()[..., None] * gradient
     of_log_sum = (of_found * (found.detach() - output)).sum(-1)
     shares = torch.autograd.grad((found, log_sum), inputs, (of_found.to(found.dtype), of_log_sum.to(log_sum.dtype)))
@@ -391,9 +395,9 @@ def _differentiated(
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, tiles: BlockMask, scale: float | None) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp, as `_flash`, of all columns."""
+    """Return the output and log-sum-exp of all columns, as `_flash`."""
     head_dim = query.shape[-1]
-    if head_dim < LEAST_HEAD_DIM:  # zeros behind it change no score
+    if head_dim < LEAST_HEAD_DIM:  # padding with zeros changes no score
         scale = head_dim**-0.5 if scale is None else scale
         query, key, value = (pad(tensor, (0, LEAST_HEAD_DIM - head_dim)) for tensor in (query, key, value))
     options: dict[str, Any] = {"block_mask": tiles, "scale": scale, "enable_gqa": True}
@@ -416,11 +420,11 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, block: MaskBlock, scale: f
 
 
 def _mask_for(query: Tensor, block: MaskBlock) -> Tensor | None:
-    """The kernel wants masks in the dtype of the queries or in float32."""
+    """Return the block's mask in the dtype of the queries or in float32, as the kernel requires."""
     return block.mask.double() if block.mask is not None and query.dtype == torch.float64 else block.mask
 
 
 def _laid_out_as_projected(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an empty tensor of the shape of `like`, in memory `[1, length, heads, head_dim]` as the projections around
-    the attention want it."""
+    """Return an empty tensor of the shape of `like`, laid out in memory as `[1, length, heads, head_dim]` for the
+    projections around the attention."""
     return torch.empty_like(like.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)

@@ -1,15 +1,15 @@
-"""The interface of a model that several model workers compute with together, and what every backend needs for it.
+"""The interface of a model that several model workers compute together, and helpers that every backend needs.
 
-A *role* (`trainer/roles/`) knows what is computed: which loss, on which tokens. A `ParallelModel` knows how: with which
-library, spread how over the ranks of a `Layout`. So each algorithm is written once and every backend computes it. Calls
-marked *collective* have to be made by all ranks of the layout, in the same order, with equal arguments on all members
-of one data-parallel rank.
+A *role* (`trainer/roles/`) defines the computation: which loss, on which tokens. A `ParallelModel` carries it out with
+one library, spread over the ranks of a `Layout`. So each algorithm is written once, and every backend computes it. All
+ranks of the layout must make the calls marked *collective*, in the same order, with equal arguments on all members of
+one data-parallel rank.
 
 `Ranks` is this process among the model workers, which meet in torch's default process group. Sums are over the DP
 heads, which alone hold distinct data; every rank takes part and gets the same sum.
 
-`Offloaded` keeps the memory of tensors on the CPU for a while; the tensors, and all views of them, stay valid objects.
-It is the same on every device: where tensors are on the CPU anyway, their memory is given back and copied, too.
+`Offloaded` moves the memory of tensors to the CPU for a while; the tensors, and all views of them, stay valid objects.
+It behaves alike on every device: for tensors that are on the CPU anyway, memory is also copied and freed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from streamrl.trainer.packing import MicroBatch
 
 
 class Ranks:
-    """One rank of a layout."""
+    """A rank of a layout."""
 
     def __init__(self, layout: Layout, rank: int, *, device: torch.device) -> None:
         self.layout = layout
@@ -44,11 +44,11 @@ class Ranks:
 
     @property
     def is_head(self) -> bool:
-        """Whether this rank gives its data-parallel rank's output."""
+        """Whether this rank returns its data-parallel rank's output."""
         return self.rank == self.layout.head(self.coordinates.data)
 
     def add_up(self, values: Tensor) -> Tensor:
-        """Return `values` of all heads, added; the others' do not count. Collective."""
+        """Return the sum of `values` over all heads; values of other ranks are ignored. Collective."""
         if self.layout.world == 1:
             return values
         total = values.to(self._device, copy=True) if self.is_head else torch.zeros_like(values, device=self._device)
@@ -57,14 +57,14 @@ class Ranks:
 
 
 def busy_ranks(micros: int, *, device: torch.device) -> int:
-    """Return how many ranks have micro-batches, at least 1; this one has `micros`. Collective over all ranks."""
+    """Return how many ranks have micro-batches, at least 1; this rank has `micros`. Collective over all ranks."""
     busy = torch.tensor(int(micros > 0), device=device)
     dist.all_reduce(busy)
     return max(1, int(busy))
 
 
 def dealt(sizes: Sequence[int], ranks: Sequence[Sequence[int]]) -> list[int]:
-    """Give each of `sizes` to one of its `ranks`, the largest first to the one that has the least; return which."""
+    """Assign each of `sizes`, the largest first, to the least loaded of its `ranks`; return the rank of each."""
     load: Counter[int] = Counter()
     chosen = [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
@@ -77,7 +77,7 @@ def dealt(sizes: Sequence[int], ranks: Sequence[Sequence[int]]) -> list[int]:
 
 
 class Offloaded:
-    """The memory under some tensors, moved away on construction."""
+    """The memory of some tensors, moved to the CPU on construction."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
@@ -89,7 +89,7 @@ class Offloaded:
             storage.resize_(0)
 
     def bring_back(self) -> None:
-        """Fill the memory as it was."""
+        """Restore the memory with its content."""
         for storage, copy in self._copies:
             storage.resize_(copy.nbytes())
             storage.copy_(copy)
@@ -99,34 +99,34 @@ class Offloaded:
 # --- base ---
 
 Head = Literal["tokens", "scalar"]
-"""`tokens`: the language model's own; `scalar`: one linear unit (critics, reward models), `score.weight` in
-Hugging Face checkpoints; a checkpoint without one gets zeros."""
+"""`tokens`: the language model's own head; `scalar`: one linear unit (critics, reward models), `score.weight` in
+Hugging Face checkpoints, zeros if the checkpoint has none."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend builds."""
+    """Specification of a model for a backend."""
 
     folder: Path
     """Hugging Face checkpoint with the first weights."""
     head: Head
     device: torch.device
     dtype: torch.dtype
-    """Dtype of the computation. Trained and averaged weights are kept in float32 whatever it is, others in `dtype`."""
+    """Dtype of the computation. Trained and averaged weights are always kept in float32, others in `dtype`."""
     temperature: float = 1.0
-    """Logits are divided by it (head `tokens`)."""
+    """Divisor of the logits (head `tokens`)."""
     entropy_gradient: bool = False
     """Whether `ModelOutput.entropy` has a gradient (head `tokens`)."""
     lr: float | None = None
-    """Peak learning rate; None: the model is never trained and has no optimizer."""
+    """Peak learning rate; None for a model that is never trained and has no optimizer."""
     averaged: bool = False
-    """Whether the weights of a model that is not trained are a moving average: they are kept in float32, for what is
-    added each time is less than `dtype` would round away."""
+    """Whether the weights of an untrained model are a moving average. They are then kept in float32, because `dtype`
+    would round the small increments away."""
     optimizer: OptimizerConfig = OptimizerConfig()
     total_updates: int = 1
     """Optimizer steps of the whole run, for the schedule of the learning rate."""
     updates_before: int | None = None
-    """How many of these a run that goes on has behind it, as it cuts its batches now; None: as many as the optimizer's
-    state has."""
+    """How many of these a resumed run has made before, counted with its present division into minibatches; None for the
+    number in the optimizer's state."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     shard: bool = False
@@ -135,49 +135,49 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     offload_optimizer: bool = False
     """Keep the optimizer's state, and its step, on the CPU."""
     lora: LoraConfig | None = None
-    """Train an adapter of the model (torch): it is what the model's weights are then, and the model itself is frozen,
-    in `dtype`."""
+    """Train an adapter of the model (torch). The model's weights are then the adapter's; the model itself is frozen, in
+    `dtype`."""
     adapter: Path | None = None
-    """Folder with the first adapter; None: a new one."""
+    """Folder with the first adapter; None for a new one."""
     seed: int = 0
-    """Draws a new adapter."""
+    """Seed of a new adapter."""
     router_aux_loss_coef: float = 0.0
-    """What the load-balancing loss of layers with experts is multiplied by in training."""
+    """Factor of the load-balancing loss of layers with experts in training."""
     replay_routing: bool = False
-    """Compute tokens with the experts of `MicroBatch.routed_experts`, where these are known."""
+    """Compute tokens with the experts in `MicroBatch.routed_experts`, where they are known."""
 
 
 class ModelOutput(NamedTuple):
-    """For each predicted position of a micro-batch: `[predicted]` float32, with a gradient while training."""
+    """Values for each predicted position of a micro-batch: `[predicted]` float32, with a gradient while training."""
 
     values: Tensor
     """Head `tokens`: log-probability of the target. Head `scalar`: the unit's value at the predictor."""
     entropy: Tensor
-    """Head `tokens`: of the whole distribution. Head `scalar`: zeros."""
+    """Head `tokens`: entropy of the whole distribution. Head `scalar`: zeros."""
 
     @property
     def device(self) -> torch.device:
-        """Where they are; Megatron's schedules ask, as they would a tensor."""
+        """The device of the tensors; Megatron's schedules read it as that attribute of a tensor."""
         return self.values.device
 
 
 class Update(NamedTuple):
-    """What an optimizer step was."""
+    """The outcome of an optimizer step."""
 
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     lr: float
     expert_load: float = 0.0
-    """How much more tokens than on average the expert with most of them computed, the mean of all layers: 1 where all
-    have as many; 0 for models without experts."""
+    """Tokens computed by the most loaded expert, relative to the average, as the mean over all layers: 1 if all experts
+    have equally many; 0 for models without experts."""
 
 
 LossOf = Callable[[int, ModelOutput], Tensor]
-"""From the number of a micro-batch and its output: its share of the minibatch's loss, a scalar."""
+"""Map the number of a micro-batch and its output to its share of the minibatch's loss, a scalar."""
 
 
 class WholeWeights(Protocol):
-    """Named tensors that are spread over the ranks of one layout, and can be had whole."""
+    """Named tensors that are spread over the ranks of one layout, and can be gathered whole."""
 
     def weight_specs(self) -> list[tuple[str, tuple[int, ...]]]:
         """Return the Hugging Face name and whole shape of every weight, tied ones once, in the order of
@@ -185,85 +185,87 @@ class WholeWeights(Protocol):
         ...
 
     def gather_weights(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Each weight as a whole, by Hugging Face name, one after another. Collective: all ranks iterate to the end.
+        """Yield each whole weight with its Hugging Face name, one after another. Collective: all ranks iterate to the
+        end.
 
-        Runs on communicators of its own, so it may run beside `infer` and `accumulate`. Ranks other than 0 get empty
-        tensors. Weights travel between ranks as `dtype`, if that is given. No rank holds more than a few weights at a
-        time; a weight that was yielded is not written to before the caller drops it, or ends the iteration.
+        Uses separate communicators, so it may run at the same time as `infer` and `accumulate`. Ranks other than 0 get
+        empty tensors. Weights travel between ranks as `dtype`, if that is given. No rank holds more than a few whole
+        weights at a time; a yielded weight is not written to before the caller drops it, or ends the iteration.
         """
         ...
 
 
 class ParallelModel(WholeWeights, Protocol):
-    """One model over the ranks of one layout."""
+    """A model over the ranks of one layout."""
 
     @property
     def hidden_size(self) -> int: ...
 
     @property
     def gives_output(self) -> bool:
-        """Whether this rank sees outputs: those of the last pipeline stage do."""
+        """Whether this rank gets outputs, as the ranks of the last pipeline stage do."""
         ...
 
     def infer(self, micros: Sequence[MicroBatch], *, temperature: float | None = None) -> list[ModelOutput] | None:
         """Return the outputs of `micros`, without a gradient; None where `gives_output` is False. Collective.
 
-        `temperature`: another than `ModelSpec.temperature`.
+        `temperature` replaces `ModelSpec.temperature`.
         """
         ...
 
     def accumulate(self, micros: Sequence[MicroBatch], loss: LossOf) -> None:
-        """Forward and backward through `micros`; gradients add up until `update`. Collective.
+        """Run forward and backward through `micros`; gradients add up until `update`. Collective.
 
-        `loss` is called where `gives_output` is True. The data-parallel ranks may bring different
-        numbers of micro-batches, or none.
+        `loss` is called where `gives_output` is True. The data-parallel ranks may bring different numbers of
+        micro-batches, or none.
         """
         ...
 
     def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
-        """Sum gradients over the data-parallel ranks, clip, step, and begin anew at zero. Collective.
+        """Sum and clip gradients over the data-parallel ranks, take an optimizer step, and zero the gradients.
+        Collective.
 
-        `lr_scale`: what the schedule's learning rate is multiplied by; the answer has the product.
-        `before_update` is called when the weights are about to change. Raises `TrainingError`, with the
-        weights as they were, when the norm is not finite.
+        `lr_scale` multiplies the schedule's learning rate; `Update.lr` is the product. `before_update` is called
+        when the weights are about to change. Raises `TrainingError`, with the weights unchanged, if the norm is not
+        finite.
         """
         ...
 
     def weight_parts(self) -> list[Part]:
-        """Return what this rank saves of the weights, as they are now and not copied: of all ranks together each number
-        once."""
+        """Return the parts of the weights that this rank saves, current and not copied. The parts of all ranks together
+        contain each number once."""
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take over whole weights by Hugging Face name, each rank its part; raises `ModelError` if one is
-        unknown, missing or of another shape."""
+        """Load whole weights by Hugging Face name, each rank its part; raises `ModelError` if a weight is unknown,
+        missing or of another shape."""
         ...
 
     @property
     def updates(self) -> int:
-        """Optimizer steps so far, over all runs that this one goes on from."""
+        """Optimizer steps so far, including those of the runs that this one continues."""
         ...
 
     def optimizer_parts(self) -> list[Part]:
-        """Return what this rank saves of the optimizer's tensors `exp_avg/WEIGHT` and `exp_avg_sq/WEIGHT`, as
+        """Return the parts of the optimizer's tensors `exp_avg/WEIGHT` and `exp_avg_sq/WEIGHT` that this rank saves, as
         `weight_parts`."""
         ...
 
     def load_state(self, folder: Path) -> None:
-        """Take over `updates` and the optimizer's tensors from files, which may come from another layout.
+        """Load `updates` and the optimizer's tensors from files, which may come from another layout.
 
-        `backends/optimizer.py` names the files. Raises `ModelError` when they are of another model. The weights
-        are not among them.
+        `backends/optimizer.py` names the files. Raises `ModelError` if they belong to another model. The weights are
+        not among them.
         """
         ...
 
     def offload(self) -> None:
-        """Give the memory of weights and optimizer back, and keep a copy on the CPU until `onload`; whatever needs
-        them meanwhile is an error."""
+        """Free the memory of weights and optimizer, and keep a copy on the CPU until `onload`; using them in between is
+        an error."""
         ...
 
     def onload(self) -> None:
-        """Bring everything back, bit for bit."""
+        """Restore the memory, bit for bit."""
         ...
 
     def close(self) -> None:
@@ -272,28 +274,29 @@ class ParallelModel(WholeWeights, Protocol):
 
 
 class AdaptedModel(ParallelModel, Protocol):
-    """A model of which an adapter is trained (`ModelSpec.lora`): what is called its weights above are the adapter's."""
+    """A model with a trained adapter (`ModelSpec.lora`): in the methods above, its weights are the adapter's
+    weights."""
 
     def merged(self) -> WholeWeights:
-        """Return the model's own weights with the adapter added, each as it is when it is gathered."""
+        """Return the model's own weights with the adapter added; each is computed when it is gathered."""
         ...
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Inside, `infer` computes as the frozen model does."""
+        """Make `infer` compute as the frozen model within the context."""
         ...
 
 
-# --- from the files of a checkpoint into the places where a backend has its weights ---
+# --- from the files of a checkpoint into a backend's weights ---
 
 SCORE = "score.weight"
-"""The scalar head."""
+"""Name of the scalar head's weight."""
 
 
 def read_weights(folder: Path, specs: Specs, parts: Iterable[Part], *, head: Head) -> None:
     """Fill `parts` of a model's weights from the checkpoint in `folder`; `specs`: all weights of the model.
 
-    A scalar head that it has none of becomes zero. Raises `ModelError`, before anything is read, that names the files
-    and weights that do not fit.
+    A scalar head that is missing in the checkpoint becomes zero. Raises `ModelError`, before any weight is read, that
+    names the files and weights that do not fit.
     """
     files = checked(folder, specs, head=head)
     for part in parts:
@@ -304,8 +307,8 @@ def read_weights(folder: Path, specs: Specs, parts: Iterable[Part], *, head: Hea
 
 
 def checked(folder: Path, specs: Specs, *, head: Head) -> TensorFiles:
-    """Return the files of the checkpoint in `folder`, which has the weights `specs`; raises `ModelError` as
-    `read_weights`."""
+    """Return the files of the checkpoint in `folder`, after a check that they have the weights `specs`; raises
+    `ModelError` as `read_weights`."""
     files = TensorFiles(folder, MODEL)
     optional = {SCORE} - set(files.names()) if head == "scalar" else set()
     files.check([spec for spec in specs if spec[0] not in optional])

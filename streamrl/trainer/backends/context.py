@@ -1,15 +1,16 @@
-"""Context parallelism: several ranks compute with the same rows, each with some of their columns.
+"""Context parallelism: several ranks compute the same rows, each some of their columns.
 
-Column `c` is with rank `c mod size`, so prompts, which predict nothing, and responses are shared out evenly. Whatever
-looks at one token at a time (projections, norms, the head) needs no other rank. For the attention there are two ways:
+Column `c` is on rank `c mod size`, so prompts, which predict nothing, and responses are divided evenly. Layers that
+compute each token separately (projections, norms, the head) need no other rank. There are two methods for the
+attention:
 
-- Where the heads can be shared out, the ranks exchange columns for heads (DeepSpeed Ulysses, Jacobs et al., 2023): each
-  has all columns of its share of the heads, and computes as one rank does.
-- Otherwise keys and values go around the ranks as in a ring (Ring Attention, Liu et al., 2023; with columns dealt like
-  this, Striped Attention, Brandon et al., 2023): each rank computes its own queries of all heads, with what one rank
-  after another has of the keys. `attention.py` puts that together.
+- If the heads can be divided, the ranks exchange columns for heads (DeepSpeed Ulysses, Jacobs et al., 2023): each has
+  all columns of its share of the heads, and computes as a single rank does.
+- Otherwise keys and values travel around the ranks as in a ring (Ring Attention, Liu et al., 2023; with columns dealt
+  like this, Striped Attention, Brandon et al., 2023): each rank computes its own queries of all heads, with the keys of
+  one rank after another. `attention.py` combines the results.
 
-Either way it is the same work on each, whatever the mask.
+With both methods, the ranks have equal work for any mask.
 """
 
 from __future__ import annotations
@@ -31,31 +32,32 @@ Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 class Share(NamedTuple):
-    """What one rank computes of a micro-batch."""
+    """One rank's part of a micro-batch."""
 
     micro: MicroBatch
-    """The rank's own columns, and what they predict. Columns are counted among these."""
+    """The rank's own columns, and the tokens that they predict. Columns are counted among the rank's own."""
     real: NDArray[np.bool_]
-    """`[rows, own_length]` False for columns that only fill up the rows."""
+    """`[rows, own_length]`: False for padding columns."""
     most: int
-    """Predicted positions of the rank that has most of them."""
+    """Number of predicted positions on the rank that has most of them."""
     places: NDArray[np.int64]
-    """`[predicted]`: where each of the micro-batch's predicted positions is, once those of all ranks, filled up to
-    `most`, stand behind each other."""
+    """`[predicted]`: index of each predicted position of the micro-batch in the concatenated positions of all ranks,
+    each padded to `most`."""
 
 
 class ContextGroup:
-    """The ranks that share rows, as one of them sees it. Without a process group there is just one."""
+    """This rank's view of the ranks that share rows. Without a process group it is the only one."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, ring: bool = False) -> None:
-        """`ring`: keys go around the ranks; else these exchange columns for heads (see `heads_can_be_shared`)."""
+        """`ring`: keys travel around the ranks; otherwise the ranks exchange columns for heads (see
+        `heads_can_be_shared`)."""
         self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.ring = ring and self.size > 1
         self._rank = 0 if group is None else dist.get_rank(group)
 
     def share(self, micro: MicroBatch) -> Share:
-        """Return this rank's part of `micro`, whose rows are filled up so that each rank has as many columns."""
+        """Return this rank's part of `micro`, with rows padded so that all ranks have equally many columns."""
         owner = micro.column_index % self.size
         counts = np.bincount(owner, minlength=self.size)
         most = int(counts.max())
@@ -80,12 +82,13 @@ class ContextGroup:
         return Share(mine, self._own(real), most, places)
 
     def visible_until(self, micro: MicroBatch) -> NDArray[np.int64]:
-        """Return `visible_until` of `micro`, with padding behind it until each rank has as many columns."""
+        """Return `visible_until` of `micro`, padded at the end so that all ranks have equally many columns."""
         found = self._filled(micro.visible_until)
         return np.maximum(found, np.arange(found.shape[1]) + 1)
 
     def _filled(self, array: NDArray[Scalar], *, fill: int = 0) -> NDArray[Scalar]:
-        """Return `array` `[rows, length, ...]` with columns of `fill` behind it, until each rank has as many."""
+        """Return `array` `[rows, length, ...]`, padded at the end with `fill` so that all ranks have equally many
+        columns."""
         behind = [(0, 0), (0, -array.shape[1] % self.size), *[(0, 0)] * (array.ndim - 2)]
         return np.pad(array, behind, constant_values=fill)
 
@@ -93,21 +96,21 @@ class ContextGroup:
         return self._filled(array, fill=fill)[:, self._rank :: self.size]
 
     def _seen_of(self, visible_until: NDArray[np.int64], source: int) -> NDArray[np.int64]:
-        """Return, for each column of rank `source`, the first of this rank's columns, counted among these, that is
-        behind it and no longer sees it. `visible_until`: of all columns (last axis)."""
+        """Return, for each column of rank `source`, the first of this rank's later columns that does not see it,
+        counted among this rank's. `visible_until`: of all columns (last axis)."""
         return -(-(visible_until[..., source :: self.size] - self._rank) // self.size)
 
     def seen(self, visible_until: NDArray[np.int64]) -> list[tuple[NDArray[np.int64], int]]:
-        """Return what this rank's queries see of the keys that it has in each step of `around`, from `visible_until`
-        `[columns]` of all of them: until which query a key is seen, and how far a query has to be behind it at least (0
-        or 1), both counted among a rank's columns."""
+        """Return the mask of this rank's queries for the keys of each step of `around`, from `visible_until`
+        `[columns]` of all columns. A mask is the first query that no longer sees each key, and the least distance of a
+        query behind a visible key (0 or 1), both counted among a rank's columns."""
         if not self.ring:
             return [(visible_until, 0)]
         sources = [(self._rank - step) % self.size for step in range(self.size)]
         return [(self._seen_of(visible_until, source), int(source > self._rank)) for source in sources]
 
     def around(self, key: Tensor, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's keys and values; in a ring then those of the one before it, and so on. Collective."""
+        """Yield this rank's keys and values; in a ring then the previous rank's, and so on. Collective."""
         if not self.ring:
             yield key, value
             return
@@ -120,15 +123,15 @@ class ContextGroup:
                 held = arrived()
 
     def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Begin to send `tensor` to the next rank of the ring; what is returned waits for that of the one before.
-        Collective."""
+        """Begin to send `tensor` to the next rank of the ring; return a function that waits for the previous rank's
+        tensor and returns it. Collective."""
         sent = tensor.contiguous()
         found = torch.empty_like(sent)
         to, by = [0] * self.size, [0] * self.size
         to[(self._rank + 1) % self.size] = by[(self._rank - 1) % self.size] = len(sent)
         work = dist.all_to_all_single(found, sent, by, to, group=self._group, async_op=True)
 
-        def arrived(sent: Tensor = sent) -> Tensor:  # which lives until it is there
+        def arrived(sent: Tensor = sent) -> Tensor:  # `sent` lives until the operation is complete
             assert work is not None
             work.wait()
             return found
@@ -138,7 +141,7 @@ class ContextGroup:
     def gather(self, own: Tensor, share: Share) -> Tensor:
         """Return `[predicted]` of the whole micro-batch on every rank, from each rank's `[own_predicted]`. Collective.
 
-        Every rank computes the same loss from it, and in the backward pass goes on with the gradient of its own part.
+        Every rank computes the same loss from it; the backward pass continues with the gradient of the rank's own part.
         """
         if self._group is None:
             return own
@@ -150,7 +153,7 @@ class ContextGroup:
         """Return all columns of this rank's heads, `[rows, own_heads, length, head_dim]`, from its columns of all
         heads.
 
-        Where there are more ranks than key heads, several get the same one. Collective.
+        If there are more ranks than key heads, several ranks get the same one. Collective.
         """
         if self._group is None:
             return query, key, value
@@ -178,12 +181,12 @@ class ContextGroup:
 
 
 def heads_can_be_shared(*, heads: int, kv_heads: int, context: int) -> bool:
-    """Whether each of `context` ranks can have as many of the query heads, and whole key heads or a part of one."""
+    """Whether each of `context` ranks can have equally many query heads, and whole key heads or a part of one."""
     return heads % context == 0 and (kv_heads % context == 0 or context % kv_heads == 0)
 
 
 class _Exchange(torch.autograd.Function):
-    """`[ranks, ...]`: part `r` goes to rank `r`, and what it sent to this rank comes in its place."""
+    """`[ranks, ...]`: send part `r` to rank `r`, and replace it by the part received from that rank."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -200,13 +203,13 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """`[ranks · each]` from `[each]` of each rank; the gradient is that of the rank's own part."""
+    """`[ranks · each]` from `[each]` of each rank; the gradient is the gradient of the rank's own part."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.part = slice(len(own) * dist.get_rank(group), len(own) * (dist.get_rank(group) + 1))
         whole = own.new_empty(dist.get_world_size(group), len(own))
-        dist.all_gather(list(whole), own.contiguous(), group=group)  # into one tensor has another name in each torch
+        dist.all_gather(list(whole), own.contiguous(), group=group)  # for one tensor, torch's versions differ in name
         return whole.flatten()
 
     @staticmethod

@@ -1,12 +1,12 @@
-"""Mixture of experts in transformers models: which experts compute a token, and what they add up to.
+"""Mixture of experts in transformers models: the choice of the experts for a token, and the sum of their outputs.
 
-Which these are is the router's choice, or, where it is known, the choice that the engine's router made when the tokens
-were sampled (rollout routing replay, Ma et al. 2025, arXiv 2510.11370). Their shares are the router's either way, and
-it learns from them: only the choice, which has no gradient, is replayed.
+The router chooses the experts, unless the choice of the engine's router when it sampled the tokens is known and
+replayed (rollout routing replay, Ma et al. 2025, arXiv 2510.11370). In both cases the weights of the experts are the
+router's, and it learns from them: only the choice, which has no gradient, is replayed.
 
 transformers keeps the experts of a layer in two fused tensors. Here each has matrices of its own, named as in the files
-of a checkpoint, so whatever knows weights by name (reading, sharding, the optimizer's files, publication, adapters)
-need not know of experts.
+of a checkpoint. So code that handles weights by name (reading, sharding, the optimizer's files, publication, adapters)
+need not know about experts.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from streamrl.types import NO_EXPERT
 
 
 class Routing(NamedTuple):
-    """What a layer with experts is told of the tokens that it computes."""
+    """Inputs of a layer with experts about the tokens that it computes."""
 
     real: Tensor
-    """`[tokens]` bool: False for padding, which counts for no expert's load."""
+    """`[tokens]` bool: False for padding, which does not count in any expert's load."""
     replayed: Tensor | None = None
-    """`[tokens, top_k]` the experts that compute them, `NO_EXPERT` where the router chooses; None: it always does."""
+    """`[tokens, top_k]`: the experts that compute the tokens, `NO_EXPERT` where the router chooses; None if it always
+    does."""
     balance: float = 0.0
-    """What the load-balancing loss of these tokens is multiplied by."""
+    """Factor of the load-balancing loss of these tokens."""
 
 
 class SparseMlp(nn.Module):
-    """A layer's experts, of which each token is computed by the `top_k` that its router gives most weight."""
+    """A layer's experts; the `top_k` experts with the largest router weights compute each token."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.routing: Routing | None = None
-        """The routing of the next tokens; it stays until the backward pass is through, which may compute again."""
+        """The routing of the next tokens; kept until the backward pass is complete, which may compute the layer
+        again."""
         self.load: Tensor | None = None
-        """`[experts]` how often each was chosen by the tokens that were computed last."""
+        """`[experts]`: number of the last computed tokens that chose each expert."""
         self.top_k = config.num_experts_per_tok
         self._normalised = config.norm_topk_prob
         self.experts = nn.ModuleList(
@@ -49,7 +51,7 @@ class SparseMlp(nn.Module):
         """The router."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """`[rows, length, hidden_size]`, as `hidden`."""
+        """Return `[rows, length, hidden_size]`, the shape of `hidden`."""
         routing = self.routing
         assert routing is not None, "`route` comes first"
         x = hidden.flatten(0, 1)
@@ -68,9 +70,9 @@ class SparseMlp(nn.Module):
         return self._mixed(x, chosen, shares.to(scores.dtype)).view_as(hidden)
 
     def _mixed(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        """Add up what the `chosen` experts (`[tokens, top_k]`) make of `x`, times their `shares`.
+        """Return the sum of the outputs of the `chosen` experts (`[tokens, top_k]`) for `x`, times their `shares`.
 
-        All experts compute, of no tokens if need be: sharded ranks have to have gradients of the same weights.
+        All experts compute, even with no tokens: sharded ranks need gradients of the same weights.
         """
         order = chosen.flatten().argsort(stable=True)
         tokens = order // self.top_k
@@ -82,17 +84,17 @@ class SparseMlp(nn.Module):
 
 
 def balancing_loss(probabilities: Tensor, load: Tensor) -> Tensor:
-    """Return the load-balancing loss of one layer (Fedus et al. 2021, arXiv 2101.03961, eq. 4): `top_k` where all
-    experts are chosen equally often.
+    """Return the load-balancing loss of one layer (Fedus et al. 2021, arXiv 2101.03961, eq. 4): `top_k` if all experts
+    are chosen equally often.
 
-    `probabilities`: `[tokens, experts]`, the router's. `load`: `[experts]`, how often each was chosen.
+    `probabilities`: `[tokens, experts]`, from the router. `load`: `[experts]`, how often each was chosen.
     """
     tokens, experts = probabilities.shape
     return experts * torch.dot(load / max(1, tokens), probabilities.sum(0) / max(1, tokens))
 
 
 class AddLoss(torch.autograd.Function):
-    """Gives the first argument, and in the backward pass adds the second, a scalar, to what is differentiated."""
+    """Return the first argument; add the second, a scalar, to the differentiated loss in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -105,10 +107,10 @@ class AddLoss(torch.autograd.Function):
 
 
 def route(model: nn.Module, real: Tensor, experts: Tensor | None = None, *, balance: float = 0.0) -> None:
-    """Tell the layers of `model` of the next tokens, of which `real` ones (`[rows, length]`) are no padding.
+    """Set the routing of the next tokens in the layers of `model`; `real` (`[rows, length]`) is False for padding.
 
-    `experts`: `[rows, length, layers · top_k]` int64, as in `Routing`. `balance`: what the mean of all layers'
-    load-balancing losses is multiplied by; it is added to the loss.
+    `experts`: `[rows, length, layers · top_k]` int64, as in `Routing`. `balance`: factor of the mean of all layers'
+    load-balancing losses, which is added to the loss.
     """
     for number, mlp in sparse_layers(model).items():
         own = slice(number * mlp.top_k, (number + 1) * mlp.top_k)
@@ -120,12 +122,12 @@ def route(model: nn.Module, real: Tensor, experts: Tensor | None = None, *, bala
 
 
 def sparse_layers(model: nn.Module) -> dict[int, SparseMlp]:
-    """Return those of `model`'s layers that have experts, by their number."""
+    """Return the layers of `model` that have experts, by their number."""
     return {number: layer.mlp for number, layer in enumerate(_layers(model)) if isinstance(layer.mlp, SparseMlp)}
 
 
 def separate_experts(model: nn.Module) -> None:
-    """Replace the layers of a transformers model, made without memory, that mix experts by `SparseMlp`."""
+    """Replace the layers that mix experts by `SparseMlp`, in a transformers model that was made without memory."""
     for layer in _layers(model):
         if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock):
             dtype = layer.mlp.gate.weight.dtype

@@ -1,6 +1,6 @@
-"""Low-rank adapters on the linear layers of a transformers model (`streamrl/lora.py` says what they compute).
+"""Low-rank adapters on the linear layers of a transformers model (`streamrl/lora.py` has the formula).
 
-The layers stay what and where they are; an adapted one has two parameters more. Only these have gradients.
+The layers stay in place and keep their weights; an adapted layer has two more parameters. Only these have gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streamrl.safetensors_files import TensorFiles
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer with its adapter, whose parameters hold nothing until they are loaded."""
+    """A frozen linear layer with its adapter; the adapter's parameters are not initialized until they are loaded."""
 
     def __init__(self, base: nn.Linear, lora: LoraConfig) -> None:
         nn.Module.__init__(self)
@@ -33,20 +33,20 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.empty(self.out_features, lora.rank, **place))
         self.scale = lora.scale
         self.adapted = True
-        """Whether the adapter takes part."""
+        """Whether the adapter is applied."""
 
     def forward(self, input: Tensor) -> Tensor:
         found = F.linear(input, self.weight, self.bias)
         if not self.adapted:
             return found
-        # without autocast the adapter computes in float32, whatever its base does
+        # without autocast the adapter computes in float32, for any dtype of its base
         low = F.linear(input.to(self.lora_A.dtype), self.lora_A)
         return found + (F.linear(low, self.lora_B) * self.scale).to(found.dtype)
 
 
 def adapt(model: nn.Module, lora: LoraConfig) -> None:
-    """Freeze `model` and put an adapter on each layer of `lora.target_modules`; raises `ModelError` if it has none of
-    a name."""
+    """Freeze `model` and put an adapter on each layer of `lora.target_modules`; raises `ModelError` for a name without
+    a layer."""
     adapter_specs([(name, tuple(weight.shape)) for name, weight in model.named_parameters()], lora)
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
@@ -56,13 +56,13 @@ def adapt(model: nn.Module, lora: LoraConfig) -> None:
 
 
 def peft_name(parameter: str) -> str:
-    """Return what peft calls a `LoraLinear`'s parameter, for example `model.layers.0.mlp.up_proj.lora_A`."""
+    """Return peft's name of a `LoraLinear`'s parameter, for example `model.layers.0.mlp.up_proj.lora_A`."""
     return f"{PREFIX}{parameter}.weight"
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes as if there were no adapters."""
+    """Make `model` compute without its adapters within the context."""
     layers = [module for module in model.modules() if isinstance(module, LoraLinear)]
     for layer in layers:
         layer.adapted = False
@@ -74,8 +74,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def first_adapter(specs: Specs, lora: LoraConfig, *, folder: Path | None, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the adapter in `folder`, whole; without one a new adapter, which changes nothing: A is drawn
-    as peft draws it, and B is zero. Raises `ModelError`."""
+    """Yield the tensors of the adapter in `folder`, whole; without a folder those of a new adapter, which changes
+    nothing: A is drawn as peft draws it, and B is zero. Raises `ModelError` if the folder's adapter does not fit."""
     if folder is not None:
         check_adapter(folder, lora)
         files = TensorFiles(folder, TENSORS)

@@ -1,7 +1,7 @@
-"""torch's AdamW over named local tensors, with its learning-rate schedule, its files, and a place to compute.
+"""torch's AdamW over named local tensors, with its learning-rate schedule, its files, and an optional copy on the CPU.
 
 Files: `optimizer.safetensors`, or one file of each rank, with `exp_avg/NAME` and `exp_avg_sq/NAME` under the weights'
-Hugging Face names, and `updates.json`. So another layout, or another backend, can go on.
+Hugging Face names, and `updates.json`. So a run can be resumed with another layout, or another backend.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def learning_rate(step: int, *, peak: float, config: OptimizerConfig, total_step
     at `total_steps`.
 
     The warm-up rises from `peak / (warmup_steps + 1)`; the end is `min_lr_ratio · peak`, and stays. Pure: unlike
-    torch's schedulers it has no state to save, so a run goes on from the number of steps alone, under whichever
-    backend; and beyond the end the cosine does not rise again.
+    torch's schedulers it has no state to save, so a resumed run needs only the number of steps, under any backend.
+    After the end the cosine does not rise again.
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / (config.warmup_steps + 1)
@@ -47,24 +47,25 @@ def learning_rate(step: int, *, peak: float, config: OptimizerConfig, total_step
 class Schedule:
     """The learning rate of each optimizer step of a run.
 
-    A run that goes on may cut its batches into other minibatches, or pass over them another number of times. It is as
-    far in its schedule as in its training steps then, whatever number of optimizer steps the state comes after.
+    A resumed run may divide its batches into other minibatches, or make another number of passes over them. Its
+    position in the schedule then follows from its training steps, not from the number of optimizer steps in the loaded
+    state.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
         self._ahead = spec.updates_before or 0
-        """By how much the position in the schedule is larger than the number of optimizer steps."""
+        """Position in the schedule minus the number of optimizer steps."""
 
     def rate(self, updates: int) -> float:
-        """Return the learning rate of the step that follows `updates` others."""
+        """Return the learning rate of the next step after `updates` steps."""
         assert self._spec.lr is not None
         return learning_rate(
             updates + self._ahead, peak=self._spec.lr, config=self._spec.optimizer, total_steps=self._spec.total_updates
         )
 
     def go_on(self, updates: int) -> None:
-        """The optimizer's state was taken over, which comes after `updates` steps."""
+        """Continue from a loaded optimizer state, after `updates` steps."""
         before = self._spec.updates_before
         self._ahead = 0 if before is None else before - updates
 
@@ -73,12 +74,12 @@ class Schedule:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZER = "optimizer"
-"""The name of the tensors' files, without `.safetensors`."""
+"""Name of the tensors' files, without `.safetensors`."""
 UPDATES = "updates.json"
 
 
 class Spread(Protocol):
-    """Knows how tensors shaped like the weights are spread over ranks."""
+    """Access to tensors that are spread over ranks like the weights."""
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]: ...
 
@@ -88,18 +89,18 @@ class Spread(Protocol):
 
 
 class AdamW:
-    """One optimizer step after another on this rank's part of the weights.
+    """AdamW on this rank's part of the weights.
 
-    With `spec.offload_optimizer` weights and moments have a copy on the CPU on which the step is made.
+    With `spec.offload_optimizer` weights and moments have a copy on the CPU, where the step is computed.
     """
 
     def __init__(self, weights: dict[str, Tensor], spec: ModelSpec) -> None:
-        """`weights`: this rank's part of each, by name; it may be empty."""
+        """`weights`: this rank's part of each weight, by name; it may be empty."""
         assert spec.lr is not None
         self._weights = weights
         self._offloaded = spec.offload_optimizer
         self.updates = 0
-        """Steps so far."""
+        """Number of steps so far."""
         self._schedule = Schedule(spec)
         self._masters = (
             {name: w.to("cpu", copy=True) for name, w in weights.items()} if self._offloaded else dict(weights)
@@ -139,13 +140,13 @@ class AdamW:
         return lr
 
     def weights_changed(self) -> None:
-        """The weights were set from outside."""
+        """Update the copy on the CPU after the weights were set from outside."""
         if self._offloaded:
             for name, weight in self._weights.items():
                 self._masters[name].copy_(weight)
 
     def on_device(self) -> list[Tensor]:
-        """Return what lives where the weights do, besides them."""
+        """Return the tensors on the weights' device, without the weights."""
         return [] if self._offloaded else [moment for found in self._moments.values() for moment in found.values()]
 
     def parts(self, spread: Spread) -> list[Part]:
@@ -153,7 +154,7 @@ class AdamW:
         return [named(key, part) for key in MOMENTS for part in spread.own_parts(self._moments[key])]
 
     def load(self, folder: Path, spread: Spread) -> None:
-        """Raises `ModelError` when `folder` holds no state, or that of another model."""
+        """Load the state in `folder`; raises `ModelError` if there is none, or if it belongs to another model."""
         self.updates = read_state(folder, {key: spread.parts(self._moments[key]) for key in MOMENTS}, spread.specs())
         self._schedule.go_on(self.updates)
         for state in self._adam.state.values():
@@ -165,12 +166,12 @@ class _Updates(msgspec.Struct, frozen=True):
 
 
 def updates_file(updates: int) -> dict[str, bytes]:
-    """Return the file that says how many optimizer steps there were: its name and content."""
+    """Return the file with the number of optimizer steps: its name and content."""
     return {UPDATES: msgspec.json.encode(_Updates(updates))}
 
 
 def load_updates(folder: Path) -> int:
-    """Return how many optimizer steps the state in `folder` comes after."""
+    """Return the number of optimizer steps of the state in `folder`."""
     try:
         return msgspec.json.decode((folder / UPDATES).read_bytes(), type=_Updates).updates
     except (OSError, msgspec.DecodeError) as error:
@@ -178,19 +179,19 @@ def load_updates(folder: Path) -> int:
 
 
 def named(key: str, part: Part) -> Part:
-    """Return the part of a moment, which is named like its weight, by its name in the files."""
+    """Return the part of a moment, which is named like its weight, under its name in the files."""
     return part._replace(name=f"{key}/{part.name}")
 
 
 def state_specs(specs: Specs) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the names and shapes of the optimizer's tensors; `specs`: of the weights."""
+    """Return the names and shapes of the optimizer's tensors; `specs`: names and shapes of the weights."""
     return [(f"{key}/{name}", shape) for key in MOMENTS for name, shape in specs]
 
 
 def read_state(folder: Path, moments: Mapping[str, Iterable[Part]], specs: Specs) -> int:
-    """Fill the parts of each moment, named like the weights, and return the optimizer steps that they come after.
+    """Fill the parts of each moment, named like the weights, and return the number of optimizer steps so far.
 
-    `specs`: all weights. Raises `ModelError` when `folder` holds no state, or that of another model.
+    `specs`: all weights. Raises `ModelError` if `folder` has no state, or the state of another model.
     """
     files = checked_state(folder, specs)
     try:
@@ -203,8 +204,8 @@ def read_state(folder: Path, moments: Mapping[str, Iterable[Part]], specs: Specs
 
 
 def checked_state(folder: Path, specs: Specs) -> TensorFiles:
-    """Return the files of an optimizer's state, which is that of a model with the weights `specs`; raises `ModelError`
-    as `read_state`."""
+    """Return the files of an optimizer's state, after a check that it belongs to a model with the weights `specs`;
+    raises `ModelError` as `read_state`."""
     load_updates(folder)
     try:
         files = TensorFiles(folder, OPTIMIZER)

@@ -1,7 +1,7 @@
 """transformers models with plain torch: data parallelism, whole or sharded (FSDP2), float32 master weights.
 
-Without `shard` each rank holds the whole model and gradients are summed over ranks; with it each rank holds its rows of
-every weight (`Shards`), and whole layers exist only while they compute. Either way the optimizer sees plain local
+Without `shard` each rank holds the whole model, and gradients are summed over ranks. With it each rank holds its rows
+of every weight (`Shards`), and whole layers exist only while they compute. In both cases the optimizer sees plain local
 tensors, so a step is the same arithmetic. Rows are dealt as FSDP2 deals them: chunks of `ceil(rows / world)`, so the
 last ranks may have fewer, or none.
 """
@@ -52,7 +52,7 @@ from streamrl.trainer.packing import IDLE, MicroBatch
 
 
 class Shard(msgspec.Struct):
-    """One weight."""
+    """A weight with this rank's rows."""
 
     shape: tuple[int, ...]
     """Shape of the whole weight."""
@@ -65,15 +65,16 @@ class Shard(msgspec.Struct):
 
 
 class Shards:
-    """The weights of one model on this rank, and how to gather and load tensors that are spread like them."""
+    """The weights of one model on this rank; gathers and loads tensors that are spread like them."""
 
     def __init__(self, weights: dict[str, Shard], *, world: int, sharded: bool) -> None:
-        """Collective when `sharded`: the ranks form a group for gathering alone, so that it may run beside
-        the computation."""
+        """Collective when `sharded`: the ranks form a separate group for gathering, so that it may run at the same time
+        as the computation."""
         self._weights = weights
         self._world = world
         self._rank = dist.get_rank() if world > 1 else 0
-        # Over gloo from the host: NCCL would ask that all ranks order these beside the collectives of the computation.
+        # Over gloo from the host: with NCCL, all ranks would have to order these and the computation's collectives
+        # alike.
         self._group = dist.new_group(backend="gloo") if sharded else None
         self._beside = SideStream(next(iter(weights.values())).local.device)
 
@@ -91,7 +92,7 @@ class Shards:
             yield name, self.whole(name, parts[name], dtype=dtype)
 
     def whole(self, name: str, part: Tensor, *, dtype: torch.dtype | None) -> Tensor:
-        """Return the tensor whose rows on this rank are `part`, as `gather` yields it. Collective when sharded."""
+        """Return the whole tensor from this rank's rows `part`, as `gather` yields it. Collective when sharded."""
         mine = part.detach()
         if self._group is None:
             return mine if self._rank == 0 else mine.new_empty(0)
@@ -105,7 +106,7 @@ class Shards:
         return mine.new_empty(0) if found is None else torch.cat(found)[:total].to(mine.device)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy this rank's part of each whole tensor; raises `ModelError` unless exactly the weights' come."""
+        """Copy this rank's part of each whole tensor; raises `ModelError` unless `tensors` are exactly the weights."""
         places = {part.name: part for part in self.parts(self.local())}
         missing = set(self._weights)
         for name, tensor in tensors:
@@ -122,7 +123,8 @@ class Shards:
             raise ModelError(f"{len(missing)} weights are missing, for example {min(missing)}")
 
     def parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
-        """Return what `tensors`, shaped as this rank's part of each weight, are parts of; without those of no rows."""
+        """Return `tensors`, shaped as this rank's part of each weight, as parts of whole tensors; without empty
+        ones."""
         return [
             Part(name, shard.shape, (self._first_row(shard.shape[0]), *(0,) * (len(shard.shape) - 1)), tensors[name])
             for name, shard in self._weights.items()
@@ -130,7 +132,7 @@ class Shards:
         ]
 
     def own_parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
-        """Return the parts that this rank saves: where all ranks have everything, each saves some tensors."""
+        """Return the parts that this rank saves: if all ranks have all tensors, each saves some of them."""
         parts = self.parts(tensors)
         if self._group is not None:
             return parts
@@ -157,15 +159,16 @@ def _local(parameter: nn.Parameter) -> Tensor:
 # --- torch ---
 
 HEAD_CHUNK_TOKENS = 1024
-"""Tokens whose logits are alive at once; more are computed chunk by chunk, again in backward."""
+"""Maximal number of tokens whose logits exist at once; more are computed chunk by chunk, and again in the backward
+pass."""
 
 
 class TorchModel:
-    """`ParallelModel` over `world` ranks, which meet in torch's default process group. Each run of `context` of them
-    shares its rows; otherwise they are data-parallel."""
+    """`ParallelModel` over `world` ranks, which meet in torch's default process group. Each run of `context`
+    consecutive ranks shares its rows; otherwise the ranks are data-parallel."""
 
     def __init__(self, spec: ModelSpec, *, world: int = 1, context: int = 1) -> None:
-        """Collective. Raises `ModelError` when the model is not supported, or not with so many ranks."""
+        """Load the model. Collective. Raises `ModelError` if the model is not supported, or not with so many ranks."""
         self._spec = spec
         self._world = world
         changes = spec.averaged or (spec.lr is not None and spec.lora is None)
@@ -178,7 +181,7 @@ class TorchModel:
         self._net = _Net(model, spec)
         self._context = _context_group(model.config, world=world, context=context)
         self._frozen: Shards | None = None
-        """The weights that are not trained, where an adapter is."""
+        """The untrained weights of a model with an adapter."""
         self._sharded = spec.shard and world > 1
         if self._sharded:
             _shard(self._net, spec.device, world)
@@ -207,7 +210,7 @@ class TorchModel:
         self._load = (
             torch.zeros(len(sparse), len(sparse[0].experts), dtype=torch.long, device=spec.device) if sparse else None
         )
-        """`[layers, experts]` how often each was chosen since the last update; None: the model has no experts."""
+        """`[layers, experts]`: how often each was chosen since the last update; None if the model has no experts."""
 
     @property
     def hidden_size(self) -> int:
@@ -315,7 +318,7 @@ class TorchModel:
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
-        replays, self._replays = self._replays, False  # another policy's tokens, whose experts it chooses itself
+        replays, self._replays = self._replays, False  # another policy's tokens, for which this model's router chooses
         try:
             with without_adapters(self._net):
                 yield
@@ -339,7 +342,7 @@ class TorchModel:
         return self._optimizer
 
     def _forward(self, micro: MicroBatch, temperature: float | None = None, *, balance: float = 0.0) -> ModelOutput:
-        """`balance`: see `route`."""
+        """Run the forward pass; `balance`: see `route`."""
         share = self._context.share(micro)
         own = share.micro
         if self._load is not None:
@@ -364,7 +367,7 @@ class TorchModel:
         return ModelOutput(self._context.gather(values, share), self._context.gather(entropy, share))
 
     def _others_have_more(self, mine: int) -> int:
-        """Return how many micro-batches more another rank has: sharded ranks have to go through layers together."""
+        """Return how many micro-batches more another rank has: sharded ranks have to compute layers together."""
         if not self._sharded:
             return 0
         most = torch.tensor(mine, device=self._spec.device)
@@ -434,7 +437,8 @@ class _Merged:
 
 
 class _Net(nn.Module):
-    """From token ids to what is predicted: all of a micro-batch's computation in one module, as FSDP2 wants it."""
+    """The forward pass from token ids to predictions: all computation of a micro-batch in one module, as FSDP2
+    requires."""
 
     def __init__(self, model: Any, spec: ModelSpec) -> None:
         super().__init__()
@@ -498,17 +502,17 @@ def _attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`[rows, length, heads, head_dim]`: what transformers calls for the attention of each layer."""
+    """Return the attention of a layer, `[rows, length, heads, head_dim]`; called by transformers."""
     return tree.attend(query, key, value, scale=scaling).transpose(1, 2), None
 
 
 TREE_ATTENTION = "streamrl_tree"
-"""The name of `_attend` among the attentions of transformers, which makes no mask for it."""
+"""Name under which `_attend` is registered in transformers, which makes no mask for it."""
 AttentionInterface.register(TREE_ATTENTION, _attend)
 
 
 def on_meta(folder: Path, *, head: Head, dtype: torch.dtype = torch.float32) -> Any:
-    """Return the transformers model of a checkpoint without memory; raises `ModelError` for one that cannot be
+    """Return the transformers model of a checkpoint, without memory; raises `ModelError` for a model that cannot be
     trained."""
     kind = AutoModelForCausalLM if head == "tokens" else AutoModelForSequenceClassification
     options = {} if head == "tokens" else {"num_labels": 1}
@@ -520,7 +524,7 @@ def on_meta(folder: Path, *, head: Head, dtype: torch.dtype = torch.float32) -> 
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{folder}: transformers cannot make this model: {error}") from error
     separate_experts(model)
-    model.get_input_embeddings().padding_idx = None  # a padding token that stands in a prompt learns like any other
+    model.get_input_embeddings().padding_idx = None  # a padding token in a prompt learns like any other
     return model
 
 
@@ -545,16 +549,17 @@ def _refuse_unsupported(config: Any, folder: Path) -> None:
 
 
 def _allocate(net: _Net, device: torch.device) -> None:
-    """Give this rank's part of a model that was made without memory its place on `device`; the weights hold nothing."""
+    """Allocate this rank's part of a model that was made without memory on `device`; the weights are not
+    initialized."""
     net.to_empty(device=device)
     net.model.tie_weights()
     body = net.model.base_model
-    # what it holds is computed when it is made, and is in no checkpoint
+    # its buffers are computed on construction, and are in no checkpoint
     body.rotary_emb = type(body.rotary_emb)(net.model.config).to(device)
 
 
 def _shard(net: _Net, device: torch.device, world: int) -> None:
-    """Spread each layer's weights, and the rest as one, by rows over the ranks."""
+    """Shard each layer's weights, and the rest as one unit, by rows over the ranks."""
     mesh = init_device_mesh(device.type, (world,))
     parts: list[nn.Module] = [*net.model.base_model.layers, net]
     for part in parts:

@@ -28,8 +28,8 @@ class BatchFormer:
     ) -> Selection:
         """Return the next batch at `policy_version`.
 
-        `next_in_order(count)` gives the first sequence numbers that are neither trained on nor given up, which
-        `over_age = "wait"` goes by.
+        `next_in_order(count)` returns the first `count` sequence numbers that are neither trained on nor given up; used
+        by `over_age = "wait"`.
         """
         return select_batch(
             ready,

@@ -4,9 +4,9 @@ A group's record (`ledger.Group`) has its metadata, its ready keys, and the hold
 `put_batch`; model function calls read it with `get_batch_for_rpc` and add keys with `amend_batch`; the training step
 takes it with `take_batch`; it leaves as trained on (`trained_on`) or as too old (`dropping`).
 
-Invariants: no group is read twice by the same MFC unless it is stored again; the prompt of a group that is too old goes
-back to the ledger only after all workers have discarded the group. No tensors are here, and nothing looks through all
-groups. Changes are made at once; only waits are coroutines, and each change wakes them.
+Invariants: no group is read twice by the same MFC unless it is stored again; the prompt of a group that is too old
+returns to the ledger only after all workers have discarded the group. The buffer contains no tensors, and no method
+iterates over all groups. Changes are immediate; only waits are coroutines, and each change wakes them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from streamrl.types import ARRAY_FIELDS, ArrayField, SampleMeta
 log = logging.getLogger(__name__)
 
 STREAM_ARRAYS = {field.name: field for field in ARRAY_FIELDS}
-"""The arrays that a group brings. Arrays that model function calls give are float32, with an item for each token."""
+"""The arrays that a group has on arrival. Arrays from model function calls are float32, with one item for each
+token."""
 NOBODY: frozenset[int] = frozenset()
 
 Shares = list[list[int]]
@@ -39,14 +40,14 @@ Shares = list[list[int]]
 
 
 class Growth(NamedTuple):
-    """What keys that are added to those that a group has make of it."""
+    """The effect of new keys on a group with given keys."""
 
     keys: frozenset[str]
-    """All that it has now."""
+    """All keys after the addition."""
     readable: tuple[str, ...]
-    """MFCs whose inputs are complete only now."""
+    """MFCs whose inputs become complete with the new keys."""
     completes: bool
-    """Whether only now it can be part of a batch."""
+    """Whether the group can be part of a batch only with the new keys."""
 
 
 class AsyncIOSequenceBuffer:
@@ -63,10 +64,10 @@ class AsyncIOSequenceBuffer:
         self._unread = {mfc: SeqQueue() for mfc in self._inputs}
         self._ready = ReadyGroups()
         self._growths: dict[tuple[frozenset[str], frozenset[str]], Growth] = {}
-        self._arrived_at: dict[int, dict[str, frozenset[int]]] = {}  # DP head → holders of what arrives there
+        self._arrived_at: dict[int, dict[str, frozenset[int]]] = {}  # DP head → holders of the keys that arrive there
         self._changed = asyncio.Event()
         self.batch_awaited = False
-        """Whether `take_batch` waits for a training batch."""
+        """Whether a call of `take_batch` waits for a training batch."""
         ledger.observers.append(self.wake)
 
     def __len__(self) -> int:
@@ -77,16 +78,17 @@ class AsyncIOSequenceBuffer:
 
     @property
     def consumed(self) -> int:
-        """Groups trained on, or rejected."""
+        """Number of groups that were trained on or rejected."""
         return len(self._ledger.trained_seqs) + len(self._ledger.rejected)
 
-    # --- groups come, grow and go ---
+    # --- groups enter, grow and leave ---
 
     def put_batch(self, metas: Iterable[SampleMeta]) -> list[SampleMeta]:
-        """Enter groups that arrived at the DP heads that their metadata name. A group that is held already is
-        replaced, and its MFCs run again.
+        """Enter groups that arrived at the DP heads in their metadata. A group that is held already is replaced, and
+        its MFCs run again.
 
-        Return those that were closed before they came: they are not entered, and their heads should discard them.
+        Return the groups that were closed before they arrived: they are not entered, and their heads should discard
+        them.
         """
         unwanted: list[SampleMeta] = []
         for meta in metas:
@@ -113,10 +115,10 @@ class AsyncIOSequenceBuffer:
         *,
         rewards: Mapping[int, list[float]] | None = None,
     ) -> None:
-        """Note that an MFC gave `keys` for the groups of `shares`, at the heads of `layout`; those that left
-        meanwhile are passed over.
+        """Record that an MFC computed `keys` for the groups of `shares`, at the heads of `layout`. Groups that have
+        left in the meantime are skipped.
 
-        `rewards`: of each trajectory, by sequence number, where the MFC gave those.
+        `rewards`: rewards of the trajectories by the group's sequence number, if the MFC computed rewards.
         """
         added = frozenset(keys)
         for data, seqs in enumerate(shares):
@@ -140,8 +142,8 @@ class AsyncIOSequenceBuffer:
 
     @contextmanager
     def dropping(self, seqs: Collection[int]) -> Iterator[dict[int, list[int]]]:
-        """Return the prompts of groups that are too old. The context gets the groups that each worker has to discard,
-        and all workers have done so when it ends."""
+        """Return the prompts of groups that are too old to the ledger. The context gets the groups that each worker has
+        to discard, and must end only after all workers have done so."""
         found = self._take_out(seqs)
         for seq in seqs:
             self._ledger.discarding(seq)
@@ -167,7 +169,8 @@ class AsyncIOSequenceBuffer:
             self._ready.add(group.seq, _meta(group).oldest_version)
 
     def _find_growth(self, before: frozenset[str], added: frozenset[str]) -> Growth:
-        """Return what `added` makes of `before`: all groups grow in the same few ways, so each is worked out once."""
+        """Return the effect of `added` on a group with the keys `before`. All groups grow in the same few ways, so each
+        result is computed once."""
         keys = before | added
         growth = Growth(
             keys,
@@ -184,19 +187,20 @@ class AsyncIOSequenceBuffer:
         self._ready.discard(seq)
         return group
 
-    # --- who waits for groups ---
+    # --- waits for groups ---
 
     def close(self) -> None:
-        """Forget the ledger: another buffer observes it from now on."""
+        """Stop observing the ledger: another buffer observes it from now on."""
         self._ledger.observers.remove(self.wake)
 
     def wake(self) -> None:
-        """Let all who wait look again: something here has changed, or something outside that they look at."""
+        """Wake all waits, which check their conditions again. Called after a change here, or in outside state that a
+        condition reads."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds, which is looked at whenever something changes."""
+        """Wait until `condition` holds; it is checked after each change."""
         while not condition():
             await self._changed.wait()
 
@@ -204,10 +208,9 @@ class AsyncIOSequenceBuffer:
         """Return the groups of the next call of `mfc`, once `mfc.groups` of them have all its inputs.
 
         An MFC on arrivals gets each group once, oldest first; without `mfc.groups`, all that are ready, from one to a
-        training batch. It gets fewer than `mfc.groups` when the buffer holds enough groups for a training batch that
-        is waited for: no other group may come before that batch has been trained on.
-        An MFC on batches gets the first `mfc.groups` of `batch`, the groups that it has left to read; all of them
-        without `mfc.groups` or when fewer are left.
+        training batch. It gets fewer than `mfc.groups` if a training batch is awaited and the buffer holds enough
+        groups for it: no other group may arrive before that batch has been trained on. An MFC on batches gets the first
+        `mfc.groups` of `batch`, its remaining groups; all of them without `mfc.groups` or if fewer are left.
         """
         if mfc.reads == "batch":
             part = [meta.seq for meta in batch[: mfc.groups]]
@@ -218,7 +221,7 @@ class AsyncIOSequenceBuffer:
         return self.metas(unread.pop(mfc.groups or self._batch_groups))
 
     def _holds_batch(self) -> bool:
-        """Whether a training batch is waited for, and enough groups for one are here, ready or not."""
+        """Return whether a training batch is awaited, and enough groups for one are here, ready or not."""
         return self.batch_awaited and len(self._held) >= self._batch_groups
 
     async def take_batch(
@@ -226,9 +229,9 @@ class AsyncIOSequenceBuffer:
     ) -> tuple[list[SampleMeta], list[SampleMeta]]:
         """Return the next training batch, and groups to drop; waits until there is one of the two.
 
-        `select` sees the groups that all MFCs that read arrivals are through with, and must not change
-        them. Taken groups stay in the buffer until `trained_on`. A wait past the warning time is logged in the words
-        of `describe`, and again each time that it has become twice as long.
+        `select` receives the groups that all MFCs on arrivals have finished, and must not change them. Taken groups
+        stay in the buffer until `trained_on`. A wait beyond the warning time is logged with the text of `describe`, and
+        again each time its duration has doubled.
         """
         began, warn_after = time.monotonic(), self._warning_seconds
         self.batch_awaited = True
@@ -258,10 +261,11 @@ class AsyncIOSequenceBuffer:
         """Groups that can be part of a batch."""
         return self._ready
 
-    # --- where arrays are, and where they are needed ---
+    # --- places of arrays ---
 
     def deal(self, seqs: Sequence[int], layout: Layout) -> Shares:
-        """Deal groups over the data-parallel ranks of `layout`, balanced by tokens, near to where they are."""
+        """Divide groups among the data-parallel ranks of `layout`, balanced by tokens, and preferably to ranks that
+        hold them."""
         if layout.data == 1:
             return [sorted(seqs)]
         metas = self.metas(seqs)
@@ -273,8 +277,8 @@ class AsyncIOSequenceBuffer:
         )
 
     def bring(self, shares: Shares, keys: Iterable[str], layout: Layout) -> list[Transfer]:
-        """Return what has to be sent so that each worker has `keys` of its data-parallel rank's share, and count it
-        as done."""
+        """Return the transfers after which each worker has `keys` of its data-parallel rank's share, and record them as
+        done."""
         wanted: dict[tuple[int, str], list[int]] = {}
         holders: dict[tuple[int, str], frozenset[int]] = {}
         wanted_keys = sorted(keys)

@@ -1,4 +1,4 @@
-"""The master's side of evaluations: requests those that are due, and records their reports.
+"""The master's side of evaluations: requests due evaluations, and records their reports.
 
 Invariant: the run waits for an evaluation only at its end, and no longer than `evaluation.end_timeout_seconds`.
 """

@@ -1,9 +1,8 @@
-"""Runs the graph: each MFC as soon as its keys are there, on the model workers.
+"""Execution of the graph: runs each MFC on the model workers as soon as its keys are ready.
 
-A `ModelFunctionCall` is one MFC at work: it deals groups over data-parallel ranks, plans which
-arrays have to move there, and sends one request to all workers. `load_data` fills the buffer. `arrivals` MFCs run in
-loops of their own while groups come in; `execute_step` takes one training batch through the `batch` MFCs, each waiting
-for its own keys alone.
+A `ModelFunctionCall` carries out one MFC: it divides groups among data-parallel ranks, plans the transfers of their
+arrays, and sends one request to all workers. `load_data` fills the buffer. `arrivals` MFCs run in separate loops while
+groups arrive; `execute_step` runs the `batch` MFCs on one training batch, and each waits only for its own keys.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ from streamrl.types import SampleMeta
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """What became of one training batch."""
+    """The result of one training batch."""
 
     spans: list[Span]
     trained: list[Trained]
-    """What all workers say of all training MFCs."""
+    """The replies of all workers to all training MFCs."""
 
 
 class ModelFunctionCall:
-    """One MFC of the graph."""
+    """Calls of one MFC of the graph."""
 
     def __init__(
         self,
@@ -66,7 +65,7 @@ class ModelFunctionCall:
         policy_version: int,
         kept_per_step: int = 0,
     ) -> None:
-        """`policy_version`: from which the run begins. `kept_per_step`: see `metrics.rollouts_per_step`."""
+        """`policy_version`: version at which the run begins. `kept_per_step`: see `metrics.rollouts_per_step`."""
         self.mfc = mfc
         self._channel = channel
         self._buffer = buffer
@@ -77,12 +76,12 @@ class ModelFunctionCall:
         self._pre_hooks, self._post_hooks = hooks_of(mfc, policy_version=policy_version)
 
     def gives_weights(self, policy_version: int) -> bool:
-        """Whether a call at `policy_version` gives one role's weights to another."""
+        """Return whether a call at `policy_version` copies one role's weights to another."""
         hooks = [*self._pre_hooks.pending(policy_version), *self._post_hooks.pending(policy_version)]
         return any(isinstance(hook, ParamRealloc) for hook in hooks)
 
     async def infer(self, metas: Sequence[SampleMeta], *, policy_version: int) -> float:
-        """Compute the MFC's keys for `metas`, and note them in the buffer; return the seconds of computation."""
+        """Compute the MFC's keys for `metas`, and record them in the buffer; return the seconds of computation."""
         shares = self._buffer.deal([meta.seq for meta in metas], self._layout)
         plan = self._buffer.bring(shares, self.mfc.inputs, self._layout)
         kind = Function if self.mfc.interface == "function" else Inference
@@ -129,20 +128,20 @@ class ModelFunctionCall:
         return list(replies.values())
 
     def _sampled(self, metas: Sequence[SampleMeta], *, policy_version: int) -> frozenset[int]:
-        """Return the groups of which the run keeps every token: some of the batch by chance, but the same ones each
-        time."""
+        """Return the groups for which the run keeps every token: a random sample of the batch, but the same in each
+        run."""
         chance = random.Random(policy_version)
         return frozenset(chance.sample([meta.seq for meta in metas], min(self._kept_per_step, len(metas))))
 
 
 def _transfer(plan: Sequence[Transfer], worker: int) -> list[Hook]:
-    """Return what of `plan` concerns `worker`."""
+    """Return the part of `plan` that `worker` carries out."""
     mine = concerning(plan, worker)
     return [DataTransfer(mine)] if mine else []
 
 
 class FunctionExecutor:
-    """Loads data into the buffer, and drives the MFCs of one graph over it."""
+    """Loads data into the buffer, and runs the MFCs of one graph on it."""
 
     def __init__(
         self,
@@ -157,9 +156,9 @@ class FunctionExecutor:
         history: History,
         weights_at_rest: asyncio.Lock,
     ) -> None:
-        """`stored`: notices of the workers' StreamDatasets. `history` has the policy version that calls are made at.
-        `weights_at_rest`: held while no other task may change weights or begin to publish them, as in `execute_step`.
-        """
+        """`stored`: notices of the workers' StreamDatasets. `history` has the policy version of the calls.
+        `weights_at_rest` is held while no other task may change weights or begin to publish them, as in
+        `execute_step`."""
         self._weights_at_rest = weights_at_rest
         trainer = config.trainer
         self._history = history
@@ -191,7 +190,7 @@ class FunctionExecutor:
         """Load data into the buffer for as long as the run lasts.
 
         An asynchronous graph loads the groups that arrive at the workers' StreamDatasets. A synchronous graph also
-        loads prompts from the data source whenever a training batch is waited for: rollout workers make groups of
+        loads prompts from the data source whenever a training batch is awaited: rollout workers generate groups from
         them, which arrive in the same way.
         """
         async with asyncio.TaskGroup() as tasks:
@@ -200,7 +199,7 @@ class FunctionExecutor:
                 tasks.create_task(self._load_prompts(self._generation), name="prompts")
 
     async def until_generated(self) -> None:
-        """Wait until no rollout worker makes groups for the batch that was formed last (synchronous graph)."""
+        """Wait until no rollout worker generates groups for the last formed batch (synchronous graph)."""
         await self._buffer.until(lambda: not self._generating)
 
     async def _load_groups(self) -> None:
@@ -218,12 +217,12 @@ class FunctionExecutor:
             self._buffer.wake()
 
     def take_spans(self) -> list[Span]:
-        """Return what ran since the last time this was asked."""
+        """Return the spans since the last call of this method."""
         spans, self._spans = self._spans, []
         return spans
 
     async def run_arrivals(self) -> None:
-        """Run the `arrivals` MFCs for ever."""
+        """Run the `arrivals` MFCs forever."""
         async with asyncio.TaskGroup() as tasks:
             for mfc in self._graph.reading("arrivals"):
                 tasks.create_task(self._run_arrivals_of(self._calls[mfc.name]), name=mfc.name)
@@ -235,7 +234,7 @@ class FunctionExecutor:
         compared: Sibling | None = None,
         lr_scale: float = 1.0,
     ) -> StepResult:
-        """Take `batch` through the `batch` MFCs, all at once, each as soon as its keys are given.
+        """Run the `batch` MFCs on `batch` concurrently, each as soon as its keys are ready.
 
         `compared` and `lr_scale`: see `TrainStep`.
         """
@@ -287,7 +286,7 @@ class DueHooks:
         self._reached = reached
 
     def pending(self, policy_version: int) -> list[Hook]:
-        """Return those of a call at which `policy_version` is reached."""
+        """Return the hooks that are due for a call at `policy_version`."""
         return [
             hook
             for hook in self._hooks
@@ -295,14 +294,14 @@ class DueHooks:
         ]
 
     def due(self, policy_version: int) -> list[Hook]:
-        """As `pending`; the call will carry them out."""
+        """Return the hooks as `pending`, and record that the call carries them out."""
         found, self._reached = self.pending(policy_version), policy_version
         return found
 
 
 def hooks_of(mfc: MFC, *, policy_version: int) -> tuple[DueHooks, DueHooks]:
-    """Return those before and those after the calls of `mfc`, of a run that begins at `policy_version`."""
+    """Return the hooks before and the hooks after the calls of `mfc`, in a run that begins at `policy_version`."""
     before = max(policy_version - 1, 0)
-    # a checkpoint comes after the step that made its version, and before any other call at that version
+    # a checkpoint is made after the step that made its version, and before any other call at that version
     after = policy_version if mfc.interface == "train_step" else before
     return DueHooks(mfc.pre_hooks, reached=before), DueHooks(mfc.post_hooks, reached=after)

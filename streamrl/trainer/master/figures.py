@@ -1,6 +1,6 @@
-"""What a training step reports: its timeline, and its figures. Pure.
+"""The report of a training step: its timeline and its figures. Pure.
 
-Figures come from what the master knows of the batch and from what the model workers computed on it.
+Figures come from the master's metadata of the batch and from the results of the model workers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from streamrl.types import SampleMeta
 
 
 class Span(msgspec.Struct, frozen=True):
-    """What one MFC took."""
+    """The time of one MFC in a step."""
 
     name: str
     begin: float
     """Seconds since the epoch."""
     end: float
     compute_seconds: float = 0.0
-    """The part of it in which the slowest worker computed."""
+    """Seconds in which the slowest worker computed."""
     update_seconds: float = 0.0
-    """The part of that which an optimizer took."""
+    """The optimizer's part of `compute_seconds`."""
 
 
 MEAN_OF_PART = {
@@ -36,14 +36,14 @@ MEAN_OF_PART = {
     "ratio_deviation": "importance_ratio_deviation",
     "behavior_kl": "behavior_kl",
 }
-"""Sum → metric of a part of the tokens."""
+"""Sum → metric of a subset of the tokens."""
 
 LOSSES = frozenset({"loss", "critic/loss"})
 """Metrics that are averaged over the optimizer steps of a training step, not added up."""
 
 
 def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_version: int) -> dict[str, float]:
-    """Return what the batch was."""
+    """Return the figures of the batch."""
     rewards = [reward for meta in batch for reward in meta.episode_rewards]
     lengths = [length for meta in batch for length in meta.response_lengths]
     sampled = sum(meta.sampled_tokens for meta in batch)
@@ -65,7 +65,7 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
 
 
 def sampled_ages(batch: Sequence[SampleMeta], *, policy_version: int) -> dict[int, int]:
-    """Return how many tokens of the batch were sampled, by their age in versions, the youngest first."""
+    """Return the number of sampled tokens of the batch, by their age in versions, the youngest first."""
     ages: dict[int, int] = {}
     for meta in batch:
         for version, count in meta.version_counts.items():
@@ -75,17 +75,18 @@ def sampled_ages(batch: Sequence[SampleMeta], *, policy_version: int) -> dict[in
 
 
 def masked_ages(batch: Sequence[SampleMeta], *, policy_version: int, max_staleness: int) -> dict[int, int]:
-    """Return how many sampled tokens of the batch are older than `max_staleness`, by their age in versions."""
+    """Return the number of sampled tokens of the batch that are older than `max_staleness`, by their age in
+    versions."""
     ages = sampled_ages(batch, policy_version=policy_version)
     return {age: count for age, count in ages.items() if age > max_staleness}
 
 
 def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
-    """Return what `actor_train` found, over all ranks; means are over the tokens that were computed.
+    """Return the figures of `actor_train` over all ranks; means are over the computed tokens.
 
-    Effective sample sizes are missing where no token entered the loss. `sampling_diff` compares what tokens were
-    sampled with to the trainer's, on responses of age 0, and is missing where there are none; `policy_shift` is the
-    same difference over all tokens, so it grows with their age.
+    Effective sample sizes are missing if no token entered the loss. `sampling_diff` is the difference between the
+    log-probabilities of sampling and the trainer's, on responses of age 0, and is missing if there are none;
+    `policy_shift` is the same difference over all tokens, so it grows with their age.
     """
     sums: dict[str, float] = {}
     maxima: dict[str, float] = {}
@@ -155,7 +156,7 @@ def sample_of_lengths(batch: Sequence[SampleMeta]) -> list[list[int]]:
 
 
 def token_ages(trained: Sequence[Trained]) -> dict[int, int]:
-    """Return how many tokens entered the policy's loss, by their age in versions, over all ranks."""
+    """Return the number of tokens that entered the policy's loss, by their age in versions, over all ranks."""
     ages: dict[int, int] = {}
     for rank in trained:
         for age, count in rank.token_ages.items():
@@ -164,10 +165,10 @@ def token_ages(trained: Sequence[Trained]) -> dict[int, int]:
 
 
 def _of_critic(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, float]:
-    """Return what `critic_train` found; nothing without a critic.
+    """Return the figures of `critic_train`; empty without a critic.
 
-    `critic/explained_variance`: 1 - Var(return - value) / Var(return); 1 is a perfect critic, 0 one that knows
-    the mean alone.
+    `critic/explained_variance`: 1 - Var(return - value) / Var(return); 1 for a perfect critic, 0 for one that predicts
+    the mean.
     """
     tokens = sums.get("critic/tokens")
     if not tokens:
@@ -187,7 +188,7 @@ def _of_critic(sums: dict[str, float], maxima: dict[str, float]) -> dict[str, fl
 
 def _of_parts(sums: Mapping[str, float]) -> dict[str, float]:
     """Return the means over the tokens of one age (`policy_shift_mean/age_0`), or of one sign of the advantage and
-    direction (`clip_share/positive_outward`): whatever `sums` has of each."""
+    direction (`clip_share/positive_outward`), for all such subsets in `sums`."""
     metrics: dict[str, float] = {}
     for part, tokens in sorted((n.removeprefix("tokens"), v) for n, v in sums.items() if n.startswith("tokens/")):
         if tokens:

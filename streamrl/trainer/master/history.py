@@ -56,11 +56,11 @@ class RunControl:
         return None
 
     def save_is_due(self, *, step: int, consumed: int, now: float) -> bool:
-        """Ask once after each step."""
+        """Return whether a checkpoint is due; call this once after each step."""
         return self._saves.due(epoch=consumed // self.data_rows, step=step, now=now)
 
     def evaluation_is_due(self, *, step: int, consumed: int, now: float) -> bool:
-        """Ask once after each step."""
+        """Return whether an evaluation is due; call this once after each step."""
         return self._evaluations.due(epoch=consumed // self.data_rows, step=step, now=now)
 
 

@@ -109,7 +109,7 @@ class Master:
         """Numbers of groups and sampled tokens that were dropped as too old since the last step."""
         self._mismatch = MismatchWatch(warning=config.logprob_diff_warning, limit=config.trainer.logprob_diff_limit)
         self._comparison: Comparison | None = None
-        """The latest. The one before it belongs to the publication."""
+        """The latest comparison. The comparison before it belongs to the publication."""
         self.stopped = False
         """Whether the run ended before its last step, by request."""
 
@@ -258,7 +258,7 @@ class Master:
         return not working.cancelled()
 
     async def _wake_to_leave(self) -> None:
-        """End the wait for a batch when the master is asked to leave."""
+        """End the wait for a batch when the master is requested to leave."""
         await self._leaving.wait()
         self._buffer.wake()
 

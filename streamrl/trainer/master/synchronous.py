@@ -74,7 +74,8 @@ class SynchronousGeneration:
             await first_of(heard, timeout=NEWS_SECONDS)
 
     async def _generate(self, groups: int) -> dict[int, list[int]]:
-        """Have groups generated until those held and those to be scored make a batch; return the latter by worker."""
+        """Have groups generated until the held groups and the groups to be scored make a batch; return the latter by
+        worker."""
         waiting: dict[int, list[int]] = {}
 
         def lacking() -> int:
@@ -112,7 +113,8 @@ class SynchronousGeneration:
         await first_of(_all(asking), self._buffer.until(lambda: lacking() <= 0 or len(self._buffer) > held))
 
     async def _score(self, waiting: Mapping[int, list[int]]) -> set[int]:
-        """Have groups scored by the workers that hold them; return those that are stored, as far as workers reply."""
+        """Have groups scored by the workers that hold them; return the groups that are stored according to the workers'
+        replies."""
         stored: set[int] = set()
 
         async def ask(worker: int, seqs: list[int]) -> None:

@@ -180,7 +180,7 @@ class Checkpoints:
         self._asked = folder
 
     def _note(self, saved: Saved, folder: Path | None, *, then: str) -> None:
-        """Note the outcome of the checkpoint `folder`, which was asked for before."""
+        """Note the outcome of the previously requested checkpoint `folder`."""
         if saved.unwritten and folder is not None and folder.parent == self._memory:
             self.memory_is_short = True
             log.warning("no more snapshots are taken: %s", saved.unwritten)

@@ -1,8 +1,8 @@
-"""What a replay computes, what may be changed in it, and what it found. Pure.
+"""The plan of a replay: its calls, the settings that may be changed, and its outcome. Pure.
 
-A replay takes who computes what, and in which order, from the record: sums are rounded in the order in which they are
-taken. Where changed settings want another order (other minibatches, other data-parallel ranks), batches are dealt anew
-by the run's own rules.
+A replay takes the division of work among ranks and the order of groups from the record, because sums are rounded in the
+order of their terms. If changed settings need another order (other minibatches, other data-parallel ranks), the batches
+are divided again by the run's own rules.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHANGEABLE = (
     "trainer.gradient_checkpointing",
     "run.device",
 )
-"""Settings, by how their names begin, under which recorded batches can be trained on as well."""
+"""Prefixes of settings that a replay may change: recorded batches can be trained on with other values, too."""
 OF_THE_REPLAY = (
     "run.dir",
     "run.name",
@@ -57,7 +57,8 @@ OF_THE_REPLAY = (
     "trainer.save_at_end",
     "trainer.step_timeout_seconds",
 )
-"""Settings that may be others and change no number: the first weights are compared with the recorded ones."""
+"""Prefixes of settings that may differ without an effect on any number: the first weights are compared with the
+recorded ones."""
 DECIDING = (
     "run.seed",
     "run.device",
@@ -69,18 +70,18 @@ DECIDING = (
     "rollout.sampling.temperature",
     "rollout.sampling.max_new_tokens",
 )
-"""Settings on which the numbers of a step depend, once its groups are given; but for those of `NOT_DECIDING`."""
+"""Prefixes of settings that affect the numbers of a step with given groups, except for those in `NOT_DECIDING`."""
 NOT_DECIDING = (*OF_THE_REPLAY, "trainer.save_", "trainer.keep_", "trainer.wait_warning", "trainer.logprob_diff")
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """The first figure that did not come out as it was recorded."""
+    """The first figure that differs from its recorded value."""
 
     step: int
     rank: int
     figure: str
     recorded: str
-    """With all its digits."""
+    """The recorded value with all its digits."""
     replayed: str
 
 
@@ -88,27 +89,27 @@ OUTCOME = "replay.json"
 
 
 class ReplayOutcome(msgspec.Struct, frozen=True):
-    """What a replay found; `OUTCOME` in its folder."""
+    """The outcome of a replay, written to `OUTCOME` in its folder."""
 
     run: str
-    """Folder of the run whose record it was."""
+    """Folder of the recorded run."""
     first_step: int
     last_step: int
     changed: dict[str, tuple[Any, Any]]
-    """Setting → as recorded, as replayed; only where nothing is changed are figures compared."""
+    """Setting → recorded value, replayed value. Figures are compared only if this is empty."""
     difference: Difference | None
-    """None: every figure of every step is the recorded one, bit for bit, unless settings were changed."""
+    """None if every figure of every step equals the recorded one bit for bit, or if settings were changed."""
     environment: dict[str, tuple[str | None, str | None]]
-    """What decides how numbers are rounded and is not as it was recorded."""
+    """Facts that affect rounding and differ from the record: name → recorded value, value now."""
 
 
 class Stretch(NamedTuple):
-    """Steps of a record that can be replayed in one go."""
+    """Consecutive steps of a record that can be replayed together."""
 
     first: int
     last: int
     ends_because: str
-    """Why later ones cannot; empty: the record ends there."""
+    """Why later steps cannot be replayed; empty if the record ends there."""
 
 
 def stretch(recording: Recording) -> Stretch:
@@ -130,7 +131,7 @@ def stretch(recording: Recording) -> Stretch:
 
 
 def changes(recorded: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
-    """Setting → as recorded, as wanted; raises `ConfigError` for one that a replay cannot change."""
+    """Return setting → recorded value, wanted value; raises `ConfigError` for a setting that a replay cannot change."""
     found = differing(dotted(msgspec.to_builtins(recorded)), dotted(msgspec.to_builtins(wanted)))
     found = {key: values for key, values in found.items() if not key.startswith(OF_THE_REPLAY)}
     for key, (before, now) in found.items():
@@ -166,16 +167,16 @@ def _deciding(part: PartOnDisk) -> dict[str, Any]:
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Key → value before and now, where they are not equal; None for one that is missing."""
+    """Return key → value before, value now, for values that differ; a missing value is None."""
     keys = dict.fromkeys([*before, *now])
     return {key: (before.get(key), now.get(key)) for key in keys if before.get(key) != now.get(key)}
 
 
 class ReplayBatch:
-    """One recorded training batch, of all ranks."""
+    """One recorded training batch of all ranks."""
 
     def __init__(self, steps: Sequence[RecordedStep]) -> None:
-        """`steps`: of each data-parallel head, by rank."""
+        """`steps`: the recorded step of each data-parallel head, by rank."""
         self.steps = steps
         self.step = steps[0].step
         self._groups: dict[int, TrajectoryGroup] = {}
@@ -187,7 +188,8 @@ class ReplayBatch:
                 self._given[group.seq] = {key: arrays[place] for key, arrays in step.given.items()}
                 metas[group.seq] = SampleMeta.of(group, head=data)
         self.metas = [metas[seq] for seq in sorted(metas)]
-        """In the batch's order, which is that of admission; `head` is the data-parallel rank that trained on it."""
+        """Metadata of the groups in the batch's order, the order of admission; `head` is the data-parallel rank that
+        trained on the group."""
 
     @property
     def policy_version(self) -> int:
@@ -196,25 +198,25 @@ class ReplayBatch:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Keys that were recorded for every group, besides those that rollout workers send with it."""
+        """Keys that were recorded for every group, in addition to those that rollout workers send."""
         return frozenset.intersection(*(frozenset(given) for given in self._given.values()))
 
     def group(self, seq: int) -> TrajectoryGroup:
         return self._groups[seq]
 
     def given(self, seq: int) -> Mapping[str, NDArray[Any]]:
-        """Key → array of what was found out about the group before the step."""
+        """Return key → array computed for the group before the step."""
         return self._given[seq]
 
 
 def computed(graph: Graph, given: Iterable[str]) -> list[MFC]:
-    """Return the calls that a replay makes for each batch, in order: those that are not about what is `given` already.
+    """Return the calls that a replay makes for each batch, in order: those whose outputs are not in `given`.
 
-    A user's function is left out where nobody needs what it gave: of several ranks, each has recorded what its groups
-    were trained on with, and not what another function made that of. Raises `ConfigError` if the record lacks what is
-    needed of one.
+    A user's function is never called again. The record may lack its outputs only if no remaining call reads them: each
+    rank records the arrays that its groups were trained on, but not the arrays from which a function computed these.
+    Raises `ConfigError` if a remaining call reads such missing outputs.
     """
-    known = frozenset(given) | {"rewards"}  # which are in the groups
+    known = frozenset(given) | {"rewards"}  # rewards are part of the groups
     found = [*graph.reading("arrivals"), *graph.reading("batch")]  # batches need both
     wanted: list[MFC] = []
     for mfc in reversed(found):
@@ -230,12 +232,12 @@ def computed(graph: Graph, given: Iterable[str]) -> list[MFC]:
 
 
 class ReplayPlan:
-    """Says what one rank of a replay has to compute, batch after batch."""
+    """The calls of one rank of a replay, batch after batch."""
 
     def __init__(
         self, config: Config, mfcs: Sequence[MFC], *, rank: int, policy_version: int, changed: Iterable[str]
     ) -> None:
-        """`policy_version`: of the first weights. `changed`: names of settings that are not as recorded."""
+        """`policy_version`: version of the first weights. `changed`: names of settings that differ from the record."""
         self._mfcs = mfcs
         self._former = BatchFormer(config)
         self._layouts = {mfc.role: layout_of(config.trainer, mfc.role) for mfc in mfcs}
@@ -245,7 +247,7 @@ class ReplayPlan:
         self._anew = not {"trainer.data_parallel", "algorithm.minibatches"}.isdisjoint(changed)
 
     def calls(self, batch: ReplayBatch) -> list[BatchCall]:
-        """This rank's calls for `batch`, in order."""
+        """Return this rank's calls for `batch`, in order."""
         found: list[BatchCall] = []
         for mfc in self._mfcs:
             if mfc.interface == "train_step":
@@ -264,7 +266,7 @@ class ReplayPlan:
             starts = range(0, len(batch.metas), size)
             shares = [self._deal(batch.metas[start : start + size], mfc.role) for start in starts]
         version, data = batch.policy_version, self._data_rank(mfc.role)
-        # hooks of each call: what is due once for a version is due in the first of them alone
+        # hooks of each call: a hook that is due once for a version runs with the first call only
         return [Inference(mfc.name, share[data], *self._due(mfc, before=version, after=version)) for share in shares]
 
     def _train(self, mfc: MFC, batch: ReplayBatch) -> TrainStep:
@@ -291,7 +293,7 @@ class ReplayPlan:
             template,
             oldest_version=version - self._former.max_staleness,
             minibatches=minibatches_of_rank,
-            # it keeps its group in the computation, though it may have nothing to teach
+            # the rank computes its group, even if the group has no gradient
             compared=template.compared if as_recorded else None,
             pre_hooks=pre,
             post_hooks=post,
@@ -308,7 +310,7 @@ class ReplayPlan:
         return self._layouts[role].coordinates(self._rank).data
 
     def _due(self, mfc: MFC, *, before: int, after: int) -> tuple[list[Hook], list[Hook]]:
-        """Return the hooks that are due, but for those of models that the replay has no use for."""
+        """Return the hooks that are due, without those for models that the replay does not use."""
         pre, post = self._hooks[mfc.name]
         return self._here(pre.due(before)), self._here(post.due(after))
 
@@ -322,8 +324,8 @@ class ReplayPlan:
 
 
 def difference_of(recorded: Trained, replayed: Trained) -> tuple[str, float, float] | None:
-    """Return the first recorded figure that is not the same bit for bit, loss and gradient norm first: name, both
-    values."""
+    """Return the first recorded figure that differs in any bit, checking loss and gradient norm first: its name and
+    both values."""
     before, now = _figures(recorded), _figures(replayed)
     for name in sorted(before, key=lambda name: (not name.endswith("loss"), not name.endswith("grad_norm"), name)):
         if name not in now or before[name].hex() != now[name].hex():
@@ -337,7 +339,7 @@ def _figures(answer: Trained) -> dict[str, float]:
 
 
 def seqs_of(call: BatchCall) -> list[int]:
-    """Return the groups that `call` is about."""
+    """Return the sequence numbers of the groups of `call`."""
     if isinstance(call, TrainStep):
         return [seq for minibatch in call.minibatches for seq in minibatch.seqs]
     return call.seqs

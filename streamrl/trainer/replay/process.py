@@ -1,10 +1,10 @@
-"""Trains again on what a run recorded: the same batches in the same order, without generation.
+"""Training again on the record of a run: the same batches in the same order, without generation.
 
-Owns one rank of a replay: what `trainer/worker/process.py` is in a run. There is no master: what it decided, who
-computes which groups of a batch and in which order, is in the record, and every rank reads it there. What computes is
-the run's own `Computation`, with the run's own calls. Rank 0 compares and reports.
+Owns one rank of a replay, as `trainer/worker/process.py` owns one of a run. There is no master: its decisions (which
+rank computes which groups of a batch, and in which order) are in the record, and every rank reads them there. The run's
+own `Computation` carries out the run's own calls. Rank 0 compares and reports.
 
-Invariant: where no setting is changed, every figure of every step is compared bit for bit with the recorded one.
+Invariant: if no setting is changed, every figure of every step is compared bit for bit with the recorded one.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from streamrl.transport.collective import join_world
 log = logging.getLogger(__name__)
 
 Answers = dict[str, Trained]
-"""By training call."""
+"""The replies by name of the training call."""
 
 
 async def serve(config: Config, *, run_dir: Path, index: int, last_step: int, meeting_place: Path) -> None:
-    """Be rank `index` of a replay of the record in `run_dir`, up to the step that made version `last_step`.
+    """Run rank `index` of a replay of the record in `run_dir`, up to the step that made version `last_step`.
 
-    `config`: of the replay; its `run_dir` is the new folder. `meeting_place`: a file that does not exist yet, at which
-    the ranks meet.
+    `config`: configuration of the replay; its `run_dir` is the new folder. `meeting_place`: a file that does not exist
+    yet, through which the ranks meet.
     """
     stopping = threading.Event()
 
@@ -87,8 +87,8 @@ class Rank:
     """One model worker of a replay. All methods are collective."""
 
     def __init__(self, config: Config, recording: Recording, *, index: int, meeting_place: Path) -> None:
-        """Meet the others, and load the models as they were before the first recorded step."""
-        disable_progress_bar()  # of loading; what the replay tells goes to the same terminal
+        """Meet the other ranks, and load the models as they were before the first recorded step."""
+        disable_progress_bar()  # for loading; the replay logs to the same terminal
         self._config = config
         self._recording = recording
         self._index = index
@@ -136,7 +136,7 @@ class Rank:
         self._trained: set[int] = set()
 
     def run(self, last_step: int, *, stopping: threading.Event) -> None:
-        """All steps up to `last_step`, unless `stopping` is set before; rank 0 leaves `replay.json`."""
+        """Replay all steps up to `last_step`, unless `stopping` is set earlier; rank 0 writes `replay.json`."""
         tells = self._index == 0
         writer = MetricsWriter(self._config.run_dir, sinks=start_sinks(self._config)) if tells else None
         began = time.time()
@@ -174,9 +174,9 @@ class Rank:
         self._compare(batch, everyone)
         trained = [answer for rank in everyone for answer in rank.values()]
         figures = batch_metrics(batch.metas, self._former, policy_version=batch.policy_version) | train_metrics(trained)
-        del figures["generation_seconds_mean"]  # of the run, which is not repeated
+        del figures["generation_seconds_mean"]  # a figure of the run's generation, which is not repeated
         end = time.time()
-        by_call = [[rank[mfc] for rank in everyone] for mfc in answers]  # which ran one after another
+        by_call = [[rank[mfc] for rank in everyone] for mfc in answers]  # the calls, which ran one after another
         times = {
             "run_seconds": end - began,
             "step_seconds": end - begin,
@@ -200,14 +200,14 @@ class Rank:
         )
 
     def _hold(self, batch: ReplayBatch, seqs: set[int]) -> None:
-        """Have groups and what is given about them where a run's workers have them."""
+        """Put the groups and their recorded arrays where a run's workers have them."""
         for seq in sorted(seqs):
             self._dataset.offer(batch.group(seq))
             for key, array in batch.given(seq).items():
                 self._data.put(seq, key, array)
 
     def _share(self, key: str, seqs: Iterable[int]) -> None:
-        """Give all ranks what this one has just computed of `seqs`: others may train on them."""
+        """Send this rank's new arrays `key` of `seqs` to all ranks, since others may train on them."""
         if self._world == 1:
             return
         mine = {seq: self._data.get(seq, key).tobytes() for seq in seqs if self._data.optional(seq, key) is not None}
@@ -216,7 +216,7 @@ class Rank:
                 self._data.put(seq, key, np.frombuffer(bytearray(array), np.float32))
 
     def _gather(self, mine: bytes) -> list[bytes]:
-        """Return what all ranks have, in order of rank."""
+        """Return the bytes of all ranks, in order of rank."""
         if self._world == 1:
             return [mine]
         sizes = torch.zeros(self._world, dtype=torch.int64, device=self._device)
@@ -232,7 +232,7 @@ class Rank:
         return found
 
     def _compare(self, batch: ReplayBatch, everyone: list[Answers]) -> None:
-        """Note the first figure of any head that is not as recorded."""
+        """Note the first figure of any head that differs from the record."""
         if self._changed or self._difference is not None:
             return
         for step in batch.steps:

@@ -1,14 +1,14 @@
-"""What a run trained on, kept so that it can be trained on again (`run.record`), and how it is read back.
+"""The record of a run (`run.record`): its training batches, kept so that a replay can train on them again.
 
     run_dir/record/from-000000/           one part for each start of the run: the policy version that it began with
-        rank-0/part.json                  `RankRecording`: settings, first weights, what decides how numbers are rounded
-        rank-0/step-000001.safetensors    `RecordedStep`: what rank 0 did in the step that made version 1, and on what
+        rank-0/part.json                  `RankRecording`: settings, first weights, environment that affects rounding
+        rank-0/step-000001.safetensors    `RecordedStep`: calls and data of rank 0 in the step that made version 1
         rank-0/stopped.txt                why later steps are missing, if any are
         rank-1/...                        of the next data-parallel head
 
-Each data-parallel head writes what it holds itself, in a thread of its own; nothing of it passes through the master.
-Invariants: the file of a step appears at once or not at all, and those of a rank without gaps; a disk that is full or
-slow never ends the run. The files are safetensors, so other programs can read them: docs/replay.md has the format.
+Each data-parallel head writes its own groups in a separate thread; no recorded data passes through the master.
+Invariants: the file of a step appears at once or not at all, and a rank's files have no gaps; a full or slow disk never
+ends the run. The files are safetensors, so other programs can read them: docs/replay.md has the format.
 """
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ log = logging.getLogger(__name__)
 FOLDER = "record"
 FACTS = "part.json"
 FORMAT = "4"
-"""Changes when files are no longer read as before."""
+"""Version of the file format; changes when older files can no longer be read."""
 MOST_ON_THEIR_WAY = 2
-"""Steps that wait for the thread that writes; for a third one training waits."""
+"""Maximal number of steps in the writing thread's queue; training waits before it adds another one."""
 MOST_WAITING_BYTES = 64 * 2**20
-"""Arrays that wait for room on the disk; with more than these the record ends for good."""
+"""Maximal size of arrays that wait for room on the disk, in bytes; above it the record ends for good."""
 NOTE_BYTES = 512
-"""Room in `stopped.txt`: taken at the start, since a full disk has none when there is something to write."""
+"""Size of `stopped.txt` in bytes, reserved at the start: a full disk has no room for it later."""
 
 HEADER, CHECKSUM, FORMAT_KEY = "header", "crc32", "streamrl_record"
-"""The tensor with all that is not an array, and the entries of a file's metadata."""
+"""The tensor with all content that is not an array, and the entries of a file's metadata."""
 
 BatchCall = Inference | Function | TrainStep
 """A call on a training batch."""
 
 
 class RankRecording(msgspec.Struct, frozen=True):
-    """What holds for all steps that one rank recorded between a start of the run and its end."""
+    """Facts that hold for all steps that one rank recorded between a start of the run and its end."""
 
     format: str
     begins_at: int
     """The policy version of the first weights."""
     rank: int
-    """The model worker."""
+    """The model worker's index."""
     config: dict[str, Any]
     """The run's resolved configuration."""
     weights: dict[str, str]
-    """Role → fingerprint of its first weights, of the roles that are trained; told by rank 0."""
+    """Role → fingerprint of its first weights, for each trained role; written by rank 0."""
     environment: dict[str, str]
-    """What decides how numbers are rounded (`device.rounding`), by name, and which code it is (`code`)."""
+    """Facts that affect rounding (`device.rounding`) and the fingerprint of the source (`code`), by name."""
 
     def settings(self) -> Config:
-        """`config`, checked; raises `ConfigError` if this version of streamrl does not take it."""
+        """Return `config`, checked; raises `ConfigError` if this version of streamrl does not accept it."""
         return configuration.from_dict(self.config, where="the configuration in the record")
 
 
@@ -90,42 +90,42 @@ class RecordedStep(msgspec.Struct):
     """The policy version that the step made."""
     rank: int
     calls: list[BatchCall]
-    """What the rank was asked to compute on the batch, in order, without the transfers of data."""
+    """The rank's calls on the batch, in order, without data transfers."""
     answers: list[Trained]
-    """What the rank returned for each `TrainStep` in `calls`, in order."""
+    """The rank's reply to each `TrainStep` in `calls`, in order."""
     groups: list[TrajectoryGroup]
     """The groups that this rank trained on."""
     given: dict[str, list[NDArray[Any]]]
-    """Key → for each group what a model function call had found out about it before, such as `ref_logprobs`, or the
-    user's `advantages`: `[tokens]` or, of `rewards`, `[size]`."""
+    """Key → for each group the array that a model function call computed before the step, such as `ref_logprobs` or the
+    user's `advantages`: `[tokens]`, or `[size]` for `rewards`."""
 
     @property
     def nbytes(self) -> int:
-        """Size of all arrays."""
+        """Size of all arrays in bytes."""
         return sum(map(group_bytes, self.groups)) + sum(
             int(array.nbytes) for arrays in self.given.values() for array in arrays
         )
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """All of a `RecordedStep` that is not an array; msgpack in the tensor `header`."""
+    """Content of a `RecordedStep` that is not an array; msgpack in the tensor `header`."""
 
     step: int
     rank: int
     calls: list[BatchCall]
     answers: list[Trained]
     seqs: list[int]
-    """Sequence numbers of the groups, in the order in which their arrays follow one another."""
+    """Sequence numbers of the groups, in the order of their arrays."""
     sizes: list[int]
     routes: list[int]
-    """As in `TrajectoryGroup`, of each group."""
+    """`routes` of each group, as in `TrajectoryGroup`."""
     facts: list[GroupFacts]
     given: list[str]
     """Keys of `RecordedStep.given`."""
 
 
 def write_step(file: Path, step: RecordedStep) -> None:
-    """Write `step` as `file`, which appears at once; raises `OSError`, and leaves nothing, if that cannot be done."""
+    """Write `step` as `file`, which appears at once; raises `OSError`, and leaves no file, if that fails."""
     tensors = {name: _joined([getattr(group, name) for group in step.groups], kind) for name, kind in ARRAYS.items()}
     tensors |= {key: _joined(arrays, "<f4") for key, arrays in step.given.items()}
     header = _Header(
@@ -144,7 +144,8 @@ def write_step(file: Path, step: RecordedStep) -> None:
 
 
 def read_step(file: Path) -> RecordedStep:
-    """Return what `write_step` wrote; raises `DataError`, which names `file`, unless every byte of it is there."""
+    """Return the step that `write_step` wrote; raises `DataError`, which names `file`, unless the file is complete and
+    intact."""
     try:
         with safe_open(file, framework="numpy") as opened:
             facts = opened.metadata() or {}
@@ -184,7 +185,7 @@ def _joined(arrays: Sequence[NDArray[Any]], kind: str) -> NDArray[Any]:
 
 
 def _cut(array: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """`array` in pieces of `lengths`; raises `ValueError` unless they add up to it."""
+    """Return `array` cut into pieces of `lengths`; raises `ValueError` unless they add up to its length."""
     if sum(lengths) != len(array):
         raise ValueError(f"pieces of {sum(lengths)} entries from an array of {len(array)}")
     ends = np.cumsum(lengths, dtype=np.int64)
@@ -217,7 +218,7 @@ def _step_name(step: int) -> str:
 
 
 def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
-    """Entries of `folder` that `pattern` names, by the number behind the dash of their names, ascending."""
+    """Return the entries of `folder` that match `pattern`, by the number after the dash in their names, ascending."""
     found = {}
     for path in folder.glob(pattern):
         number = path.name.partition("-")[2].partition(".")[0]
@@ -227,13 +228,13 @@ def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
 
 
 class RecordWriter:
-    """Writes one rank's part, step by step, in a thread of its own. No method raises `OSError`."""
+    """Writer of one rank's part of the record, step by step, with a thread of its own. No method raises `OSError`."""
 
     def __init__(self, run_dir: Path, part: RankRecording, *, warn_seconds: float, limit_seconds: float) -> None:
-        """What an earlier start from the same version has left is removed.
+        """Remove the part of an earlier start from the same version, and begin a new one.
 
-        `warn_seconds`, `limit_seconds`: how long training waits for a slow disk until that is logged, and until the
-        record is given up.
+        `warn_seconds`, `limit_seconds`: how long training waits for a slow disk before a warning is logged, and before
+        the record is given up.
         """
         self._folder = run_dir / FOLDER / _part_name(part.begins_at) / f"rank-{part.rank}"
         self._note = self._folder / "stopped.txt"
@@ -241,11 +242,11 @@ class RecordWriter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="record")
         self._on_their_way: deque[Future[None]] = deque()
         self._waiting: deque[RecordedStep] = deque()
-        """For room on the disk; of the thread."""
+        """Steps that wait for room on the disk; used by the writing thread only."""
         self._written = deque([self._folder / FACTS])
-        """Files that may not be on the disk yet, in case of a loss of power."""
+        """Files that may not be on the disk yet, and could be lost with a loss of power."""
         self._over = False
-        """The record has ended for good, and the run goes on without."""
+        """Whether the record has ended for good; the run continues without it."""
         try:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
@@ -255,7 +256,7 @@ class RecordWriter:
             self._give_up(f"there is no record: {self._folder} cannot be made ({error})")
 
     def keep(self, step: RecordedStep) -> None:
-        """Have `step` written. Waits only if `MOST_ON_THEIR_WAY` steps before it are not through yet."""
+        """Queue `step` for writing. Waits only if `MOST_ON_THEIR_WAY` earlier steps are still in the queue."""
         while len(self._on_their_way) >= MOST_ON_THEIR_WAY and not self._over:
             try:
                 self._wait_for(self._on_their_way[0])
@@ -267,8 +268,9 @@ class RecordWriter:
             self._on_their_way.append(self._thread.submit(self._write, step))
 
     def to_disk(self) -> None:
-        """Return when the steps so far are on the disk, whatever becomes of the machine: those that it takes, and has
-        taken after half of `limit_seconds`, since other workers wait meanwhile. From any thread."""
+        """Wait until the steps so far are on the disk, safe from a crash of the machine. Waits for at most half of
+        `limit_seconds`, since other workers wait in the meantime, and not for steps for which the disk has no room.
+        From any thread."""
         if wait(list(self._on_their_way), self._limit / 2).not_done:
             log.warning("the last steps of the record are not written yet: %s does not take them", self._folder)
         if self._over:
@@ -277,13 +279,13 @@ class RecordWriter:
             while self._written:
                 to_disk(self._written[0])
                 self._written.popleft()
-            for folder in (self._folder, *list(self._folder.parents)[:3]):  # up to the run's, whose names they are
+            for folder in (self._folder, *list(self._folder.parents)[:3]):  # up to the run's folder: they hold names
                 to_disk(folder)
         except OSError as error:  # tolerance point: the record never ends the run
             log.warning("the last steps of the record in %s may be lost with the machine: %s", self._folder, error)
 
     def close(self) -> None:
-        """Return when all that the disk takes is written, after `limit_seconds` at most."""
+        """Wait until all steps that the disk has room for are written, for `limit_seconds` at most."""
         try:
             while self._on_their_way and not self._over:
                 self._wait_for(self._on_their_way[0])
@@ -328,7 +330,7 @@ class RecordWriter:
         log.error("%s; the run goes on without", reason)
 
     def _say_why(self, reason: str) -> None:
-        """In place, which needs no more room."""
+        """Write `reason` into the reserved `stopped.txt` in place, which needs no more room."""
         try:
             with self._note.open("r+b") as file:
                 file.write(reason.encode()[:NOTE_BYTES].ljust(NOTE_BYTES))
@@ -337,7 +339,7 @@ class RecordWriter:
 
 
 class Recorder:
-    """Collects what one data-parallel head computes on a training batch, and has it written once the step is over."""
+    """Collector of one data-parallel head's calls on a training batch; queues the step for writing when it is over."""
 
     def __init__(self, graph: Graph, data: WorkerData, writer: RecordWriter, *, rank: int) -> None:
         self._on_batches = {mfc.name for mfc in graph.reading("batch")}
@@ -351,12 +353,12 @@ class Recorder:
         self._groups: dict[int, TrajectoryGroup] = {}
 
     def note(self, call: BatchCall, answer: object) -> None:
-        """`call` was carried out, and the groups that it was about are still held."""
+        """Note `call`, which was carried out, with its reply. The groups of the call must still be held."""
         if call.mfc not in self._on_batches:
             return
         hooks: list[Hook] = [hook for hook in call.pre_hooks if not isinstance(hook, DataTransfer)]
         if isinstance(call, TrainStep):
-            call = msgspec.structs.replace(call, kept=[])  # what the run keeps besides is nothing that it computes
+            call = msgspec.structs.replace(call, kept=[])  # samples that the run keeps do not affect the computation
         self._calls.append(msgspec.structs.replace(call, pre_hooks=hooks))
         if not isinstance(call, TrainStep):
             return
@@ -368,7 +370,7 @@ class Recorder:
             self._end_step(call.policy_version + 1)
 
     def to_disk(self) -> None:
-        """Return when the steps so far are on the disk. From any thread."""
+        """Wait until the steps so far are on the disk, as `RecordWriter.to_disk`. From any thread."""
         self._writer.to_disk()
 
     def close(self) -> None:
@@ -388,14 +390,14 @@ class Recorder:
 
 
 def kept_keys(graph: Graph) -> list[str]:
-    """Keys whose arrays a record holds, and a replay takes from there: what was found out about groups as they arrived,
-    and what the user's functions gave. What models compute on the batch, a replay computes again."""
+    """Return the keys of the arrays that a record contains, and that a replay takes from it: results computed on groups
+    as they arrived, and results of the user's functions. A replay computes the models' results on the batch again."""
     givers = [mfc for mfc in graph.mfcs if mfc.role != ROLLOUT and (mfc.reads == "arrivals" or mfc.function)]
-    return sorted({key for mfc in givers for key in mfc.outputs} - {"rewards"})  # rewards are in the group
+    return sorted({key for mfc in givers for key in mfc.outputs} - {"rewards"})  # rewards are part of the group
 
 
 def code() -> dict[str, str]:
-    """For `RankRecording.environment`: fingerprint of the source that computes a training step."""
+    """Return the fingerprint of the source that computes a training step, for `RankRecording.environment`."""
     found = hashlib.blake2b(digest_size=8)
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(file.read_bytes())
@@ -403,7 +405,7 @@ def code() -> dict[str, str]:
 
 
 def cut(run_dir: Path, *, policy_version: int) -> None:
-    """Take the record of the run in `run_dir` back to `policy_version`: later steps are about to be made again."""
+    """Cut the record of the run in `run_dir` back to `policy_version`: later steps are about to be made again."""
     for begins_at, part in _numbered(run_dir / FOLDER, "from-*").items():
         if begins_at >= policy_version:
             shutil.rmtree(part)
@@ -415,16 +417,16 @@ def cut(run_dir: Path, *, policy_version: int) -> None:
 
 
 class PartOnDisk(msgspec.Struct, frozen=True):
-    """A part as it is found: what all of its ranks have."""
+    """A part of a record that exists on all ranks."""
 
     facts: list[RankRecording]
-    """What each data-parallel head wrote, by rank."""
+    """The facts of each data-parallel head, by rank."""
     folders: list[Path]
-    """Likewise."""
+    """The folder of each data-parallel head, by rank."""
     last: int
-    """The last step that all of them have; `begins_at` if there is none."""
+    """The last step that all heads recorded; `begins_at` if there is none."""
     stopped: str
-    """Why a rank could not write later ones; empty: it could, as far as it got."""
+    """Why a rank could not write later steps; empty if none failed."""
 
     @property
     def begins_at(self) -> int:
@@ -432,15 +434,15 @@ class PartOnDisk(msgspec.Struct, frozen=True):
 
 
 class Recording(msgspec.Struct, frozen=True):
-    """The record of a run, as `read_recording` finds it."""
+    """The record of a run, as `read_recording` returns it."""
 
     run_dir: Path
     parts: list[PartOnDisk]
-    """One for each start of the run, ascending; at least one."""
+    """One part for each start of the run, ascending; at least one."""
 
     def load(self, step: int) -> list[RecordedStep]:
-        """Return what each rank did in the step that made version `step`, by rank; raises `DataError` if it is not
-        there, or damaged."""
+        """Return each rank's `RecordedStep` of the step that made version `step`, by rank; raises `DataError` if a file
+        is missing or damaged."""
         for part in self.parts:
             if part.begins_at < step <= part.last:
                 return [self._load(folder / _step_name(step), step) for folder in part.folders]
@@ -455,10 +457,11 @@ class Recording(msgspec.Struct, frozen=True):
 
 
 def read_recording(run_dir: Path) -> Recording:
-    """Return the record in the folder of a run, of which only the arrays are not read yet.
+    """Return the record in the folder of a run, without the arrays, which `Recording.load` reads.
 
-    A start of the run that was killed, or met a full disk, before it could record anything leaves a part with no facts,
-    which is passed over. Raises `DataError` if there is no record, or if a file of it is missing or cannot be read.
+    A start of the run that was killed, or met a full disk, before it could record anything leaves a part without facts;
+    such a part is skipped. Raises `DataError` if there is no record, or if one of its files is missing or cannot be
+    read.
     """
     folders = _numbered(run_dir / FOLDER, "from-*").values()
     parts = [_read_part(folder) for folder in folders if any(folder.glob(f"rank-*/{FACTS}"))]

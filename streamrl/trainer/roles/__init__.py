@@ -1,1 +1,1 @@
-"""What a model is for: policy, critic, reward model. Algorithms live here, parallelism in `backends/`."""
+"""Roles of models: policy, critic, reward model. Algorithms are here, parallelism is in `backends/`."""

@@ -1,4 +1,5 @@
-"""The policy: log-probabilities, and the step of the configured objective. The reference is one that never trains."""
+"""The policy: log-probabilities, and the step of the configured objective. The reference is a policy that never
+trains."""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ from streamrl.types import NO_EXPERT, TrajectoryGroup
 
 KL_FILE = "kl.json"
 TokensOf = Callable[[ModelOutput], Tokens]
-"""From the output of a micro-batch to the tokens of the objective."""
+"""Map the output of a micro-batch to the tokens of the objective."""
 
 
 class Actor:
-    """A policy; `kl` is shared with the critic, so that both see the same reward."""
+    """A policy; it shares `kl` with the critic, so that both see the same reward."""
 
     def __init__(
         self,
@@ -59,8 +60,8 @@ class Actor:
         temperature: float = 1.0,
         inferring: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`longest`: most tokens that a response may have. `temperature`: by which `model` divides logits. `inferring`:
-        entered around each inference."""
+        """`longest`: maximal number of tokens of a response. `temperature`: divisor of the logits in `model`.
+        `inferring`: context of each inference."""
         self.model = model
         self._ranks = ranks
         self._trainer = trainer
@@ -74,14 +75,14 @@ class Actor:
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
         """Return the log-probabilities of all sampled tokens (0 elsewhere), packed like each group; None where the
-        model gives no output. Collective."""
+        model returns no output. Collective."""
         with self._inferring():
             return infer_packed(self.model, groups, self._trainer)
 
     def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
-        """Return the credit of `items`, which are all that this rank has of a batch. Collective.
+        """Return the credit of `items`, all of this rank's items of a batch. Collective.
 
-        `given`: they bring advantages of the user's.
+        `given`: the items have the user's advantages.
         """
         self._kl.begin_step(policy_version)
         return assign_credit(items, self._algorithm, kl_coef=self._kl.value, given=given, add_up=self._ranks.add_up)
@@ -97,7 +98,7 @@ class Actor:
     ) -> None:
         """Take one optimizer step on this rank's share of `minibatch`, `items` with their `credits`. Collective.
 
-        What is found is added to `statistics`. `before_update` is called when gradients are ready and weights are about
+        The figures are added to `statistics`. `before_update` is called when gradients are ready and weights are about
         to change.
         """
         totals = Totals(tokens=minibatch.loss_tokens, episodes=minibatch.episodes, longest=self._longest)
@@ -136,7 +137,7 @@ class Actor:
             statistics.note_largest(kl_coef=self._kl.value)
 
     def end_step(self, sums: Mapping[str, float]) -> None:
-        """All minibatches of a batch were trained on; `sums`: of their figures. Collective."""
+        """Update the KL coefficient after all minibatches of a batch; `sums`: sums of their figures. Collective."""
         if not self._kl.adapts:
             return
         found = torch.tensor([sums.get("kl", 0.0), sums.get("tokens", 0.0)], dtype=torch.float64)
@@ -150,7 +151,7 @@ class Actor:
         return RoleState(self.model.optimizer_parts(), files)
 
     def load_state(self, folder: Path) -> None:
-        """Take over a `state` that was written; raises `ModelError` when it is of another model. Collective."""
+        """Load a `state` from `folder`; raises `ModelError` if it belongs to another model. Collective."""
         self.model.load_state(folder)
         try:
             self._kl.resume(msgspec.json.decode((folder / KL_FILE).read_bytes(), type=float))
@@ -158,7 +159,8 @@ class Actor:
             raise ModelError(f"{folder}: the KL coefficient cannot be taken over: {error}") from error
 
     def _score(self, groups: Sequence[TrajectoryGroup], wanted: Sibling) -> list[float]:
-        """As `_logprobs_of`, in a pass of its own at temperature 1. Collective; `groups`: the one, where it is."""
+        """Return log-probabilities as `_logprobs_of`, in a separate pass at temperature 1. Collective; `groups`: the
+        response's group, or empty on other ranks."""
         micros = pack_for(self.model, [group.alone(wanted.index) for group in groups], self._trainer)
         outputs = self.model.infer(micros, temperature=1.0) or []
         return [value for output in outputs for value in output.values[:MOST_COMPARED].tolist()]
@@ -166,11 +168,11 @@ class Actor:
     def _teaching(
         self, items: Sequence[TrainItem], credits: Sequence[Credit], wanted: Sibling | None
     ) -> tuple[list[TrainItem], list[Credit]]:
-        """Return the items with a gradient, and the one with `wanted`.
+        """Return the items with a gradient, and the item of `wanted`.
 
-        A group whose siblings all scored the same has none without a KL or an entropy term, or a pull back to the
-        older policy that wrote it; it is left out of the computation (not of the normalisation). One is kept if all
-        are so, for the figures.
+        A group with equal scores for all siblings has no gradient, unless there is a KL or an entropy term, or a pull
+        back to the older policy that wrote it; it is left out of the computation (not of the normalisation). If no item
+        has a gradient, one is kept, for the figures.
         """
         if self._compares or self._algorithm.entropy_coef > 0:
             return list(items), list(credits)
@@ -184,7 +186,8 @@ class Actor:
         return [items[i] for i in keep], [credits[i] for i in keep]
 
     def _inputs(self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]) -> TokensOf:
-        """Return the function for `micro`. Facts of its tokens are copied to the device here, before it computes."""
+        """Return the function for `micro`. The facts about its tokens are copied to the device here, before it
+        computes."""
         groups = [item.group for item in items]
         keep = np.flatnonzero(at_targets(micro, [item.trainable for item in items]))
 
@@ -231,7 +234,7 @@ class Actor:
 
 
 def _tokens_of_episode(item: TrainItem) -> NDArray[np.int64]:
-    """Return `[tokens]`: how many tokens of the same episode enter the loss."""
+    """Return `[tokens]`: the number of tokens of the same episode that enter the loss."""
     episodes = np.repeat(item.group.episodes, item.group.seqlens)
     counts: NDArray[np.int64] = np.bincount(episodes[item.trainable], minlength=int(episodes[-1]) + 1)
     return counts[episodes]
@@ -244,7 +247,7 @@ def _keep_outputs(
     groups: Sequence[TrajectoryGroup],
     kept: dict[int, Outputs],
 ) -> None:
-    """Add to `kept` what `micro` has of the groups with the sequence numbers `wanted`."""
+    """Add to `kept` the outputs in `micro` of the groups with the sequence numbers `wanted`."""
     numbers = [number for number in np.unique(micro.group_index).tolist() if groups[number].seq in wanted]
     if not numbers:
         return
@@ -276,8 +279,8 @@ def _logprobs_of(
 
 
 def _count_routes(groups: Sequence[TrajectoryGroup], sums: dict[str, float]) -> None:
-    """Count tokens that were given to the engine's model, all but the last of each trajectory, and those of them whose
-    experts it told: by the first layer, since the last one need not compute a prompt."""
+    """Count the tokens that the engine's model computed, all except the last of each trajectory, and those among them
+    with known experts in the first layer; the last layer need not compute a prompt."""
     for group in groups:
         routes = group.routed_experts
         sums["routable_tokens"] += group.tokens - len(group.seqlens)

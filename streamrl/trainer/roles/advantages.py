@@ -1,7 +1,7 @@
-"""How much credit each token gets: advantages, and what a critic should have said.
+"""Credit of each token: advantages, and target values for a critic.
 
-Credit is assigned once for a training batch, before its first minibatch: so what is "of the batch" in a formula, such
-as the mean and deviation of its advantages, is of the batch, whatever it is cut into and whoever holds it.
+Credit is assigned once for a training batch, before its first minibatch. So statistics in formulas, such as the mean
+and deviation of the advantages, are over the whole batch, for any division into minibatches and ranks.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from streamrl.trainer.algorithms.losses import kl_estimate
 from streamrl.trainer.roles.items import TrainItem, needed
 
 AddUp = Callable[[Tensor], Tensor]
-"""Adds a vector up over all ranks."""
+"""Return the sum of a vector over all ranks."""
 
 
 class Credit(NamedTuple):
-    """Advantages and returns of one group's tokens, each `[tokens]` and packed like its own arrays; 0 where not
+    """Advantages and returns of one group's tokens, each `[tokens]` and packed like the group's own arrays; 0 where not
     sampled."""
 
     advantages: Tensor
     returns: Tensor | None
-    """What the critic's values should be; None without a critic."""
+    """Target of the critic's values; None without a critic."""
 
 
 def assign_credit(
     items: Sequence[TrainItem], algorithm: AlgorithmConfig, *, kl_coef: float, given: bool, add_up: AddUp
 ) -> list[Credit]:
-    """Return the credit of `items`, which are all that this rank has of a batch, perhaps none.
+    """Return the credit of `items`, all of this rank's items of a batch, perhaps none.
 
     Collective, with the same `given` on all ranks. Advantages of the kinds `PER_TOKEN` are whitened with the mean and
-    the deviation of the batch's tokens in the loss.
+    the deviation over the batch's tokens in the loss.
 
-    `given`: the items bring advantages of the user's, which are taken as they are. With `kl_in = "reward"` the
-    estimated KL from the reference, times `kl_coef`, is taken from the reward: of each token, where tokens have
-    advantages of their own, and of the whole response elsewhere.
+    `given`: the items have the user's advantages, which are used unchanged. With `kl_in = "reward"` the estimated KL
+    from the reference, times `kl_coef`, is subtracted from the reward: token by token for the kinds `PER_TOKEN`, and
+    for the whole response otherwise.
     """
     if given:
         return [Credit(torch.from_numpy(needed(item.advantages, "advantages")), None) for item in items]
@@ -59,7 +59,7 @@ def assign_credit(
 
 
 def _by_response(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
-    """Return one advantage for all tokens of a response."""
+    """Return the credit with one advantage for all tokens of a response."""
     group = item.group
     lengths = torch.from_numpy(group.seqlens.astype(np.int64))
     rewards = _rewards(item)
@@ -71,9 +71,10 @@ def _by_response(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | 
 
 
 def _by_token(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
-    """Return what follows each token: penalties of this one and later ones, and the response's reward at the last.
+    """Return the credit from the rewards at and after each token: the penalties, and the response's reward at its last
+    token.
 
-    With a critic by generalised advantage estimation, without one plainly added up.
+    With a critic by generalised advantage estimation, without one as a plain sum.
     """
     group = item.group
     sampled = torch.from_numpy(group.packed_loss_mask.copy())
@@ -107,7 +108,8 @@ def _episodes(item: TrainItem) -> Tensor:
 
 
 def _divergence(item: TrainItem, algorithm: AlgorithmConfig) -> Tensor:
-    """Return `[tokens]`: the KL from the reference at each sampled token, as its own policy saw it; 0 elsewhere."""
+    """Return `[tokens]`: the estimated KL from the reference at each sampled token, under the policy that sampled it; 0
+    elsewhere."""
     group = item.group
     behavior = torch.from_numpy(group.packed_behavior_logprobs.copy())
     reference = torch.from_numpy(needed(item.ref_logprobs, "ref_logprobs"))

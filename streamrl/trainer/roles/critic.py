@@ -1,6 +1,6 @@
 """The critic and the reward model.
 
-The critic says what reward is still to come, token by token, for PPO with generalised advantage estimation. A neural
+The critic predicts the reward still to come, token by token, for PPO with generalised advantage estimation. A neural
 reward model gives one score for each response, read at its last token (`rew_inf`).
 """
 
@@ -41,7 +41,7 @@ from streamrl.types import TrajectoryGroup
 
 
 class Critic:
-    """A model with a scalar head whose value at a position is that of the state before the next token."""
+    """A model with a scalar head; its value at a position belongs to the state before the next token."""
 
     def __init__(
         self,
@@ -64,11 +64,11 @@ class Critic:
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
         """Return the values of the states in which the sampled tokens were sampled (0 elsewhere), packed like each
-        group; None where the model gives no output. Collective."""
+        group; None where the model returns no output. Collective."""
         return infer_packed(self.model, groups, self._trainer)
 
     def begin_step(self, items: Sequence[TrainItem], *, policy_version: int, given: bool) -> list[Credit]:
-        """As `Actor.begin_step`. Collective."""
+        """Return the credit of `items`, as `Actor.begin_step`. Collective."""
         self._kl.begin_step(policy_version)
         return assign_credit(items, self._algorithm, kl_coef=self._kl.value, given=given, add_up=self._ranks.add_up)
 
@@ -81,8 +81,8 @@ class Critic:
         *,
         before_update: Callable[[], None],
     ) -> None:
-        """Take one optimizer step towards the returns, on this rank's share of `minibatch`. Collective; arguments as of
-        `Actor.train_step`."""
+        """Take one optimizer step towards the returns, on this rank's share of `minibatch`. Collective; arguments as
+        for `Actor.train_step`."""
         trained = [item.trainable for item in items]
         groups = [item.group for item in items]
         micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
@@ -103,7 +103,7 @@ class Critic:
         return RoleState(self.model.optimizer_parts(), updates_file(self.model.updates))
 
     def load_state(self, folder: Path) -> None:
-        """Take over a `state` that was written. Collective."""
+        """Load a `state` from `folder`. Collective."""
         self.model.load_state(folder)
 
     def _inputs(self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]) -> _Inputs:
@@ -138,10 +138,10 @@ class Critic:
 
 
 class _Inputs(NamedTuple):
-    """Of the tokens of a micro-batch that enter the loss, on the device."""
+    """Inputs of the loss for the tokens of a micro-batch that enter it, on the device."""
 
     chosen: Tensor
-    """int64: their indices in the output."""
+    """int64: indices of the tokens in the output."""
     returns: Tensor
     before: Tensor
     """Values before the step."""
@@ -157,14 +157,14 @@ def _returns(credit: Credit) -> Tensor:
 
 
 class RewardModel:
-    """A model with a scalar head that is never trained here."""
+    """A model with a scalar head that this run never trains."""
 
     def __init__(self, model: ParallelModel, *, trainer: TrainerConfig) -> None:
         self.model = model
         self._trainer = trainer
 
     def inference(self, groups: Sequence[TrajectoryGroup]) -> list[NDArray[np.float32]] | None:
-        """Return `[siblings]` scores of each group; None where the model gives no output. Collective."""
+        """Return `[siblings]` scores of each group; None where the model returns no output. Collective."""
         packed = infer_packed(self.model, groups, self._trainer, positions="ends")
         if packed is None:
             return None

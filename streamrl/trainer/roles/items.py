@@ -1,6 +1,5 @@
-"""What roles get to compute with: groups, and what other model function calls found out about them; and what a trained
-role is besides its weights.
-"""
+"""Inputs of roles: groups with the results of other model function calls. Also the state of a trained role except for
+its weights."""
 
 from __future__ import annotations
 
@@ -27,59 +26,59 @@ from streamrl.types import TrajectoryGroup
 
 
 class TrainItem(msgspec.Struct):
-    """A group with all that a `train_step` needs; arrays are packed like the group's own."""
+    """A group with all inputs of a `train_step`; arrays are packed like the group's own."""
 
     group: TrajectoryGroup
     trainable: NDArray[np.bool_]
-    """`[tokens]` sampled and young enough: these enter the loss."""
+    """`[tokens]`: sampled and young enough, so they enter the loss."""
     age: NDArray[np.int32]
-    """`[tokens]` in policy versions, of sampled tokens."""
+    """`[tokens]`: age of sampled tokens, in policy versions."""
     comparable: NDArray[np.bool_]
-    """`[tokens]` of responses sampled as a whole by the policy at the start of the step: there engine and
-    trainer have to agree."""
+    """`[tokens]`: in responses that the policy at the start of the step sampled completely, so engine and trainer have
+    to agree."""
     proximal_logprobs: NDArray[np.float32] | None = None
-    """None: those of the first forward pass."""
+    """None to use the log-probabilities of the first forward pass."""
     ref_logprobs: NDArray[np.float32] | None = None
-    """None: no KL term."""
+    """None without a KL term."""
     values: NDArray[np.float32] | None = None
-    """The critic's, of the state in which each token was sampled; None: no critic."""
+    """The critic's value of the state in which each token was sampled; None without a critic."""
     advantages: NDArray[np.float32] | None = None
-    """Advantage of each token, from a model function call of the user's; None: as `algorithm.advantage` says."""
+    """Advantage of each token, from the user's model function call; None to use `algorithm.advantage`."""
 
 
 class Outputs(NamedTuple):
-    """What the forward pass of a training step gave for one group: `[tokens]`, NaN where it computed nothing."""
+    """Output of a training step's forward pass for one group: `[tokens]`, NaN where nothing was computed."""
 
     logprobs: NDArray[np.float32]
     entropy: NDArray[np.float32]
 
 
 class StepStatistics(msgspec.Struct):
-    """What this rank found in a training step: sums over tokens or sequences, and largest values. Combined over ranks
-    by the master."""
+    """This rank's figures of a training step: sums over tokens or sequences, and maxima. The master combines them over
+    ranks."""
 
     sums: dict[str, float] = msgspec.field(default_factory=lambda: defaultdict(float))
     maxima: dict[str, float] = {}
     compared: list[float] = []
     """Log-probabilities of `Minibatch.compared`; empty if another rank computes it."""
     update_seconds: float = 0.0
-    """In the optimizer."""
+    """Seconds in the optimizer."""
     outputs: dict[int, Outputs] = {}
-    """Outputs for the groups of `Minibatch.kept`, by sequence number, as far as they were computed here."""
+    """Outputs for the groups of `Minibatch.kept` that this rank computed, by sequence number."""
 
     def note_largest(self, **values: float) -> None:
-        """Keep the largest of each name."""
+        """Keep the maximum of each name."""
         for name, value in values.items():
             self.maxima[name] = max(self.maxima.get(name, value), value)
 
 
 class DeviceFigures:
-    """Figures of micro-batches, which stay on the device until all have computed: to read one, the host waits for the
-    computation before it, and the device then for the host."""
+    """Figures of micro-batches, kept on the device until all have been computed. Reading a figure would make the host
+    wait for the computation before it, and then the device for the host."""
 
     def __init__(self) -> None:
         self._names: list[tuple[str, bool]] = []
-        """Of each figure; whether it is a sum, or else a maximum."""
+        """Name of each figure; whether it is a sum (else a maximum)."""
         self._values: list[Tensor] = []
         """`[figures]` float64 of each micro-batch."""
 
@@ -90,7 +89,7 @@ class DeviceFigures:
         self._values.append(torch.stack([value.double() for value in (*sums.values(), *maxima.values())]))
 
     def read_into(self, statistics: StepStatistics) -> None:
-        """Copy all figures to the host, at once, and add them to `statistics`."""
+        """Copy all figures to the host at once, and add them to `statistics`."""
         values = torch.cat(self._values).tolist() if self._values else []
         for (name, is_sum), value in zip(self._names, values, strict=True):
             if is_sum:
@@ -100,22 +99,22 @@ class DeviceFigures:
 
 
 class Minibatch(msgspec.Struct, frozen=True):
-    """What all ranks know of the whole minibatch."""
+    """Facts about the whole minibatch, known to all ranks."""
 
     loss_tokens: int
     """Tokens that enter the loss."""
     episodes: int
     """Attempts at prompts."""
     compared: Sibling | None = None
-    """A response whose log-probabilities before the update are wanted, at temperature 1."""
+    """The response for which to compute log-probabilities before the update, at temperature 1."""
     lr_scale: float = 1.0
-    """What the policy's learning rate is multiplied by."""
+    """Factor of the policy's learning rate."""
     kept: frozenset[int] = frozenset()
-    """Sequence numbers of groups whose outputs before the update are wanted."""
+    """Sequence numbers of the groups for which to keep outputs before the update."""
 
 
 def needed(array: NDArray[np.float32] | None, key: str) -> NDArray[np.float32]:
-    """Return `array`, which the graph should have given."""
+    """Return `array`, which the graph must have provided; raises `TrainingError` for None."""
     if array is None:
         raise TrainingError(f"a group came to a training step without its {key}; does the graph give it?")
     return array
@@ -135,7 +134,7 @@ def pack_for(
     *,
     positions: Positions = "sampled",
 ) -> list[MicroBatch]:
-    """Return `groups` in micro-batches of the size that is configured."""
+    """Return `groups` in micro-batches of the configured size."""
     return pack(
         groups,
         max_tokens=trainer.max_tokens_per_microbatch,
@@ -152,8 +151,8 @@ def infer_packed(
     *,
     positions: Positions = "sampled",
 ) -> list[NDArray[np.float32]] | None:
-    """Return the model's output at `positions` (0 elsewhere), packed like each group; None where it gives none.
-    Collective."""
+    """Return the model's output at `positions` (0 elsewhere), packed like each group; None where the model returns
+    none. Collective."""
     micros = pack_for(model, groups, trainer, positions=positions)
     outputs = model.infer(micros)
     return None if outputs is None else unpack(micros, outputs, groups)
@@ -162,7 +161,7 @@ def infer_packed(
 def unpack(
     micros: Sequence[MicroBatch], outputs: Sequence[ModelOutput], groups: Sequence[TrajectoryGroup]
 ) -> list[NDArray[np.float32]]:
-    """Return the output values as one packed array for each group, 0 where nothing was predicted."""
+    """Return the output values as one packed array for each group, 0 at positions without a prediction."""
     result = [np.zeros(group.tokens, dtype=np.float32) for group in groups]
     for micro, output in zip(micros, outputs, strict=True):
         values = output.values.float().cpu().numpy()
@@ -175,8 +174,8 @@ def unpack(
 def optimizer_step(
     model: ParallelModel, statistics: StepStatistics, *, before_update: Callable[[], None], lr_scale: float = 1.0
 ) -> Update:
-    """Have `model` take its optimizer step, and note how long that takes once `before_update` has returned, which may
-    wait. Collective."""
+    """Have `model` take its optimizer step, and note its seconds after the return of `before_update`, which may wait.
+    Collective."""
     began = time.perf_counter()
 
     def update_begins() -> None:
@@ -193,9 +192,9 @@ def optimizer_step(
 
 
 class RoleState(NamedTuple):
-    """On its way to a checkpoint, from which `load_state` of the role takes it."""
+    """State of a role for a checkpoint, which the role's `load_state` reads again."""
 
     optimizer: list[Part]
-    """What this rank saves of the optimizer's tensors, not copied."""
+    """Parts of the optimizer's tensors that this rank saves, not copied."""
     files: Mapping[str, bytes]
-    """Small facts, by the name of their file; all ranks have the same."""
+    """Contents of small files, by file name; equal on all ranks."""

@@ -1,4 +1,4 @@
-"""Builds the models of a run on one model worker: which roles the graph wants, with which backend and layout."""
+"""Construction of a run's models on one model worker: the roles of the graph, each with its backend and layout."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from streamrl.trainer.roles.critic import Critic, RewardModel
 
 Role = Actor | Critic | RewardModel
 CRITIC, REFERENCE = "critic", "ref"
-"""Folders of their weights in a checkpoint."""
+"""Folders of the critic's and the reference's weights in a checkpoint."""
 
 
 class Assembly:
@@ -38,8 +38,8 @@ class Assembly:
     def __init__(
         self, config: Config, *, roles: frozenset[str], model_dir: Path, rank: int, device: torch.device
     ) -> None:
-        """Load all models. Collective; torch's default process group exists where there are several workers, or a
-        backend that needs one."""
+        """Load all models. Collective; torch's default process group must exist if there are several workers, or a
+        backend that needs it."""
         self._config = config
         self.model_dir = model_dir
         self.rank = rank
@@ -57,9 +57,9 @@ class Assembly:
         if unknown:
             raise ModelError(f"the graph wants the role {unknown[0]!r}; there are {', '.join(makers)}")
         self.folders: dict[str, Path] = {}
-        """Checkpoint that each role was loaded from: its settings and its tokenizer are those of the model."""
+        """Checkpoint from which each role was loaded; the model's settings and tokenizer are there."""
         self.reference_changes = False
-        """Whether the reference is another policy than the first one, and so has its place in checkpoints."""
+        """Whether the reference differs from the first policy, and therefore belongs into checkpoints."""
         self.roles: dict[str, Role] = {}
         for name, make in makers.items():
             if name in roles | {"actor"}:
@@ -67,7 +67,7 @@ class Assembly:
 
     @property
     def actor(self) -> Actor:
-        """The policy; there always is one."""
+        """The policy, which every run has."""
         role = self.roles["actor"]
         assert isinstance(role, Actor)
         return role
@@ -83,7 +83,7 @@ class Assembly:
         return self._policy(model, "actor")
 
     def published(self) -> WholeWeights:
-        """Return what gservers get of the policy."""
+        """Return the policy's weights for the gservers."""
         model = self.actor.model
         if self._config.model.lora is None or self._config.weights.lora == "adapter":
             return model
@@ -93,7 +93,7 @@ class Assembly:
         if self._config.reference.path is not None:
             teacher = self._other_model(self._config.reference.path, setting="reference.path")
             return self._policy(self._model("ref", teacher, head="tokens"), "ref")
-        if self._config.model.lora is not None:  # it is what the adapter is on
+        if self._config.model.lora is not None:  # the reference is the base model of the adapter
             adapted = cast(AdaptedModel, self.actor.model)
             return self._policy(adapted, "ref", inferring=adapted.without_adapter)
         folder = initial_checkpoint(self._config) if self._config.run.resume_from else self.model_dir
@@ -146,14 +146,14 @@ class Assembly:
         return Ranks(self.layout(role), self.rank, device=self.device)
 
     def _resumed(self, role: str) -> Path | None:
-        """Return where the checkpoint that the run goes on from has weights of `role`, if it has."""
+        """Return the folder with weights of `role` in the checkpoint from which the run is resumed, or None."""
         if self._config.run.resume_from is None:
             return None
         folder = Path(self._config.run.resume_from) / role
         return folder if folder.is_dir() else None
 
     def _other_model(self, path: str, *, setting: str) -> Path:
-        """Return the folder of a model that reads the policy's tokens; raises `ModelError` unless it can."""
+        """Return the folder of a model that uses the policy's tokens; raises `ModelError` if it does not."""
         folder = Path(path).expanduser()
         check_checkpoint(folder, setting=setting)
         check_tokens(folder, self.model_dir, setting=setting)
@@ -204,14 +204,14 @@ class Assembly:
 
 
 def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, world: int) -> None:
-    """`target ← (1 - share) · target + share · source`, whatever layouts the two have. Collective."""
+    """Compute `target ← (1 - share) · target + share · source`, between any two layouts. Collective."""
 
     def mixed() -> Iterator[tuple[str, Tensor]]:
         shapes = dict(source.weight_specs())
         own = target.gather_weights() if share < 1 else None
         for name, weight in source.gather_weights():
             if own is not None:
-                _, before = next(own)  # on all ranks, for a model that is spread is gathered by all of them
+                _, before = next(own)  # on all ranks, since all of them gather a model that is spread
                 weight = torch.lerp(before.to(weight.dtype), weight, share) if weight.numel() else weight
             yield name, _from_rank_0(weight, shapes[name], world)
 
@@ -219,7 +219,8 @@ def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, 
 
 
 def fingerprints(assembly: Assembly) -> dict[str, str]:
-    """Return the fingerprint of the weights of each role that is trained; on rank 0, elsewhere nothing. Collective."""
+    """Return the fingerprint of the weights of each trained role on rank 0, and an empty mapping elsewhere.
+    Collective."""
     found = {}
     for name, role in assembly.roles.items():
         if isinstance(role, Critic) or role is assembly.actor:
@@ -232,8 +233,8 @@ def fingerprints(assembly: Assembly) -> dict[str, str]:
 
 
 def resume(assembly: Assembly, folder: Path) -> None:
-    """Take over the states in the checkpoint `folder`. Collective. Raises `ModelError` where one is damaged, or not of
-    such a model."""
+    """Load the states in the checkpoint `folder`. Collective. Raises `ModelError` if one is damaged, or belongs to
+    another model."""
     state = folder / progress.STATE
     for name, role in assembly.roles.items():
         if isinstance(role, Critic) or role is assembly.actor:
@@ -261,7 +262,7 @@ def _from_rank_0(weight: Tensor, shape: tuple[int, ...], world: int) -> Tensor:
 
 @contextmanager
 def megatron_needed() -> Iterator[None]:
-    """Raise `ModelError` if what is imported inside cannot be, because Megatron Core is not installed."""
+    """Raise `ModelError` if an import within the context fails because Megatron Core is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:

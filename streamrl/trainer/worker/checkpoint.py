@@ -257,7 +257,7 @@ class CheckpointWriter:
         return failure
 
     def _write_files(self, unfinished: Path, share: CheckpointPart, elsewhere: list[int]) -> None:
-        """Write this worker's files. Worker 0 also writes those of workers on other disks."""
+        """Write this worker's files. Worker 0 also writes the files of workers on other disks."""
         if self._together.rank in elsewhere:
             for stem in share.stems:
                 self._together.send(share.content(stem))
@@ -391,7 +391,7 @@ class HostCopy(msgspec.Struct, frozen=True):
 
 
 def roles_to_save(assembly: Assembly) -> list[str]:
-    """Return the roles whose weights belong into a checkpoint, because training changes or has changed them."""
+    """Return the roles with weights that belong into a checkpoint, because training changes or has changed them."""
     saved = {"actor", CRITIC}
     if assembly.reference_changes:
         saved.add(REFERENCE)

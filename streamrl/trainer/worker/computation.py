@@ -1,4 +1,4 @@
-"""What a model worker computes: calls on roles, with their hooks, and checkpoints. All in the compute thread."""
+"""A model worker's computation: calls on roles with their hooks, and checkpoints. All run in the compute thread."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Computation:
         data: WorkerData,
         weights_free: threading.Event,
     ) -> None:
-        """`weights_free`: set while no publication reads the actor's weights. Collective."""
+        """`weights_free` is set while no publication reads the actor's weights. Collective."""
         self._config = config
         self._rank = rank
         self._mfcs = {mfc.name: mfc for mfc in graph.mfcs}
@@ -85,13 +85,14 @@ class Computation:
         )
         self._away: set[str] = set()
         self._moving = threading.Lock()
-        """Held while a model goes away or comes back, which two threads may ask for: this one and the publication's."""
+        """Held while a model is moved to the CPU or back; both the compute thread and the publication's thread do
+        this."""
         self._blocked = 0.0
         self._recorder = self._begin_record(graph) if config.run.record else None
         self._keeper = self._begin_keeping() if config.metrics.rollouts_per_step and self._is_head(ACTOR) else None
 
     def close(self) -> None:
-        """Return when what is still being written is on the disk."""
+        """Wait until the record and the samples in progress are written, up to their time limits."""
         if self._recorder is not None:
             self._recorder.close()
         if self._keeper is not None:
@@ -139,7 +140,7 @@ class Computation:
         return result
 
     def _begin_record(self, graph: Graph) -> Recorder | None:
-        """Return the record of what this worker trains on; None unless it holds data. Collective."""
+        """Return the recorder of this worker's batches; None unless it holds data. Collective."""
         config, begun = self._config, progress.of_run(self._config)
         weights = fingerprints(self._assembly)
         if not self._is_head(ACTOR):
@@ -161,8 +162,8 @@ class Computation:
         return Recorder(graph, self._data, writer, rank=self._rank)
 
     def _records_to_disk(self) -> None:
-        """In the thread that writes checkpoints: worker 0 sees to the master's files, beside which it runs as a rule,
-        so that the master waits for no disk."""
+        """Bring records to the disk, in the thread that writes checkpoints. Worker 0 also does so for the master's
+        files, since it normally runs on the same machine; the master then waits for no disk."""
         if self._rank == 0:
             progress.figures_to_disk(self._config.run_dir)
         if self._recorder is not None:
@@ -187,7 +188,7 @@ class Computation:
         credits: Mapping[int, Credit],
         outputs: Mapping[int, Outputs],
     ) -> None:
-        """Have samples of a step written; `items`, `credits` and `outputs` by sequence number."""
+        """Queue samples of a step for writing; `items`, `credits` and `outputs` by sequence number."""
         if self._keeper is not None:
             now = time.time()
             self._keeper.keep(
@@ -274,12 +275,14 @@ class Computation:
         )
 
     def _seed(self, role: str, policy_version: int) -> None:
-        """Random numbers of a step (dropout's) are a function of run seed and version, so none have to be saved."""
+        """Seed the random numbers of a step (dropout) from the run's seed and the version, so no generator state has to
+        be saved."""
         data = self._assembly.layout(role).coordinates(self._rank).data
         torch.manual_seed(((self._config.run.seed << 40) + (policy_version << 16) + data) % 2**63)
 
     def _wait_for_publication(self) -> None:
-        """Before the actor's weights change, or are gathered for something else than their publication."""
+        """Wait until no publication reads the actor's weights: before they change, or are gathered for another
+        purpose."""
         started = time.monotonic()
         limit = self._config.trainer.step_timeout_seconds
         if not self._weights_free.wait(limit):
@@ -287,8 +290,8 @@ class Computation:
         self._blocked += time.monotonic() - started
 
     def _item(self, seq: int, call: TrainStep, inputs: frozenset[str], *, updated: bool) -> TrainItem:
-        """With those of `inputs` alone that the graph gives the call: what else is here is here by chance, and not on
-        every rank. `updated`: the policy is no longer the one at the start of the step."""
+        """Return the item of a group, with only those of `inputs` that the graph gives the call: other arrays are here
+        by chance, and not on every rank. `updated`: the policy has changed since the start of the step."""
 
         def given(key: str) -> NDArray[Any] | None:
             return self._data.optional(seq, key) if key in inputs else None
@@ -320,7 +323,7 @@ class Computation:
                     give_weights(self.model(source), self.model(target), share=share, world=world)
 
     def bring_back(self, role: str) -> None:
-        """Have the model of `role` on its device. From any thread."""
+        """Move the model of `role` to its device if it is on the CPU. From any thread."""
         with self._moving:
             if role in self._away:
                 self.model(role).onload()
@@ -332,7 +335,7 @@ class Computation:
             if role == ACTOR:
                 self._wait_for_publication()
             with self._moving:
-                # one that began meanwhile has brought the weights back, or will
+                # a publication that began in the meantime has brought the weights back, or will
                 if role != ACTOR or self._weights_free.is_set():
                     model.offload()
                     self._away.add(role)
@@ -340,7 +343,8 @@ class Computation:
 
     @contextmanager
     def _here(self, *roles: str) -> Iterator[None]:
-        """Models of `roles` are on their devices; those that were away go there again."""
+        """Keep the models of `roles` on their devices within the context; those that were on the CPU return there
+        afterwards."""
         away = [role for role in roles if role in self._away]
         for role in away:
             self.bring_back(role)
@@ -364,13 +368,13 @@ class Computation:
 
 
 def _at_once() -> None:
-    """Weights that nobody publishes may change at any time."""
+    """Return at once: weights that are not published may change at any time."""
 
 
 def call_users_function(
     mfc: MFC, groups: Sequence[TrajectoryGroup], inputs: dict[str, list[NDArray[Any]]]
 ) -> dict[str, list[NDArray[np.float32]]]:
-    """Return what the user's function returned, checked; raises `TrainingError` when it is not what was promised."""
+    """Return the checked result of the user's function; raises `TrainingError` if it differs from the MFC's promise."""
     try:
         function = load_object(mfc.function, key=f"the function of {mfc.name}")
     except ConfigError as error:
@@ -389,10 +393,10 @@ def call_users_function(
 
 
 def _comparable(group: TrajectoryGroup, version: int) -> NDArray[np.bool_]:
-    """Return `[tokens]`: sampled tokens of responses that `version` wrote alone.
+    """Return `[tokens]`: sampled tokens of responses that `version` alone sampled.
 
-    Where weights changed in the middle, the rest may attend to keys and values of the old ones
-    (`weights.pause_mode`), so the two sides differ without anything being wrong.
+    If weights changed in the middle, later tokens may attend to keys and values of the old weights
+    (`weights.pause_mode`), so the two sides differ without a fault.
     """
     sampled = group.packed_loss_mask
     starts = np.cumsum(group.seqlens) - group.seqlens
@@ -402,7 +406,7 @@ def _comparable(group: TrajectoryGroup, version: int) -> NDArray[np.bool_]:
 
 
 def _token_ages(items: Iterable[TrainItem]) -> dict[int, int]:
-    """Return how many tokens of `items` enter the loss, by their age in versions."""
+    """Return the number of tokens of `items` that enter the loss, by their age in versions."""
     ages = [item.age[item.trainable] for item in items]
     found, counts = np.unique(np.concatenate([np.zeros(0, np.int32), *ages]), return_counts=True)
     return dict(zip(found.tolist(), counts.tolist(), strict=True))

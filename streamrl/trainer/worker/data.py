@@ -1,16 +1,15 @@
-"""What a model worker has to compute on: its own groups from the stream, those that others sent it, and the arrays that
-model function calls gave.
+"""The data of a model worker: its own groups from the stream, groups that other workers sent, and the arrays that model
+function calls computed.
 
-`WorkerData` says what is here of a group; one of its own stays in the StreamDataset until it is discarded here. All
-else is in the `ArrayStore`, by sequence number and key, until the group is discarded. That is safe to use from several
-threads; arrays are not copied.
+`WorkerData` finds the data of a group. The worker's own group stays in the StreamDataset until it is discarded here.
+All other arrays are in the `ArrayStore`, by sequence number and key, until the group is discarded. The store is safe to
+use from several threads; arrays are not copied.
 
-`DataManager` carries out the Redistributor's plans, and owns the process groups over which arrays travel. All ranks
-that a transfer concerns carry it out, after the same others; the rest of the ranks need not even see it. That keeps
-ranks from waiting for each other in a circle: first every rank posts all its sends and receives of the plan at once,
-then the broadcasts follow one by one in the order of the plan. All arrays of one transfer travel as one buffer of
-bytes. Arrays that arrive are read-only views into it, so its memory is free again once the last of them has been
-discarded.
+`DataManager` carries out the Redistributor's plans, and owns the process groups over which arrays travel. All ranks of
+a transfer carry it out, in a common order of transfers; other ranks need not even see it. The order prevents circular
+waits: first every rank posts all its point-to-point sends and receives of the plan at once, then the broadcasts follow
+one by one in the order of the plan. All arrays of one transfer travel as one buffer of bytes. Received arrays are
+read-only views into it, so its memory is free again once the last of them has been discarded.
 """
 
 from __future__ import annotations
@@ -48,16 +47,16 @@ class ArrayStore:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Groups of which anything is held."""
+        """Number of groups with at least one array."""
         return len(self._groups)
 
     def put(self, seq: int, key: str, array: Array) -> None:
-        """Hold `array`; it takes the place of one with the same name."""
+        """Store `array`; it replaces an array with the same name."""
         with self._lock:
             self._groups.setdefault(seq, {})[key] = array
 
     def get(self, seq: int, key: str) -> Array:
-        """Return the array itself; raises `TransferError` when it is not here."""
+        """Return the stored array, without a copy; raises `TransferError` if it is not here."""
         with self._lock:
             held = self._groups.get(seq, {})
             if key in held:
@@ -67,12 +66,12 @@ class ArrayStore:
             )
 
     def has(self, seq: int, key: str) -> bool:
-        """Return whether the array is held here."""
+        """Return whether the array is stored here."""
         with self._lock:
             return key in self._groups.get(seq, ())
 
     def discard(self, seqs: Iterable[int]) -> None:
-        """Let go of all that is held of these groups, if anything is."""
+        """Remove all arrays of these groups, if there are any."""
         with self._lock:
             for seq in seqs:
                 self._groups.pop(seq, None)
@@ -83,7 +82,7 @@ class ArrayStore:
 ALIGNMENT = 8
 """Arrays begin at multiples of this many bytes in a buffer."""
 NCCL_PATIENCE = 2.0
-"""NCCL's own deadline, in ours: it ends the process, so ours has to come first."""
+"""NCCL's own deadline, as a multiple of ours: NCCL ends the process, so our deadline has to pass first."""
 SHORTEST_WAIT_SECONDS = 0.001
 
 Result = TypeVar("Result")
@@ -94,7 +93,7 @@ class Parcel(NamedTuple):
 
     transfer: Transfer
     offsets: list[int]
-    """Where each array begins."""
+    """Start of each array in `flat`, in bytes."""
     flat: Tensor
     """The bytes to send, or the buffer to receive into: uint8 `[bytes]` on the device."""
 
@@ -102,9 +101,9 @@ class Parcel(NamedTuple):
 class DataManager:
     """One rank's end of all transfers between model workers.
 
-    The ranks meet at a TCP store that one of them has opened (`collective.open_store`). All of them
-    have to be constructed at the same time, and each wait, that one included, ends after
-    `timeout_seconds` with a `TransferError`; after one the manager is of no further use.
+    The ranks meet at a TCP store that one of them has opened (`collective.open_store`). All of them have to be
+    constructed at the same time. Each wait, including this one, ends after `timeout_seconds` with a `TransferError`;
+    after that the manager is of no further use.
     """
 
     def __init__(
@@ -119,10 +118,10 @@ class DataManager:
         device: torch.device | None = None,
         name: str = "data",
     ) -> None:
-        """Meet the others at `host:port`.
+        """Meet the other ranks at `host:port`.
 
-        `backend`: `gloo` with a CPU `device` (the default) or `nccl` with a CUDA one. `name` begins the names
-        of all groups; nobody else at this store uses it.
+        `backend`: `gloo` with a CPU `device` (the default) or `nccl` with a CUDA one. `name` begins the names of all
+        groups; no other component at this store uses it.
         """
         self.rank = rank
         self._host, self._port = host, port
@@ -140,10 +139,10 @@ class DataManager:
             self._within_deadline(self._greet, lambda: f"first operation of {world_size} ranks")
 
     def execute(self, plan: Sequence[Transfer], store: ArrayStore) -> None:
-        """Send from `store`, and put there, what `plan` says of this rank.
+        """Carry out this rank's part of `plan`: send arrays from `store`, and put received arrays there.
 
-        Raises `TransferError` when an array is missing, or is not as described, or when a peer is
-        late or gone; then nothing of the transfer in question was put into the store.
+        Raises `TransferError` if an array is missing or differs from its description, or if a peer is late or gone;
+        then no array of the failed transfer is in the store.
         """
         concerned = concerning(plan, self.rank)
         self._exchange([t for t in concerned if len(t.destinations) == 1], store)
@@ -152,14 +151,14 @@ class DataManager:
                 self._broadcast(transfer, store)
 
     def close(self) -> None:
-        """Leave all groups."""
+        """Leave all process groups."""
         for group in self._groups.values():
             destroy_group(group)
         self._groups.clear()
         self._store = self._world = None
 
     def _exchange(self, exchanged: list[Transfer], store: ArrayStore) -> None:
-        """All transfers to single ranks, at once."""
+        """Carry out all transfers to single ranks at once."""
         parcels = [self._parcel(transfer, store) for transfer in exchanged]
         operations = []
         for transfer, _, flat in parcels:
@@ -193,7 +192,7 @@ class DataManager:
         return Parcel(transfer, offsets, torch.from_numpy(flat).to(self._device))
 
     def _take_over(self, parcel: Parcel, store: ArrayStore) -> None:
-        """Put into `store` what this rank has received, if it has."""
+        """Put the received arrays into `store`, if this rank is a receiver."""
         transfer, offsets, flat = parcel
         if transfer.source == self.rank:
             return
@@ -203,7 +202,7 @@ class DataManager:
             store.put(piece.seq, piece.key, np.ndarray(piece.shape, numpy_dtype(piece.dtype), received.data, offset))
 
     def _move(self, start: Callable[[], list[Any]], moved: list[Transfer]) -> None:
-        """Start operations and wait until they are through."""
+        """Start operations and wait until they have completed."""
 
         def call() -> None:
             deadline = time.monotonic() + self._timeout
@@ -213,7 +212,7 @@ class DataManager:
         self._within_deadline(call, lambda: "; ".join(map(str, moved)))
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
-        """Return the process group of exactly `ranks`, made when it is first needed."""
+        """Return the process group of exactly `ranks`, which is formed on first use."""
         if ranks not in self._groups:
             name = f"{self._name}-{'.'.join(map(str, ranks))}"
             self._groups[ranks] = self._within_deadline(
@@ -235,12 +234,13 @@ class DataManager:
         return join_store(self._host, self._port, timeout=self._backend_timeout)
 
     def _greet(self) -> None:
-        """NCCL wants all ranks in a group's first operation; later some may exchange without the others."""
+        """Take part in a first operation of all ranks, which NCCL requires; later some may exchange without the
+        others."""
         dist.all_reduce(torch.zeros(1, device=self._device), group=self._world)
 
     def _within_deadline(self, call: Callable[[], Result], what: Callable[[], str]) -> Result:
-        """Return what `call` returns; whatever fails in it, its deadline included, is a `TransferError` about
-        `what`."""
+        """Return the result of `call`; raises any failure in it, including a passed deadline, as a `TransferError`
+        about `what`."""
         try:
             return self._in_thread(call) if self._device.type == "cuda" else call()
         except (RuntimeError, PublicationError) as error:
@@ -250,10 +250,10 @@ class DataManager:
             ) from error
 
     def _in_thread(self, call: Callable[[], Result]) -> Result:
-        """Run `call` and what it starts on the device; raises `RuntimeError` when it hangs.
+        """Run `call`, and its operations on the device, in a thread; raises `RuntimeError` if it hangs.
 
-        gloo keeps deadlines by itself. NCCL blocks the calling thread without one when it forms a
-        communicator, and else the device; a daemon thread does not keep the process alive.
+        gloo enforces deadlines by itself. NCCL without one blocks the calling thread when it forms a communicator, and
+        otherwise the device; a daemon thread does not keep the process alive.
         """
         answers: list[Result] = []
         failures: list[RuntimeError | PublicationError] = []
@@ -279,7 +279,7 @@ class DataManager:
 
 
 def layout(pieces: Iterable[ArrayFacts]) -> tuple[list[int], int]:
-    """Return where each array begins in a buffer that holds them all, and the bytes of the buffer."""
+    """Return the start of each array in a buffer that contains them all, and the size of the buffer, in bytes."""
     offsets = []
     end = 0
     for piece in pieces:
@@ -289,7 +289,8 @@ def layout(pieces: Iterable[ArrayFacts]) -> tuple[list[int], int]:
 
 
 def pack(pieces: Iterable[ArrayFacts], offsets: Iterable[int], size: int, store: ArrayStore) -> NDArray[np.uint8]:
-    """Return the bytes of `pieces` from `store`, at `offsets`, in `[size]`; raises `TransferError` if one differs."""
+    """Return the bytes of `pieces` from `store`, at `offsets`, in `[size]`; raises `TransferError` if an array is
+    missing or differs from its description."""
     flat = np.empty(size, dtype=np.uint8)
     for piece, offset in zip(pieces, offsets, strict=True):
         array = store.get(piece.seq, piece.key)
@@ -307,19 +308,20 @@ def pack(pieces: Iterable[ArrayFacts], offsets: Iterable[int], size: int, store:
 
 
 class WorkerData:
-    """What one worker holds."""
+    """All data of one worker."""
 
     def __init__(self, dataset: StreamDataset, *, rank: int) -> None:
         self._dataset = dataset
         self._rank = rank
         self._store = ArrayStore()
         self.manager: DataManager | None = None
-        """Moves arrays between workers; None where there is only one."""
+        """Moves arrays between workers; None if there is only one."""
 
     def group(self, seq: int) -> TrajectoryGroup:
-        """Return the group with what has been found out about its rewards; arrays that are not here are blank.
+        """Return the group with its rewards, if they were computed after its arrival; arrays that are not here are
+        blank.
 
-        Raises `TransferError` when not even its tokens are here.
+        Raises `TransferError` if its tokens are not here either.
         """
         own = self._dataset.find(seq)
         if own is not None:
@@ -336,8 +338,8 @@ class WorkerData:
         return TrajectoryGroup.of(seq, facts, here)
 
     def response(self, which: Sibling) -> tuple[list[int], list[int]]:
-        """Return the prompt and response of a group that this worker received, and the positions of the first
-        `MOST_COMPARED` sampled tokens, of which the last one ends it; both empty if the group is gone."""
+        """Return the prompt and response of a group that this worker received, cut after the last of the first
+        `MOST_COMPARED` sampled tokens, and the positions of these tokens; both empty if the group is gone."""
         group = self._dataset.find(which.seq)
         if group is None:
             return [], []
@@ -346,21 +348,22 @@ class WorkerData:
         return group.packed_input_ids[first : first + sampled[-1] + 1].tolist(), sampled
 
     def put(self, seq: int, key: str, array: NDArray[Any]) -> None:
-        """A model function call gave this."""
+        """Store an array that a model function call computed."""
         self._store.put(seq, key, array)
 
     def get(self, seq: int, key: str) -> NDArray[Any]:
-        """Return an array that a model function call gave, or one of the group's own."""
+        """Return an array that a model function call computed, or one of the group's own; raises `TransferError` if it
+        is not here."""
         if not self._store.has(seq, key):
             self._stage(seq, key)
         return self._store.get(seq, key)
 
     def optional(self, seq: int, key: str) -> NDArray[Any] | None:
-        """Return what a model function call gave, or what was sent here; None if there is nothing."""
+        """Return an array that a model function call computed or that was sent here; None if there is none."""
         return self._store.get(seq, key) if self._store.has(seq, key) else None
 
     def transfer(self, plan: Sequence[Transfer]) -> None:
-        """Send and receive what `plan` says of this worker; raises `TransferError` when a peer is late or gone."""
+        """Carry out this worker's part of `plan`; raises `TransferError` if a peer is late or gone."""
         if self.manager is None:
             return
         for transfer in plan:
@@ -371,18 +374,18 @@ class WorkerData:
         self.manager.execute(plan, self._store)
 
     def discard(self, seqs: Iterable[int], *, come_again: bool) -> None:
-        """Let go of groups; see `StreamDataset.discard` for `come_again`."""
+        """Discard groups; see `StreamDataset.discard` for `come_again`."""
         gone = list(seqs)
         self._store.discard(gone)
         self._dataset.discard([seq for seq in gone if self._dataset.find(seq) is not None], forget=come_again)
 
     def close(self) -> None:
-        """Leave the other workers."""
+        """Leave the process groups."""
         if self.manager is not None:
             self.manager.close()
 
     def _stage(self, seq: int, key: str) -> None:
-        """Have an array of a group of one's own at hand by name."""
+        """Put an array of one of the worker's own groups into the store."""
         group = self._dataset.find(seq)
         if group is None:
             return

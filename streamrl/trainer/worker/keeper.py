@@ -1,8 +1,8 @@
-"""Keeps samples of what is trained on (`records/rollouts.py`), beside the training and never in its way.
+"""Samples of the trained groups (`records/rollouts.py`), written in parallel with training and without delaying it.
 
-The compute thread hands over references to arrays that nobody changes any more; a thread of its own turns tokens into
-text, finds out what became of each token, compresses and writes. What it is too slow for, or the disk has no room for,
-is left out and counted: no step ever waits for it, and nothing that goes wrong in it ends the run.
+The compute thread passes references to arrays that do not change any more. A separate thread turns tokens into text,
+finds out how each token was used, compresses and writes. Samples for which the thread is too slow, or the disk has no
+room, are left out and counted: no step ever waits for the thread, and no failure in it ends the run.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from streamrl.types import TrajectoryGroup, special_counts
 log = logging.getLogger(__name__)
 
 MOST_WAITING = 64
-"""Groups that wait for the thread; more are left out."""
+"""Maximal number of groups in the thread's queue; further groups are left out."""
 CLOSING_SECONDS = 10.0
-"""Longest wait at the end for what is still to be written."""
+"""Longest wait at the end for samples that are still to be written, in seconds."""
 
 
 class Sample(NamedTuple):
@@ -59,19 +59,19 @@ class Sample(NamedTuple):
     advantages: NDArray[np.float32]
     """`[tokens]`."""
     outputs: Outputs | None
-    """None: the step computed nothing of it, since there was nothing to learn."""
+    """None if the step did not compute the group, since it had no gradient."""
 
 
 class Texts(Protocol):
-    """Makes text of tokens."""
+    """Conversion of tokens to text."""
 
     def of(self, group: TrajectoryGroup) -> tuple[list[str], NDArray[np.int32], int]:
-        """Return the text of each response; `[tokens]` how many characters of it there are up to the end of each token;
-        and how many characters the prompt has that all share."""
+        """Return the text of each response; `[tokens]` the number of characters of it up to the end of each token; and
+        the number of characters of the prompt, which all responses share."""
 
 
 class RolloutKeeper:
-    """Takes samples in, and has them written; `close` it at the end."""
+    """Queue of samples with the thread that writes them; `close` it at the end."""
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class RolloutKeeper:
         texts: Texts,
         special: Collection[int] = (),
     ) -> None:
-        """`folder`: this rank's; an earlier start's groups of steps after `policy_version` are removed.
-        `special`: token ids that are counted, as in `special_counts`."""
+        """`folder`: this rank's; groups of steps after `policy_version` that an earlier start wrote there are removed.
+        `special`: token ids to count, as in `special_counts`."""
         self._special = special
         self._algorithm = algorithm
         self._texts = texts
@@ -101,7 +101,7 @@ class RolloutKeeper:
         self._thread.start()
 
     def keep(self, samples: Sequence[Sample]) -> None:
-        """Have `samples` written, as far as there is room for them; returns at once."""
+        """Queue `samples` for writing, up to the room in the queue; return at once."""
         for sample in samples:
             if self._over.is_set():
                 self._lost += 1
@@ -112,7 +112,8 @@ class RolloutKeeper:
                 self._lost += 1
 
     def stats(self) -> dict[str, float]:
-        """Groups that were written, and that could not be; the processor's seconds that it took beside the training."""
+        """Return the number of groups that were written and of groups that were left out, and the processor seconds
+        that the thread used."""
         return {
             "rollouts_kept_total": self._kept,
             "rollouts_lost_total": self._lost,
@@ -120,7 +121,7 @@ class RolloutKeeper:
         }
 
     def close(self) -> None:
-        """Return when all is written, after `CLOSING_SECONDS` at most."""
+        """Wait until all samples are written, for `CLOSING_SECONDS` at most."""
         try:
             self._waiting.put(None, timeout=CLOSING_SECONDS)
             self._thread.join(CLOSING_SECONDS)
@@ -158,11 +159,11 @@ class RolloutKeeper:
             self._failing = False
 
 
-# --- what is kept ---
+# --- content of a sample ---
 
 
 def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts, special: Collection[int] = ()) -> KeptGroup:
-    """Return all that is known of a group that was trained on; `special`: as in `special_counts`."""
+    """Return all facts about a group that was trained on; `special`: as in `special_counts`."""
     item, outputs = sample.item, sample.outputs
     group = item.group
     written, ends, prompt_chars = texts.of(group)
@@ -199,7 +200,7 @@ def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts, spec
 
 
 def token_uses(item: TrainItem, outputs: Outputs | None, algorithm: AlgorithmConfig) -> NDArray[np.uint8]:
-    """Return `[tokens]`: what became of each token of a group, as an index in `TOKEN_USES`."""
+    """Return `[tokens]`: how each token of a group was used, as an index in `TOKEN_USES`."""
     group = item.group
     sampled = group.packed_loss_mask
     uses = np.where(sampled, TRAINED, ENVIRONMENT).astype(np.uint8)
@@ -223,7 +224,7 @@ def token_uses(item: TrainItem, outputs: Outputs | None, algorithm: AlgorithmCon
 
 
 def _beyond_limits(item: TrainItem, outputs: Outputs, algorithm: AlgorithmConfig) -> NDArray[np.bool_]:
-    """Return `[trainable]`: where the behaviour weight is outside the limits, as `objective` finds it."""
+    """Return `[trainable]`: whether the behaviour weight is outside the limits, as `objective` computes it."""
     group = item.group
     proximal = outputs.logprobs if item.proximal_logprobs is None else item.proximal_logprobs
     responses = np.repeat(np.arange(group.size), group.seqlens)
@@ -242,10 +243,10 @@ def _beyond_limits(item: TrainItem, outputs: Outputs, algorithm: AlgorithmConfig
 
 
 class TokenizerTexts:
-    """`Texts` by the tokenizer of a checkpoint."""
+    """`Texts` made with the tokenizer of a checkpoint."""
 
     def __init__(self, model_dir: Path) -> None:
-        """The tokenizer is loaded when it is needed first, in the thread that needs it."""
+        """Note the checkpoint's folder; the tokenizer is loaded on first use, in the thread that uses it."""
         self._file = model_dir / "tokenizer.json"
         self._tokenizer: Tokenizer | None = None
 
@@ -271,29 +272,29 @@ class TokenizerTexts:
 
 
 class _Reader:
-    """Reads one token after another; the text of a character that several make comes with the last of them."""
+    """Incremental decoder; the text of a character that spans several tokens comes with the last of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=False)
         self._waiting: list[int] = []
-        """Tokens whose text has not come yet."""
+        """Tokens whose text is not complete yet."""
 
     def copy(self) -> _Reader:
-        """Return one that has read the same."""
+        """Return a decoder in the same state."""
         other = copy.copy(self)
         other._stream, other._waiting = copy.copy(self._stream), self._waiting.copy()
         return other
 
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
-        """Return what each token adds to the text."""
+        """Return the text that each token adds."""
         return [self._piece(token_id) for token_id in token_ids]
 
     def _piece(self, token_id: int) -> str:
         self._waiting.append(token_id)
         try:
             piece: str = self._stream.step(self._tokenizer, token_id) or ""
-        except Exception:  # the library raises nothing more precise: this byte changes how those before it are read
+        except Exception:  # the library raises nothing more precise: this byte changes the bytes before it
             self._stream = DecodeStream(skip_special_tokens=False)
             piece = "".join(self._stream.step(self._tokenizer, waiting) or "" for waiting in self._waiting)
         if piece:
@@ -302,6 +303,6 @@ class _Reader:
 
 
 def _unfinished(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> str:
-    """Return what the last tokens begin and do not end."""
+    """Return the text of an incomplete character at the end of the tokens."""
     whole: str = tokenizer.decode(token_ids, skip_special_tokens=False)
     return whole.removeprefix(text) if whole.startswith(text) else ""

@@ -1,9 +1,8 @@
-"""A model worker: holds groups in its StreamDataset, and computes on them what the master asks.
+"""A model worker: holds groups in its StreamDataset, and carries out the master's calls on them.
 
-Calls are carried out one after another in a compute thread, in the order that all workers share.
-Two kinds are not: those that only look at what is held are answered at once, and `Publish` runs
-beside the computation: weights may be read while the next step computes, and are changed only
-when the publication is through.
+Calls are carried out one after another in a compute thread, in the order that all workers share. There are two
+exceptions. Calls that need no model, such as `Spec`, are carried out at once. `Publish` runs in parallel with the
+computation: weights may be read while the next step computes, and are changed only when the publication has ended.
 """
 
 from __future__ import annotations
@@ -81,15 +80,16 @@ from streamrl.waits import first_of
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 5.0
-"""Longest wait at the end for a publication that is under way."""
+"""Longest wait at the end for a publication that is under way, in seconds."""
 GIVEN_UP = 1000
-"""Prompts that a run may give up for each group that it keeps."""
+"""Maximal number of prompts that a run may give up for each group that it keeps."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
     """Run model worker `index` until the run is over.
 
-    `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
+    `advertise`: the address by which others reach this process; if it is empty, the address from which this process
+    reaches the manager.
     """
     reach = reach_towards(manager_url, advertise=advertise)
     async with AsyncExitStack() as stack:
@@ -164,11 +164,12 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
 
 
 class Door:
-    """Where groups come in at a data-parallel head. What cannot have been admitted is refused.
+    """The entrance for groups at a data-parallel head, which refuses groups that cannot have been admitted.
 
-    Policy version v + 1 is known here before anybody can sample from it, since all heads take part in the training
-    step that makes it. Which sequence numbers were handed out only the manager knows; but admission bounds those that
-    were accepted or run, and a run that gives up more than `GIVEN_UP` prompts for each of those gets nowhere.
+    Policy version v + 1 is known here before any gserver can sample from it, since all heads take part in the training
+    step that makes it. Only the manager knows which sequence numbers were handed out. But admission bounds the number
+    of accepted or running groups, and a run that gives up more than `GIVEN_UP` prompts for each of them makes no
+    progress.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Door:
         listening: Listening = LOOPBACK,
         keys: CurveKeys | None = None,
     ) -> None:
-        """`keys`: the process's own, if connections are to be encrypted."""
+        """`keys`: the process's own keys, if connections are to be encrypted."""
         routes, experts = routing_of(model_dir) or (0, 0)
         self._ahead = config.staleness.max_staleness + 1
         self._groups_per_batch = config.trainer.batch_groups
@@ -204,13 +205,13 @@ class Door:
         self.open_for(policy_version)
 
     def open_for(self, policy_version: int) -> None:
-        """Take what policies up to `policy_version` have sampled."""
+        """Accept groups that were sampled from policies up to `policy_version`."""
         seqs = (1 + GIVEN_UP) * (policy_version + self._ahead) * self._groups_per_batch
         self.puller.expect(newest_version=policy_version, seqs=seqs)
 
 
 class _Arrivals:
-    """Brings metadata of stored groups from the stream's thread to the master, many at a time."""
+    """Passes metadata of stored groups from the stream's thread to the master, many at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -248,7 +249,8 @@ class ModelWorker:
         client: ControlClient,
         reach: Reach = LOCAL,
     ) -> None:
-        """`door`: of the data set, if this worker is a data-parallel head; `reach`: how others reach this process."""
+        """`door`: the entrance to the data set, if this worker is a data-parallel head; `reach`: how others reach this
+        process."""
         self._config = config
         self._index = index
         self._model_dir = model_dir
@@ -257,7 +259,7 @@ class ModelWorker:
         self._client = client
         self._reach = reach
         self._device = resolve_device(config.run.device, index=index)
-        compute_with(1)  # in this thread; `config.trainer.threads` are those of the one that computes
+        compute_with(1)  # in this thread; `config.trainer.threads` is for the compute thread
         self._compute = ThreadPoolExecutor(
             1, thread_name_prefix="compute", initializer=compute_with, initargs=(config.trainer.threads,)
         )
@@ -272,7 +274,7 @@ class ModelWorker:
         self._side_tasks: set[asyncio.Task[None]] = set()
 
     async def work(self, channel: ReplyChannel[Call]) -> None:
-        """Serve calls for ever; an exception goes to the master, which stops the run."""
+        """Serve calls forever; an exception is sent to the master, which stops the run."""
         ordered: asyncio.Queue[tuple[int, Call]] = asyncio.Queue()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._work_in_order(channel, ordered), name="calls in order")
@@ -327,9 +329,9 @@ class ModelWorker:
             return
         try:
             result = await self._carry_out(call)
-        except Exception as error:  # the one place where any failure of a call is turned into its answer
+        except Exception as error:  # the one place where any failure of a call is turned into its reply
             log.exception("%s failed", type(call).__name__)
-            expected = isinstance(error, StreamRLError)  # says all in its words
+            expected = isinstance(error, StreamRLError)  # its message is complete
             text = f"{type(error).__name__}: {error}" if expected else traceback.format_exc(limit=-6)
             await channel.fail(call_id, text)
         else:
@@ -445,7 +447,7 @@ class ModelWorker:
         return Published(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
 
     async def _have_scored(self, call: HaveScored) -> BeingScored:
-        """The master sees no tokens: they go to the manager from here."""
+        """Send the response to the manager for scoring; the master has no tokens."""
         tokens, sampled = self._data.response(call.response)
         if sampled:
             await self._client.compare(Compare(version=call.version, tokens=tokens, start=sampled[0]))

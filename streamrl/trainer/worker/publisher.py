@@ -1,11 +1,10 @@
 """The trainer's side of a weight update: sends the weights of a version to the gservers.
 
 The manager runs the transaction (`gserver/updates/publication.py`); a `Carrier` moves the weights, by broadcast
-(`transport/collective.py`) or through files (`weight_files.py`).
-`Publisher` runs on the trainer's rank 0.
+(`transport/collective.py`) or through files (`weight_files.py`). `Publisher` runs on the trainer's rank 0.
 
-Invariant: weights are only read here, so the next training step may compute meanwhile. It must not update them before
-`on_read` was called or `publish` has returned.
+Invariant: weights are only read here, so the next training step may compute at the same time. It must not update them
+before `on_read` was called or `publish` has returned.
 """
 
 from __future__ import annotations
@@ -43,42 +42,42 @@ log = logging.getLogger(__name__)
 RunInThread = Callable[..., Awaitable[Any]]
 
 COMMIT_MARGIN_SECONDS = 10.0
-"""How much longer than the manager's own deadlines the publisher waits for its reply."""
+"""How much longer than the manager's own deadlines the publisher waits for its reply, in seconds."""
 MANAGER_STEPS = 5
-"""Steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
+"""Number of steps of the transaction that may each take `timeout_seconds` while the publisher waits."""
 NOWHERE = GserverPlaces(machines=[], gpus=[])
 VERSIONS = 3
-"""Versions of the weights that may be in shared memory: two, and one that a gserver still reads."""
+"""Maximal number of versions of the weights in shared memory: two, and one that a gserver still reads."""
 
 
 class Carrier(Protocol):
-    """Moves weights to gservers; its methods block, and may raise `PublicationError`."""
+    """Transport of weights to gservers; its methods block, and may raise `PublicationError`."""
 
     dtype: torch.dtype
-    """In which weights are sent."""
+    """Dtype in which weights are sent."""
     reads_once: bool
-    """Whether `prepare` reads all there is to read of the weights."""
+    """Whether `prepare` reads all weights, so that no later method reads them."""
     sent_bytes: int
-    """Bytes that it has sent, or written, since it exists: once however many receive them."""
+    """Bytes sent or written since construction, counted once for any number of receivers."""
 
     def prepare(self, version: int, weights: WeightSource) -> None:
-        """These weights come next."""
+        """Prepare to send `weights` as `version`."""
 
     def announce(self) -> Broadcast | Snapshot:
-        """Return what the manager is told of them."""
+        """Return the announcement of the weights to the manager."""
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
         """Do the publisher's part of one attempt; return the checksum of each weight that was sent, by name."""
 
     def abort(self) -> None:
-        """The attempt failed."""
+        """Clean up after a failed attempt."""
 
     def close(self) -> None:
-        """No version comes any more."""
+        """Release all resources; no further version follows."""
 
 
 class Carriers:
-    """The ways in which weights may go to the gservers."""
+    """The carriers from which one is chosen for each publication."""
 
     def __init__(
         self,
@@ -89,9 +88,9 @@ class Carriers:
         gpu: str = "",
         no_room: Callable[[], str] = lambda: "",
     ) -> None:
-        """`near` takes the place of `anywhere` while all gservers are on this `machine` (`machine_identity`) and, if it
-        is given, on this `gpu` (`gpu_identity`). `no_room` is asked until `near` is chosen, and takes its memory: it
-        returns why there is too little; empty: there is enough."""
+        """`near` replaces `anywhere` while all gservers are on this `machine` (`machine_identity`) and, if it is given,
+        on this `gpu` (`gpu_identity`). `no_room` returns why there is too little memory for `near`, or an empty string;
+        it is called until `near` is chosen and occupies its memory."""
         self._anywhere = anywhere
         self._near = near
         self._machine = machine_identity() if machine is None else machine
@@ -101,7 +100,7 @@ class Carriers:
 
     @property
     def depend_on_places(self) -> bool:
-        """Whether it matters where the gservers are."""
+        """Whether the choice depends on the places of the gservers."""
         return self._near is not None
 
     def choose(self, places: GserverPlaces = NOWHERE) -> Carrier:
@@ -128,14 +127,14 @@ class Carriers:
         return self._no_room()
 
     def close(self) -> None:
-        """No version comes any more."""
+        """Close all carriers; no further version follows."""
         if self._near is not None:
             self._near.close()  # first: leaving a weight group may fail
         self._anywhere.close()
 
 
 class Publisher:
-    """Publishes one version after another."""
+    """Publisher of one version after another."""
 
     def __init__(
         self, *, client: ControlClient, config: WeightsConfig, carriers: Carriers, in_thread: RunInThread
@@ -150,9 +149,9 @@ class Publisher:
     ) -> Published:
         """Send the weights of `source` to every live gserver as `version`; with `resync` only to those that lack it.
 
-        `on_read` is called when `source` is not read any more. Raises `PublicationError` when `weights.attempts` have
-        failed; the gservers then serve what they served. With `resync` it does not: the manager decides what becomes
-        of those gservers.
+        `on_read` is called when `source` is not read any more. Raises `PublicationError` after `weights.attempts`
+        failed attempts; the gservers then continue to serve their previous weights. With `resync` it does not raise:
+        the manager decides about the gservers that lack the version.
         """
         began = time.monotonic()
         reading = True
@@ -179,7 +178,7 @@ class Publisher:
                         f"the last failed because: {problems[-1]}"
                     )
         finally:
-            if reading:  # the other ranks wait for this, whatever went wrong here
+            if reading:  # the other ranks wait for this, also after a failure here
                 await self._in_thread(source.end)
         return Published(
             seconds=time.monotonic() - began,
@@ -193,7 +192,7 @@ class Publisher:
         self._carriers.close()
 
     async def _attempt(self, carrier: Carrier, version: int, *, resync: bool) -> tuple[float, str]:
-        """Return the pause in seconds, and why the attempt failed; empty: it did not."""
+        """Make one attempt; return the pause in seconds, and the reason of a failure or an empty string."""
         limit = self._config.timeout_seconds
         weights = await self._in_thread(carrier.announce)
         message = PublishBegin(version=version, weights=weights, resync=resync)
@@ -206,7 +205,7 @@ class Publisher:
             checksums = await self._in_thread(carrier.send, begin)
         except PublicationError as failure:
             error = str(failure)
-            # before the manager is told: a gserver that still waits for a part cannot resume
+            # before the manager is informed: a gserver that still waits for a part cannot resume
             await self._in_thread(carrier.abort)
         reply = await self._client.publish_commit(
             PublishCommit(version=version, group_name=begin.group_name, error=error, checksums=checksums),
@@ -229,9 +228,9 @@ def carriers_for(
     gpu: str = "",
     gpu_memory: Callable[[], int] = lambda: 0,
 ) -> Carriers:
-    """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast; `numbers`: how many
-    all weights are; `gpu`: the `gpu_identity` of `device`, and `gpu_memory` returns how many bytes are free there
-    now."""
+    """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast; `numbers`: the
+    total number of elements of all weights; `gpu`: the `gpu_identity` of `device`; `gpu_memory` returns the number of
+    free bytes on it."""
     weights = config.weights
     if weights.checksum:
         checksum.make_ready()
@@ -275,9 +274,8 @@ def carriers_for(
 
 
 def _not_through_gpu(config: Config) -> str:
-    """Return why gservers on the trainer's GPU should not be given weights in its memory, however much there is;
-    empty: they should. That weights are broadcast over gloo is no reason: `streamrl run` says so wherever GPUs are
-    shared."""
+    """Return why gservers on the trainer's GPU should not receive weights through its memory, even with enough room;
+    empty if they should. A broadcast over gloo is no reason: `streamrl run` reports it wherever GPUs are shared."""
     if config.weights.backend == "nccl":
         return "weights.backend is of a broadcast"
     if config.gserver.engine != "embedded":
@@ -288,10 +286,10 @@ def _not_through_gpu(config: Config) -> str:
 
 
 def _no_gpu_memory(*, free: int, size: int, gservers: int) -> str:
-    """Return why a GPU of which `free` bytes are left has no room for weights of `size` bytes; empty: it has.
+    """Return why a GPU with `free` bytes has no room for weights of `size` bytes; empty if it has.
 
-    Asked after a training step. What training takes is not free then: gradients, activations and whatever else is
-    gone again stay with torch. What each gserver will stage is still to come.
+    Called after a training step. Memory for training is then not free: torch keeps the memory of gradients, activations
+    and other temporary tensors. The memory in which each gserver stages the weights is still to be allocated.
     """
     needed = (SETS + gservers) * size
     if free >= needed:
@@ -303,7 +301,8 @@ def _no_gpu_memory(*, free: int, size: int, gservers: int) -> str:
 
 
 def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str:
-    """Return why gservers should not serve weights of `size` bytes from the memory of this host; empty: they should."""
+    """Return why gservers should not serve weights of `size` bytes from the memory of this host; empty if they
+    should."""
     if config.weights.backend != "auto":
         return "weights.backend is of a broadcast"
     if config.gserver.engine != "embedded":

@@ -1,10 +1,11 @@
-"""A `Carrier` that writes weights into safetensors files, which gservers read: on a disk that all hosts have, or in
-memory of this host.
+"""A `Carrier` that writes weights into safetensors files for gservers: on a disk that all hosts share, or in memory of
+this host.
 
-`WeightFiles` owns the folder of one run. A version appears there at once or not at all, and stays until the next one
-but one is written, so that a gserver may read the latest at any time. That one is written over it (new memory costs as
-much as what is written), unless somebody still reads it. The folder goes with the run; what a killed run left is
-removed by the next one (`shared_memory`: what any run left whose process is gone).
+`WeightFiles` owns the folder of one run. A version appears there at once or not at all, and stays until the version
+after the next one is written, so a gserver may read the latest version at any time. The version before the latest is
+overwritten (new memory costs as much time as writing the weights), unless a process still reads it. The folder is
+removed at the end of the run; files of a killed run are removed by the next run (in shared memory: files of any run
+whose process is gone).
 """
 
 from __future__ import annotations
@@ -40,16 +41,17 @@ log = logging.getLogger(__name__)
 
 PREFIX = "streamrl-"
 OWNER = "owner.lock"
-"""Locked by the process that writes into the folder, for as long as it lives."""
+"""Name of the file that the writing process keeps locked for as long as it lives."""
 UNOWNED_SECONDS = 3600.0
-"""Age from which an empty folder without an `OWNER` is removed; a younger one may be about to get its owner."""
+"""Age in seconds from which an empty folder without an `OWNER` is removed; a younger one may be about to get its
+owner."""
 FILE = "model.safetensors"
 PRIVATE, SHARED = 0o600, 0o666
-"""Permissions of files in memory, and of files on a disk, where the umask says who else may read them."""
+"""Permissions of files in memory, and of files on a disk, where the umask restricts reading by others."""
 
 
 class WeightFiles:
-    """Writes one version after another."""
+    """Writer of one version after another."""
 
     reads_once = True
 
@@ -63,9 +65,11 @@ class WeightFiles:
         checksum: bool,
         adapter: Mapping[str, Any] | None = None,
     ) -> None:
-        """`durable`: each version is on the disk before it appears. `machine`: the only one that can read it, if
-        so. `adapter`: the weights are an adapter's, with this content of its `adapter_config.json`. Removes what is in
-        `folder`."""
+        """Claim `folder` and remove its content.
+
+        `durable`: each version is on the disk before it appears. `machine`: the only machine that can read the files,
+        or empty. `adapter`: the content of `adapter_config.json`, if the weights are an adapter's.
+        """
         self._adapter = adapter
         self._file_name = FILE if adapter is None else f"{TENSORS}.safetensors"
         self.dtype = dtype
@@ -79,7 +83,7 @@ class WeightFiles:
         self.sent_bytes = 0
         self._copiers = Copiers()
         self._files: dict[Path, _MappedFile] = {}
-        """The files that may be written over, by the folders that they are in."""
+        """The files that may be overwritten, by their folders."""
 
     @classmethod
     def on_disk(
@@ -91,7 +95,7 @@ class WeightFiles:
         checksum: bool,
         adapter: Mapping[str, Any] | None = None,
     ) -> WeightFiles:
-        """Return one that writes to a disk: below `folder`, or in `run_dir` if that is empty."""
+        """Return a writer to a disk: below `folder`, or in `run_dir` if `folder` is empty."""
         where = Path(folder, run_dir.name) if folder else run_dir / "weights"
         return cls(where.absolute(), durable=True, machine="", dtype=dtype, checksum=checksum, adapter=adapter)
 
@@ -105,14 +109,14 @@ class WeightFiles:
         adapter: Mapping[str, Any] | None = None,
         root: Path = SHARED_MEMORY,
     ) -> WeightFiles:
-        """Return one that writes to this host's memory, under a name that nobody can guess or take before; nobody else
-        can read what is there. Removes what dead runs of the same user left there."""
+        """Return a writer to this host's memory. Other users can neither guess nor take its folder's name in advance,
+        nor read the files. Removes the files that dead runs of the same user left there."""
         folder = folder_in_memory(run_dir.name, root=root)
         machine = machine_identity()
         return cls(folder, durable=False, machine=machine, dtype=dtype, checksum=checksum, adapter=adapter)
 
     def prepare(self, version: int, weights: Weights) -> None:
-        """Write `weights`; raises `PublicationError` when there is no room."""
+        """Write `weights` as `version`; raises `PublicationError` if there is no room."""
         target = self.folder / f"v{version:06d}"
         if target == self._latest:
             return
@@ -136,11 +140,11 @@ class WeightFiles:
         return Snapshot(folder=str(self._latest), machine=self._machine, adapter=self._adapter is not None)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
-        """Return the checksums: everything is there already."""
+        """Return the checksums; the files are complete already."""
         return self._sums
 
     def abort(self) -> None:
-        """The files are as good as before."""
+        """Do nothing: a failed attempt leaves the files valid."""
 
     def close(self) -> None:
         """Remove the files."""
@@ -150,12 +154,12 @@ class WeightFiles:
         self._lock.close()
 
     def _make_folder(self, unfinished: Path) -> None:
-        """Make `unfinished`: it is the folder of the version before the latest, if that can be written over. Remove
-        all others but the latest."""
+        """Make `unfinished`, from the folder of the version before the latest if its file can be overwritten. Remove
+        all other folders except the latest."""
         for folder in self.folder.iterdir():
             if folder.is_dir() and folder != self._latest:
                 if not unfinished.exists():
-                    self._rename(folder, unfinished)  # nobody finds it from here on
+                    self._rename(folder, unfinished)  # no reader finds it from here on
                     file = self._files.get(unfinished)
                     if file is not None and file.is_unused():
                         continue
@@ -175,7 +179,7 @@ class WeightFiles:
             file.close()
 
     def _write(self, folder: Path, weights: Weights) -> dict[str, str]:
-        """Return the checksum of each tensor as it lies in the file, by name."""
+        """Write the file in `folder`; return the checksum of each tensor as stored in the file, by name."""
         header, offsets, size = layout(weights.specs(), self.dtype)
         file = self._file(folder, size)
         file.memory[: len(header)] = header
@@ -196,7 +200,8 @@ class WeightFiles:
         return sums if self._checksum else {}
 
     def _file(self, folder: Path, size: int) -> _MappedFile:
-        """Return the file in `folder`, open and mapped, of `size` bytes."""
+        """Return the file in `folder`, open and mapped, of `size` bytes; raises `PublicationError` if there is no
+        room."""
         if folder in self._files and len(self._files[folder].memory) != size:
             self._close_file(folder)
         if folder not in self._files:
@@ -212,10 +217,11 @@ class WeightFiles:
 
 
 class _MappedFile:
-    """A file that is open and mapped for as long as it may be written to: mapping it anew costs as much as a copy."""
+    """A file that stays open and mapped for as long as it may be written to: mapping it again costs as much as a
+    copy."""
 
     def __init__(self, file: Path, size: int, *, populate: bool) -> None:
-        """`populate`: have all of its memory there now. Raises `OSError` when there is no room."""
+        """`populate`: allocate all of its memory now. Raises `OSError` if there is no room."""
         flags = os.O_RDWR if file.exists() else os.O_RDWR | os.O_CREAT | os.O_EXCL
         mode = PRIVATE if populate else SHARED
         self._file = os.fdopen(os.open(file, flags | os.O_NOFOLLOW, mode), "r+b")
@@ -229,9 +235,9 @@ class _MappedFile:
             raise
 
     def is_unused(self) -> bool:
-        """Return whether nobody else has the file open or mapped; False where the system cannot tell."""
+        """Return whether no other process has the file open or mapped; False where the system cannot determine it."""
         try:
-            fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)  # for who opens it just now: one that is ignored
+            fcntl.fcntl(self._file, fcntl.F_SETSIG, signal.SIGURG)  # sent on a concurrent open; ignored by default
             fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             fcntl.fcntl(self._file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
         except OSError:
@@ -239,13 +245,12 @@ class _MappedFile:
         return True
 
     def close(self) -> None:
-        """Close the file. The mapping goes with the last tensor that lies there: threads that nobody waits for may
-        still be copying to it."""
+        """Close the file. The mapping ends with the last tensor in it: abandoned threads may still be copying to it."""
         self._file.close()
 
 
 def has_room(size: int, root: Path = SHARED_MEMORY) -> bool:
-    """Return whether this host has shared memory, and `size` bytes of it are free."""
+    """Return whether this host has shared memory with `size` free bytes."""
     try:
         return shutil.disk_usage(root).free >= size
     except OSError:
@@ -253,14 +258,16 @@ def has_room(size: int, root: Path = SHARED_MEMORY) -> bool:
 
 
 def folder_in_memory(name: str, *, root: Path) -> Path:
-    """Make a folder for weights in shared memory, to be claimed; remove those that dead runs of this user left."""
+    """Make a folder for weights in shared memory, to be claimed; remove the folders that dead runs of this user
+    left."""
     for folder in root.glob(f"{PREFIX}*"):
         _remove_if_abandoned(folder)
     return Path(tempfile.mkdtemp(prefix=f"{PREFIX}{name}-", dir=root))
 
 
 def claim(folder: Path) -> IO[bytes]:
-    """Make `folder` this process's own, and empty; return its lock, which is kept as long as it is open."""
+    """Take ownership of `folder`, and empty it; return its lock, which is held as long as it is open. Raises
+    `PublicationError` if the folder cannot be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = (folder / OWNER).open("ab")
@@ -271,7 +278,7 @@ def claim(folder: Path) -> IO[bytes]:
     except BlockingIOError as error:
         lock.close()
         raise PublicationError(f"{folder} cannot be used for weights: is another run writing there?") from error
-    except OSError as error:  # a file system without locks, as Lustre's often is
+    except OSError as error:  # a file system without locks, as Lustre often is
         log.warning("%s cannot be locked (%s): let no other run write its weights there", folder, error.strerror)
     for left in folder.iterdir():
         if left.is_dir():
@@ -284,7 +291,7 @@ def _remove_if_abandoned(folder: Path) -> None:
     try:
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            return  # nothing that a run of this user made
+            return  # not made by a run of this user
         if not (folder / OWNER).exists():
             if time.time() - found.st_mtime > UNOWNED_SECONDS:
                 folder.rmdir()
@@ -293,5 +300,5 @@ def _remove_if_abandoned(folder: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             log.info("removed the weights that a dead run left in %s", folder)
-    except OSError:  # another's, in use, or not empty without an owner
+    except OSError:  # another user's folder, in use, or not empty without an owner
         log.debug("%s belongs to a run that lives, or to somebody else", folder)

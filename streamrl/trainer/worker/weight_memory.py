@@ -1,7 +1,7 @@
-"""Weights for gservers on the same GPU: two sets of them, which take turns, in memory that is shared by CUDA IPC.
+"""Weights for gservers on the same GPU: two alternating sets, in memory that is shared by CUDA IPC.
 
-A gserver copies a set when it stages it. Invariant: the set of the version that is served is not written to; that of
-the version before is.
+A gserver copies a set when it stages it. Invariant: the set of the served version is not written to; the set of the
+version before it is.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class WeightMemory:
         share: Share = cuda_memory.share,
         root: Path = SHARED_MEMORY,
     ) -> None:
-        """`gpu`: as in `Register`, that of `device`. `share` makes the handle of memory on it; below `root` lie the
-        files that tell gservers of it."""
+        """`gpu`: identity of `device`, as in `Register`. `share` makes the handle of memory on it. The files that
+        announce the memory to gservers are below `root`."""
         self.dtype = dtype
         self.sent_bytes = 0
         self._device = device
@@ -52,13 +52,13 @@ class WeightMemory:
         self._lock = claim(self._folder)
         self._sets: list[Tensor] = []
         self._handles: list[cuda_memory.Handle] = []
-        """One for each set, made once: torch keeps an entry and an event for every handle that it makes."""
+        """One handle for each set, made once: torch keeps an entry and an event for every handle that it makes."""
         self._beside = SideStream(device)
         self._version = 0
         self._sums: dict[str, str] = {}
 
     def prepare(self, version: int, weights: Weights) -> None:
-        """Copy `weights` to the set whose turn it is."""
+        """Copy `weights` to the next set in turn."""
         if version == self._version:
             return
         places, size = cuda_memory.lay_out(dict(weights.specs()), self.dtype)
@@ -85,14 +85,14 @@ class WeightMemory:
         return Snapshot(folder=str(self._folder_of(self._version)), machine=machine_identity(), gpu=self._gpu)
 
     def send(self, begin: PublishBeginReply) -> dict[str, str]:
-        """Everything is there already."""
+        """Return the checksums; the weights are complete already."""
         return self._sums
 
     def abort(self) -> None:
-        """The set is as good as before."""
+        """Do nothing: a failed attempt leaves the set valid."""
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._sets.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._lock.close()

@@ -1,10 +1,10 @@
-"""Layers that mix experts, of Megatron's modules: which experts compute a token, and on which ranks.
+"""Layers with a mixture of experts, made of Megatron's modules: the choice of a token's experts, and their ranks.
 
-Each rank of a pipeline stage has some of the experts, whole, and gets the tokens of the other ranks that are for them
-(Megatron's all-to-all dispatcher). Ranks that hold different parts of a matrix elsewhere (tensor parallelism) compute
-different tokens here.
+Each rank of a pipeline stage holds some of the experts, whole, and receives the tokens for them from the other ranks
+(Megatron's all-to-all dispatcher). Tensor-parallel ranks, which hold different parts of a matrix in other layers,
+compute different tokens here.
 
-The router's choice may be made for it, as on the torch backend (`trainer/backends/experts.py`).
+The router's choice may be replayed, as on the torch backend (`trainer/backends/experts.py`).
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ from streamrl.types import NO_EXPERT
 
 
 def facts_of(share: Share, *, counted: bool, replayed: bool, device: torch.device) -> Tensor:
-    """`[rows, length, 1 + layers · top_k]` uint8: what layers with experts are told of each token. First whether it is
-    1, a token that counts for its experts' load, then the experts that compute it, `NO_EXPERT` where the router
-    chooses. Without `replayed` it always does, and there is nothing behind the first."""
+    """Return `[rows, length, 1 + layers · top_k]` uint8: facts about each token for layers with experts. The first is 1
+    if the token counts for its experts' load. The others are the experts that compute it, `NO_EXPERT` where the router
+    chooses. Without `replayed` the router always chooses, and only the first fact is present."""
     real = (share.real & counted).astype(np.uint8)[..., None]
     experts = share.micro.routed_experts if replayed else None
     return to_device(real if experts is None else np.concatenate([real, experts], -1), device)
 
 
 class ReplayingRouter(Router):  # type: ignore[misc]
-    """Chooses the `top_k` experts that get most weight; shares and loss are those of `experts.SparseMlp`."""
+    """Router that chooses the `top_k` experts with the largest weights; shares and loss as in `experts.SparseMlp`."""
 
     def __init__(self, config: Any, pg_collection: Any = None) -> None:
         super().__init__(config, pg_collection)
         self.balance = 0.0
-        """What the load-balancing loss of a token is multiplied by in training."""
+        """Factor of a token's load-balancing loss in training."""
         self.load: Tensor | None = None
-        """`[experts]` how often each was chosen in training since this was None."""
+        """`[experts]`: how often each was chosen in training since this was None."""
 
     def forward(self, tokens: Tensor, facts: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts' shares and whether they were chosen, `[tokens, experts]`, from `[tokens, hidden]` and what
-        `facts_of` says of them."""
-        # each tensor rank has other tokens, whose gradients are summed
+        """Return the experts' shares and whether they were chosen, `[tokens, experts]`, from `[tokens, hidden]` and the
+        tokens' `facts_of`."""
+        # tensor ranks have different tokens; the gradients are summed over them
         weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
         return self.routing(linear(tokens.float(), weight.float()), facts)
 
     def routing(self, scores: Tensor, facts: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward`, from `[tokens, experts]`."""
+        """Return the result of `forward`, from the scores `[tokens, experts]`."""
         probabilities = scores.softmax(-1)
         chosen = self._chosen(probabilities, facts[:, 1:])
         shares = probabilities.gather(-1, chosen)
         if not self.config.moe_router_pre_softmax:
             shares = shares / shares.sum(-1, keepdim=True)
-        if torch.is_grad_enabled():  # once for each token, also where layers are computed again
+        if torch.is_grad_enabled():  # once for each token, even if layers are computed again
             real = facts[:, 0] == 1
             load = chosen[real].flatten().bincount(minlength=self.num_experts)
             self.load = load if self.load is None else self.load + load
@@ -78,7 +78,7 @@ class ReplayingRouter(Router):  # type: ignore[misc]
         return spread.scatter(-1, chosen, shares), spread.bool().scatter(-1, chosen, True)
 
     def _chosen(self, probabilities: Tensor, replayed: Tensor) -> Tensor:
-        """`[tokens, top_k]`; `replayed`: `[tokens, layers · top_k]`, or `[tokens, 0]`."""
+        """Return `[tokens, top_k]`; `replayed`: `[tokens, layers · top_k]`, or `[tokens, 0]`."""
         top_k = self.config.moe_router_topk
         chosen = probabilities.topk(top_k, dim=-1).indices
         if replayed.shape[1] == 0:
@@ -89,7 +89,7 @@ class ReplayingRouter(Router):  # type: ignore[misc]
 
 
 class Experts(MoELayer):  # type: ignore[misc]
-    """A layer's experts, one product after another, of Megatron's own linear layers."""
+    """A layer's experts, computed one matrix product after another, with Megatron's own linear layers."""
 
     def __init__(self, config: Any) -> None:
         feed_forward = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
@@ -99,8 +99,8 @@ class Experts(MoELayer):  # type: ignore[misc]
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """`[length, rows, hidden]`, as `hidden_states`. What `facts_of` gives comes as Megatron's `padding_mask`: that
-        goes with the tokens when they are computed again."""
+        """Return `[length, rows, hidden]`, the shape of `hidden_states`. The output of `facts_of` is passed as
+        Megatron's `padding_mask`, which stays with the tokens when they are computed again."""
         assert padding_mask is not None
         tokens, facts = hidden_states.flatten(0, 1), padding_mask.transpose(0, 1).flatten(0, 1)
         count, group = len(tokens), self.attn_tp_group

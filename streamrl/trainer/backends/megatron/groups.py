@@ -1,12 +1,12 @@
-"""Megatron's process groups, one set for each layout that lives in this process, and Megatron on the CPU.
+"""Megatron's process groups, one set for each layout in this process, and Megatron on the CPU.
 
-Megatron keeps its groups in globals of `parallel_state`, one set at a time. Here each layout has its own, which
-`active` puts in place while Megatron runs for a model of that layout. Models of one layout share a set; the last that
-leaves destroys its groups.
+Megatron keeps its groups in globals of `parallel_state`, one set at a time. Here each layout has its own set, which
+`active` installs while Megatron runs for a model of that layout. Models of one layout share a set; the last model to be
+released destroys its groups.
 
-Megatron Core 0.16 asks `torch.cuda` for the current device, writes `device="cuda"` into its calls and compares names of
-tensor types. Where there is no CUDA it computes on the CPU, with gloo: functions of `torch.cuda`, which could only
-raise here, are replaced once; calls of torch proper are turned to the CPU only inside `as_cuda()`.
+Megatron Core 0.16 gets the current device from `torch.cuda`, writes `device="cuda"` into its calls and compares names
+of tensor types. Without CUDA it computes on the CPU, with gloo: functions of `torch.cuda`, which could only raise here,
+are replaced once; calls of torch itself are redirected to the CPU only inside `as_cuda()`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _installed = False
 
 
 def install() -> None:
-    """Replace what megatron needs of `torch.cuda`; safe to call again."""
+    """Replace the functions of `torch.cuda` that megatron needs; safe to call again."""
     global _installed
     if torch.cuda.is_available() or _installed:
         return
@@ -41,12 +41,12 @@ def install() -> None:
 
 
 def as_cuda() -> AbstractContextManager[Any]:
-    """While it is entered, calls that name CUDA use the CPU. Enter it around every call of megatron."""
+    """Redirect calls that name CUDA to the CPU within the context. Enter it around every call of megatron."""
     return nullcontext() if torch.cuda.is_available() else _CpuInPlaceOfCuda()
 
 
 class _CpuInPlaceOfCuda(TorchFunctionMode):
-    """Turns torch calls on CUDA into calls on the CPU."""
+    """Redirects torch calls on CUDA to the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ _REPLACEMENTS: dict[str, Callable[..., Any]] = {
 
 
 def _keep_random_state_on_cpu() -> None:
-    """Recomputing activations saves and restores the generator's state; here it is the CPU's."""
+    """Make the recomputation of activations save and restore the CPU generator's state."""
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -86,7 +86,8 @@ def _keep_random_state_on_cpu() -> None:
 
 
 def _dispatch_without_streams() -> None:
-    """How many tokens go to which expert is copied to the host on a stream of its own; here it is there already."""
+    """Keep the number of tokens of each expert where it is: Megatron copies it to the host on a separate stream, but
+    here it is on the host already."""
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher as Dispatcher
 
     def as_lists(dispatcher: Any, _: str, tokens_per_expert: Any = None) -> Any:
@@ -96,7 +97,7 @@ def _dispatch_without_streams() -> None:
                 setattr(dispatcher, name, counts.tolist())
         return tokens_per_expert
 
-    Dispatcher.cuda_dtoh_stream = False  # there is none, nor is one to be made
+    Dispatcher.cuda_dtoh_stream = False  # there is no stream, and none is to be made
     Dispatcher._maybe_dtoh_and_synchronize = as_lists
 
 
@@ -105,12 +106,12 @@ def _dispatch_without_streams() -> None:
 _NAMES = [n for n in vars(parallel_state) if n.startswith("_") and n.isupper()] + ["_global_process_group_list"]
 _BLANK = {name: getattr(parallel_state, name) for name in _NAMES}
 _lock = threading.RLock()
-"""Held while the globals are those of one layout."""
+"""Held while the globals belong to one layout."""
 _sets: dict[Layout, LayoutGroups] = {}
 
 
 class LayoutGroups:
-    """The groups of one layout."""
+    """The process groups of one layout."""
 
     def __init__(self, layout: Layout, timeout_seconds: float) -> None:
         self._layout = layout
@@ -130,7 +131,7 @@ class LayoutGroups:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Megatron's globals are those of this layout, and its calls find a device."""
+        """Install this layout's groups in Megatron's globals, and make its calls find a device, within the context."""
         with _lock:
             before = {name: getattr(parallel_state, name) for name in _NAMES}
             vars(parallel_state).update(self._globals)
@@ -141,7 +142,7 @@ class LayoutGroups:
                 vars(parallel_state).update(before)
 
     def release(self) -> None:
-        """One model less uses them."""
+        """Release the groups for one model; the last model destroys them."""
         self._users -= 1
         if self._users:
             return
@@ -153,7 +154,7 @@ class LayoutGroups:
 
 def layout_groups(layout: Layout, *, timeout_seconds: float) -> LayoutGroups:
     """Return the process groups of `layout`, made with the first model. Collective over the default group; `release`
-    them after."""
+    them afterwards."""
     with _lock:
         if layout not in _sets:
             _sets[layout] = LayoutGroups(layout, timeout_seconds)

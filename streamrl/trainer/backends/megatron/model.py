@@ -42,12 +42,12 @@ from streamrl.trainer.packing import IDLE, MicroBatch
 
 
 class MegatronModel:
-    """One rank's part. All ranks of the default process group make theirs at the same time."""
+    """One rank's part of a model. All ranks of the default process group construct their parts at the same time."""
 
     def __init__(self, spec: ModelSpec, *, layout: Layout, rank: int, timeout_seconds: float) -> None:
         """Load the first weights from `spec.folder`. Collective over the default group, of `layout.world` ranks.
 
-        Raises `ModelError` when the model, or the way to spread it, is not supported.
+        Raises `ModelError` if the model, or the layout for it, is not supported.
         """
         self._shape = read_shape(spec.folder)
         self._shape.check(layout)
@@ -72,11 +72,11 @@ class MegatronModel:
                 for number, weight in enumerate(self._weights)
                 if weight.is_held(layout, rank)
             }
-            """What this rank holds of the parameters of its stage, by their number."""
+            """This rank's parameters of its stage, by their number."""
             for number, parameter in self._parameters.items():
                 _mark(parameter, self._weights[number])
             self._averages: dict[Tensor, Tensor] = {}
-            """The float32 weights of a moving average, by the parameters that it is computed with."""
+            """The float32 weights of a moving average, by the parameters used in the computation."""
             if spec.averaged and spec.dtype != torch.float32:
                 self._averages = {p: torch.zeros_like(p, dtype=torch.float32) for p in self._parameters.values()}
             self._routers = [module for module in network.modules() if isinstance(module, ReplayingRouter)]
@@ -85,7 +85,8 @@ class MegatronModel:
             if spec.lr is not None:
                 self._trainable = Trainable(network, network.config, spec)
                 self._module = self._trainable.ddp
-        # Over gloo from the host: NCCL would ask that all ranks order these beside the collectives of the computation.
+        # Over gloo from the host: with NCCL, all ranks would have to order these and the computation's collectives
+        # alike.
         self._transfers = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._whole = WholeTensors(
             stages,
@@ -115,7 +116,7 @@ class MegatronModel:
         tokens = sum(micro.tokens for micro in micros)
         share = self._spec.router_aux_loss_coef / max(1, tokens)
         if share:
-            members = self._layout.world // self._layout.data  # of a data-parallel rank, which have the same to do
+            members = self._layout.world // self._layout.data  # of a data-parallel rank, with the same micro-batches
             share *= members / busy_ranks(len(micros), device=self._spec.device)
         for router in self._routers:
             router.balance = share / len(self._shape.sparse)
@@ -135,7 +136,7 @@ class MegatronModel:
 
         def piece(number: int) -> Tensor:
             master = self._master(self._parameters[number])
-            assert master is not None  # only what this rank contributes is asked for
+            assert master is not None  # only contributed elements are requested
             return master.detach().flatten().float()
 
         yield from self._whole.gather(piece, dtype=dtype or torch.float32)
@@ -199,7 +200,7 @@ class MegatronModel:
         self._groups.release()
 
     def _context_group(self) -> ContextGroup:
-        """Return the ranks with which this one shares rows."""
+        """Return the ranks that share rows with this one."""
         tensor, context = self._layout.tensor, self._layout.context
         if context == 1:
             return ContextGroup()
@@ -208,7 +209,7 @@ class MegatronModel:
         return ContextGroup(parallel_state.get_context_parallel_group(), ring=ring)
 
     def _build(self) -> Any:
-        """Return the network of this stage, on the device, with no weights yet."""
+        """Return the network of this stage on the device; its weights are not initialized."""
         if self._spec.device.type == "cuda":
             torch.cuda.set_device(self._spec.device)
         network = Network(
@@ -223,13 +224,13 @@ class MegatronModel:
         return network.requires_grad_(self._spec.lr is not None)
 
     def _load_first(self) -> None:
-        """The weights of the checkpoint, each rank its slices, and of those the optimizer's."""
+        """Load the weights of the checkpoint: each rank's slices, and their float32 copies for the optimizer."""
         for parameter in self._parameters.values():
-            parameter.data.zero_()  # what pads the vocabulary stays so
+            parameter.data.zero_()  # the padding of the vocabulary stays zero
         read_weights(self._spec.folder, self._whole.specs(), self._held_weights(), head=self._spec.head)
 
     def _held_weights(self) -> Iterator[Part]:
-        """All that this rank holds of the weights: as they are computed with, and in float32 as they are optimized."""
+        """Yield all parts of the weights on this rank: as used in the computation, and in float32 as optimized."""
         for number, parameter in self._parameters.items():
             yield from self._whole.parts(number, parameter.data.view(-1))
             master = self._master(parameter)
@@ -237,12 +238,13 @@ class MegatronModel:
                 yield from self._parts_of(number, master)
 
     def _held_moments(self, key: str) -> Iterator[Part]:
-        """All that this rank holds of a moment."""
+        """Yield all parts of a moment on this rank."""
         for number, parameter in self._parameters.items():
             yield from self._parts_of(number, self._trained().state(parameter).get(key))
 
     def _saved(self) -> Iterator[tuple[int, Tensor]]:
-        """The parameters of which this rank saves what it optimizes. What several ranks have, one of them saves."""
+        """Yield the parameters of which this rank saves the optimized elements. Elements that several ranks hold are
+        saved by one rank."""
         sharded = self._trainable is not None and self._spec.shard
         for number, parameter in self._parameters.items():
             replica = self._weights[number].replica(self._layout, self._rank)
@@ -253,14 +255,15 @@ class MegatronModel:
                 yield number, parameter
 
     def _parts_of(self, number: int, held: Tensor | None) -> Iterator[Part]:
-        """What `held`, shaped as what this rank optimizes of a parameter, is of whole tensors; None: nothing."""
+        """Yield `held` as parts of whole tensors. `held` has the shape of this rank's optimized elements of a
+        parameter; with None, yield no part."""
         if held is not None:
             yield from self._whole.parts(number, held.data.view(-1), self._range(self._parameters[number])[0])
 
     def _run(
         self, micros: Sequence[MicroBatch], loss: LossOf | None, *, temperature: float | None = None
     ) -> list[ModelOutput]:
-        """Forward through all micro-batches, and backward where there is a `loss`; the outputs where there is none."""
+        """Run forward through all micro-batches, and backward if `loss` is given; return the outputs if it is None."""
         divisor = self._spec.temperature if temperature is None else temperature
         outputs: list[ModelOutput] = []
         idle = self._others_have_more(len(micros))
@@ -280,7 +283,7 @@ class MegatronModel:
                     outputs.extend([output] if number < real else [])
                     return None
                 value = loss(number, output) if number < real else output.values.sum()
-                if not value.requires_grad:  # nothing to learn here, but the stages before wait for a gradient
+                if not value.requires_grad:  # without a gradient here, but earlier stages wait for one
                     value = value + output.values[:0].sum()
                 return value, nothing, {}
 
@@ -310,7 +313,8 @@ class MegatronModel:
         )
 
     def _others_have_more(self, mine: int) -> int:
-        """How many micro-batches more another rank has: those whose experts it needs have to compute as well."""
+        """Return how many micro-batches more another rank has: ranks with experts that it needs have to compute as
+        well."""
         if self._layout.expert == 1:
             return 0
         most = torch.tensor(mine, device=self._spec.device)
@@ -344,7 +348,8 @@ class MegatronModel:
             raise TrainingError(f"the model of {self._spec.folder} is offloaded; bring it back first")
 
     def _contribution(self, number: int) -> tuple[int, int]:
-        """Which elements of parameter `number` of its stage this rank gives when it is gathered."""
+        """Return the range of elements of parameter `number` of its stage that this rank contributes to a gathered
+        weight."""
         replica = self._weights[number].replica(self._layout, self._rank)
         if replica is None:
             return 0, 0
@@ -372,10 +377,10 @@ class MegatronModel:
 
 
 def _mark(parameter: Any, weight: Weight) -> None:
-    """Tell Megatron over which ranks gradients are summed, and whether tensor ranks hold different parts: it counts the
-    others once in the gradient norm."""
+    """Set over which ranks Megatron sums a parameter's gradients, and whether tensor ranks hold different parts; other
+    parameters are counted once in the gradient norm."""
     parallel_dim = weight.cut.parallel_dim
-    parameter.allreduce = weight.share is None  # else: over the ranks that have the same experts
+    parameter.allreduce = weight.share is None  # if False, over the ranks that have the same experts
     parameter.tensor_model_parallel = parallel_dim is not None or weight.share is not None
     parameter.partition_dim = -1 if parallel_dim is None else parallel_dim
     parameter.partition_stride = 1

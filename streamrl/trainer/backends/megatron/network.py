@@ -1,12 +1,12 @@
 """One pipeline stage of a model, made of Megatron's modules: embedding, layers, head.
 
 Norms and linear layers are Transformer Engine's on a GPU where it is installed, and Megatron's own elsewhere. Its fused
-norm-and-linear is left aside, so parameters have the same names either way. Experts are Megatron's own everywhere
+norm-and-linear is not used, so parameters have the same names in both cases. Experts are always Megatron's own
 (`experts.py`). Rows of a micro-batch are tries of trajectories, so attention and rotary positions are our own. The head
-is computed at the predicted positions alone.
+is computed only at the predicted positions.
 
-Log-probabilities and entropies come from logits whose vocabulary is cut over the tensor ranks. No rank ever sees all
-logits of a token: each sums over its own part, and the sums are added up.
+Log-probabilities and entropies come from logits with a vocabulary that is cut over the tensor ranks. No rank ever has
+all logits of a token: each sums over its own part, and the sums are added up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ from streamrl.trainer.packing import IDLE, MicroBatch
 
 
 def block_modules(experts: Sequence[int], *, qk_norm: bool, device: torch.device) -> Any:
-    """The modules of one pipeline stage on `device`, of which each layer has so many of `experts`, or none.
+    """Return the modules of one pipeline stage on `device`; `experts`: number of experts of each layer, 0 for a layer
+    without.
 
     `qk_norm`: queries and keys have norms.
     """
@@ -64,7 +65,7 @@ def _layer_modules(experts: int, *, qk_norm: bool, device: torch.device) -> Any:
 
 
 def transformer_engine_runs_on(device: torch.device) -> bool:
-    """Whether layers on `device` are Transformer Engine's."""
+    """Return whether layers on `device` are Transformer Engine's."""
     return device.type == "cuda" and find_spec("transformer_engine") is not None
 
 
@@ -79,10 +80,10 @@ def _take_from_transformer_engine(modules: Any, *, qk_norm: bool) -> None:
 
 
 class TreeAttention(torch.nn.Module):
-    """Attention by the tree mask of the micro-batch.
+    """Attention with the tree mask of the micro-batch.
 
-    It comes as Megatron's `attention_bias`, since that, unlike a mask, need not be a tensor where layers are computed
-    again in the backward pass.
+    The mask is passed as Megatron's `attention_bias`, which, unlike a mask, need not be a tensor when layers are
+    computed again in the backward pass.
     """
 
     def __init__(self, *, softmax_scale: float | None = None, **_: Any) -> None:
@@ -92,7 +93,7 @@ class TreeAttention(torch.nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *_: Any, attention_bias: TreeMask, **__: Any
     ) -> Tensor:
-        """`[length, rows, heads · head_dim]`, from `[length, rows, heads, head_dim]`."""
+        """Return `[length, rows, heads · head_dim]`, from `[length, rows, heads, head_dim]`."""
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return attention_bias.attend(query, key, value, scale=self._scale).permute(2, 0, 1, 3).flatten(2)
 
@@ -110,10 +111,10 @@ def token_distribution(
     entropy_gradient: bool,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """`[tokens]` float32: log-probabilities of `targets` `[tokens]`, and entropies, at `temperature`.
+    """Return `[tokens]` float32: log-probabilities of `targets` `[tokens]`, and entropies, at `temperature`.
 
-    `logits` `[tokens, columns]` are those of the token ids from `first`; columns from `count` on are padding,
-    and take no part. The ranks of `group` hold the other ids. Without `entropy_gradient` the entropy has none.
+    `logits` `[tokens, columns]` belong to the token ids from `first`; columns from `count` on are padding, and are
+    ignored. The other ranks of `group` hold the other ids. Without `entropy_gradient` the entropy has no gradient.
     """
     found: tuple[Tensor, Tensor] = _Distribution.apply(  # type: ignore[no-untyped-call]
         logits, targets - first, count, temperature, entropy_gradient, group
@@ -122,7 +123,9 @@ def token_distribution(
 
 
 class _Distribution(torch.autograd.Function):
-    """Forward exchanges a maximum and three sums for each token; backward exchanges nothing.
+    """Log-probabilities and entropies over a vocabulary on several ranks.
+
+    Forward exchanges a maximum and three sums for each token; backward exchanges nothing.
 
     With p the probabilities, H the entropy, and y the target's one-hot vector:
     d log p_y / d logits = (y - p) / T and d H / d logits = -p (log p + H) / T.
@@ -174,11 +177,12 @@ class _Distribution(torch.autograd.Function):
 # --- network ---
 
 HEAD_CHUNK_TOKENS = 1024
-"""Tokens whose logits are alive at once; more are computed chunk by chunk, again in backward."""
+"""Maximal number of tokens whose logits exist at once; more are computed chunk by chunk, and again in the backward
+pass."""
 
 
 class Batch(NamedTuple):
-    """A micro-batch on the device, as far as this rank computes it."""
+    """This rank's part of a micro-batch, on the device."""
 
     input_ids: Tensor
     """`[rows, length]`."""
@@ -189,11 +193,11 @@ class Batch(NamedTuple):
     columns: Tensor
     rows: Tensor
     targets: Tensor
-    """`[predicted]`: where the predictors are, and the token ids that they predict."""
+    """`[predicted]`: positions of the predictors, and the token ids that they predict."""
     temperature: float
-    """Logits are divided by it."""
+    """Divisor of the logits."""
     facts: Tensor | None
-    """What `facts_of` says of each token; None: the model has no experts."""
+    """The output of `facts_of` for each token; None if the model has no experts."""
 
 
 def to_batch(
@@ -205,7 +209,8 @@ def to_batch(
     temperature: float,
     replays: bool = False,
 ) -> Batch:
-    """This rank's share of `micro` on `device`. `replays`: tokens are computed by the experts that it names."""
+    """Return this rank's share of `micro` on `device`. With `replays`, tokens are computed by the experts that it
+    names."""
 
     def tensor(array: NDArray[Any]) -> Tensor:
         return to_device(array, device)
@@ -226,7 +231,7 @@ def to_batch(
 
 
 def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> Any:
-    """The model in Megatron's words."""
+    """Return Megatron's configuration of the model."""
     moe = shape.moe
     return TransformerConfig(
         num_layers=shape.layers,
@@ -254,9 +259,9 @@ def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> An
         moe_ffn_hidden_size=None if moe is None else moe.intermediate_size,
         moe_router_topk=2 if moe is None else moe.top_k,
         moe_router_pre_softmax=moe is not None and not moe.normalised,
-        moe_router_load_balancing_type="none",  # it is added by the router
+        moe_router_load_balancing_type="none",  # the router adds it
         moe_router_dtype="fp32",
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, also where there are no experts
+        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, even without experts
         bf16=spec.dtype == torch.bfloat16,
         params_dtype=spec.dtype,
         pipeline_dtype=spec.dtype,
@@ -276,7 +281,7 @@ def transformer_config(shape: ModelShape, spec: ModelSpec, layout: Layout) -> An
 
 
 class Network(LanguageModule):  # type: ignore[misc]
-    """The stage of the pipeline rank that makes it; its weights hold nothing yet."""
+    """The pipeline stage of this rank; its weights are not initialized."""
 
     def __init__(
         self, config: Any, shape: ModelShape, spec: ModelSpec, context: ContextGroup, *, first: bool, last: bool
@@ -316,11 +321,11 @@ class Network(LanguageModule):  # type: ignore[misc]
             self.setup_embeddings_and_output_layer()
 
     def set_input_tensor(self, input_tensor: Any) -> None:
-        """Take over what the stage before sent; called by Megatron's schedules."""
+        """Store the previous stage's output; called by Megatron's schedules."""
         self.decoder.set_input_tensor(input_tensor[0])
 
     def forward(self, batch: Batch) -> Tensor | ModelOutput:
-        """`[length, rows, hidden]` for the next stage; from the last, its output."""
+        """Return `[length, rows, hidden]` for the next stage; on the last stage, the model's output."""
         embedded = self.embedding(batch.input_ids, None) if self.pre_process else None
         hidden = self.decoder(
             hidden_states=embedded,
@@ -329,7 +334,7 @@ class Network(LanguageModule):  # type: ignore[misc]
             attention_bias=batch.tree,
             padding_mask=batch.facts,
         )
-        self.decoder.set_input_tensor(None)  # else it lives on between steps, and while the model is offloaded
+        self.decoder.set_input_tensor(None)  # else it is kept between steps, and while the model is offloaded
         if not self.post_process:
             assert isinstance(hidden, Tensor)
             return hidden
@@ -354,7 +359,7 @@ class Network(LanguageModule):  # type: ignore[misc]
         return ModelOutput(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
     def _predict(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of `targets` and entropies after `states`, `[tokens, hidden]`."""
+        """Return log-probabilities of `targets`, and entropies, from the hidden `states` `[tokens, hidden]`."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(states, weight=weight)
         return token_distribution(

@@ -25,24 +25,24 @@ from streamrl.trainer.backends.optimizer import MOMENTS, Schedule
 
 
 class Trainable:
-    """A network with its gradients and its optimizer; all calls are made while its layout is active."""
+    """A network with its gradients and its optimizer; all methods are called while its layout is active."""
 
     def __init__(self, network: Any, config: Any, spec: ModelSpec) -> None:
         self._spec = spec
         self.updates = 0
-        """Optimizer steps taken so far."""
+        """Number of optimizer steps so far."""
         self._schedule = Schedule(spec)
         self.ddp = DistributedDataParallel(
             config,
             DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=spec.shard),
             network,
         )
-        """What computes the forward pass, adding up gradients in the backward pass."""
+        """Wrapper that runs the network's forward pass, and adds up gradients in the backward pass."""
         parts = {experts: [p for p in network.parameters() if p.allreduce != experts] for experts in (False, True)}
         self._parts = {
             experts: _PartOptimizer(own, self.ddp, spec, experts=experts) for experts, own in parts.items() if own
         }
-        """The optimizers of experts, which each rank has others of, and of the rest."""
+        """The optimizers of the experts, which differ between ranks, and of all other parameters."""
         self._has_experts = config.num_moe_experts is not None
 
     def update(self, before_update: Callable[[], None], *, lr_scale: float = 1.0) -> Update:
@@ -72,8 +72,8 @@ class Trainable:
         return Update(grad_norm=norm, lr=lr)
 
     def _grad_norm(self) -> float:
-        """Return the norm of all gradients of the model. A stage without experts takes part in the sum over those of
-        others."""
+        """Return the norm of all gradients of the model. A stage without experts takes part in the sum over the
+        experts' gradients."""
         squares = 0.0
         for experts in (False, True) if self._has_experts else (False,):
             part = self._parts.get(experts)
@@ -90,12 +90,12 @@ class Trainable:
             torch._foreach_mul_(gradients, share)
 
     def go_on(self, updates: int) -> None:
-        """Count from a state that was taken over, which comes after `updates` steps."""
+        """Continue from a loaded state, after `updates` steps."""
         self.updates = updates
         self._schedule.go_on(updates)
 
     def own_range(self, parameter: Tensor) -> tuple[int, int]:
-        """Which elements of `parameter`, flattened, are optimized on this rank."""
+        """Return the range of elements of `parameter`, flattened, that this rank optimizes."""
         if not self._spec.shard:
             return 0, parameter.numel()
         optimizer = self._part(parameter).optimizer
@@ -105,7 +105,7 @@ class Trainable:
         return found.start, found.end
 
     def master(self, parameter: Tensor) -> Tensor | None:
-        """The float32 elements of `parameter` that are optimized on this rank; None if there are none."""
+        """Return the float32 elements of `parameter` that this rank optimizes; None if there are none."""
         if self._spec.shard:
             part = self._part(parameter)
             place = part.optimizer.model_param_group_index_map.get(parameter)
@@ -114,7 +114,7 @@ class Trainable:
         return found
 
     def state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """AdamW's state of `master(parameter)`, in float32; made if there was no update yet."""
+        """Return AdamW's state of `master(parameter)`, in float32; it is made if there was no update yet."""
         master = self.master(parameter)
         if master is None:
             return {}
@@ -126,7 +126,7 @@ class Trainable:
         return state
 
     def tensors(self) -> list[Tensor]:
-        """All that lives on the device besides the parameters."""
+        """Return all tensors on the device, except for the parameters."""
         buffers = [*self.ddp.buffers, *self.ddp.expert_parallel_buffers]
         found = [data for buffer in buffers for data in (buffer.param_data, buffer.grad_data)]
         for part in self._parts.values():
@@ -139,7 +139,7 @@ class Trainable:
 
 
 class _PartOptimizer:
-    """Megatron's optimizer of some parameters, and torch's inside it."""
+    """Megatron's optimizer of some parameters, with torch's inside it."""
 
     def __init__(self, parameters: list[Tensor], ddp: Any, spec: ModelSpec, *, experts: bool) -> None:
         self.adam = torch.optim.AdamW(
@@ -154,7 +154,7 @@ class _PartOptimizer:
 
 
 def _mixed_precision(adam: torch.optim.AdamW, ddp: Any, spec: ModelSpec, *, experts: bool) -> Any:
-    """Megatron's optimizer around `adam`."""
+    """Return Megatron's optimizer around `adam`."""
     config = OptimizerConfig(
         bf16=spec.dtype == torch.bfloat16,
         params_dtype=spec.dtype,
@@ -187,7 +187,8 @@ def _mixed_precision(adam: torch.optim.AdamW, ddp: Any, spec: ModelSpec, *, expe
 
 
 def _norm_group(*, sharded: bool, experts: bool) -> Any:
-    """The ranks that have different parts of the gradients, of the experts' or the others'."""
+    """Return the group of ranks that hold different parts of the gradients, of the experts or of all other
+    parameters."""
     if sharded:
         return parallel_state.get_intra_distributed_optimizer_instance_group()
     if experts:

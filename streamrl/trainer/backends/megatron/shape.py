@@ -1,4 +1,4 @@
-"""What the backend needs to know of a model, from its Hugging Face checkpoint; refuses the rest."""
+"""The facts about a model that the backend needs, from its Hugging Face checkpoint; other models are refused."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ class ModelShape(Architecture, frozen=True, kw_only=True):
 
     @property
     def sparse(self) -> tuple[int, ...]:
-        """The numbers of the layers that have experts, in order."""
+        """Numbers of the layers that have experts, in order."""
         return () if self.moe is None else self.moe.layers
 
     def experts_of_stage(self, stage: int, *, stages: int) -> list[int]:
-        """Return how many experts each layer of pipeline stage `stage` has."""
+        """Return the number of experts of each layer of pipeline stage `stage`."""
         each = self.layers // stages
         numbers = range(stage * each, (stage + 1) * each)
         return [0 if self.moe is None or number not in self.moe.layers else self.moe.experts for number in numbers]
 
     def rotation(self, positions: Tensor) -> Tensor:
-        """`[length, rows, 1, head_dim]` float32: the angles of `positions`, `[rows, length]`."""
+        """Return `[length, rows, 1, head_dim]` float32: the angles of `positions`, `[rows, length]`."""
         frequencies = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device=positions.device)
         angles = positions.t()[:, :, None, None].float() * frequencies
         return torch.cat([angles, angles], dim=-1)
 
     def check(self, layout: Layout) -> None:
-        """Raise `ModelError` if the model cannot be cut as `layout` says."""
+        """Raise `ModelError` if the model cannot be divided by `layout`."""
         problems = [
             f"{name} = {count} is no multiple of tensor = {layout.tensor}"
             for name, count in (
@@ -67,7 +67,7 @@ class ModelShape(Architecture, frozen=True, kw_only=True):
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """From `folder/config.json`; raises `ModelError` with what is not supported."""
+    """Return the shape from `folder/config.json`; raises `ModelError`, which names the unsupported setting."""
     from transformers import AutoConfig
 
     try:

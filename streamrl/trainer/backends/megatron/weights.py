@@ -1,12 +1,12 @@
-"""Which Hugging Face weights make up which Megatron parameter of which rank, and how; whole tensors gathered from their
-shards, and cut into shards.
+"""The mapping between Hugging Face weights and each rank's Megatron parameters; gathering of whole tensors from their
+shards, and the reverse.
 
-Megatron fuses query, key and value, and gate and up; cuts what it fuses over the tensor ranks; numbers layers from 0 in
-each pipeline stage; and pads the vocabulary to a multiple of the tensor ranks. A tied embedding lives on the first
-stage and, as a copy, on the last. All that is pure.
+Megatron fuses query, key and value, and gate and up; cuts the fused tensors over the tensor ranks; numbers layers from
+0 in each pipeline stage; and pads the vocabulary to a multiple of the tensor ranks. A tied embedding is on the first
+stage and, as a copy, on the last. The mapping is pure.
 
-What is gathered travels point to point, straight from the ranks that hold it to rank 0, one parameter after another, on
-a communicator that serves nothing else.
+Gathered parameters travel point to point, directly from the ranks that hold them to rank 0, one after another, on a
+separate communicator.
 """
 
 from __future__ import annotations
@@ -33,30 +33,31 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class Block(NamedTuple):
-    """Some rows of a shard, and the box of a whole tensor that they are."""
+    """Some rows of a shard, and their box in a whole tensor."""
 
     source: int
-    """Which of the parameter's tensors."""
+    """Index of the whole tensor among the parameter's tensors."""
     start: tuple[int, ...]
-    """Where the box begins in it."""
+    """Start of the box in the tensor."""
     size: tuple[int, ...]
 
 
 class Cut(Protocol):
-    """How whole tensors become one shard for each tensor rank."""
+    """The division of whole tensors into one shard for each tensor rank."""
 
     @property
     def parallel_dim(self) -> int | None:
-        """The dimension of the shard along which tensor ranks differ; None: they hold the same."""
+        """The dimension of the shard along which tensor ranks differ; None if all hold the same."""
         ...
 
     def blocks(self, shapes: Sequence[tuple[int, ...]], rank: int, size: int) -> list[Block]:
-        """Return the shard of tensor rank `rank` of `size`, from its first row on; `shapes`: of the whole tensors."""
+        """Return the blocks of the shard of tensor rank `rank` of `size`, from its first row on; `shapes`: of the whole
+        tensors."""
         ...
 
 
 class Replicated(msgspec.Struct, frozen=True):
-    """Whole tensors, one after the other, on every rank."""
+    """Whole tensors, one after another, on every rank."""
 
     parallel_dim: int | None = None
 
@@ -75,7 +76,7 @@ class Columns(msgspec.Struct, frozen=True):
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """One tensor, cut along its rows after zero rows were added up to a multiple."""
+    """One tensor, cut along its rows after padding with zero rows to a multiple of the tensor ranks."""
 
     parallel_dim: int | None = 0
 
@@ -86,7 +87,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 class Stacked(msgspec.Struct, frozen=True):
-    """Gate and up: each cut along its rows, a rank's parts one after the other."""
+    """Gate and up: each cut along its rows; a rank's parts follow each other."""
 
     parallel_dim: int | None = 0
 
@@ -116,23 +117,23 @@ class Weight(msgspec.Struct, frozen=True):
     """One Megatron parameter of one pipeline stage."""
 
     parameter: str
-    """Its name in the stage's module."""
+    """Name of the parameter in the stage's module."""
     sources: tuple[tuple[str, tuple[int, ...]], ...]
-    """Hugging Face name and whole shape of the tensors in it."""
+    """Hugging Face name and whole shape of each tensor in the parameter."""
     cut: Cut
     copy: bool = False
-    """Whether another stage holds the original: loaded, but never gathered."""
+    """Whether another stage holds the original; a copy is loaded, but never gathered."""
     share: int | None = None
-    """The share of a layer's experts that it is part of, which is whole on the ranks that have it
-    (`Layout.expert_rank`); None: it is part of no expert, and all ranks of the stage have some of it."""
+    """Index of the parameter's share of a layer's experts, which is whole on the ranks that have it
+    (`Layout.expert_rank`). None if the parameter belongs to no expert; then all ranks of the stage have a part."""
 
     def is_held(self, layout: Layout, rank: int) -> bool:
-        """Whether `rank`, of its stage, has something of it."""
+        """Return whether `rank`, of the parameter's stage, holds a part."""
         return self.share is None or self.share == layout.expert_rank(rank)
 
     def replica(self, layout: Layout, rank: int) -> tuple[int, int] | None:
-        """Return how many ranks hold the same of it as `rank`, and which of them that is; None: `rank` has nothing that
-        is to be taken from it, since it holds nothing or what tensor rank 0 has as well."""
+        """Return how many ranks hold the same part as `rank`, and the index of `rank` among them. Return None if `rank`
+        contributes no part, because it has none or the same as tensor rank 0."""
         place = layout.coordinates(rank)
         if not self.is_held(layout, rank):
             return None
@@ -143,12 +144,12 @@ class Weight(msgspec.Struct, frozen=True):
         return layout.data * layout.context, place.data * layout.context + place.context
 
     def blocks(self, rank: int, size: int) -> list[Block]:
-        """Return what the shard of tensor rank `rank` of `size` is made of, from its first row on."""
+        """Return the blocks of the shard of tensor rank `rank` of `size`, from its first row on."""
         return self.cut.blocks([shape for _, shape in self.sources], rank, size)
 
     def shard_shape(self, size: int) -> tuple[int, ...]:
         """Return the shape of each of `size` shards."""
-        blocks = self.blocks(0, size)  # the first one is never padded
+        blocks = self.blocks(0, size)  # the first shard is never padded
         return (sum(block.size[0] for block in blocks), *blocks[0].size[1:])
 
     def split(self, wholes: Sequence[Tensor], rank: int, size: int) -> Tensor:
@@ -168,8 +169,8 @@ class Weight(msgspec.Struct, frozen=True):
             yield name, whole
 
     def parts(self, flat: Tensor, first: int, *, rank: int, size: int) -> Iterator[Part]:
-        """Yield what the elements `flat` of the flattened shard of tensor rank `rank`, of which the first is number
-        `first`, are of whole tensors."""
+        """Yield the elements `flat` of the flattened shard of tensor rank `rank` as parts of whole tensors; `first` is
+        the index of `flat[0]` in the shard."""
         begin = 0
         for block in self.blocks(rank, size):
             length = math.prod(block.size)
@@ -181,7 +182,7 @@ class Weight(msgspec.Struct, frozen=True):
             begin += length
 
     def _rows(self, rank: int, size: int) -> Iterator[tuple[Block, slice]]:
-        """Yield each block with its place in the shard."""
+        """Yield each block with its rows in the shard."""
         row = 0
         for block in self.blocks(rank, size):
             yield block, slice(row, row + block.size[0])
@@ -193,8 +194,8 @@ def _box(block: Block) -> tuple[slice, ...]:
 
 
 def _boxes(size: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """The elements from `low` to `high` of a flattened vector or matrix as boxes: which is the first element of each,
-    where the box begins, and its size."""
+    """Yield the elements from `low` to `high` of a flattened vector or matrix as boxes: the index of the first element
+    of each, the start of the box, and its size."""
     if low >= high:
         return
     if len(size) == 1:
@@ -214,7 +215,7 @@ def _boxes(size: tuple[int, ...], low: int, high: int) -> Iterator[tuple[int, tu
 
 
 def stage_weights(shape: ModelShape, head: Head, *, stage: int, layout: Layout) -> list[Weight]:
-    """All parameters that ranks of pipeline stage `stage` hold, in an order near that of transformers."""
+    """Return all parameters of the ranks of pipeline stage `stage`, in an order near the order of transformers."""
     stages = layout.pipeline
     embedding = (EMBEDDING, (shape.vocab_size, shape.hidden_size))
     vocabulary = Vocabulary()
@@ -239,7 +240,7 @@ def stage_weights(shape: ModelShape, head: Head, *, stage: int, layout: Layout) 
 
 
 def _layer_weights(shape: ModelShape, local: int, number: int, *, layout: Layout) -> Iterator[Weight]:
-    """Yield the weights of layer `number`, which is `local` in its stage."""
+    """Yield the weights of layer `number` of the model, which has the number `local` in its stage."""
     megatron, theirs = f"decoder.layers.{local}.", f"model.layers.{number}."
     hidden, d = shape.hidden_size, shape.head_dim
     rows = {"q": shape.heads * d, "k": shape.kv_heads * d, "v": shape.kv_heads * d}
@@ -276,7 +277,7 @@ def _layer_weights(shape: ModelShape, local: int, number: int, *, layout: Layout
 
 
 def _feed_forward(megatron: str, theirs: str, shape: tuple[int, int], *, share: int | None = None) -> Iterator[Weight]:
-    """`shape`: of its gate, `(inner, hidden)`."""
+    """Yield the weights of a feed-forward block; `shape`: shape of its gate, `(inner, hidden)`."""
     gate_up = tuple((f"{theirs}{x}_proj.weight", shape) for x in ("gate", "up"))
     down = ((f"{theirs}down_proj.weight", shape[::-1]),)
     rows, columns = (Stacked(), Columns()) if share is None else (Replicated(), Replicated())
@@ -285,7 +286,7 @@ def _feed_forward(megatron: str, theirs: str, shape: tuple[int, int], *, share: 
 
 
 def whole_shapes(stages: Sequence[Sequence[Weight]]) -> dict[str, tuple[int, ...]]:
-    """Whole shape of every tensor by Hugging Face name, tied ones once, in the order of transformers."""
+    """Return the whole shape of every tensor by Hugging Face name, tied ones once, in the order of transformers."""
     shapes: dict[str, tuple[int, ...]] = {}
     for weights in stages:
         pending: dict[str, tuple[int, ...]] = {}
@@ -301,21 +302,21 @@ def whole_shapes(stages: Sequence[Sequence[Weight]]) -> dict[str, tuple[int, ...
 
 
 def _interleaved(weights: dict[str, tuple[int, ...]], biases: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Each bias after its weight, as modules list them."""
+    """Return the shapes with each bias after its weight, in the order of modules."""
     pairs = zip(weights.items(), biases.items(), strict=True)
     return dict(item for pair in pairs for item in pair)
 
 
-# --- whole ---
+# --- whole tensors ---
 
 Piece = Callable[[int], Tensor]
-"""From the number of a parameter of this stage to the elements that this rank contributes, flat, float32."""
+"""Map the number of a parameter of this stage to the elements that this rank contributes, flat, float32."""
 Store = Callable[[int, Tensor], None]
-"""Takes over the shard of a parameter of this stage."""
+"""Store the shard of a parameter of this stage."""
 
 
 class WholeTensors:
-    """The exchange between the ranks of one model."""
+    """The exchange of whole tensors between the ranks of one model."""
 
     def __init__(
         self,
@@ -327,10 +328,10 @@ class WholeTensors:
         group: dist.ProcessGroup,
         ranges: Sequence[tuple[int, int]],
     ) -> None:
-        """`stages`: parameters of each pipeline stage; `ranges`: which elements of each of its own stage this rank
-        contributes.
+        """`stages`: parameters of each pipeline stage; `ranges`: range of elements that this rank contributes, for each
+        parameter of its own stage.
 
-        Collective over `group`, which holds all ranks.
+        Collective over `group`, which contains all ranks.
         """
         self._stages = stages
         self._layout = layout
@@ -349,7 +350,7 @@ class WholeTensors:
         self._ranges: list[list[tuple[int, int]]] = [[tuple(row) for row in found.tolist()] for found in tables]
 
     def gather(self, piece: Piece, *, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, Tensor]]:
-        """Each whole tensor with its name, in order, as `dtype`, on rank 0; empty ones elsewhere. Collective."""
+        """Yield each whole tensor with its name, in order, as `dtype`, on rank 0; empty ones elsewhere. Collective."""
         order = iter(self.shapes)
         expected = next(order, None)
         ready: dict[str, Tensor] = {}
@@ -369,9 +370,9 @@ class WholeTensors:
                     expected = next(order, None)
 
     def scatter(self, wholes: Iterable[tuple[str, Tensor]], store: Store) -> None:
-        """Hand the shards of `wholes` that this rank holds to `store`.
+        """Pass this rank's shards of `wholes` to `store`.
 
-        Raises `ModelError` when a tensor of this stage is missing, or one is unknown or of a wrong shape.
+        Raises `ModelError` if a tensor of this stage is missing, or if one is unknown or of a wrong shape.
         """
         weights = self._stages[self._stage]
         takers: dict[str, list[int]] = {}
@@ -403,8 +404,8 @@ class WholeTensors:
         return list(self.shapes.items())
 
     def parts(self, number: int, flat: Tensor, first: int = 0) -> Iterator[Part]:
-        """Return what `flat`, elements from number `first` on of a flattened parameter of this stage, is of whole
-        tensors."""
+        """Return `flat` as parts of whole tensors; it contains the elements from number `first` on of a flattened
+        parameter of this stage."""
         rank = self._layout.coordinates(self._rank).tensor
         yield from self._stages[self._stage][number].parts(flat, first, rank=rank, size=self._layout.tensor)
 
@@ -415,7 +416,7 @@ class WholeTensors:
             raise ModelError(f"{name} has the shape {tuple(whole.shape)}; the model's has {self.shapes[name]}")
 
     def _receive(self, stage: int, number: int, weight: Weight, piece: Piece, dtype: torch.dtype) -> list[Tensor]:
-        """Return the shards of one parameter, by tensor rank; one, where they are the same."""
+        """Return the shards of one parameter, by tensor rank; only one if they are equal."""
         cuts = 1 if weight.cut.parallel_dim is None else self._layout.tensor
         shape = weight.shard_shape(cuts)
         shards, pending = [], []

@@ -401,8 +401,7 @@ class EpisodeTable:
         """Key → the score that was reported."""
 
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
-        """Return the episode with this key, unless the URL names another one; raises `RequestRefused` if it has ended.
-        """
+        """Return the episode with this key, unless the URL names another one; raises `RequestRefused` if it has ended."""
         found = self._by_key.get(key)
         if found is None and key in self._ended:
             raise RequestRefused(ENDED, status=GONE)
@@ -490,7 +489,7 @@ class AgentWorkflow:
                         waiting.close()
 
                     earned = episode.earned(await self._agents.run(task_of(prompt), self._access(episode), begun=begun))
-                    scores = self._config.scored_by == "agent" or self._config.remote  # without this, the episode has no other end
+                    scores = self._config.scored_by == "agent" or self._config.remote  # else it never ends
                     if not earned.said.said and (scores or episode.notified is not None):
                         own = earned.said.metrics
                         earned = await episode.scored()

@@ -541,7 +541,7 @@ def _lacks_adapter(error: PeerError, request: GenerateRequest) -> bool:
 
 
 def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
-    """Return the policy version of each of `tokens` output tokens; raises `WireError` if the spans do not cover them."""
+    """Return the policy version of each of `tokens` output tokens; raises `WireError` if spans do not cover them."""
     versions: list[int] = []
     for span in meta.weight_versions or ():
         if span.start != len(versions) or not span.start <= span.end <= tokens:

@@ -389,7 +389,7 @@ class RolloutWorker:
         return (await self._control.route(message)).gserver
 
     async def _drop_uniform(self, seq: int, reward: float) -> None:
-        """Give the group's place back, and warn after many in a row: if no other groups arrive, training stands still."""
+        """Give the group's place back, and warn after many in a row: without other groups training stands still."""
         self._failures.clear()
         self._uniform_in_a_row += 1
         self._activity.uniform()

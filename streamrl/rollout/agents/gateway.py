@@ -71,7 +71,7 @@ OnPiece = Callable[[MessagePiece], None]
 
 
 class EpisodeCalls(Protocol):
-    """The calls of one episode's agent. The optional method `delivered(completions)` is notified of delivered answers."""
+    """Calls of one episode's agent. An optional method `delivered(completions)` is notified of delivered answers."""
 
     def count(self, request: ChatRequest) -> None:
         """Count the answers that `request` asks for; raises `RequestRefused` if they exceed the episode's limit."""
@@ -273,7 +273,7 @@ class Gateway:
         self._asked.pop(key, None)
 
     def _find(self, request: web.Request) -> tuple[str, str, EpisodeCalls]:
-        """Return the key, the id and the episode of the request; raises `RequestRefused` if the key or the id is wrong."""
+        """Return the key, the id and the episode of the request; raises `RequestRefused` if key or id is wrong."""
         key = _key(request)
         name = request.match_info.get("episode", "")
         if not name and _protocol(request) is inference:
@@ -431,7 +431,7 @@ async def _said(request: web.Request) -> Score:
 
 
 def _continued(call: CheckedRequest, asked: _Asked) -> CheckedRequest:
-    """Return `call` with the conversation that it continues inserted after its instructions; raises `RequestRefused`."""
+    """Return `call` with the continued conversation inserted after its instructions; raises `RequestRefused`."""
     for earlier in asked.kept:
         if earlier.call.id == call.previous and earlier.call.remembered and earlier.succeeded:
             before = (*earlier.call.request.messages, earlier.task.result()[0].message)

@@ -401,7 +401,7 @@ class EpisodeTable:
         """Key → the score that was reported."""
 
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
-        """Return the episode with this key, unless the URL names another one; raises `RequestRefused` if it has ended."""
+        """Return the episode with this key, unless the URL names another; raises `RequestRefused` if it has ended."""
         found = self._by_key.get(key)
         if found is None and key in self._ended:
             raise RequestRefused(ENDED, status=GONE)

@@ -1,4 +1,4 @@
-"""The configuration of a run: one TOML file, whose unknown keys are refused.
+"""The configuration of a run: one TOML file. Unknown keys are refused.
 
 `load` reads a file, applies `section.key=value` overrides, and checks combinations of values that a single field cannot
 check. Every message names the key.
@@ -69,7 +69,7 @@ REMOVED = {
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in the TOML file `path`, with overrides such as `trainer.lr=1e-5` applied.
 
-    Raises `ConfigError` if the file cannot be read, or with the names of keys whose values do not fit.
+    Raises `ConfigError` if the file cannot be read, or with the keys that have unsuitable values.
     """
     file = Path(path)
     try:
@@ -170,7 +170,7 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
         if value is None:
             continue
-        if any(get_origin(kind) is dict for kind in kinds):  # a table whose keys are names
+        if any(get_origin(kind) is dict for kind in kinds):  # a table with names as keys
             if not isinstance(value, dict):
                 raise _no_section(value, None, path=key, where=where)
             if nested:

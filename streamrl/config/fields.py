@@ -26,7 +26,7 @@ Device = Literal["auto", "cpu", "cuda"]
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 DataSource = Literal["reasoning_gym", "jsonl", "parquet", "hf_disk", "python"]
 GENERATED_SOURCES = ("reasoning_gym", "python")
-"""Sources whose rows are a function of a seed."""
+"""Sources that generate their rows from a seed."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -63,7 +63,7 @@ class TrainerConfig(Section, frozen=True):
     """Other backends or layouts for some roles, on the same model workers, for example in [trainer.roles.critic]."""
     graph: str = ASYNCHRONOUS
     """The model function calls: `asynchronous`, `synchronous` (generation is one of the master's calls), or
-    `module:function`. A function whose graph has the calls that generate needs the prefix `synchronous:`
+    `module:function`. A function that returns a graph with generation calls needs the prefix `synchronous:`
     (docs/trainer.md)."""
     shard: bool = False
     """Spread weights, gradients and optimizer state over the data- and context-parallel ranks (torch: FSDP2; megatron:
@@ -243,10 +243,10 @@ class RoleLayout(NamedTuple):
 
 
 def role_config(trainer: TrainerConfig, role: RoleName) -> RoleLayout:
-    """Return the layout of `role`: its own settings if it has some, else those of [trainer].
+    """Return the layout of `role`: its own settings if it has some, else the settings of [trainer].
 
     If a role sets one size, its other sizes default to 1. If it sets only the torch backend, it is data-parallel, with
-    context groups as large as those of [trainer].
+    context groups of the same size as in [trainer].
     """
     own = trainer.roles.get(role, RoleConfig())
     backend = own.backend or trainer.backend

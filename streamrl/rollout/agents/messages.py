@@ -42,7 +42,7 @@ class Message(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def with_tool_names(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation whose tool results have the names of their tools, for models whose templates show them.
+    """Return a conversation whose tool results have the names of their tools, for chat templates that show them.
 
     Tool results have no name in any of the APIs: it comes from the call to which they belong. A result without its call
     has no name.

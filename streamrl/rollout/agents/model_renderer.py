@@ -138,7 +138,7 @@ def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
     """Return the renderer for the model of `chat`, and log the choice.
 
     `name`: `auto` takes a renderer of the package whose tokens equal those of the chat template, and else the chat
-    template; `template` takes the chat template; any other name is that of a renderer. Raises `ConfigError` if there is
+    template; `template` takes the chat template; any other name selects a renderer. Raises `ConfigError` if there is
     no such renderer, or the model lacks its tokens.
     """
     if name == TEMPLATE:

@@ -223,8 +223,7 @@ class AgentConfig(Section, frozen=True):
     """Renderer of conversations to tokens. `auto`: a renderer of the `renderers` package if its tokens equal those of
     the model's chat template, else the chat template; `template`: the chat template; or the name of a renderer."""
     discount: Share = 1.0
-    """Factor by which a reward counts for the answer before the one that earned it; 1: all answers earn the score
-    alike."""
+    """Factor by which a reward counts for the preceding answer; 1: all answers earn the score alike."""
     processes: Positive = 1
     """Processes that run the episodes of a `function`, each of them many at the same time."""
     timeout_seconds: PositiveFloat = 300.0
@@ -317,8 +316,7 @@ class SglangConfig(Section, frozen=True):
     args: list[str] = []
     """Flags of SGLang's server, each as `--name=value`; they come after streamrl's own and replace them."""
     tensor_parallel: Positive = 1
-    """Ranks over which a server that streamrl starts spreads the model, each on its own GPU, or on `gserver.threads`
-    cores."""
+    """Ranks of the model in a server that streamrl starts, each on its own GPU, or on `gserver.threads` cores."""
     addresses: list[str] = []
     """URLs of running servers, one for each gserver; streamrl then starts none."""
     start_timeout_seconds: PositiveFloat = 300.0

@@ -211,8 +211,7 @@ class AlgorithmConfig(Section, frozen=True):
     ref_update_every: NonNegative = 0
     """Policy versions between copies of the policy's weights to the reference; 0: the reference does not change."""
     ref_update_share: Share = 1.0
-    """Share of the policy's weights in such a copy. 1: a full copy; below 1: a moving average, which is kept in
-    float32."""
+    """Share of the policy's weights in such a copy. 1: a full copy; below 1: a moving average, kept in float32."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
     """Models with experts: weight of the load-balancing loss (`router_aux_loss_coef` in config.json is not read)."""
     entropy_coef: NonNegativeFloat = 0.0

@@ -242,8 +242,8 @@ class Activity:
         `turns`: answers in the conversation with the most of them. `tokens`: all sampled tokens; `tokens_trained`:
         tokens under the loss, from answers that the agent received. `rewritten`: calls with answers in their history
         that the policy never gave. `rerendered`: calls whose history the model's template renders differently than
-        before. `drifted`: answers whose text has other tokens than those sampled. `metrics`: the agent's own figures;
-        those beyond `MOST_METRICS` names are left out.
+        before. `drifted`: answers with text that has other tokens than the sampled ones. `metrics`: the agent's own
+        figures; those beyond `MOST_METRICS` names are left out.
         """
         self.episodes["agent_episodes_total"] += 1
         self.episodes["agent_calls_total"] += calls

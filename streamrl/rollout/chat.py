@@ -72,8 +72,7 @@ class ChatTokenizer:
         self._tokenizer.save_pretrained(folder)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text` without added special tokens; raises `DataError` if the tokenizer cannot encode
-        it."""
+        """Return the tokens of `text`, without special tokens; raises `DataError` if the tokenizer cannot encode it."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises nothing more precise

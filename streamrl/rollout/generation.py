@@ -195,8 +195,9 @@ class Generator:
                 return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
 
     def _usable(self, reply: GenerateReply, version: int, history: History) -> tuple[GenerateReply, bool]:
-        """Return the usable tokens of `reply` with their versions, and whether tokens were removed. Tokens are usable
-        up to the first one of a policy that the run has abandoned by going back.
+        """Return the usable tokens of `reply` with their versions, and whether tokens were removed.
+
+        Tokens are usable up to the first one of a policy that the run has abandoned by going back.
 
         `version`, `history`: the policy version and the history of its weights at the time of the request.
         """
@@ -307,8 +308,9 @@ class _PartialResponse:
 
 
 def first_known(earlier: NDArray[np.uint8] | None, later: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
-    """Merge the known experts of two arrays `[tokens, layers · top_k]`, as long as the longer one. Known experts in
-    `earlier`, under which the following token was sampled, take precedence over `later`.
+    """Return the known experts of two arrays `[tokens, layers · top_k]`, for as many tokens as the longer one has.
+
+    Experts of `earlier`, with which the following token was sampled, take precedence over `later` if they are known.
 
     Raises `WireError` if the arrays come from different models.
     """
@@ -470,8 +472,7 @@ def serves_mixed_weights(reply: GenerateReply) -> bool:
 
 
 def unmixed(reply: GenerateReply) -> GenerateReply:
-    """Return `reply` up to the first token that was sampled from mixed weights, marked as aborted there if that cuts
-    it."""
+    """Cut `reply` before the first token that was sampled from mixed weights, and mark a cut reply as aborted."""
     meta = reply.meta_info
     spans = meta.weight_versions
     if spans:
@@ -482,8 +483,7 @@ def unmixed(reply: GenerateReply) -> GenerateReply:
 
 
 def of_history(reply: GenerateReply, history: History, *, requested_in: History) -> GenerateReply:
-    """Return `reply` up to the first token of a policy that is not in `history`, marked as aborted there if that cuts
-    it.
+    """Cut `reply` before the first token of a policy that is not in `history`, and mark a cut reply as aborted.
 
     Some engines report only the version at the end of a reply. If the run has gone back since the request, earlier
     tokens may then have had any version. `requested_in` is the history at the time of the request.
@@ -528,8 +528,10 @@ def with_version_spans(reply: GenerateReply, oldest: int, history: History) -> G
 
 
 def with_version(reply: GenerateReply, label: str) -> GenerateReply:
-    """Return `reply` with all of its tokens attributed to the weights called `label`. A request that names an adapter
-    uses that adapter to its end, however the engine names its weights."""
+    """Return `reply` with all of its tokens attributed to the weights called `label`.
+
+    A request that names an adapter uses that adapter to its end, however the engine names its weights.
+    """
     spans = [VersionSpan(label, 0, len(reply.output_ids))]
     return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(reply.meta_info, weight_versions=spans))
 
@@ -591,8 +593,7 @@ class SiblingRequests:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def generate(self, group: object, url: str, request: GenerateRequest) -> GenerateReply:
-        """Return the reply of the gserver at `url`. All requests of `group` in this turn of the event loop are sent
-        together."""
+        """Send `request` together with others of `group` in this turn of the event loop, and return its reply."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[GenerateReply] = loop.create_future()
         key = (id(group), url)

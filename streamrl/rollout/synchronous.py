@@ -155,11 +155,10 @@ class SynchronousRollout:
             if begun == alive == sorted(self._gates):
                 await self._channel.reply(call_id, GroupsGenerated(alive))
                 return
-            await self._notify()  # others may start in place of those that were given up
+            await self._notify()  # others may start in place of the given-up ones
 
     async def _score(self, call_id: int, seqs: list[int]) -> None:
-        """Score `seqs` and reply with the stored ones. Groups of a predecessor of this process are unknown here, and
-        skipped."""
+        """Score `seqs` and reply with the stored ones; skip unknown groups of this process's predecessor."""
         known = [seq for seq in seqs if seq in self._gates]
         for seq in known:
             self._gates[seq].open()
@@ -174,6 +173,6 @@ class SynchronousRollout:
 
 
 async def _those_for_which(seqs: list[int], holds: Callable[[int], Awaitable[bool]]) -> list[int]:
-    """Return those of `seqs` for which `holds` returns True, once it has returned for all."""
+    """Return the `seqs` for which `holds` returns True, once it has returned for all."""
     found = await asyncio.gather(*(holds(seq) for seq in seqs))
     return [seq for seq, true in zip(seqs, found, strict=True) if true]

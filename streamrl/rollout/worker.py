@@ -237,17 +237,13 @@ class RolloutWorker:
                 raise RunOver
 
     async def _close_pusher(self) -> None:
-        """Close the connections to the present model workers; groups that they have not stored wait for their
-        successors."""
+        """Close the connections to the model workers; groups that they have not stored wait for their successors."""
         pusher = self._pusher.result()
         self._pusher = asyncio.get_running_loop().create_future()
         await pusher.close()
 
     async def _go_back(self) -> None:
-        """Keep the groups that can still be trained on and have a place in the ledger, and drop all others.
-
-        Groups that dead model workers had stored are sent again.
-        """
+        """Keep trainable groups with a place in the ledger, resend those that dead model workers had, drop all others."""
         history, stored = self._membership.history, self._stored.take_all()
         in_hand: dict[int, _Group] = {}
         if not self._config.trainer.synchronous:
@@ -315,14 +311,12 @@ class RolloutWorker:
         return limit - len(self._unfinished)
 
     async def admit(self, count: int) -> list[Admission] | None:
-        """Request up to `count` groups from the manager; return those to start, perhaps none yet, or None at the end of
-        the run."""
+        """Request up to `count` groups; return those to start, perhaps none yet, or None at the end of the run."""
         reply = await self._control.admit(Admit(worker=self._membership.index, count=count, data=self._data))
         if reply.stop:
             return None
         self._membership.note_version(reply.policy_version)
-        # The manager may admit a group again that is unfinished here, after this worker was silent; it is still being
-        # made.
+        # after a silence of this worker the manager may admit groups again that are still being made here
         return [admission for admission in reply.admissions if admission.seq not in self._unfinished]
 
     async def _see_to_end(self, group: _Group, gate: ScoringGate | None) -> None:
@@ -379,8 +373,7 @@ class RolloutWorker:
                 continue
 
     def _young_enough(self) -> Callable[[], bool]:
-        """Return a predicate: whether a group that begins now is still within `staleness.max_staleness` policy
-        versions."""
+        """Return a check that tokens sampled now are not yet older than `staleness.max_staleness`."""
         begun, most = self._membership.policy_version, self._config.staleness.max_staleness
         return lambda: self._membership.policy_version - begun <= most
 

@@ -297,8 +297,7 @@ class MultiTurn:
         success: float = 1.0,
         discount: float = 1.0,
     ) -> None:
-        """`success`: no further attempt follows once the reward reaches this. Raises `ConfigError` for values out of
-        range."""
+        """`success`: the reward that ends the attempts. Raises `ConfigError` for values out of range."""
         if max_turns < 1 or not 0 < discount <= 1:
             raise ConfigError(
                 f"rollout.workflow.args: max_turns = {max_turns} must be at least 1, "

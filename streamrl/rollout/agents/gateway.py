@@ -195,8 +195,7 @@ class _Asked:
         """Generations, the latest last."""
         self.generating = 0
         self.refused: deque[bytes] = deque(maxlen=KEPT_REQUESTS)
-        """Fingerprints of requests that were refused because too many others were in progress, and have not been
-        repeated."""
+        """Fingerprints of requests, not repeated yet, that were refused because too many others were in progress."""
 
     def done(self, task: asyncio.Task[Sequence[Completion]]) -> None:
         """Note the end of a generation."""
@@ -443,8 +442,7 @@ def _continued(call: CheckedRequest, asked: _Asked) -> CheckedRequest:
 
 
 def _check_tokens(request: ChatRequest, vocab_size: int) -> None:
-    """Raise `RequestRefused` for tokens outside the vocabulary: a gserver would refuse them, too, and the whole episode
-    would fail."""
+    """Raise `RequestRefused` for tokens outside the vocabulary: if a gserver refuses them, the whole episode fails."""
     prompt = () if request.prompt is None or isinstance(request.prompt, str) else request.prompt
     for where, ids in (("the prompt", prompt), ("stop_token_ids", request.stop_token_ids)):
         if max(ids, default=0) >= vocab_size:

@@ -83,8 +83,8 @@ class Completion(msgspec.Struct, frozen=True):
     """One answer to a `ChatRequest`."""
 
     message: Message
-    """The policy's message. `content` excludes the given beginning of the answer; for a `prompt` it is the text that
-    continues it."""
+    """The policy's message. `content` excludes the given beginning of the answer; for a `prompt` it is the
+    continuation."""
     finish_reason: FinishReason
     prompt_ids: tuple[int, ...]
     """The tokens that the policy continued."""

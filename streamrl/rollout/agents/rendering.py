@@ -196,8 +196,7 @@ def certain_text(opening: str, text: str, *, stops: Sequence[str], tools: Sequen
 
 
 def settled(text: str, stops: Sequence[str]) -> str:
-    """Return an unfinished `text` without half a character, and without a possible beginning of one of `stops`, at its
-    end."""
+    """Return an unfinished `text` without half a character or a possible beginning of one of `stops` at its end."""
     return without_begun(up_to_stop(text.rstrip("\ufffd"), stops), *stops)
 
 

@@ -143,8 +143,7 @@ class FunctionAgents:
             raise AgentError(f"the agent failed: {error}") from error
 
     def _error_of(self, death: UserProcessDied) -> AgentError:
-        """Return the same error for all episodes of a process: its death is one failure, even if it costs several
-        groups."""
+        """Return one error for all episodes of a process: its death is one failure, even if it costs several groups."""
         if self._death is None or self._death[0] is not death:
             error = AgentError(f"the agent's process {death}")
             if death.calls > 1:

@@ -3,7 +3,7 @@
 Each call of the policy is a node with the tokens that it continued and the tokens that it sampled. A call that
 continues a conversation with earlier answers of the policy is the child of the call with the last of these answers, and
 begins with exactly that call's tokens: sampled tokens are never tokenized again. All other calls (the first call, an
-edited history, a sub-agent, other tools) begin at the root. So an episode is a forest whose leaves are its
+edited history, a sub-agent, other tools) begin at the root. So an episode is a forest, and its leaves are its
 trajectories.
 
 Invariant: every sampled token is under the loss in exactly one trajectory, with its own log-probability and version; in
@@ -92,7 +92,7 @@ class EpisodeTree:
         self._by_conversation.setdefault(digest, []).append((reply.reasoning.strip(), call))
 
     def drop_leaf(self, call: PolicyCall) -> None:
-        """Remove a call whose answer was not delivered, unless another call continues it."""
+        """Remove a call with an undelivered answer, unless another call continues it."""
         if all(other.parent is not call for other in self.calls):
             self.calls = [other for other in self.calls if other is not call]
             for found in self._by_conversation.values():

@@ -1,6 +1,6 @@
 """`AgentWorkflow`: one episode of an agent for each sibling, from its task to its trajectories.
 
-`Episode` is the gateway's interface to an episode: it answers the agent's calls with the policy, and records them in an
+`Episode` is the gateway's interface to an episode: it serves the agent's calls with the policy, and records them in an
 `EpisodeTree`. Invariant: exactly the answers that the agent received before its episode ended are trained on.
 """
 
@@ -91,11 +91,11 @@ class Episode:
         self.rerendered = 0
         """Calls that continue a conversation whose earlier turns the model's template now renders differently."""
         self.drifted = 0
-        """Completions whose text, tokenized again, gives other tokens than those sampled."""
+        """Completions with text that, tokenized again, gives other tokens than the sampled ones."""
         self.generation_seconds = 0.0
         """Seconds that the agent has waited for completions."""
         self.tokens = 0
-        """Tokens sampled in this episode, including those of answers that the agent did not receive."""
+        """Tokens sampled in this episode, including tokens of answers that the agent did not receive."""
         self.last: Completion | None = None
         """The latest completion."""
         self.failure: StreamRLError | None = None
@@ -475,7 +475,7 @@ class AgentWorkflow:
         return trajectories
 
     async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> Earned:
-        """Run an episode, and return its score once it is reported."""
+        """Run an episode, and return its score once it is known."""
         seconds = self._config.timeout_seconds
         try:
             try:

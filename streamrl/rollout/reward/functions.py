@@ -114,7 +114,7 @@ class ReasoningGymReward:
     """Scores with the task's own `score_answer`.
 
     If the scorer raises, it could not parse the answer. That is the policy's mistake and not an error of the run, so
-    the answer scores 0. (Some tasks have no scorer for any answer, for example `propositional_logic`: they always score
+    the answer scores 0. (Some tasks, such as `propositional_logic`, have no scorer for any answer: they always score
     0.)
     """
 

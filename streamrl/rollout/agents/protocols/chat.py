@@ -185,8 +185,7 @@ class Events:
         return begun + self._chunk(piece.index, delta)
 
     def _begin(self) -> bytes:
-        """Return the first chunks of all answers, in order: OpenAI's client confuses answers that begin in another
-        order."""
+        """Return the first chunks of all answers, in order: OpenAI's client confuses answers in another order."""
         self._told = [Told() for _ in range(self._call.request.n)]
         return b"".join(self._chunk(index, {"role": "assistant"}) for index in range(len(self._told)))
 

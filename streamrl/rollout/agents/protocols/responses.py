@@ -223,8 +223,7 @@ def _head(call: CheckedRequest) -> dict[str, Any]:
 
 
 def _logprobs_of(part: dict[str, Any]) -> dict[str, Any]:
-    """Return the log-probability fields for events of `part`: text parts have a list, perhaps empty; other parts have
-    none."""
+    """Return the log-probability fields for events of `part`: a list, perhaps empty, for text, else no field."""
     return {"logprobs": part.get("logprobs", [])} if part["type"] == "output_text" else {}
 
 

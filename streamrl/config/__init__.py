@@ -69,7 +69,7 @@ REMOVED = {
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in the TOML file `path`, with overrides such as `trainer.lr=1e-5` applied.
 
-    Raises `ConfigError` if the file cannot be read, or with the keys that have unsuitable values.
+    Raises `ConfigError` if the file cannot be read, or if values do not fit; the error names their keys.
     """
     file = Path(path)
     try:
@@ -196,7 +196,7 @@ def _no_section(value: Any, section: type[Section] | None, *, path: str, where: 
 
 
 def _unknown(key: str, value: Any, *, siblings: Sequence[str]) -> str:
-    """Return `key` with suggestions; if it is a section that resembles no known key, with those for its first key."""
+    """Return `key` with suggestions; for a section that resembles no known key, with those for its first key."""
     near = suggestions(key, Config, siblings=siblings)
     if not near and isinstance(value, dict) and value:
         name, inner = next(iter(value.items()))

@@ -255,7 +255,7 @@ def _lora_problems(config: Config) -> list[str]:
 
 
 def _named_adapter_problems(config: Config, modules: set[str]) -> list[str]:
-    """Return the limits of SGLang that an adapter of the layers `modules` exceeds."""
+    """Return the reasons why SGLang cannot serve an adapter of the layers `modules`."""
     otherwise = 'or weights.lora = "merged"'
     problems = []
     if config.weights.mode in ("collective", "cuda_ipc"):

@@ -1,5 +1,7 @@
-"""The sections of a run's configuration, one frozen Struct for each component; [trainer] and the sections of the
-algorithm are in `config/trainer.py`."""
+"""The sections of a run's configuration, one frozen Struct for each component.
+
+[trainer] and the sections of the algorithm are in `config/trainer.py`.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class DataConfig(Section, frozen=True):
-    """Where prompts come from."""
+    """The source of the prompts."""
 
     source: DataSource = "reasoning_gym"
     path: str = "chain_sum"
@@ -142,7 +144,7 @@ class DataConfig(Section, frozen=True):
 
 
 class SamplingConfig(Section, frozen=True):
-    """How responses are sampled."""
+    """The sampling parameters of responses."""
 
     temperature: NonNegativeFloat = 1.0
     top_p: TopP = 1.0
@@ -157,7 +159,7 @@ class SamplingConfig(Section, frozen=True):
 
 
 class WorkflowConfig(Section, frozen=True):
-    """How a prompt becomes a trajectory."""
+    """The workflow, which turns a prompt into a trajectory."""
 
     name: str = "single_turn"
     """`single_turn`, `multi_turn`, or `module:Class`."""
@@ -166,7 +168,7 @@ class WorkflowConfig(Section, frozen=True):
 
 
 class RewardConfig(Section, frozen=True):
-    """How a response is scored (`rew_inf`)."""
+    """The scoring of responses (`rew_inf`)."""
 
     function: str = "reasoning_gym"
     """`reasoning_gym`, `math_verify`, or `module:function(response, prompt) -> float`; it may be a coroutine."""
@@ -220,12 +222,12 @@ class AgentConfig(Section, frozen=True):
     """`agent`: the score is the function's return value, the last line that the program prints, or the argument of
     `notify_score`. `reward`: the function of [rollout.reward] scores the policy's last answer."""
     renderer: str = "auto"
-    """Renderer of conversations to tokens. `auto`: a renderer of the `renderers` package if its tokens equal those of
-    the model's chat template, else the chat template; `template`: the chat template; or the name of a renderer."""
+    """Renderer of conversations to tokens. `auto`: a renderer of the `renderers` package if it produces the same tokens
+    as the model's chat template, else the chat template; `template`: the chat template; or the name of a renderer."""
     discount: Share = 1.0
     """Factor by which a reward counts for the preceding answer; 1: all answers earn the score alike."""
     processes: Positive = 1
-    """Processes that run the episodes of a `function`, each of them many at the same time."""
+    """Number of processes for the episodes of a `function`; each runs many at the same time."""
     timeout_seconds: PositiveFloat = 300.0
     """Longest time of an episode, from its start to its score."""
     memory_mb: NonNegative = 4096
@@ -342,7 +344,7 @@ class GserverConfig(Section, frozen=True):
     threads: Positive = 1
     """CPU threads of one server; with SGLang, of each of its ranks."""
     max_running: Positive = 64
-    """Requests decoded together."""
+    """Most requests that are decoded together."""
     max_queued: Positive = 4096
     """Most requests that wait in addition to the running ones; a further request receives the status 503."""
     max_context: Positive = 2048
@@ -421,7 +423,7 @@ class SecurityConfig(Section, frozen=True):
 
 
 class StalenessConfig(Section, frozen=True):
-    """How old tokens may be, in policy versions."""
+    """Limit on the age of tokens, in policy versions."""
 
     max_staleness: NonNegative = 4
     """η: no token older than this enters a loss. 0: synchronous, on-policy."""
@@ -494,7 +496,7 @@ class EvaluationDataConfig(Section, frozen=True):
 
 
 class EvaluationConfig(Section, frozen=True):
-    """Evaluation on held-out prompts during training; off unless a time is set.
+    """Evaluation on held-out prompts during training; off by default.
 
     Epochs, steps and seconds count independently of each other; 0 turns one off.
     """
@@ -541,10 +543,10 @@ class SlurmNodesConfig(Section, frozen=True):
     """The nodes of one pool on Slurm."""
 
     nodes: NonNegative = 1
-    """0, for rollout workers only: they run on the nodes of the gservers."""
+    """Number of nodes. 0, for rollout workers only: they run on the nodes of the gservers."""
     options: list[str] = []
-    """Options of sbatch for these nodes, in addition to those of [launch.slurm], each as `--name=value`. If pools
-    differ in them, the job is a heterogeneous one."""
+    """Options of sbatch for these nodes, in addition to [launch.slurm], each as `--name=value`. If pools differ in
+    them, the job is a heterogeneous one."""
 
 
 class SlurmConfig(Section, frozen=True):

@@ -55,7 +55,7 @@ class TrainerConfig(Section, frozen=True):
     """Number of model workers that share the tokens of each row, for rows that are too long for one device."""
     tensor_parallel: Positive = 1
     pipeline_parallel: Positive = 1
-    """The number of model workers is the product of the four; the torch backend supports only the first two."""
+    """The number of model workers is the product of these four sizes; the torch backend supports only the first two."""
     expert_parallel: Positive = 1
     """Number of model workers over which the experts of a layer are spread; a divisor of the product of the first three
     (megatron)."""

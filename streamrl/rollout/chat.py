@@ -1,7 +1,7 @@
 """Chat messages to tokens and back.
 
-Invariant: sampled tokens are never decoded and tokenized again. To append a further turn, the tokens are used that the
-chat template puts between the end of an answer and the beginning of the next one.
+Invariant: sampled tokens are never decoded and tokenized again. A further turn is appended as the tokens that the chat
+template puts between the end of an answer and the beginning of the next one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, *, chat_template: str | None = None) -> ChatTokenizer:
-        """Load the tokenizer of the checkpoint folder `model_dir`, in a second or more. Raises `ModelError`."""
+        """Load the tokenizer of the checkpoint folder `model_dir` (a second or more). Raises `ModelError`."""
         return cls(load_tokenizer(model_dir), chat_template=chat_template)
 
     def save(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class ChatTokenizer:
         self._tokenizer.save_pretrained(folder)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text`, without special tokens; raises `DataError` if the tokenizer cannot encode it."""
+        """Return the tokens of `text`, adding no special ones; raises `DataError` if the tokenizer cannot encode it."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises nothing more precise

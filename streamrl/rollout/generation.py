@@ -190,7 +190,7 @@ class Generator:
                     await _pause(retry, rid, PeerError(f"gserver {gserver} aborted the request: {finish.message}"))
                 if mixed or abandoned or broken:
                     await route.replace(gserver)
-            elif not (finish.type == "length" and len(reply.output_ids) == budget and incomplete):  # not only a part
+            elif not (finish.type == "length" and len(reply.output_ids) == budget and incomplete):  # the response ended
                 reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
                 return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
 

@@ -94,7 +94,7 @@ class GroupMaker:
         """Return the group of `seq`, generated at the gserver of `route`.
 
         `before_scoring` is awaited with a sibling's number before each of its scores, and at its end. A failed sibling
-        is made again only while `may_retry` returns True. The first failure that fails the group cancels its other
+        is made again only while `may_retry` returns True. The first failure that rejects the group cancels its other
         siblings and is raised.
         """
         started = time.monotonic()

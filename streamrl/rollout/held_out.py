@@ -75,7 +75,7 @@ class HeldOutPrompts:
             raise
 
     async def _open_maker(self, prompts: PromptSource) -> GroupMaker:
-        """Return the group maker. A reasoning-gym reward gets new processes: those of training hold training data."""
+        """Return the group maker. A reasoning-gym reward gets new processes: the others hold training data."""
         rewards = self._workshop.rewards
         if rewards is None or self._config.rollout.reward.function == "reasoning_gym":
             rewards = await start_rewards(self._config, self._joined.at_exit)

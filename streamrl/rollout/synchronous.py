@@ -109,7 +109,7 @@ class SynchronousRollout:
         await self._channel.close()
 
     async def _start_groups(self) -> None:
-        """Start the groups that are missing to the master's target, until the run is over."""
+        """Start the missing groups up to the master's target, until the run is over."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: len(self._gates) < self._target)

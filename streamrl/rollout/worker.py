@@ -243,7 +243,7 @@ class RolloutWorker:
         await pusher.close()
 
     async def _go_back(self) -> None:
-        """Keep trainable groups with a place in the ledger, resend those that dead model workers had, drop all others."""
+        """Keep trainable groups with a place in the ledger, resend groups of dead model workers, drop the rest."""
         history, stored = self._membership.history, self._stored.take_all()
         in_hand: dict[int, _Group] = {}
         if not self._config.trainer.synchronous:
@@ -373,7 +373,7 @@ class RolloutWorker:
                 continue
 
     def _young_enough(self) -> Callable[[], bool]:
-        """Return a check that tokens sampled now are not yet older than `staleness.max_staleness`."""
+        """Return a function that checks that tokens sampled now are not older than `staleness.max_staleness`."""
         begun, most = self._membership.policy_version, self._config.staleness.max_staleness
         return lambda: self._membership.policy_version - begun <= most
 

@@ -1,6 +1,6 @@
 """`ModelRenderer`: conversations for models that the `renderers` package supports; `renderer_of` chooses a renderer.
 
-A renderer of the package is chosen only if its tokens equal those of the checkpoint's own chat template in a few
+A renderer of the package is chosen only if it produces the same tokens as the checkpoint's own chat template in a few
 conversations with tools, results, system messages and reasoning. So a fine-tuned model is recognised by its template,
 not by its name, and a modified template is not mistaken for its original.
 """
@@ -137,9 +137,9 @@ class ModelRenderer:
 def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
     """Return the renderer for the model of `chat`, and log the choice.
 
-    `name`: `auto` takes a renderer of the package whose tokens equal those of the chat template, and else the chat
-    template; `template` takes the chat template; any other name selects a renderer. Raises `ConfigError` if there is
-    no such renderer, or the model lacks its tokens.
+    `name`: `auto` takes a renderer of the package that produces the same tokens as the chat template, and else the chat
+    template; `template` takes the chat template; any other name selects a renderer. Raises `ConfigError` if there is no
+    such renderer, or the model lacks its tokens.
     """
     if name == TEMPLATE:
         return _template(chat)

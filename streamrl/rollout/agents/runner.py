@@ -1,5 +1,7 @@
-"""Execution of agents: `FunctionAgents` in a few processes with many episodes each, `CommandAgents` in one process for
-each episode, `RemoteAgents` elsewhere, for clients that lease episodes.
+"""Execution of agents: functions, programs, and remote agents.
+
+`FunctionAgents` runs many episodes in each of a few processes, `CommandAgents` starts a program for each episode, and
+`RemoteAgents` leases episodes to agents elsewhere.
 
 Owns the processes. Invariants: an episode that is cancelled, or hangs, leaves nothing running; a dead process is
 replaced before the next episode; after `close` none of the processes is left, nor anything that they started. Agents
@@ -108,7 +110,7 @@ def agents_of(config: Config, *, tokenizer: Path | None = None, renderer: str = 
 
 
 class FunctionAgents:
-    """Runs a function of the user's in `rollout.agent.processes` processes."""
+    """Runs the user's function in `rollout.agent.processes` processes."""
 
     def __init__(self, processes: UserProcesses) -> None:
         self._processes = processes

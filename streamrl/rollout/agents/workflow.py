@@ -48,7 +48,7 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)?(\w+(?:/\d+)?)")
 
 
 class Earned(NamedTuple):
-    """The score that an agent reported, with the answers that it names resolved."""
+    """An agent's reported score, with the answers that it names resolved to calls."""
 
     said: Score
     rewards: list[tuple[PolicyCall, float]]

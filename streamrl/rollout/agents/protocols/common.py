@@ -13,7 +13,7 @@ from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import TOO_LONG, ChatRequest, Completion, Message, MessagePiece, RequestRefused
 
 MAX_SAMPLES = 256
-"""The most completions that one request may ask for (`n`)."""
+"""Most completions (`n`) of one request."""
 
 
 class CheckedRequest(msgspec.Struct, frozen=True):
@@ -41,7 +41,7 @@ class CheckedRequest(msgspec.Struct, frozen=True):
 
 
 class EventStream(Protocol):
-    """One answer as server-sent events, as it comes."""
+    """Server-sent events of one answer, while it is generated."""
 
     def piece(self, piece: MessagePiece) -> bytes:
         """Return the events for a further piece of the answer."""

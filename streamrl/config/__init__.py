@@ -1,7 +1,7 @@
-"""The configuration of a run: one TOML file, whose unknown keys are refused.
+"""The configuration of a run: one TOML file. Unknown keys are refused.
 
-`load` reads a file, applies `section.key=value` overrides, and checks what a single field
-cannot: values that only make sense together. Every message names the key.
+`load` reads a file, applies `section.key=value` overrides, and checks combinations of values that a single field cannot
+check. Every message names the key.
 """
 
 from __future__ import annotations
@@ -52,24 +52,24 @@ from streamrl.config.trainer import TrainerConfig as TrainerConfig
 from streamrl.errors import ConfigError
 
 FEW = 8
-"""Most keys of a section that are listed where no key resembles an unknown one."""
+"""Most keys of a section that are listed if no key resembles an unknown one."""
 RENAMED = {
     "metrics.tensorboard": 'metrics.sinks; ["tensorboard"], the default, is what true was, [] what false was',
     "rollout.reward.on_error": 'rollout.on_failed_sibling, whose "reject", "zero" and "stop" hold for agents, too',
     "rollout.agent.on_error": 'rollout.on_failed_sibling, whose "reject" and "zero" hold for reward functions, too',
 }
-"""Keys of earlier versions, and what took their place."""
+"""Keys of earlier versions, and their replacements."""
 REMOVED = {
     "weights.senders": "the first model worker sends all weights, since each gserver's link limits a broadcast",
     "weights.delta": "weights are always sent whole",
 }
-"""Keys of earlier versions that nothing replaces, and the reason."""
+"""Keys of earlier versions without a replacement, and the reason."""
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in the TOML file `path`, with overrides such as `trainer.lr=1e-5` applied.
 
-    Raises `ConfigError` if the file cannot be read, or names the keys whose values do not fit.
+    Raises `ConfigError` if the file cannot be read, or if values do not fit; the error names their keys.
     """
     file = Path(path)
     try:
@@ -106,8 +106,8 @@ def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
 
 
 def as_known(tree: Mapping[str, Any]) -> Config | None:
-    """Return the configuration that another version wrote, as this one knows it: keys that it does not have are left
-    out; None: there is nothing, or its values do not fit."""
+    """Return a configuration that another version wrote, without keys that this version does not have; None if it is
+    empty, or its values do not fit."""
     try:
         return msgspec.convert(_known(tree, Config), Config) if tree else None
     except msgspec.ValidationError:
@@ -123,7 +123,7 @@ def to_toml(config: Config, *, only_changed: bool = False) -> str:
 
 
 def _at_home(config: Config) -> Config:
-    """Return `config` with its folders where `~` stands for the user's home: in run.dir=~/runs no shell replaces it."""
+    """Return `config` with `~` in its folders expanded to the user's home: no shell expands it in run.dir=~/runs."""
     replace, expanded = msgspec.structs.replace, os.path.expanduser
     run, weights = config.run, config.weights
     begin = None if run.resume_from is None else expanded(run.resume_from)
@@ -153,8 +153,8 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str) -> None:
-    """Raise `ConfigError` for a scalar in the place of the section `path`, and for an unknown key, with the known keys
-    that it may stand for."""
+    """Raise `ConfigError` for a scalar in place of the section `path`, and for an unknown key, with the known keys that
+    may be meant."""
     if not isinstance(tree, dict):
         raise _no_section(tree, section, path=path, where=where)
     fields = {field.name: field for field in msgspec.structs.fields(section)}
@@ -170,7 +170,7 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
         if value is None:
             continue
-        if any(get_origin(kind) is dict for kind in kinds):  # a table whose keys are names
+        if any(get_origin(kind) is dict for kind in kinds):  # a table with names as keys
             if not isinstance(value, dict):
                 raise _no_section(value, None, path=key, where=where)
             if nested:
@@ -181,7 +181,7 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
 
 
 def _no_section(value: Any, section: type[Section] | None, *, path: str, where: str) -> ConfigError:
-    """Return the error for `value` in the place of the section `path`, with the first key that takes it, or all keys.
+    """Return the error for `value` in place of the section `path`, with the first key that takes it, or all keys.
 
     `section`: None if the keys are free.
     """
@@ -196,7 +196,7 @@ def _no_section(value: Any, section: type[Section] | None, *, path: str, where: 
 
 
 def _unknown(key: str, value: Any, *, siblings: Sequence[str]) -> str:
-    """Return `key` with suggestions; with those for its first key if it is a section that resembles none."""
+    """Return `key` with suggestions; for a section that resembles no known key, with those for its first key."""
     near = suggestions(key, Config, siblings=siblings)
     if not near and isinstance(value, dict) and value:
         name, inner = next(iter(value.items()))
@@ -209,7 +209,7 @@ def _unknown(key: str, value: Any, *, siblings: Sequence[str]) -> str:
 
 
 def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:
-    """`tree` without keys that `section` does not have, nor the sections in it."""
+    """Return `tree` without keys that `section` and its subsections do not have."""
     found = {}
     for field in msgspec.structs.fields(section):
         if field.name not in tree:
@@ -237,18 +237,18 @@ def _readable(error: msgspec.ValidationError) -> str:
 
 
 def _choices(path: str) -> tuple[Any, ...]:
-    """Return what may stand at `path`, if it is one of a few words."""
+    """Return the possible values at `path`, if it takes one of a few words."""
     kind: Any = Config
     for key in path.split("."):
         name, of_many, _ = key.partition("[")
         kind = get_type_hints(kind).get(name) if isinstance(kind, type) else None
-        if of_many:  # of a table of tables: those tables
+        if of_many:  # of a table of tables: the inner tables
             kind = (get_args(kind) or (None,))[-1]
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _difference(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Entries of `tree` that `defaults` has not, or has otherwise."""
+    """Return the entries of `tree` that differ from `defaults` or are not in it."""
     found = {}
     for key, value in tree.items():
         default = defaults.get(key)

@@ -115,7 +115,7 @@ def found_in(config: Config) -> list[str]:
 
 
 def _shrinking_problems(config: Config) -> list[str]:
-    """Return what is wrong with `rollout.on_failed_sibling = "shrink"`."""
+    """Return the problems of `rollout.on_failed_sibling = "shrink"`."""
     fewest, size, kind = config.rollout.min_siblings, config.rollout.group_size, config.algorithm.advantage
     problems = []
     if fewest > size:
@@ -135,13 +135,13 @@ _SGLANG_OWN_FLAGS = {
     "--device": "run.device",
     **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "gserver.sglang.tensor_parallel"),
 }
-"""Flags of SGLang that streamrl decides, and from what."""
+"""Flags of SGLang that streamrl sets itself, and the setting that determines each."""
 _SGLANG_PARALLEL_FLAGS = {
     **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "raise gserver.sglang.tensor_parallel instead"),
     **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp"), "raise gserver.count instead"),
     "--nnodes": "a server is on one machine; start gservers on the others",
 }
-"""Flags that make other ranks of a server than SGLang has places for in a weight group, and what to do."""
+"""Flags that give a server other ranks than SGLang supports in a weight group, and the remedy."""
 
 
 def _mismatch_problems(config: Config) -> list[str]:
@@ -195,7 +195,7 @@ def _sglang_problems(config: Config) -> list[str]:
 
 
 def _layout_problems(config: Config) -> list[str]:
-    """Return what is wrong with how roles are laid out over the model workers."""
+    """Return the problems of the roles' layouts over the model workers."""
     trainer = config.trainer
     problems = []
     for role in ("actor", "ref", "critic", "reward"):
@@ -233,7 +233,7 @@ def _layout_problems(config: Config) -> list[str]:
 
 
 def _lora_problems(config: Config) -> list[str]:
-    """Return what does not go together with [model.lora], if there is one."""
+    """Return the settings that conflict with [model.lora], if it is set."""
     lora, trainer = config.model.lora, config.trainer
     if lora is None:
         return []
@@ -255,7 +255,7 @@ def _lora_problems(config: Config) -> list[str]:
 
 
 def _named_adapter_problems(config: Config, modules: set[str]) -> list[str]:
-    """Return what SGLang cannot do with an adapter of the layers `modules`."""
+    """Return the reasons why SGLang cannot serve an adapter of the layers `modules`."""
     otherwise = 'or weights.lora = "merged"'
     problems = []
     if config.weights.mode in ("collective", "cuda_ipc"):
@@ -279,7 +279,7 @@ def _named_adapter_problems(config: Config, modules: set[str]) -> list[str]:
 
 
 def _length_problems(config: Config) -> list[str]:
-    """Return what is wrong with the settings that end the run."""
+    """Return the problems of the settings that end the run."""
     if config.run.most_steps is not None or config.says_rows:
         return []
     sections = {"trainer": config.trainer.optimizer}
@@ -294,7 +294,7 @@ def _length_problems(config: Config) -> list[str]:
 
 
 def _evaluation_problems(config: Config) -> list[str]:
-    """Return what is wrong with [evaluation], if it is on."""
+    """Return the problems of [evaluation], if it is on."""
     chosen = config.evaluation
     if not chosen.enabled:
         return []

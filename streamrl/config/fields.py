@@ -1,7 +1,7 @@
-"""What the sections of the configuration are made of: types of values, and how often something happens.
+"""Building blocks of the configuration's sections: types of values, and frequencies.
 
-`Every` is every so many epochs, steps and seconds, each counted by itself: something due every ten steps and every
-minute happens at the steps 10, 20, ... and besides every minute. Pure: positions and times are passed in.
+`Every` means every so many epochs, steps and seconds, each counted independently: an event with a period of ten steps
+and one minute is due at the steps 10, 20, ... and also every minute. Pure: positions and times are passed in.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Device = Literal["auto", "cpu", "cuda"]
 SinkName = Literal["tensorboard", "wandb", "trackio"]
 DataSource = Literal["reasoning_gym", "jsonl", "parquet", "hf_disk", "python"]
 GENERATED_SOURCES = ("reasoning_gym", "python")
-"""Sources whose rows are a function of a seed."""
+"""Sources that generate their rows from a seed."""
 
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the configuration file."""
 
 
-# --- how often ---
+# --- frequencies ---
 
 
 class Every(msgspec.Struct, frozen=True):
-    """A frequency as it is written in a configuration; 0 turns one of the three off."""
+    """A frequency in the configuration; 0 turns one of the three periods off."""
 
     epochs: int = 0
     steps: int = 0
@@ -49,24 +49,24 @@ class Every(msgspec.Struct, frozen=True):
 
     @property
     def ever(self) -> bool:
-        """Whether any of the three is on."""
+        """Whether any of the three periods is on."""
         return bool(self.epochs or self.steps or self.seconds)
 
     def since(self, *, epoch: int, step: int, now: float) -> Frequency:
-        """Count from here on: `epoch` and `step` are the whole ones that are done, `now` is in seconds."""
+        """Start to count here: `epoch` and `step` are completed epochs and steps, `now` is in seconds."""
         return Frequency(self, epoch=epoch, step=step, now=now)
 
 
 def every(*, epochs: int = 0, steps: int = 0, seconds: float = 0.0) -> Every:
-    """`every(steps=10, seconds=60.0)`."""
+    """Return an `Every`, for example `every(steps=10, seconds=60.0)`."""
     return Every(epochs=epochs, steps=steps, seconds=seconds)
 
 
 class Frequency:
-    """Says, again and again, whether it is time.
+    """Determines repeatedly whether an event is due.
 
-    Epochs and steps are due at their multiples, counted from the beginning of the run: a run that was resumed
-    goes on in the same rhythm. Seconds are counted from the last time that they were due.
+    Epochs and steps are due at their multiples, counted from the beginning of the run, so a resumed run keeps the
+    rhythm. Seconds are counted from the last time that they were due.
     """
 
     def __init__(self, every: Every, *, epoch: int, step: int, now: float) -> None:
@@ -76,7 +76,7 @@ class Frequency:
         self._ticked = now
 
     def due(self, *, epoch: int, step: int, now: float) -> bool:
-        """Whether one of the three has come since the last call; positions never go back."""
+        """Return whether one of the three periods has passed since the last call; positions never decrease."""
         by_epochs = _passed(self._epoch, epoch, self._every.epochs)
         by_steps = _passed(self._step, step, self._every.steps)
         by_seconds = self._every.seconds > 0 and now - self._ticked >= self._every.seconds
@@ -87,5 +87,5 @@ class Frequency:
 
 
 def _passed(before: int, now: int, period: int) -> bool:
-    """Whether a multiple of `period` lies in (before, now]."""
+    """Return whether a multiple of `period` lies in (before, now]."""
     return period > 0 and now // period > before // period

@@ -1,5 +1,6 @@
-"""The sections of a run's configuration, one frozen Struct for each component; [trainer] and the algorithm's are in
-`config/trainer.py`.
+"""The sections of a run's configuration, one frozen Struct for each component.
+
+[trainer] and the sections of the algorithm are in `config/trainer.py`.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from streamrl.ledger import OverAge
 
 DEFAULT_TRAIN_STEPS = 100
 DIFF_WARNING, QUANTIZED_DIFF_WARNING = 0.05, 0.2
-"""Mean difference of log-probabilities that is warned of, in nats; the second where gservers quantise weights."""
+"""Mean difference of log-probabilities that triggers a warning, in nats; the second applies if gservers quantise
+weights."""
 HELD_OUT_SEED_DISTANCE = 2**30
-"""From the seed of training prompts to that of an evaluation's."""
+"""Distance from the seed of training prompts to the seed of an evaluation's prompts."""
 
 
 class RunConfig(Section, frozen=True):
@@ -45,26 +47,26 @@ class RunConfig(Section, frozen=True):
     name: str = "run"
     """Name of the run; its folder is `dir/name`."""
     dir: str = "runs"
-    """Where run folders are made."""
+    """Folder that contains the run folders."""
     seed: int = 0
-    """Seeds data order, sampling and initial weights."""
+    """Seed of data order, sampling and initial weights."""
     total_train_epochs: Positive | None = None
-    """Passes over the data set; None: no limit. Whichever of the two limits is reached first ends the run."""
+    """Passes over the data set; None: no limit. The run ends at the first of the two limits that it reaches."""
     total_train_steps: Positive | None = None
-    """Training steps; None: no limit, or 100 where there is no limit of epochs either."""
+    """Training steps; None: no limit, or 100 if epochs are not limited either."""
     device: Device = "auto"
     """`auto`: CUDA if there is a device, else the CPU."""
     stop_at_reward: Finite | None = None
     """End early once the mean reward of the last `stop_window` steps reaches this."""
     stop_window: Positive = 5
     record: bool = False
-    """Keep what every step is trained on in the run's folder, for `streamrl replay` (docs/replay.md)."""
+    """Keep the training data of every step in the run's folder, for `streamrl replay` (docs/replay.md)."""
     resume_from: str | None = None
-    """Folder of a checkpoint to go on from; `streamrl run CONFIG --resume` finds the run's latest one."""
+    """Folder of the checkpoint to continue from; `streamrl run CONFIG --resume` finds the run's latest one."""
 
     @property
     def most_steps(self) -> int | None:
-        """Training steps after which the run ends; None: epochs alone end it."""
+        """Training steps after which the run ends; None: only epochs end it."""
         if self.total_train_steps is None and self.total_train_epochs is None:
             return DEFAULT_TRAIN_STEPS
         return self.total_train_steps
@@ -75,7 +77,7 @@ class ScratchConfig(Section, frozen=True):
 
     alphabet: str = "0123456789+=> "
     words: list[str] = []
-    """Strings of several characters that are one token each, too: a tool's call, for example."""
+    """Strings of several characters that also get one token each, for example the tag of a tool call."""
     hidden_size: Positive = 128
     layers: Positive = 2
     heads: Positive = 4
@@ -88,17 +90,17 @@ LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 
 
 class LoraConfig(Section, frozen=True):
-    """Low-rank adapters, which are trained instead of the model (docs/lora.md)."""
+    """Low-rank adapters, which are trained while the model stays frozen (docs/lora.md)."""
 
     rank: Positive = 16
     alpha: PositiveFloat = 32.0
-    """What an adapter adds is multiplied by `alpha / rank`."""
+    """An adapter's output is multiplied by `alpha / rank`."""
     target_modules: list[str] = msgspec.field(default_factory=lambda: list(LINEAR_LAYERS))
-    """Linear layers that have one, by the last part of their names."""
+    """Linear layers that get an adapter, by the last part of their names."""
 
     @property
     def scale(self) -> float:
-        """What an adapter adds is multiplied by it."""
+        """Factor of an adapter's output."""
         return self.alpha / self.rank
 
 
@@ -116,7 +118,7 @@ class ModelConfig(Section, frozen=True):
 
 
 class DataConfig(Section, frozen=True):
-    """Where prompts come from."""
+    """The source of the prompts."""
 
     source: DataSource = "reasoning_gym"
     path: str = "chain_sum"
@@ -124,14 +126,14 @@ class DataConfig(Section, frozen=True):
     args: dict[str, Any] = {}
     """Extra arguments for `reasoning_gym` and `python` sources."""
     size: Positive = 10000
-    """Rows of a `reasoning_gym` or `python` source; files bring their own."""
+    """Rows of a `reasoning_gym` or `python` source; files determine their own number."""
     prompt_key: str = "prompt"
-    """Column with the prompt: a string, or a list of chat messages, of text alone."""
+    """Column with the prompt: a string, or a list of chat messages with text only."""
     answer_key: str = "answer"
     """Column with the reference answer; may be absent from the data."""
     answer_type: Literal["text", "as_is"] = "text"
-    """`text`: `prompt.answer` is text, as `response.text` is: a number, list or mapping becomes its JSON, `521` or
-    `["a", 1]`. `as_is`: it has the row's own type. No answer is None in both."""
+    """`text`: `prompt.answer` is text, like `response.text`; a number, list or mapping becomes its JSON, such as `521`
+    or `["a", 1]`. `as_is`: `prompt.answer` keeps the row's type. A missing answer is None in both cases."""
     system_prompt: str | None = None
     """Put before each prompt as a system message."""
     suffix: str = ""
@@ -142,7 +144,7 @@ class DataConfig(Section, frozen=True):
 
 
 class SamplingConfig(Section, frozen=True):
-    """How responses are sampled."""
+    """The sampling parameters of responses."""
 
     temperature: NonNegativeFloat = 1.0
     top_p: TopP = 1.0
@@ -153,11 +155,11 @@ class SamplingConfig(Section, frozen=True):
     """Longest response of one turn, in tokens."""
     stop: list[str] = []
     stop_token_ids: list[int] = []
-    """Besides the tokenizer's end-of-sequence token."""
+    """In addition to the tokenizer's end-of-sequence token."""
 
 
 class WorkflowConfig(Section, frozen=True):
-    """How a prompt becomes a trajectory."""
+    """The workflow, which turns a prompt into a trajectory."""
 
     name: str = "single_turn"
     """`single_turn`, `multi_turn`, or `module:Class`."""
@@ -166,77 +168,79 @@ class WorkflowConfig(Section, frozen=True):
 
 
 class RewardConfig(Section, frozen=True):
-    """How a response is scored (`rew_inf`)."""
+    """The scoring of responses (`rew_inf`)."""
 
     function: str = "reasoning_gym"
     """`reasoning_gym`, `math_verify`, or `module:function(response, prompt) -> float`; it may be a coroutine."""
     args: dict[str, Any] = {}
     """Extra keyword arguments of the function."""
     processes: Positive = 1
-    """Each of which scores one response at a time, or several where the function is a coroutine function."""
+    """Number of reward processes. A process scores one response at a time, or up to `concurrent_calls` if the function
+    is a coroutine function."""
     concurrent_calls: Positive = 64
-    """Calls of a coroutine function, which may ask a judge or a sandbox, that each process makes at the same time."""
+    """Simultaneous calls of a coroutine function in each process; such a function may wait for a judge or a sandbox."""
     timeout_seconds: PositiveFloat = 10.0
-    """Longest time of one call; a process that takes longer is killed and replaced, a coroutine is cancelled."""
+    """Longest time of one call. A process that exceeds it is killed and replaced; a coroutine is cancelled."""
     environment: list[str] = []
-    """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
-    that the function gets nonetheless, for example to ask a judge. It never gets the keys of the run itself."""
+    """Names of environment variables that the function receives although they look like secrets (KEY, TOKEN, SECRET,
+    PASSWORD or CREDENTIALS in the name), for example the key of a judge. The function never receives the keys of the
+    run itself."""
     overlong_tokens: NonNegative = 0
-    """This many of the last `sampling.max_new_tokens` cost reward, in proportion to how many of them are used. Refused
-    with a reward model, and with agents that score themselves."""
+    """The last `overlong_tokens` of `sampling.max_new_tokens` reduce the reward in proportion to how many of them are
+    used. Refused with a reward model, and with agents that score themselves."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """What using all of them costs."""
+    """Reduction of the reward if all of them are used."""
 
 
 class AgentConfig(Section, frozen=True):
-    """Programs that talk to the policy as to any model server, instead of a workflow (docs/agents.md)."""
+    """Programs that use the policy as a model server, instead of a workflow (docs/agents.md)."""
 
     function: str = ""
     """`module:function`, called as `function(task, policy)`; it may be a coroutine."""
     command: list[str] = []
-    """A program and its arguments, started for each episode; `{name}` in them is that field of the task."""
+    """A program and its arguments, started for each episode; `{name}` in them is replaced by that field of the task."""
     verifiers: str = ""
-    """A taskset of the `verifiers` package (0.4 or newer), by the name of its module; its tasks take the place of the
-    rows of [data], of which `args` are the taskset's settings and `size` is the most tasks that are taken."""
+    """A taskset of the `verifiers` package (0.4 or newer), by the name of its module. Its tasks replace the rows of
+    [data]: `data.args` are then the taskset's settings, and `data.size` is the largest number of tasks."""
     args: dict[str, Any] = {}
-    """Extra keyword arguments of the `function`; of `verifiers`, what its environment's configuration has besides the
-    taskset, and `sampling`."""
+    """Extra keyword arguments of the `function`; with `verifiers`, the configuration of its environment without the
+    taskset and `sampling`."""
     python: str = ""
-    """The interpreter of another environment, for a `function` or `verifiers`; it has to have the package msgspec.
-    Empty: the one that streamrl runs in."""
+    """The Python interpreter of another environment, for a `function` or `verifiers`; it needs the package msgspec.
+    Empty: the interpreter that runs streamrl."""
     remote: bool = False
-    """Agents run elsewhere: they ask `POST /episodes` of the rollout workers for a task."""
+    """Agents run elsewhere and request tasks from the rollout workers with `POST /episodes`."""
     host: str = ""
-    """Where a rollout worker serves its agents; empty: `remote` ones at the address by which others reach this worker,
-    and its own at the loopback address."""
+    """Address at which a rollout worker serves its agents. Empty: the loopback address for its own agents, and for
+    `remote` ones the address by which others reach this worker."""
     port: Port = 0
-    """Port of rollout worker 0; worker 1 has the next one, and so on. 0: any free ones."""
+    """Port of rollout worker 0; worker 1 has the next one, and so on. 0: any free ports."""
     api_key_env: str = ""
-    """Name of the environment variable with the key that whoever asks for an episode must show; empty: none. Agents
-    have keys of their own, one for each episode."""
+    """Name of the environment variable with the key that requests for an episode must carry; empty: no key. Each
+    episode has its own key for its agent."""
     scored_by: Literal["agent", "reward"] = "agent"
-    """`agent`: by what the function returns, the last line that the program prints, or `notify_score`; `reward`: the
-    function of [rollout.reward] judges the last thing that the policy said."""
+    """`agent`: the score is the function's return value, the last line that the program prints, or the argument of
+    `notify_score`. `reward`: the function of [rollout.reward] scores the policy's last answer."""
     renderer: str = "auto"
-    """What makes tokens of conversations: `auto`, a renderer of the `renderers` package if it writes what the model's
-    chat template writes; `template`, the chat template; or the name of a renderer."""
+    """Renderer of conversations to tokens. `auto`: a renderer of the `renderers` package if it produces the same tokens
+    as the model's chat template, else the chat template; `template`: the chat template; or the name of a renderer."""
     discount: Share = 1.0
-    """What a reward counts for the answer before the one that earned it; 1: all answers earn the score alike."""
+    """Factor by which a reward counts for the preceding answer; 1: all answers earn the score alike."""
     processes: Positive = 1
-    """In which episodes of a `function` run, in each of them many at the same time."""
+    """Number of processes for the episodes of a `function`; each runs many at the same time."""
     timeout_seconds: PositiveFloat = 300.0
     """Longest time of an episode, from its start to its score."""
     memory_mb: NonNegative = 4096
-    """Address space of one process of an agent; 0: no limit."""
+    """Address space of one process of an agent, in MiB; 0: no limit."""
     max_calls: Positive = 128
-    """Most answers that an episode gets from the policy."""
+    """Most answers of the policy in one episode."""
     environment: list[str] = []
-    """Names of environment variables that look like secrets (KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS in them) and
-    that agents get nonetheless."""
+    """Names of environment variables that agents receive although they look like secrets (KEY, TOKEN, SECRET, PASSWORD
+    or CREDENTIALS in the name)."""
 
     @property
     def used(self) -> bool:
-        """Whether there is one."""
+        """Whether agents are configured."""
         return bool(self.function or self.command or self.verifiers or self.remote)
 
 
@@ -247,35 +251,36 @@ class RolloutConfig(Section, frozen=True):
     group_size: Positive = 8
     """Sibling responses for each prompt."""
     max_concurrent_groups: Positive = 64
-    """In one worker."""
+    """Most groups that one worker makes at the same time."""
     on_failed_sibling: Literal["retry", "shrink", "reject", "zero", "stop"] = "retry"
-    """What happens if infrastructure fails while a sibling is made: a process is lost, a call times out, or a reward
+    """Response to a failure of infrastructure while a sibling is made: a process is lost, a call times out, or a reward
     function, an agent or a workflow raises an exception (docs/groups.md).
 
     - `retry`: the sibling is made again, up to `sibling_retries` times; then its group is rejected;
     - `shrink`: the group is trained on without it, if at least `min_siblings` remain;
     - `reject`: the group is rejected;
     - `zero`: as `retry`, but if the reward function or the agent fails, the response or episode scores 0;
-    - `stop`: the run stops."""
+    - `stop`: the run stops.
+    """
     sibling_retries: NonNegative = 3
     """How often `retry` and `zero` make one sibling again, after pauses that double from 0.5 to 2 seconds."""
     min_siblings: Positive = 2
-    """Fewest siblings of a group that `shrink` trains on."""
+    """Fewest siblings of a group that is trained on with `shrink`."""
     max_failures: Positive = 20
-    """After this many groups in a row that errors had rejected the worker ends, and the run with it, unless others make
-    groups. Those that one end of an agent's process has cost count as one."""
+    """A worker ends after errors have rejected this many groups in a row; the run ends with it, unless other workers
+    make groups. Groups lost to the same death of an agent's process count as one."""
     drop_uniform_groups: bool = False
-    """Give up groups whose responses all scored the same, and make others instead (they teach nothing)."""
+    """Give up groups in which all responses scored the same, since they teach nothing, and make others instead."""
     request_timeout_seconds: PositiveFloat = 600.0
     """Longest time of one generation request."""
     tokens_per_request: Positive = 4096
-    """A longer response is asked for in parts: the death of its gserver costs no more than one."""
+    """A longer response is requested in parts, so that the death of its gserver costs at most one part."""
     restarts: NonNegative = 3
-    """How often `streamrl run` replaces a rollout worker that died within
-    `restart_window_seconds`; after that the run continues without it for a while, if there are others, or stops."""
+    """How often `streamrl run` replaces a rollout worker that died within `restart_window_seconds`. After that the run
+    continues without it for a while if there are other workers, or else stops."""
     restart_window_seconds: PositiveFloat = 3600.0
     restart_delay_seconds: PositiveFloat = 1.0
-    """Before the first replacement; each further one waits twice as long, a minute at most."""
+    """Delay before the first replacement; it doubles with each further one, up to a minute."""
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = WorkflowConfig()
     agent: AgentConfig = AgentConfig()
@@ -292,7 +297,7 @@ PACE_SIGMA = 0.25
 
 
 class SimulationConfig(Section, frozen=True):
-    """A simulated engine: no model, random tokens, long-tailed lengths and times."""
+    """A simulated engine without a model: random tokens, with long-tailed lengths and times."""
 
     token_seconds: PositiveFloat = 0.01
     """Median time of one token."""
@@ -301,28 +306,27 @@ class SimulationConfig(Section, frozen=True):
     sigma: NonNegativeFloat = 1.0
     """Spread of the response lengths: standard deviation of their logarithm."""
     vocab_size: Positive = 15
-    """Tokens are drawn from 0 to `vocab_size - 1`. The model needs as many; the default fits a model from scratch with
-    the default alphabet."""
+    """Tokens are drawn from 0 to `vocab_size - 1`. The model needs at least as many; the default fits a model from
+    scratch with the default alphabet."""
 
 
 class SglangConfig(Section, frozen=True):
     """Real SGLang servers; only with `gserver.engine = "sglang"`."""
 
     python: str = ""
-    """The interpreter of the environment that has sglang; empty: the one that streamrl runs in."""
+    """The Python interpreter of the environment that has sglang; empty: the interpreter that runs streamrl."""
     args: list[str] = []
     """Flags of SGLang's server, each as `--name=value`; they come after streamrl's own and replace them."""
     tensor_parallel: Positive = 1
-    """Ranks over which a server that streamrl starts spreads the model: each on a GPU of its own, or on
-    `gserver.threads` cores."""
+    """Ranks of the model in a server that streamrl starts, each on its own GPU, or on `gserver.threads` cores."""
     addresses: list[str] = []
-    """URLs of servers that run already, one for each gserver: they are joined, and none is started."""
+    """URLs of running servers, one for each gserver; streamrl then starts none."""
     start_timeout_seconds: PositiveFloat = 300.0
-    """How long a server may take until it answers."""
+    """Longest time from the start of a server to its first reply."""
 
 
 QUANTIZATION_FLAGS = ("--quantization",)
-"""With these SGLang quantises the weights that it is sent."""
+"""Flags that make SGLang quantise the weights that it receives."""
 
 
 class GserverConfig(Section, frozen=True):
@@ -331,51 +335,51 @@ class GserverConfig(Section, frozen=True):
     engine: Literal["embedded", "sglang", "simulated"] = "embedded"
     """streamrl's own engine, real SGLang servers, or no model at all."""
     count: Positive = 1
-    """How many `streamrl run` starts."""
+    """Number of gservers that `streamrl run` starts."""
     host: str = ""
-    """Where each listens; empty: at the address by which others reach it, a loopback address while the manager has one
-    (docs/clusters.md)."""
+    """Address at which each gserver listens. Empty: the address by which others reach it, or a loopback address if the
+    manager has one (docs/clusters.md)."""
     dtype: DType = "auto"
-    """`auto`: bfloat16 where the processor computes in it, else float32."""
+    """`auto`: bfloat16 if the processor computes in it, else float32."""
     threads: Positive = 1
-    """CPU threads of one server; of SGLang, of each of its ranks."""
+    """CPU threads of one server; with SGLang, of each of its ranks."""
     max_running: Positive = 64
-    """Requests decoded together."""
+    """Most requests that are decoded together."""
     max_queued: Positive = 4096
-    """Requests waiting beyond those; one more is answered 503."""
+    """Most requests that wait in addition to the running ones; a further request receives the status 503."""
     max_context: Positive = 2048
-    """Prompt and response, in tokens."""
+    """Longest prompt and response together, in tokens."""
     max_restarts: NonNegative = 3
-    """How often `streamrl run` starts a gserver again that died within `restart_window_seconds`; after that the run
-    goes on without it for a while, if there are others, or stops."""
+    """How often `streamrl run` restarts a gserver that died within `restart_window_seconds`. After that the run
+    continues without it for a while if there are others, or else stops."""
     restart_window_seconds: PositiveFloat = 600.0
     restart_delay_seconds: PositiveFloat = 1.0
-    """Before the first restart; each further one waits twice as long, a minute at most."""
+    """Delay before the first restart; it doubles with each further one, up to a minute."""
     stuck_seconds: PositiveFloat = 60.0
-    """An engine that has work and finishes no step for this long, or an SGLang server that answers nothing, counts as
-    hung, and its gserver ends. Has to be longer than the longest prompt takes to compute."""
+    """An engine with work that finishes no step for this long, or an SGLang server that does not reply for this long,
+    counts as hung, and its gserver ends. Must be longer than the computation of the longest prompt."""
     deterministic: bool = False
-    """The embedded engine computes each request in forward passes of its own (several times slower): tokens and
-    log-probabilities then do not depend, bit for bit, on what else is computed, and neither do those of `ref_inf`
-    and `rew_inf`. With `staleness.max_staleness = 0` a run can then be repeated (docs/operations.md)."""
+    """The embedded engine computes each request in separate forward passes (several times slower): tokens and
+    log-probabilities then do not depend, bit for bit, on other requests, and neither do those of `ref_inf` and
+    `rew_inf`. With `staleness.max_staleness = 0` a run is then repeatable (docs/operations.md)."""
     simulated_int8: bool = False
     """SIMULATED: the embedded engine rounds the weights of linear layers as int8 with a scale for each row would. It
-    computes with them in `dtype`, so it is neither smaller nor faster: to try what a quantised rollout does to training
-    (docs/generation.md)."""
+    computes with them in `dtype`, so it is neither smaller nor faster. It shows the effect of a quantised rollout on
+    training (docs/generation.md)."""
     prefill_tokens: Positive = 4096
-    """Prompt tokens that the embedded engine computes between two decode steps while all of its slots are free; the
-    fewer are free, the fewer. Longer prompts are cut, so that they do not hold up the requests that run."""
+    """Prompt tokens that the embedded engine computes between two decode steps while all of its slots are free; fewer
+    if fewer slots are free. Longer prompts are computed in parts, so that they do not delay running requests."""
     prefix_cache_mb: NonNegativeFloat = 256.0
-    """Memory in which the embedded engine keeps finished sequences for later turns and resumed responses."""
+    """Memory in which the embedded engine keeps finished sequences for later turns and resumed responses, in MiB."""
     api_key_env: str = ""
-    """Name of the environment variable with the key that the servers of `sglang.addresses` ask for; empty: none. The
-    run's own gservers have keys that are made for the run."""
+    """Name of the environment variable with the key of the servers in `sglang.addresses`; empty: no key. The run
+    creates the keys of its own gservers."""
     simulation: SimulationConfig = SimulationConfig()
     sglang: SglangConfig = SglangConfig()
 
     @property
     def quantized(self) -> bool:
-        """Whether gservers compute with fewer bits than they are sent, as far as their flags tell."""
+        """Whether gservers compute with fewer bits than the weights that they receive, judged by their flags."""
         flags = {word.partition("=")[0] for word in self.sglang.args}
         return self.simulated_int8 or not flags.isdisjoint(QUANTIZATION_FLAGS)
 
@@ -384,7 +388,7 @@ class ManagerConfig(Section, frozen=True):
     """The gserver manager."""
 
     host: str = "127.0.0.1"
-    """Where it listens. For processes on other machines an address that they reach, or `0.0.0.0`."""
+    """Address at which it listens. For processes on other machines: an address that they can reach, or `0.0.0.0`."""
     port: Port = 0
     """0: any free port (`streamrl run` only)."""
     lease_seconds: PositiveFloat = 30.0
@@ -393,64 +397,66 @@ class ManagerConfig(Section, frozen=True):
     join_timeout_seconds: PositiveFloat = 300.0
     """How long a run waits for its processes to register."""
     drain_seconds: PositiveFloat = 60.0
-    """How long requests on a gserver that is to leave may take to finish; the others go on elsewhere."""
+    """Time for requests to finish on a gserver that is about to leave; the rest continue elsewhere."""
 
 
 class SecurityConfig(Section, frozen=True):
-    """Who may take part in the run, and how its processes know each other (docs/security.md)."""
+    """Access to the run, and the authentication of its processes (docs/security.md)."""
 
     secret_file: str = ""
-    """File with the run's secret, which only its owner may be able to read; the controller makes it if it is not there.
-    Empty: the secret is made for the run, or is in the environment variable STREAMRL_SECRET."""
+    """File with the run's secret, readable by its owner alone; the controller creates the file if it is missing. Empty:
+    the secret is created for the run, or comes from the environment variable STREAMRL_SECRET."""
     encryption: Literal["auto", "on", "off"] = "auto"
-    """`auto`: whatever leaves the loopback address is encrypted; `off`: nothing is, and whoever reads the network reads
-    the run's tokens, too; `on`: everything, on one machine as well. What torch's process groups send is never."""
+    """`auto`: all traffic beyond the loopback address is encrypted; `on`: also traffic within one machine; `off`: none,
+    so that an eavesdropper on the network can also read the run's tokens. Traffic of torch's process groups is never
+    encrypted."""
     certificate: str = ""
-    """PEM file with the certificate of this machine's HTTP servers; empty: encrypted ones make themselves certificates
-    that only processes of the run believe."""
+    """PEM file with the certificate of this machine's HTTP servers. Empty: encrypted servers create certificates that
+    only processes of the run trust."""
     private_key: str = ""
     """PEM file with the key of `certificate`."""
     authority: str = ""
-    """PEM file with the authority that has signed the certificates; empty: those that the machine knows."""
+    """PEM file with the authority that has signed the certificates; empty: the machine's own authorities."""
     host_names: list[str] = []
-    """Names by which the run's HTTP servers are asked, besides their addresses and the machine's own name: a request
-    under another name may come from a web page, and is refused."""
+    """Further names of the run's HTTP servers, in addition to their addresses and the machine's own name. A request
+    under any other name may come from a web page, and is refused."""
 
 
 class StalenessConfig(Section, frozen=True):
-    """How old tokens may be, in policy versions."""
+    """Limit on the age of tokens, in policy versions."""
 
     max_staleness: NonNegative = 4
     """η: no token older than this enters a loss. 0: synchronous, on-policy."""
     over_age: OverAge = "mask"
-    """What happens to older tokens: `mask`, `wait` or `drop` (docs/staleness.md)."""
+    """Treatment of older tokens: `mask`, `wait` or `drop` (docs/staleness.md)."""
 
 
 class WeightsConfig(Section, frozen=True):
-    """How new weights reach the gservers."""
+    """Transfer of new weights to the gservers."""
 
     mode: Literal["auto", "collective", "disk", "shared_memory", "cuda_ipc"] = "auto"
-    """A broadcast to all gservers; files in `dir`, which all hosts have; files in the memory of one host; or memory of
-    the GPU that the trainer's first model worker and all gservers are on. `auto`: shared memory while all gservers are
-    on the trainer's host, without GPUs, or the GPU's memory while all are on that, if it has room; else a broadcast."""
+    """`collective`: a broadcast to all gservers; `disk`: files in `dir`, which all hosts share; `shared_memory`: files
+    in the memory of one host; `cuda_ipc`: memory of the GPU that the trainer's first model worker and all gservers
+    share. `auto`: shared memory if all gservers are on the trainer's host, without GPUs; the GPU's memory if all share
+    that GPU and it has room; else a broadcast."""
     lora: Literal["adapter", "merged"] = "adapter"
-    """With [model.lora], what is published: the adapter alone, or the model's weights with the adapter added."""
+    """With [model.lora], the published weights: the adapter alone, or the model's weights merged with the adapter."""
     dir: str = ""
-    """Where `mode = "disk"` writes; empty: `weights` in the run's folder."""
+    """Folder for `mode = "disk"`; empty: `weights` in the run's folder."""
     checksum: bool = True
-    """Compare the weights that a gserver has staged with those that were trained, before it serves them."""
+    """Compare the weights that a gserver has staged with the trained weights before it serves them."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
-    """What running requests do during the swap: stay, are computed again, or are cut and continued."""
+    """Effect of the swap on running requests: they stay, are computed again, or are interrupted and continued."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """What broadcasts the weights. `auto`: NCCL if the trainer is on GPUs, unless it and the gservers that
-    `streamrl run` starts have to share them: NCCL allows one rank on each."""
+    """Backend of the weight broadcast. `auto`: NCCL if the trainer is on GPUs, unless it shares them with gservers that
+    `streamrl run` starts: NCCL allows one rank on each GPU."""
     host: str = ""
-    """Where the publisher listens for the weight group; empty: at the address by which others reach it."""
+    """Address at which the publisher listens for the weight group; empty: the address by which others reach it."""
     bucket_mb: PositiveFloat = 256.0
-    """Size of the buckets in which weights are broadcast; a larger weight is a bucket alone. Each bucket has to arrive
-    within `timeout_seconds`."""
+    """Size of the buckets in which weights are broadcast, in MiB; a larger weight is a bucket of its own. Each bucket
+    has to arrive within `timeout_seconds`."""
     timeout_seconds: PositiveFloat = 120.0
-    """How long each wait in a weight update may take."""
+    """Longest time of each wait in a weight update."""
     attempts: Positive = 3
     """How often an update is tried before the run stops."""
 
@@ -459,12 +465,12 @@ class StreamConfig(Section, frozen=True):
     """The stream of groups from rollout workers to DP heads."""
 
     host: str = ""
-    """Where the controller listens for model workers, and model workers for groups; empty: at the address by which
-    others reach them."""
+    """Address at which the controller listens for model workers, and model workers listen for groups; empty: the
+    address by which others reach them."""
     capacity_groups: Positive = 4096
-    """Groups that a DP head holds; beyond that senders get no credit."""
+    """Most groups that a DP head holds; beyond that, senders get no credit."""
     max_group_mb: PositiveFloat = 256.0
-    """Arrays of one group, in units of 2^20 bytes."""
+    """Largest size of the arrays of one group, in MiB (2^20 bytes)."""
     resend_seconds: PositiveFloat = 10.0
     """A group that has not been acknowledged for this long is sent again."""
 
@@ -474,7 +480,7 @@ class StreamConfig(Section, frozen=True):
 
 
 class EvaluationDataConfig(Section, frozen=True):
-    """Held-out prompts. What is not set here is as in [data]."""
+    """Held-out prompts. A setting that is not given here is as in [data]."""
 
     source: DataSource | None = None
     path: str | None = None
@@ -490,26 +496,26 @@ class EvaluationDataConfig(Section, frozen=True):
 
 
 class EvaluationConfig(Section, frozen=True):
-    """Evaluation on held-out prompts while training goes on; off unless it is said when.
+    """Evaluation on held-out prompts during training; off by default.
 
-    Epochs, steps and seconds each count by themselves; 0: not by this one.
+    Epochs, steps and seconds count independently of each other; 0 turns one off.
     """
 
     every_epochs: NonNegative = 0
     every_steps: NonNegative = 0
     every_seconds: NonNegativeFloat = 0.0
     at_start: bool = False
-    """Evaluate the policy that the run begins with."""
+    """Evaluate the initial policy of the run."""
     at_end: bool = False
-    """Evaluate the last policy; the run ends after that."""
+    """Evaluate the final policy before the run ends."""
     end_timeout_seconds: PositiveFloat = 900.0
-    """How long the run waits for the evaluation at its end."""
+    """Longest time that the run waits for the evaluation at its end."""
     data: EvaluationDataConfig = EvaluationDataConfig()
     seed: NonNegative | None = None
     """Seed of the held-out prompts; None: `run.seed + 2**30`, far from the rows of the training data (a generator may
     make row i from seed + i)."""
     prompts: Positive | None = None
-    """How many, the same ones each time; None: all rows."""
+    """Number of prompts, the same ones in each evaluation; None: all rows."""
     samples: Positive = 1
     """k: responses to each prompt."""
     temperature: NonNegativeFloat = 0.0
@@ -518,18 +524,18 @@ class EvaluationConfig(Section, frozen=True):
     max_new_tokens: Positive | None = None
     """None: as in training."""
     max_concurrent: Positive = 16
-    """Prompts at a time, each with all its samples, so that training keeps most of the gservers."""
+    """Most prompts at a time, each with all its samples, so that training keeps most of the gservers."""
     pass_reward: Finite = 1.0
     """A response with at least this reward counts as a pass in pass@k."""
 
     @property
     def every(self) -> Every:
-        """When, besides at start and end."""
+        """The frequency of evaluations, in addition to start and end."""
         return Every(epochs=self.every_epochs, steps=self.every_steps, seconds=self.every_seconds)
 
     @property
     def enabled(self) -> bool:
-        """Whether there is ever an evaluation."""
+        """Whether the run has any evaluation."""
         return self.every.ever or self.at_start or self.at_end
 
 
@@ -537,14 +543,14 @@ class SlurmNodesConfig(Section, frozen=True):
     """The nodes of one pool on Slurm."""
 
     nodes: NonNegative = 1
-    """0, for rollout workers only: they are on the nodes of the gservers."""
+    """Number of nodes. 0, for rollout workers only: they run on the nodes of the gservers."""
     options: list[str] = []
-    """Options of sbatch for these nodes, besides those of [launch.slurm], each as `--name=value`. If pools differ in
+    """Options of sbatch for these nodes, in addition to [launch.slurm], each as `--name=value`. If pools differ in
     them, the job is a heterogeneous one."""
 
 
 class SlurmConfig(Section, frozen=True):
-    """What `streamrl launch slurm` asks for."""
+    """Resources that `streamrl launch slurm` requests."""
 
     options: list[str] = []
     """Options of sbatch for all nodes, each as `--name=value`: partition, time, account."""
@@ -555,44 +561,45 @@ class SlurmConfig(Section, frozen=True):
 
 
 class KubernetesConfig(Section, frozen=True):
-    """What `streamrl launch kubernetes` writes into its manifests."""
+    """Settings of the manifests that `streamrl launch kubernetes` writes."""
 
     image: str = ""
-    """The container image, which has streamrl in it."""
+    """The container image, which contains streamrl."""
     namespace: str = ""
-    """Empty: the one that kubectl is set to."""
+    """Kubernetes namespace; empty: kubectl's current one."""
     claim: str = ""
-    """The PersistentVolumeClaim with the run's folder, which several nodes can mount: relative paths of the
-    configuration begin in it."""
+    """The PersistentVolumeClaim with the run's folder, which several nodes can mount; relative paths of the
+    configuration start there."""
     trainer_pods: Positive = 1
     """Pods over which the model workers are spread evenly."""
     memory: str = "8Gi"
-    """Asked for by each pod that computes a model."""
+    """Memory request of each pod that computes a model."""
     gpu_resource: str = "nvidia.com/gpu"
-    """What the cluster calls a GPU."""
+    """The cluster's resource name of a GPU."""
 
 
 class LaunchConfig(Section, frozen=True):
     """Runs that a cluster starts (`streamrl launch`, docs/clusters.md)."""
 
     restarts: NonNegative = 3
-    """How often such a run is begun again from its latest checkpoint after its trainer or its controller was lost."""
+    """How often the run is restarted from its latest checkpoint after its trainer or its controller was lost."""
     slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
 
 class MetricsConfig(Section, frozen=True):
-    """Files that a run writes about itself while it goes on."""
+    """Files that a run writes about itself."""
 
     sinks: list[SinkName] = msgspec.field(default_factory=lambda: ["tensorboard"])
-    """Where the figures of training steps and evaluations go besides `metrics.jsonl`: docs/operations.md."""
+    """Destinations of the figures of training steps and evaluations, in addition to `metrics.jsonl`
+    (docs/operations.md)."""
     project: NonEmpty = "streamrl"
-    """The project that the run belongs to at Weights & Biases and in trackio."""
+    """The run's project at Weights & Biases and in trackio."""
     plots: bool = True
     rollouts_per_step: NonNegative = 4
-    """Groups of each training step of which every token is kept in `rollouts/`, to be looked at (docs/rollouts.md)."""
+    """Groups of each training step that are kept in `rollouts/` with every token, for inspection (docs/rollouts.md)."""
     rollouts_mb: PositiveFloat = 512.0
-    """Disk that they may take, in units of 2^20 bytes; when it is used up, the oldest are thinned out."""
+    """Disk space for them, in MiB (2^20 bytes); when it is used up, the oldest are thinned out."""
 
 
 class Config(Section, frozen=True):
@@ -624,15 +631,15 @@ class Config(Section, frozen=True):
 
     @property
     def says_rows(self) -> bool:
-        """Whether `data.size` is how many rows there are: those of files, and tasks of verifiers, count themselves."""
+        """Whether `data.size` determines the number of rows. Files and tasks of verifiers have their own numbers."""
         return self.data.source in GENERATED_SOURCES and not self.rollout.agent.verifiers
 
     def planned_steps(self, *, steps: int = 0, groups: int = 0) -> int:
         """Return the training steps of the whole run, for schedules.
 
-        A resumed run has made `steps` steps on `groups` groups, perhaps in batches of another size. The number is
-        unknown in advance, and `DEFAULT_TRAIN_STEPS` here, for epochs of a file or of tasks of verifiers. Groups that
-        are given up end epochs earlier.
+        A resumed run has already made `steps` steps on `groups` groups, perhaps in batches of another size. For epochs
+        of a file or of tasks of verifiers the number is unknown in advance, and `DEFAULT_TRAIN_STEPS` is used. Groups
+        that are given up end epochs earlier.
         """
         limits = [self.run.most_steps] if self.run.most_steps is not None else []
         if self.run.total_train_epochs is not None and self.says_rows:
@@ -642,7 +649,7 @@ class Config(Section, frozen=True):
 
     @property
     def named_adapters(self) -> bool:
-        """Whether gservers have adapters beside the model, and each request says by name which one it wants."""
+        """Whether gservers hold adapters in addition to the model, and each request names the adapter that it uses."""
         adapted = self.model.lora is not None and self.weights.lora == "adapter"
         return adapted and self.gserver.engine == "sglang"
 
@@ -654,17 +661,17 @@ class Config(Section, frozen=True):
 
     @property
     def logprob_diff_warning(self) -> float:
-        """`trainer.logprob_diff_warning`, or what holds where it is not set, in nats."""
+        """`trainer.logprob_diff_warning`, or its default if it is not set, in nats."""
         if self.trainer.logprob_diff_warning is not None:
             return self.trainer.logprob_diff_warning
         return QUANTIZED_DIFF_WARNING if self.gserver.quantized else DIFF_WARNING
 
     def shared(self) -> dict[str, Any]:
-        """Return the settings that all processes of a run must have alike, by name."""
+        """Return the settings that must be equal in all processes of a run, by name."""
         return shared_settings(msgspec.to_builtins(self))
 
     def shared_changes(self) -> dict[str, Any]:
-        """Return those of `shared` that are not as they are by default."""
+        """Return the non-default settings of `shared`."""
         return changed(self.shared(), Config().shared())
 
     def digest(self) -> str:
@@ -672,7 +679,7 @@ class Config(Section, frozen=True):
         return digest_of(self.shared())
 
     def check_shared(self, settings: Settings, digest: str, *, who: str) -> None:
-        """Raise `ConfigError`, which names the settings that differ, unless `who` has those of `shared` alike.
+        """Raise `ConfigError`, which names the settings that differ, unless `who` has the same settings as `shared`.
 
         `settings`, `digest`: its `shared_changes` and fingerprint.
         """
@@ -690,9 +697,9 @@ class Config(Section, frozen=True):
 def as_evaluated(config: Config) -> Config:
     """Return the configuration with which rollout code makes the groups of an evaluation.
 
-    Held-out prompts with their own seed, `evaluation.samples` siblings, sampled as the section says, and
-    scored by the reward function alone, also where a reward model scores in training. No prompt loses samples, which
-    pass@k counts: `retry` takes the place of `shrink`.
+    It has held-out prompts with their own seed, `evaluation.samples` siblings for each, sampled as [evaluation] sets.
+    The reward function alone scores, even if a reward model scores in training. No prompt loses samples, which pass@k
+    counts: `retry` replaces `shrink`.
     """
     chosen = config.evaluation
     settings = {name: value for name, value in msgspec.structs.asdict(chosen.data).items() if value is not None}

@@ -1,4 +1,4 @@
-"""What all processes of a run must agree on: their configurations without what may differ from machine to machine.
+"""The settings that must agree in all processes of a run: the configuration without machine-specific settings.
 
 Pure, on configurations as plain dictionaries.
 """
@@ -14,7 +14,7 @@ import msgspec
 from streamrl.config.fields import GENERATED_SOURCES
 
 Settings = Mapping[str, Any]
-"""By name, for example `rollout.group_size`."""
+"""Settings by name, for example `rollout.group_size`."""
 
 MAY_DIFFER = (
     "run",
@@ -61,22 +61,22 @@ MAY_DIFFER = (
     "weights.dir",
     "weights.backend",
 )
-"""Names of settings, and of sections, that each machine may have as it needs them: where things are and how many, and
-what whoever sends something says with it."""
+"""Names of settings, and of sections, that each machine may set for itself: locations, counts, and choices that a
+sender announces with its messages."""
 SAME_IN_THEM = ("run.seed", "run.total_train_epochs", "run.total_train_steps", "run.record")
 """Exceptions: settings of these sections that must be the same. The manager ends admission by the totals, the master
 ends the run by them, and each model worker computes its learning rate from them. With `run.record` the model workers
 exchange fingerprints of the weights, in which all must take part."""
 FILES = ("reference.path", "critic.path", "reward_model.path")
-"""Settings of which it must be the same whether they are set, and not to which path."""
+"""Settings that must be set in all processes or in none, while their paths may differ."""
 MODELS_BY_NAME = ("scratch", "smollm2-135m-instruct")
-"""Values of `model.path` that name a model, and not a folder of the machine."""
+"""Values of `model.path` that name a model instead of a folder."""
 LONGEST_VALUE = 60
 MOST_NAMED = 8
 
 
 def shared_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, of a configuration as dictionaries, the settings that all processes of a run must have alike."""
+    """Return the settings that all processes of a run must have in common, from a configuration as dictionaries."""
     found = {
         name: value
         for name, value in _flat(tree).items()
@@ -85,7 +85,7 @@ def shared_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     found |= {name: "a path" for name in FILES if found.get(name) is not None}
     model = tree["model"]["path"]
     found["model.path"] = model if model in MODELS_BY_NAME else "a path"
-    # of prompts in files those who read them tell how many there are
+    # Processes that read prompts from files report their number.
     if tree["data"]["source"] not in GENERATED_SOURCES:
         found["data.path"] = "a path"
     if (tree["evaluation"]["data"]["source"] or tree["data"]["source"]) not in GENERATED_SOURCES:
@@ -99,14 +99,14 @@ def digest_of(settings: Settings) -> str:
 
 
 def changed(settings: Settings, defaults: Settings) -> dict[str, Any]:
-    """Return those of `settings` that are not as in `defaults`."""
+    """Return the entries of `settings` that differ from `defaults`."""
     return {name: value for name, value in settings.items() if name not in defaults or defaults[name] != value}
 
 
 def differences(theirs: Settings, ours: Settings, *, defaults: Settings) -> str:
-    """Return, for people, which settings differ, of which `theirs` and `ours` hold only what is not as in `defaults`.
+    """Return a readable list of the settings that differ. `theirs` and `ours` contain only non-default settings.
 
-    Empty: none does.
+    Return an empty string if none differ.
     """
     found = []
     for name in sorted({*theirs, *ours}):

@@ -1,4 +1,4 @@
-"""Known keys that an unknown key may stand for. Pure."""
+"""Suggestions of known keys for an unknown key. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from streamrl.config.fields import Section
 
 MOST_SUGGESTED = 3
 SAME_SECTION, OTHER_SECTION = 0.6, 0.8
-"""Least similarity (`difflib`, 0 to 1) of the last words of two keys, in one section and in two."""
+"""Least similarity (`difflib`, 0 to 1) of the last words of two keys: within one section, and across sections."""
 
 COMMON_NAMES = {
     "actor_lr": "trainer.lr",
@@ -96,15 +96,15 @@ COMMON_NAMES = {
     "max_async_level": "staleness.max_staleness",
     "off_policy_steps": "staleness.max_staleness",
 }
-"""Names of other frameworks, by the last word of the key, and the key here."""
+"""Names in other frameworks, by the last word of the key, and the equivalent key here."""
 
 
 def suggestions(key: str, config: type[Section], *, siblings: Iterable[str]) -> list[str]:
-    """Return known keys of `config` that the unknown `key` may stand for, the likeliest first; perhaps none.
+    """Return known keys of `config` that the unknown `key` may stand for, the likeliest first; perhaps an empty list.
 
-    A common name and equal last words in any section come first; else the nearest of `siblings`, the keys of the same
-    section; else the nearest last word of other sections. `key` and the results are dotted, as in
-    `trainer.optimizer.grad_clip`.
+    First come the key in `COMMON_NAMES` for its last word, and keys of any section with the same last word; else the
+    nearest of `siblings`, the keys of the same section; else the nearest last word of other sections. `key` and the
+    results are dotted, as in `trainer.optimizer.grad_clip`.
     """
     section, dot, word = key.rpartition(".")
     last_words: dict[str, list[str]] = {}
@@ -120,7 +120,7 @@ def suggestions(key: str, config: type[Section], *, siblings: Iterable[str]) -> 
 
 
 def _keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """Yield all keys and sections; of tables with names of their own (`trainer.roles.NAME`), the table alone."""
+    """Yield all keys and sections; for tables with free names (`trainer.roles.NAME`), only the table."""
     for field in msgspec.structs.fields(section):
         yield f"{prefix}{field.name}"
         kinds = [field.type, *get_args(field.type)]

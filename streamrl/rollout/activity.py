@@ -17,13 +17,13 @@ from streamrl.transport.seldom import Seldom
 log = logging.getLogger(__name__)
 
 REWARD_WINDOW = 64
-"""Groups over which the mean reward goes."""
+"""Number of latest groups in the mean reward."""
 MOST_METRICS = 64
-"""Names of agents' own figures."""
+"""Most names of agents' own metrics."""
 MOST_FAILURES = 64
-"""Errors that are counted, each by itself."""
+"""Most kinds of errors that are counted separately."""
 LONGEST_ERROR = 240
-"""Characters of an error that are shown."""
+"""Most characters of an error that are shown."""
 
 GENERATION, PLAYING, BEFORE_PLAYING, BEFORE_SCORING, SCORING, RETRYING, PUSHING = STAGES = (
     "generation",
@@ -34,7 +34,8 @@ GENERATION, PLAYING, BEFORE_PLAYING, BEFORE_SCORING, SCORING, RETRYING, PUSHING 
     "failed siblings to be made again",
     "credit of the trainer",
 )
-"""Stages of a response or group in order, named by what the worker waits for while something is in them."""
+"""Stages of a response or group in order. Each is named by the event that the worker waits for while an item is in it.
+"""
 
 
 def in_one_line(error: BaseException) -> str:
@@ -45,10 +46,10 @@ def in_one_line(error: BaseException) -> str:
 
 
 class Activity:
-    """Counters of one kind of work, for training or for evaluations; the work enters and leaves its stages here."""
+    """Counters of one kind of work, for training or for evaluations; its items enter and leave their stages here."""
 
     def __init__(self, *, idle: str) -> None:
-        """`idle`: what the process waits for when nothing is under way."""
+        """`idle`: the wait that is shown while no work is in progress."""
         self._idle = idle
         self.groups_running = 0
         self.groups_done = 0
@@ -59,17 +60,17 @@ class Activity:
         self.siblings_retried = 0
         """How often a failed sibling was made again."""
         self.reward_errors = 0
-        """Responses, or episodes of agents, that could not be scored."""
+        """Responses, or agents' episodes, that could not be scored."""
         self.episodes: Counter[str] = Counter()
-        """Figures of agents' episodes that ended with something to train on, by name."""
+        """Counts of agents' episodes that ended with trajectories, by name."""
         self.agent_retries: Callable[[], int] = int
-        """Returns how many requests of agents were answered with an earlier one's answer."""
+        """Returns how many agents' requests received the answer of an earlier request."""
         self.reward_busy_seconds: Callable[[], float] = float
-        """Returns how long the reward function took, over all calls; 0 where there are no reward processes."""
+        """Returns the seconds spent in the reward function, over all calls; 0 without reward processes."""
         self.reward_calls_at_once: Callable[[], int] = int
-        """Returns how many calls each reward process makes at the same time; 0 where there is none."""
+        """Returns the simultaneous calls of each reward process; 0 without reward processes."""
         self._under_way: Counter[str] = Counter()
-        """How many responses or groups are in each stage."""
+        """Number of responses or groups in each stage."""
         self._tokens = 0
         self._interruptions = 0
         self._reward_seconds = 0.0
@@ -84,12 +85,12 @@ class Activity:
         self._waiting_for = ""
         self._reasons = Seldom(log)
         self._failures: dict[str, FrequentFailure] = {}
-        """By kind of error."""
+        """Counted failures by kind of error."""
         self.describe_row: Callable[[int], str] = "seq {}".format
-        """Returns a short form of the row of a sequence number."""
+        """Returns a short description of the row of a sequence number."""
 
     def on_wait(self, show: Callable[[str], None]) -> None:
-        """Call `show` now, and whenever what the process waits for changes."""
+        """Call `show` now, and whenever the process begins another wait."""
         self._on_wait = show
         self._waiting_for = ""
         self._update()
@@ -131,7 +132,7 @@ class Activity:
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """A group is being made while inside."""
+        """Count a group as running while inside."""
         self.groups_running += 1
         try:
             yield
@@ -139,24 +140,24 @@ class Activity:
             self.groups_running -= 1
 
     def generating(self) -> AbstractContextManager[None]:
-        """A generation request is in flight while inside."""
+        """Count a generation request as in flight while inside."""
         return self._in(GENERATION)
 
     def waiting_for_agent(self) -> AbstractContextManager[None]:
-        """An episode waits for an agent that takes it while inside."""
+        """Count an episode as waiting for an agent while inside."""
         return self._in(BEFORE_PLAYING)
 
     def playing(self) -> AbstractContextManager[None]:
-        """An agent is at work on an episode while inside."""
+        """Count an episode as played by an agent while inside."""
         return self._in(PLAYING)
 
     def waiting_to_be_scored(self) -> AbstractContextManager[None]:
-        """A response waits until it may be scored while inside."""
+        """Count a response as waiting for permission to be scored while inside."""
         return self._in(BEFORE_SCORING)
 
     @contextmanager
     def scoring(self) -> Iterator[None]:
-        """A response is being scored while inside."""
+        """Count a response as being scored while inside."""
         started = time.monotonic()
         with self._in(SCORING):
             try:
@@ -166,13 +167,13 @@ class Activity:
 
     @contextmanager
     def retrying(self) -> Iterator[None]:
-        """A failed sibling waits to be made again while inside."""
+        """Count a retry, and a failed sibling as waiting for it while inside."""
         self.siblings_retried += 1
         with self._in(RETRYING):
             yield
 
     def pushing(self) -> AbstractContextManager[None]:
-        """A finished group is on its way to the trainer while inside."""
+        """Count a finished group as on its way to the trainer while inside."""
         return self._in(PUSHING)
 
     def generated(self, *, tokens: int, interruptions: int) -> None:
@@ -186,7 +187,7 @@ class Activity:
         self._rewards.append(mean_reward)
 
     def rejected(self, seq: int, reason: BaseException) -> None:
-        """Count a group that was given up, and log why. The failure of a reward was counted with its response."""
+        """Count a rejected group, and log the reason. A failure of the reward was already counted with its response."""
         self.groups_rejected += 1
         self.failed(seq, reason)
         self.log_reason(f"group {seq} is rejected", reason)
@@ -202,7 +203,7 @@ class Activity:
         self._count_failure(seq, reason)
 
     def frequent_failure(self) -> FrequentFailure | None:
-        """Return the failure that was counted most often; None if there was none."""
+        """Return the failure with the highest count; None if there was none."""
         return max(self._failures.values(), key=lambda failure: failure.count, default=None)
 
     def _count_failure(self, seq: int, reason: BaseException) -> None:
@@ -218,7 +219,7 @@ class Activity:
         self.groups_uniform += 1
 
     def log_reason(self, what: str, reason: BaseException) -> None:
-        """Log `what` happened and why, unless the log has had enough of these for now."""
+        """Log an event and its reason, unless similar messages are being suppressed."""
         self._reasons.warning("%s: %s: %s", what, type(reason).__name__, reason)
 
     def episode_ended(
@@ -236,13 +237,13 @@ class Activity:
         tokens_trained: int,
         metrics: Mapping[str, float],
     ) -> None:
-        """Count an agent's episode of `seconds`, in which the policy was asked for `calls` answers.
+        """Count an agent's episode of `seconds`, in which the policy received `calls` requests for answers.
 
-        `turns`: answers in the conversation with the most of them. `tokens`: all that were sampled for it;
-        `tokens_trained`: those of answers that the agent received. `rewritten`: calls whose history has answers that
-        the policy never gave. `rerendered`: calls whose history the model's template wrote in another way than before.
-        `drifted`: answers whose text is other tokens than those sampled. `metrics`: the agent's own figures; those
-        beyond `MOST_METRICS` names are left out.
+        `turns`: answers in the conversation with the most of them. `tokens`: all sampled tokens; `tokens_trained`:
+        tokens under the loss, from answers that the agent received. `rewritten`: calls with answers in their history
+        that the policy never gave. `rerendered`: calls whose history the model's template renders differently than
+        before. `drifted`: answers with text that has other tokens than the sampled ones. `metrics`: the agent's own
+        figures; those beyond `MOST_METRICS` names are left out.
         """
         self.episodes["agent_episodes_total"] += 1
         self.episodes["agent_calls_total"] += calls
@@ -273,7 +274,7 @@ class Activity:
                 self._update()
 
     def _update(self) -> None:
-        """Tell what the process waits for: the earliest stage that has something in it."""
+        """Report the wait of the process: the earliest stage with an item in it."""
         waiting_for = next((stage for stage in STAGES if self._under_way[stage]), self._idle)
         if waiting_for != self._waiting_for:
             self._waiting_for = waiting_for

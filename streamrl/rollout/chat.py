@@ -15,13 +15,13 @@ from streamrl.errors import ConfigError, DataError
 from streamrl.models import load_tokenizer
 
 Message = dict[str, Any]
-"""A chat message in the form that chat templates read: `role`, `content`, and perhaps `tool_calls`, `tool_call_id`."""
+"""A chat message in the form of chat templates: `role`, `content`, and perhaps `tool_calls`, `tool_call_id`."""
 
 _ANSWER_MARK = "\u241fanswer\u241f"
 
 
 class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that is used."""
+    """The used part of the interface of Hugging Face tokenizers."""
 
     chat_template: Any
     all_special_ids: list[int]
@@ -46,7 +46,7 @@ class ChatTokenizer:
     """A tokenizer together with its chat template."""
 
     def __init__(self, tokenizer: Tokenizer, *, chat_template: str | None = None) -> None:
-        """`chat_template` replaces the tokenizer's own; raises `ConfigError` when there is neither."""
+        """`chat_template` replaces the tokenizer's own; raises `ConfigError` if there is neither."""
         if chat_template is not None:
             tokenizer.chat_template = chat_template
         if not tokenizer.chat_template:
@@ -64,7 +64,7 @@ class ChatTokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, *, chat_template: str | None = None) -> ChatTokenizer:
-        """Load the tokenizer of the checkpoint folder `model_dir`; takes a second or more. Raises `ModelError`."""
+        """Load the tokenizer of the checkpoint folder `model_dir` (a second or more). Raises `ModelError`."""
         return cls(load_tokenizer(model_dir), chat_template=chat_template)
 
     def save(self, folder: Path) -> None:
@@ -72,7 +72,7 @@ class ChatTokenizer:
         self._tokenizer.save_pretrained(folder)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of `text` as it stands; raises `DataError` when the tokenizer cannot encode it."""
+        """Return the tokens of `text`, adding no special ones; raises `DataError` if the tokenizer cannot encode it."""
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=False))
         except Exception as error:  # the tokenizers library raises nothing more precise
@@ -86,7 +86,7 @@ class ChatTokenizer:
 
     @cached_property
     def lacks_characters(self) -> bool:
-        """Whether there is text that the tokenizer cannot encode."""
+        """Whether some texts cannot be encoded by the tokenizer."""
         try:
             self.encode(_ANSWER_MARK)
         except DataError:
@@ -106,9 +106,9 @@ class ChatTokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
-        """Return the tokens of a conversation up to where the model answers; `tools` (JSON schemas) may be called.
+        """Return the tokens of a conversation up to the model's next answer; the model may call `tools` (JSON schemas).
 
-        Raises `DataError` when the chat template refuses the conversation.
+        Raises `DataError` if the chat template refuses the conversation.
         """
         return self.encode(self.render_text(messages, tools))
 
@@ -117,8 +117,8 @@ class ChatTokenizer:
     ) -> list[int]:
         """Return the tokens to append after the sampled `output_ids` so that the model answers `messages`.
 
-        The template closes an answer with its end-of-turn token; it is left out where the model sampled it itself.
-        Raises `ConfigError` for a template that does not show assistant messages.
+        The template closes an answer with its end-of-turn token; it is left out if the model sampled it itself. Raises
+        `ConfigError` for a template that does not show assistant messages.
         """
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER_MARK}]
         _, mark, tail = self.render_text([*opening, *messages], tools).rpartition(_ANSWER_MARK)
@@ -130,15 +130,15 @@ class ChatTokenizer:
         return token_ids
 
     def retokenized(self, token_ids: Sequence[int]) -> list[int]:
-        """Return the tokens that the text of `token_ids`, special ones included, has when it is tokenized anew."""
+        """Return the result of decoding `token_ids`, including special tokens, and tokenizing the text again."""
         return self.encode(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def render_text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, answering: bool = True
     ) -> str:
-        """Return a conversation as text; `answering`: up to where the model answers.
+        """Return a conversation as text; with `answering`, up to the model's next answer.
 
-        Raises `DataError` when the chat template refuses it, or fails because something in it is of another type.
+        Raises `DataError` if the chat template refuses it, or fails because a value in it has an unexpected type.
         """
         from jinja2 import TemplateError
 

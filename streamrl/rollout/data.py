@@ -1,13 +1,13 @@
 """Prompts from data sources.
 
-`PromptSource` is the run's endless stream of prompts: the data set is passed through again and again, each epoch in an
-order of its own. Invariant: the prompt of a sequence number is a pure function of the data set, `run.seed` and the
-number alone, in whichever process and order it is asked for.
+`PromptSource` is the run's endless stream of prompts: it passes through the data set again and again, each epoch in its
+own order. Invariant: the prompt of a sequence number is a pure function of the data set, `run.seed` and the number
+alone, in every process and in any order of requests.
 
-A data source, whatever holds its data, says how many rows it has and returns one row at a time. A row is a mapping of
-JSON types. Sources are read lazily and never change while a run lasts. To add one: a class like those below, a case in
-`open_rows`, and its name in `streamrl.config.fields.DataSource`. A source that only makes rows needs none of that: a
-function of yours, `data.source = "python"`, does.
+A data source reports its number of rows and returns one row at a time. A row is a mapping of JSON types. Sources are
+read lazily and never change during a run. A new source needs a class like those below, a case in `open_rows`, and its
+name in `streamrl.config.fields.DataSource`. A source that only generates rows needs none of that: write a function and
+set `data.source = "python"`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from streamrl.types import Prompt
 
 Row = dict[str, Any]
 EXCERPT = 60
-"""Characters of a prompt and of an answer that stand for them."""
+"""Most characters of a prompt and of an answer in a description."""
 DIGEST_ROWS = 64
 LISTING_SECONDS = 300.0
-"""A taskset may read a large data set before it has its tasks."""
+"""Longest time for listing tasks: a taskset may read a large data set first."""
 
 
 class PromptSource:
     """The run's endless stream of prompts."""
 
     def __init__(self, *, rows: Rows, chat: ChatTokenizer, config: DataConfig, seed: int) -> None:
-        """Read row 0, so that a wrong column is found before anything runs; raises `DataError`."""
+        """Read row 0, so that a wrong column is found before the run starts; raises `DataError`."""
         self._rows = rows
         self._chat = chat
         self._config = config
@@ -71,7 +71,7 @@ class PromptSource:
         return self._rows.place(index)
 
     def prompt(self, seq: int) -> Prompt:
-        """Return the prompt of `seq`; raises `DataError` when its row has none."""
+        """Return the prompt of `seq`; raises `DataError` if its row has none."""
         epoch, position = divmod(seq, len(self._rows))
         index = position
         if self._config.shuffle:
@@ -81,7 +81,7 @@ class PromptSource:
         messages = self.messages(row, where=where)
         answer = row.get(self._config.answer_key)
         used = {self._prompt_key, self._config.answer_key}
-        whole_entry = self._config.source == "reasoning_gym"  # its scorers read question and answer too
+        whole_entry = self._config.source == "reasoning_gym"  # its scorers also read question and answer
         return Prompt(
             seq=seq,
             index=index,
@@ -93,19 +93,20 @@ class PromptSource:
         )
 
     def describe(self, seq: int) -> str:
-        """Return which row `seq` is, with the end of its last message and the beginning of its answer, for people."""
+        """Return a readable description of `seq`: its row, the end of its last message and the start of its answer."""
         try:
             prompt = self.prompt(seq)
-        except Exception:  # tolerance point: a data function of the user's may raise anything
+        except Exception:  # tolerance point: the user's data function may raise anything
             return f"seq {seq}"
         asked = str(prompt.messages[-1]["content"])
         answer = "" if prompt.answer is None else f", answer {str(prompt.answer)[:EXCERPT]!r}"
         return f"row {prompt.index} (seq {seq}): prompt {asked[-EXCERPT:]!r}{answer}"
 
     def digest(self) -> str:
-        """Return the fingerprint of the prompts of rows that are in files; empty for a source that generates them.
+        """Return the fingerprint of the prompts of rows in files; empty for a source that generates its rows.
 
-        It is the same wherever the files are. `DIGEST_ROWS` rows are read, spread evenly from the first to the last.
+        It does not depend on the location of the files. `DIGEST_ROWS` rows are read, spread evenly from the first to
+        the last.
         """
         if self._config.source in GENERATED_SOURCES:
             return ""
@@ -113,14 +114,15 @@ class PromptSource:
         for index in np.unique(np.linspace(0, len(self) - 1, DIGEST_ROWS).astype(int)).tolist():
             try:
                 digest.update(msgspec.json.encode((index, self.messages(self._rows[index], where=""))))
-            except DataError:  # it is rejected when its turn comes
+            except DataError:  # rejected when its turn comes
                 digest.update(b"unreadable")
         return digest.hexdigest()
 
     def check(self, index: int) -> None:
         """Raise `DataError` if row `index` has no prompt.
 
-        Text is tokenized only if the tokenizer has no tokens for some characters: it takes many times as long.
+        Text is tokenized only if the tokenizer lacks tokens for some characters, or if all messages are empty:
+        tokenizing takes many times as long.
         """
         where = self.place(index)
         messages = self.messages(self._rows[index], where=where)
@@ -138,7 +140,7 @@ class PromptSource:
         return token_ids
 
     def messages(self, row: Row, *, where: str) -> list[Message]:
-        """Return the conversation in `row`; raises `DataError`, which names `where`, when there is none."""
+        """Return the conversation in `row`; raises `DataError`, which names `where`, if there is none."""
         if self._prompt_key not in row:
             raise DataError(f"{where}: no column {self._prompt_key!r} for data.prompt_key; there is {', '.join(row)}")
         content = row[self._prompt_key]
@@ -174,13 +176,13 @@ def _chat_messages(content: Any, *, where: str) -> list[Message]:
     for index, message in enumerate(messages):
         if not {"role", "content"} <= message.keys():
             raise DataError(f"{where}: a chat message needs role and content; one has {', '.join(message) or 'none'}")
-        if isinstance(message["content"], list):  # many chat templates would write it as Python does
+        if isinstance(message["content"], list):  # many chat templates would write the list in Python's notation
             messages[index] = {**message, "content": _text_of(message["content"], where=f"{where}, message {index}")}
     return messages
 
 
 def _text_of(parts: list[Any], *, where: str) -> str:
-    """Return the text of a message's content in parts; raises `DataError` for one that is not text."""
+    """Return the text of a message's content parts; raises `DataError` for a part that is not text."""
     texts: list[str] = []
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -195,11 +197,11 @@ _FEISTEL_ROUNDS = 6
 
 
 def permuted_index(position: int, *, size: int, seed: int, epoch: int) -> int:
-    """Return which row is at `position` (0 ≤ position < size) of a shuffled epoch of `size` rows.
+    """Return the row at `position` (0 ≤ position < size) of a shuffled epoch of `size` rows.
 
-    A permutation of each epoch that any process can compute for one position alone: a Feistel network over the next
-    power of four, walked until it lands inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). It
-    needs no table and does not depend on the version of any library, so a resumed run sees the same order.
+    Each epoch has a permutation, and any process can compute it for one position alone: a Feistel network over the next
+    power of four, repeated until the result is below `size` (Black and Rogaway, "Ciphers with Arbitrary Finite
+    Domains", 2002). It needs no table and does not depend on library versions, so a resumed run has the same order.
     """
     if not 0 <= position < size:
         raise ValueError(f"position {position} is outside an epoch of {size} rows")
@@ -227,21 +229,21 @@ class Rows(Protocol):
     """The rows of a data source."""
 
     name: str
-    """For error messages."""
+    """Name of the source in error messages."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Row:
-        """Return row `index`; raises `DataError` when it cannot be read."""
+        """Return row `index`; raises `DataError` if it cannot be read."""
         ...
 
     def place(self, index: int) -> str:
-        """Return where row `index` is, for error messages."""
+        """Return the location of row `index`, for error messages."""
         return f"{self.name}, row {index}"
 
 
 class JsonlRows(Rows):
-    """A file with one JSON object in each line; empty lines do not count."""
+    """A file with one JSON object in each line; empty lines are skipped."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
@@ -265,7 +267,7 @@ class JsonlRows(Rows):
         return f"{self.name}, line {self._numbers[index]}"
 
     def _index(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where the lines that count begin, in bytes, and their numbers, from 1."""
+        """Return the start in bytes and the number, from 1, of each line that is not empty."""
         starts: list[int] = []
         numbers: list[int] = []
         start, number = 0, 1
@@ -345,7 +347,7 @@ class ReasoningGymRows(Rows):
 
 
 class PythonRows(Rows):
-    """A function of the user's, `function(index, seed, **args)`, that returns one row."""
+    """The user's function `function(index, seed, **args)`, which returns one row."""
 
     def __init__(self, spec: str, *, size: int, seed: int, args: dict[str, Any]) -> None:
         self.name = spec
@@ -365,7 +367,7 @@ class PythonRows(Rows):
 
 
 class VerifiersRows(Rows):
-    """The tasks of a taskset of verifiers, as its own interpreter lists them."""
+    """The tasks of a verifiers taskset, listed in the interpreter that has the package."""
 
     def __init__(self, config: Config) -> None:
         agent, data = config.rollout.agent, config.data
@@ -418,7 +420,7 @@ def open_rows(config: DataConfig, *, seed: int) -> Rows:
 def create_reasoning_gym(task: str, *, size: int, seed: int, args: dict[str, Any]) -> Any:
     """Return the reasoning-gym data set of `task`; equal arguments give equal entries in every process.
 
-    Raises `ConfigError` for an unknown task, or arguments that do not fit it.
+    Raises `ConfigError` for an unknown task, or for arguments that do not fit it.
     """
     try:
         import reasoning_gym
@@ -452,7 +454,7 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         return value.tolist()
-    raise NotImplementedError(f"a {type(value).__name__}")  # how msgspec asks a hook to refuse
+    raise NotImplementedError(f"a {type(value).__name__}")  # the way to refuse a value in a hook of msgspec
 
 
 _json = msgspec.json.Encoder(enc_hook=_plain)

@@ -1,17 +1,18 @@
-"""Interruptible generation: one response, whatever happens to gservers meanwhile.
+"""Interruptible generation: one complete response, also across weight updates and failures of gservers.
 
-A response is asked for in one request or in several. A request that a weight update cuts short is continued from its
-own tokens under the new policy; one whose gserver fails, or is left with the weights of two versions, goes on at
-another gserver. A long response is asked for in parts of `rollout.tokens_per_request`, so that a gserver that fails
-takes no more than one part with it.
+A response takes one request or several. If a weight update interrupts a request, the worker continues it from its own
+tokens under the new policy. If a gserver fails, or is left with a mix of two weight versions, the response continues at
+another gserver. A long response is requested in parts of `rollout.tokens_per_request` tokens, so that the failure of a
+gserver costs at most one part.
 
 Invariant: every token of a `Generation` has the log-probability and the policy version under which it was sampled, as
 the engine reported them; and the response ends where it would have ended in one request.
 
-From top to bottom: `Generator` makes a response, `GroupRoute` says at which gserver, `Endings` finds an end that no
-gserver saw, `check_reply` and what follows it keep unusable replies from ever reaching a gradient, `SiblingRequests`
-sends what siblings ask for at the same moment as one HTTP request, and `InFlightReports` tells the manager how much of
-each group still runs, so that it gives a place on a gserver to the next group as soon as it is free.
+From top to bottom: `Generator` makes a response; `GroupRoute` is the gserver that generates it; `Endings` finds the end
+of a response that no gserver reported; `check_reply` and the functions after it keep unusable replies out of every
+gradient; `SiblingRequests` sends the simultaneous requests of siblings as one HTTP request; and `InFlightReports`
+reports to the manager how much of each group still runs, so that the manager gives a place on a gserver to the next
+group as soon as it is free.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ from streamrl.transport.manager_client import ControlClient
 from streamrl.types import NO_EXPERT
 
 WARNING_SECONDS = 30.0
-"""A warning is logged of a response that has waited this long for a token."""
+"""A warning is logged if a response has waited this long for a token."""
 FIRST_PAUSE_SECONDS = 0.05
-"""After the first attempt in a row that brought no token: a weight update has often ended by then."""
+"""Pause after the first of several attempts in a row without a token: a weight update has often ended by then."""
 
 
 STREAM_EVENTS = 128
-"""Most events of one streamed request: each tells all tokens so far."""
+"""Most events of one streamed request; each event carries all tokens so far."""
 OnTokens = Callable[[list[int]], None]
-"""Is told further tokens of a response, at least one."""
+"""Called with the further tokens of a response, at least one."""
 log = logging.getLogger(__name__)
 
 
@@ -69,24 +70,24 @@ class Generation(msgspec.Struct, frozen=True):
     """One response; the lists have one item for each sampled token."""
 
     output_ids: list[int]
-    """Token ids."""
+    """`[tokens]` token ids."""
     logprobs: list[float]
-    """In nats, under the policy that sampled the token."""
+    """`[tokens]`, in nats, under the policy that sampled the token."""
     versions: list[int]
-    """Version of the policy that sampled the token."""
+    """`[tokens]` versions of the policy that sampled the token."""
     finish_reason: Literal["stop", "length"]
     """`stop`: the model ended it; `length`: it reached its limit of tokens, or its gserver had no more room."""
     matched: str | int | None
-    """What ended the response: a token id, or a stop string."""
+    """The token id or the stop string that ended the response."""
     interruptions: int
-    """How often it was cut and continued."""
+    """How often the response was interrupted and continued."""
     routed_experts: NDArray[np.uint8] | None = None
-    """`[tokens - 1, layers · top_k]` of prompt and response without the last token, as in `types.Trajectory`; None:
-    nothing is known."""
+    """`[prompt + tokens - 1, layers · top_k]` experts of prompt and response without the last token, as in
+    `types.Trajectory`; None: unknown."""
 
 
 class Generator:
-    """Asks gservers for responses, with the sampling parameters of the run."""
+    """Requests responses from gservers, with the sampling parameters of the run."""
 
     def __init__(
         self,
@@ -104,10 +105,9 @@ class Generator:
         return_routed_experts: bool = False,
     ) -> None:
         """`patience`: seconds without a single new token after which a response is given up. `tokens_per_request`:
-        longer responses are asked for in parts. `decode` and `eos_token_ids` are the model's. `policy_version` returns
-        the version that gservers serve, or an older one; `history` returns the history of the present
-        weights. `named_adapters`: as in `Config`. `return_routed_experts`:
-        ask which experts compute tokens."""
+        longer responses are requested in parts. `decode` and `eos_token_ids` belong to the model. `policy_version`
+        returns the version that gservers serve, or an older one; `history` returns the history of the present weights.
+        `named_adapters`: as in `Config`. `return_routed_experts`: request the experts that compute each token."""
         self._named_adapters = named_adapters
         self._return_routed_experts = return_routed_experts
         self._tokens_per_request = tokens_per_request
@@ -135,12 +135,12 @@ class Generator:
     ) -> Generation:
         """Sample up to `max_new_tokens` tokens after `input_ids`; `rid` names the request in logs.
 
-        `stop` and `stop_token_ids` are added to the run's. Requests of siblings on the same `route` at the same moment
-        are sent together. With `on_tokens` a request is sent alone, and its tokens are passed on as they arrive; they
-        stay in the response, unless they contain a stop string.
+        `stop` and `stop_token_ids` are added to the run's. Simultaneous requests of siblings on the same `route` are
+        sent together. With `on_tokens` a request is sent alone, and its tokens are passed on as they arrive; they stay
+        in the response, unless they contain a stop string.
 
-        Raises `PeerError` when the gserver refuses the request, `WireError` when its reply makes no sense, and
-        `DeadlineExceeded` when no token has come for `patience` seconds.
+        Raises `PeerError` if the gserver refuses the request, `WireError` if its reply is inconsistent, and
+        `DeadlineExceeded` if no token has arrived for `patience` seconds.
         """
         response = _PartialResponse(prompt=len(input_ids))
         endings = self._endings.and_also(tokens=stop_token_ids, strings=stop)
@@ -190,15 +190,16 @@ class Generator:
                     await _pause(retry, rid, PeerError(f"gserver {gserver} aborted the request: {finish.message}"))
                 if mixed or abandoned or broken:
                     await route.replace(gserver)
-            elif not (finish.type == "length" and len(reply.output_ids) == budget and incomplete):  # not only a part
+            elif not (finish.type == "length" and len(reply.output_ids) == budget and incomplete):  # the response ended
                 reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
                 return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
 
     def _usable(self, reply: GenerateReply, version: int, history: History) -> tuple[GenerateReply, bool]:
-        """Return the first tokens of `reply` with their versions, up to one of a policy that the run has gone back
-        behind, and whether there is one.
+        """Return the usable tokens of `reply` with their versions, and whether tokens were removed.
 
-        `version`, `history`: the policy version and the history of its weights when the request was made.
+        Tokens are usable up to the first one of a policy that the run has abandoned by going back.
+
+        `version`, `history`: the policy version and the history of its weights at the time of the request.
         """
         if self._named_adapters:
             return with_version(reply, history.label(version)), False
@@ -209,10 +210,10 @@ class Generator:
     async def _streamed(
         self, gserver: str, request: GenerateRequest, on_tokens: OnTokens
     ) -> tuple[GenerateReply, bool]:
-        """Return the reply whose tokens were told, and whether it broke off.
+        """Return a reply whose tokens were passed to `on_tokens`, and whether the stream broke off.
 
-        Tokens of a stream that breaks off have been told, so they are kept, as those of a reply that was aborted.
-        Raises as `GenerationClient.generate_streamed` does where none was told.
+        The tokens of a broken stream have already been passed on, so they are kept, as the tokens of an aborted reply
+        are. Raises as `GenerationClient.generate_streamed` does if no token had arrived.
         """
         latest: GenerateReply | None = None
 
@@ -222,7 +223,7 @@ class Generator:
             if part.output_ids[: len(told)] != told:
                 raise WireError(f"{gserver} takes {len(told)} tokens back that it has streamed")
             if part.meta_info.weight_version == MIXED_WEIGHTS:
-                return  # what came since the last part will be cut off
+                return  # tokens since the last part will be cut off
             if len(part.output_ids) > len(told):
                 latest = part
                 on_tokens(part.output_ids[len(told) :])
@@ -254,8 +255,8 @@ class Generator:
         *,
         streamed: bool,
     ) -> SamplingParams:
-        """Return the parameters of one request. Each has a seed of its own, which depends on the run's seed, `rid` and
-        its first token's position."""
+        """Return the parameters of one request. Each request has its own seed, which depends on the run's seed, `rid`
+        and the position of the first token."""
         sampling = self._sampling
         digest = hashlib.blake2b(f"{self._seed}/{rid}/{position}".encode(), digest_size=4).digest()
         return SamplingParams(
@@ -272,10 +273,10 @@ class Generator:
 
 
 class _PartialResponse:
-    """What has been sampled of a response so far."""
+    """The tokens of a response that have been sampled so far."""
 
     def __init__(self, *, prompt: int) -> None:
-        """`prompt`: tokens before it."""
+        """`prompt`: number of tokens before the response."""
         self._prompt = prompt
         self.ids: list[int] = []
         self.logprobs: list[float] = []
@@ -307,10 +308,11 @@ class _PartialResponse:
 
 
 def first_known(earlier: NDArray[np.uint8] | None, later: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
-    """Return the experts of as many tokens as either has (`[tokens, layers · top_k]`): those of `earlier`, with which
-    the following token was sampled, where they are known, and else those of `later`.
+    """Return the known experts of two arrays `[tokens, layers · top_k]`, for as many tokens as the longer one has.
 
-    Raises `WireError` when they are of different models.
+    Experts of `earlier`, with which the following token was sampled, take precedence over `later` if they are known.
+
+    Raises `WireError` if the arrays come from different models.
     """
     if earlier is None or later is None:
         return later if earlier is None else earlier
@@ -323,24 +325,24 @@ def first_known(earlier: NDArray[np.uint8] | None, later: NDArray[np.uint8] | No
 
 
 def of_all_tokens(known: NDArray[np.uint8] | None, tokens: int) -> NDArray[np.uint8] | None:
-    """Return `Trajectory.routed_experts` of `tokens` tokens, of which the first are `known`."""
+    """Return `Trajectory.routed_experts` for `tokens` tokens; `known` are the experts of the first ones."""
     if known is None:
         return None
     return np.pad(known, ((0, tokens - len(known)), (0, 0)), constant_values=NO_EXPERT)
 
 
 async def _pause(retry: Retry, rid: str, error: StreamRLError) -> None:
-    """Wait after an attempt that brought no token; raises `DeadlineExceeded` when patience has run out."""
+    """Wait after an attempt without a token; raises `DeadlineExceeded` if patience has run out."""
     if not await retry.pause(error):
         waited = retry.failing_seconds
         raise DeadlineExceeded(f"request {rid}: no token for {waited:.0f} s; last: {error}") from error
 
 
-# --- at which gserver ---
+# --- the gserver of a group ---
 
 
 class GroupRoute:
-    """The gserver of one group; its siblings share it, and with it the prompt in the gserver's cache."""
+    """The gserver of one group. All siblings share it, and thus the prompt in its cache."""
 
     def __init__(
         self,
@@ -350,35 +352,35 @@ class GroupRoute:
         requests: RequestCount | None = None,
         name: str = "",
     ) -> None:
-        """`gserver`: a URL, and `name` what people call it. `find_another` is given the URL of the gserver that failed
-        and returns the URL to go on at, perhaps the same one; empty: there is none now. `requests` counts the group's
-        requests for the manager; None: the manager does not want to know."""
+        """`gserver`: a URL; `name`: its readable name. `find_another` takes the URL of the gserver that failed and
+        returns the URL to continue at, perhaps the same one; empty: none is available now. `requests` counts the
+        group's requests for the manager; None: no count is needed."""
         self.gserver = gserver
         self.name = name or gserver
-        """Name of the gserver; its URL where the name is not known."""
+        """Name of the gserver, or its URL if the name is unknown."""
         self.labels: set[str] = set()
-        """Of the weights that sampled tokens of the group."""
+        """Labels of the weights that sampled tokens of the group."""
         self.resumable = True
-        """Whether its requests can lose tokens of abandoned weights: none names an adapter, or has passed on its
-        tokens."""
+        """Whether its requests can lose tokens of abandoned weights. This holds unless a request names an adapter or
+        has passed on its tokens."""
         self._find_another = find_another
         self._requests = requests
         self._asking = asyncio.Lock()
 
     async def replace(self, failed: str) -> None:
-        """Look for another gserver than `failed`; it may turn out to be the same again."""
+        """Find a replacement for the gserver `failed`; it may be the same one again."""
         async with self._asking:
-            if self.gserver == failed:  # otherwise a sibling has asked already
+            if self.gserver == failed:  # otherwise a sibling has already found one
                 self.gserver = await self._find_another(failed) or failed
                 self.name = self.name if self.gserver == failed else self.gserver
 
     def sampled_by(self, reply: GenerateReply) -> None:
-        """Note the weights of a checked reply."""
+        """Record the weights that sampled a checked reply."""
         spans = reply.meta_info.weight_versions or ()
         self.labels.update(_label(span.version) for span in spans if span.end > span.start)
 
     def in_hand(self, seq: int) -> GroupInHand:
-        """Return the work in flight of the group, which has this sequence number."""
+        """Return the group's work in flight; `seq` is its sequence number."""
         if self._requests is None:
             return GroupInHand(seq, self.gserver)
         return GroupInHand(seq, self.gserver, self._requests.requests, self._requests.tokens)
@@ -388,15 +390,15 @@ class GroupRoute:
         return self._requests.request(tokens) if self._requests is not None else nullcontext()
 
 
-# --- what ends a response ---
+# --- the end of a response ---
 
 
 class Endings:
     """The tokens and strings that end the responses of a run.
 
-    They are looked for here once more because a gserver knows only what one request asked of it: a stop string that
-    began in an earlier part of the response escapes it. And a gserver that aborts a request in the step in which its
-    last token is sampled reports the abort, not the end, as SGLang does.
+    The worker searches for them again because a gserver sees only one request: it misses a stop string that began in an
+    earlier part of the response. Also, a gserver that aborts a request in the step that samples its last token reports
+    the abort and not the end; SGLang does this.
     """
 
     def __init__(self, *, tokens: Collection[int], strings: StopStrings) -> None:
@@ -404,16 +406,17 @@ class Endings:
         self._strings = strings
 
     def and_also(self, *, tokens: Collection[int], strings: Sequence[str]) -> Endings:
-        """Return these and others."""
+        """Return these endings together with the given ones."""
         if not tokens and not strings:
             return self
         return Endings(tokens={*self._tokens, *tokens}, strings=self._strings.and_also(strings))
 
     def overlooked(self, output_ids: Sequence[int], *, earlier: int, reported: bool) -> tuple[int, str | int] | None:
-        """Return after how many of `output_ids` the response has ended, and which token or string ended it.
+        """Return the length at which `output_ids` should have ended, and the token or string that ends it there.
 
-        `earlier`: how many of `output_ids` came with earlier requests. `reported`: the gserver says that the last
-        token ends the response. Returns None when the response goes on, or the gserver's word is right.
+        `earlier`: how many of `output_ids` came with earlier requests. `reported`: whether the gserver reported that
+        the last token ends the response. Returns None if the response continues, or if the gserver reported the end
+        correctly.
         """
         length = len(output_ids)
         if earlier:
@@ -428,10 +431,10 @@ class Endings:
         return (length, found) if found else None
 
 
-# --- checks of what an engine replies; pure functions ---
+# --- checks of an engine's reply; pure functions ---
 
 LOGPROB_TOLERANCE = 1e-3
-"""How far above 0 rounding may lift a log-probability."""
+"""Largest positive log-probability that is accepted as a rounding error."""
 
 
 def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason:
@@ -464,12 +467,12 @@ def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason
 
 
 def serves_mixed_weights(reply: GenerateReply) -> bool:
-    """Whether a weight update broke off on the gserver and left it with parts of two versions."""
+    """Return whether an interrupted weight update has left the gserver with parts of two versions."""
     return reply.meta_info.weight_version == MIXED_WEIGHTS or unmixed(reply) is not reply
 
 
 def unmixed(reply: GenerateReply) -> GenerateReply:
-    """Return `reply` up to the first token that was sampled from mixed weights; if that cuts it, as aborted there."""
+    """Cut `reply` before the first token that was sampled from mixed weights, and mark a cut reply as aborted."""
     meta = reply.meta_info
     spans = meta.weight_versions
     if spans:
@@ -480,10 +483,10 @@ def unmixed(reply: GenerateReply) -> GenerateReply:
 
 
 def of_history(reply: GenerateReply, history: History, *, requested_in: History) -> GenerateReply:
-    """Return `reply` up to the first token of a policy that is not in `history`; if that cuts it, as aborted there.
+    """Cut `reply` before the first token of a policy that is not in `history`, and mark a cut reply as aborted.
 
-    An engine that names only the version at the reply's end may have had any before that, if the run has gone back
-    since the request was made: `requested_in` is the history of then.
+    Some engines report only the version at the end of a reply. If the run has gone back since the request, earlier
+    tokens may then have had any version. `requested_in` is the history at the time of the request.
     """
     meta = reply.meta_info
     if spans := meta.weight_versions:
@@ -496,7 +499,7 @@ def of_history(reply: GenerateReply, history: History, *, requested_in: History)
 
 
 def _cut(reply: GenerateReply, kept: int, why: str) -> GenerateReply:
-    """Return the first `kept` tokens of `reply` as aborted there."""
+    """Return the first `kept` tokens of `reply`, marked as aborted there."""
     meta = reply.meta_info
     return msgspec.structs.replace(
         reply,
@@ -513,9 +516,9 @@ def _cut(reply: GenerateReply, kept: int, why: str) -> GenerateReply:
 
 
 def with_version_spans(reply: GenerateReply, oldest: int, history: History) -> GenerateReply:
-    """Return `reply` with spans of versions, also for an engine that names only the version at the reply's end.
+    """Return `reply` with spans of versions, also if the engine reports only the version at the end of the reply.
 
-    `oldest`: a policy version of `history` that was served when the request was made, or an older one. Without spans
+    `oldest`: a policy version in `history` that was served at the time of the request, or an older one. Without spans,
     all tokens count as sampled under it: they may be younger than recorded, never older.
     """
     meta = reply.meta_info
@@ -525,21 +528,22 @@ def with_version_spans(reply: GenerateReply, oldest: int, history: History) -> G
 
 
 def with_version(reply: GenerateReply, label: str) -> GenerateReply:
-    """Return `reply` with all of its tokens sampled by the weights called `label`: a request that names an adapter has
-    it to its end, under any name of the engine's weights."""
+    """Return `reply` with all of its tokens attributed to the weights called `label`.
+
+    A request that names an adapter uses that adapter to its end, however the engine names its weights.
+    """
     spans = [VersionSpan(label, 0, len(reply.output_ids))]
     return msgspec.structs.replace(reply, meta_info=msgspec.structs.replace(reply.meta_info, weight_versions=spans))
 
 
 def _lacks_adapter(error: PeerError, request: GenerateRequest) -> bool:
-    """Whether the gserver has no adapter of the name in `request`: it was unloaded since the worker heard of it, or has
-    not come there."""
+    """Return whether the gserver lacks the adapter that `request` names: it has been unloaded in the meantime, or has
+    not arrived there yet."""
     return request.lora_path is not None and NO_ADAPTER in str(error)
 
 
 def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
-    """Return the policy version of each of `tokens` output tokens; raises `WireError` when the spans do not cover
-    them."""
+    """Return the policy version of each of `tokens` output tokens; raises `WireError` if spans do not cover them."""
     versions: list[int] = []
     for span in meta.weight_versions or ():
         if span.start != len(versions) or not span.start <= span.end <= tokens:
@@ -561,7 +565,7 @@ def _version(text: str) -> int:
 
 
 def _is_in(history: History, text: str) -> bool:
-    """Whether weights that an engine calls `text` are in `history`; raises as `_version`."""
+    """Return whether weights that an engine calls `text` are in `history`; raises as `_version`."""
     _version(text)
     return history.has(_label(text))
 
@@ -570,17 +574,17 @@ def _label(text: str) -> str:
     return "0" if text == INITIAL_WEIGHT_VERSION else text
 
 
-# --- siblings travel together ---
+# --- batches of sibling requests ---
 
 _Waiting = tuple[GenerateRequest, "asyncio.Future[GenerateReply]"]
 
 
 class SiblingRequests:
-    """Collects the requests that a group makes within one turn of the event loop and sends them as one.
+    """Collects the requests of a group within one turn of the event loop and sends them as one.
 
     One HTTP request for all of them costs both sides hardly more than one for a single response. Each sibling gets its
-    reply when it is done, so whoever counts what a gserver has to do sees it end. When the request fails, those that
-    have no reply yet fail together.
+    reply as soon as it is done, so counts of running requests stay exact. If the request fails, all siblings without a
+    reply fail together.
     """
 
     def __init__(self, client: GenerationClient) -> None:
@@ -589,7 +593,7 @@ class SiblingRequests:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def generate(self, group: object, url: str, request: GenerateRequest) -> GenerateReply:
-        """Return the reply of the gserver at `url`, asked together with whatever else is asked for `group` now."""
+        """Send `request` together with others of `group` in this turn of the event loop, and return its reply."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[GenerateReply] = loop.create_future()
         key = (id(group), url)
@@ -607,7 +611,7 @@ class SiblingRequests:
 
         def cancel_if_nobody_waits(ended: asyncio.Future[GenerateReply]) -> None:
             if all(future.done() for _, future in batch) and any(future.cancelled() for _, future in batch):
-                task.cancel()  # otherwise its end is on its way, and the connection serves the next batch
+                task.cancel()  # otherwise it is about to end, and the connection serves the next batch
 
         for _, future in batch:
             future.add_done_callback(cancel_if_nobody_waits)
@@ -620,23 +624,23 @@ class SiblingRequests:
 
         try:
             await self._client.generate_batch(url, [request for request, _ in batch], hand_over)
-        except Exception as error:  # handed on to every sibling
+        except Exception as error:  # passed on to every sibling
             for _, future in batch:
                 if not future.done():
                     future.set_exception(error)
 
 
-# --- what the manager is told of what is in flight ---
+# --- reports of requests in flight to the manager ---
 
 REPORT_SECONDS = 0.02
-"""Changes within this time go into the first message; the manager says how long the pause is before each later one."""
+"""Changes within this time go into the first message. The manager's reply sets the pause before each later message."""
 
 
 class InFlightReports:
-    """Tells the manager how much of each of one worker's groups is in flight.
+    """Reports to the manager how much of each group of one worker is in flight.
 
-    Owns what the manager has not heard yet. Invariant: a report is a group's latest count, never a difference, so a
-    message that is lost or comes twice does no harm.
+    Owns the unsent reports. Invariant: a report is a group's latest count, never a difference, so a lost or repeated
+    message does no harm.
     """
 
     def __init__(self, control: ControlClient, *, worker: int) -> None:
@@ -647,12 +651,12 @@ class InFlightReports:
         self._changed = asyncio.Event()
 
     def report(self, group: GroupInFlight) -> None:
-        """Tell the manager soon; `group` replaces what was reported of it before."""
+        """Send `group` to the manager soon; it replaces an earlier unsent report of the group."""
         self._unreported[group.seq] = group
         self._changed.set()
 
     def forget(self, seq: int) -> None:
-        """Report nothing more of a group that has ended, which the manager learns from others."""
+        """Drop the report of a group that has ended; the manager learns of the end from others."""
         self._unreported.pop(seq, None)
 
     async def run(self) -> None:
@@ -669,11 +673,11 @@ class InFlightReports:
 
 
 class RequestCount:
-    """Counts the requests of one group: those that run, and those that its siblings have not begun yet."""
+    """Counts the requests of one group: running ones, and one for each sibling that has not begun."""
 
     def __init__(self, seq: int, *, siblings: int, reports: InFlightReports) -> None:
         self.tokens = 0
-        """In the contexts of the requests that run."""
+        """Tokens in the contexts of the running requests."""
         self._seq = seq
         self._to_begin = siblings
         self._running = 0
@@ -681,7 +685,7 @@ class RequestCount:
 
     @property
     def requests(self) -> int:
-        """Requests that run or are still to begin."""
+        """Requests that are running or have not begun yet."""
         return self._to_begin + self._running
 
     @contextmanager

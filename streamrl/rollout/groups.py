@@ -1,10 +1,10 @@
-"""`GroupMaker`: a sequence number in, a group of scored sibling trajectories out.
+"""`GroupMaker`: turns a sequence number into a group of scored sibling trajectories.
 
-Invariant: a group that leaves here can be trained on, whatever the workflow did (`check_trajectory`).
+Invariant: a returned group can be trained on, even if the workflow misbehaves (`check_trajectory`).
 
-`rollout.on_failed_sibling` is carried out here, for workflows, reward functions and agents alike. Every exception of a
-sibling is a failure of infrastructure, except a `DataError`, which another attempt would raise again. Failures of the
-policy raise nothing: they are scored.
+`rollout.on_failed_sibling` is carried out here, for workflows, reward functions and agents alike. Every exception in a
+sibling counts as a failure of infrastructure, except a `DataError`, which another attempt would raise again. Failures
+of the policy raise no exception: they are scored.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from streamrl.types import LARGEST_REWARD, NO_VERSION, Prompt, Trajectory, Traje
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Before the first retry of a sibling; further pauses are longer (`Retry`)."""
+"""Pause before the first retry of a sibling; further pauses are longer (`Retry`)."""
 
 
 class Episode(NamedTuple):
-    """One sibling."""
+    """The result of one sibling."""
 
     trajectories: list[Trajectory]
     reward_parts: dict[str, float]
@@ -47,19 +47,19 @@ class Episode(NamedTuple):
 
 @dataclass
 class _GroupTask:
-    """A group while it is made; its siblings share it."""
+    """The shared state of a group's siblings while it is made."""
 
     prompt: Prompt
     route: GroupRoute
     before_scoring: BeforeScoring | None
     may_retry: Callable[[], bool]
     left_out: set[int] = field(default_factory=set)
-    """Failed siblings without which the group is trained on."""
+    """Failed siblings that are left out of the group."""
     retries: int = 0
 
 
 class GroupMaker:
-    """Runs the workflow once for each sibling of a prompt, all at the same time: each is an episode."""
+    """Runs the workflow once for each sibling of a prompt, all concurrently; each run is an episode."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class GroupMaker:
         rewards: RewardPool | None,
         activity: Activity,
     ) -> None:
-        """`worker`: name of the process, as groups carry it. `rewards`: None where a reward model scores."""
+        """`worker`: name of the process in its groups. `rewards`: None if a reward model scores."""
         self._config = config
         self._worker = worker
         self._prompts = prompts
@@ -91,11 +91,11 @@ class GroupMaker:
         *,
         may_retry: Callable[[], bool] = lambda: True,
     ) -> TrajectoryGroup:
-        """Return the group of `seq`, generated at the gserver that `route` names.
+        """Return the group of `seq`, generated at the gserver of `route`.
 
-        `before_scoring` is awaited, with the sibling's number, before each of its scores, and at its end. A failed
-        sibling is made again only while `may_retry` returns True. The first failure that the group does not survive
-        cancels its other siblings and is raised.
+        `before_scoring` is awaited with a sibling's number before each of its scores, and at its end. A failed sibling
+        is made again only while `may_retry` returns True. The first failure that rejects the group cancels its other
+        siblings and is raised.
         """
         started = time.monotonic()
         group = _GroupTask(self._prompt(seq), route, before_scoring, may_retry)
@@ -112,7 +112,7 @@ class GroupMaker:
         return self._assembled(group, episodes, seconds=time.monotonic() - started)
 
     def _assembled(self, group: _GroupTask, episodes: Sequence[Episode], *, seconds: float) -> TrajectoryGroup:
-        """Return the group of these `episodes`, which took `seconds`."""
+        """Return the group of these `episodes`; making it took `seconds`."""
         trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
         parts = [episode.reward_parts for episode in episodes]
         return TrajectoryGroup.from_trajectories(
@@ -128,7 +128,7 @@ class GroupMaker:
         )
 
     def _prompt(self, seq: int) -> Prompt:
-        """Return the prompt of `seq`; raises `DataError` when there is none, or it has too many tokens."""
+        """Return the prompt of `seq`; raises `DataError` if there is none, or it has too many tokens."""
         prompt = self._prompts.prompt(seq)
         tokens, limit = len(prompt.input_ids), self._config.data.max_prompt_tokens
         if tokens > limit:
@@ -150,7 +150,7 @@ class GroupMaker:
                 return await self._attempt(group, sibling, attempt)
             except DataError:
                 raise
-            except Exception as error:  # tolerance point: a workflow of the user's may raise anything
+            except Exception as error:  # tolerance point: the user's workflow may raise anything
                 if self._can_shrink(group):
                     self._activity.failed(group.prompt.seq, error)
                     group.left_out.add(sibling)
@@ -168,12 +168,12 @@ class GroupMaker:
         return None
 
     def _can_shrink(self, group: _GroupTask) -> bool:
-        """Whether one sibling more may be left out."""
+        """Return whether one more sibling may be left out."""
         rollout = self._config.rollout
         return rollout.group_size - len(group.left_out) > rollout.fewest_siblings
 
     def _can_retry(self, group: _GroupTask, attempt: int, *, where: str) -> bool:
-        """Whether a sibling may be made again after `attempt` retries."""
+        """Return whether a sibling may be made again after `attempt` retries."""
         rollout = self._config.rollout
         if rollout.on_failed_sibling not in ("retry", "zero") or attempt >= rollout.sibling_retries:
             return False
@@ -206,19 +206,19 @@ class GroupMaker:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            # a group of tasks takes this for the end that it asked for: nobody would hear of the failure
+            # a TaskGroup would take this for its own cancellation, and the failure would be lost
             raise StreamRLError("the workflow was cancelled by itself: something that it awaited was") from error
         trajectories = found if isinstance(found, list) else [found]
         if not trajectories:
             raise WireError("a workflow that returned no trajectory: the policy was not asked for anything")
         for trajectory in trajectories:
             check_trajectory(trajectory)
-        await session.generated()  # one that was not scored is as far as the others: nobody is to wait for it
+        await session.generated()  # a sibling without a score must not keep the others waiting
         return Episode(trajectories, session.reward_parts)
 
 
 def check_trajectory(trajectory: Trajectory) -> None:
-    """Raise `WireError` for a trajectory that a trainer could not use; a workflow of the user's may make one."""
+    """Raise `WireError` for a trajectory that a trainer could not use; the user's workflow may return one."""
     arrays = (trajectory.loss_mask, trajectory.behavior_logprobs, trajectory.policy_versions)
     tokens = len(trajectory.input_ids)
     mask = trajectory.loss_mask
@@ -231,7 +231,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
         raise WireError("trajectory: the policy sampled none of its tokens")
     if mask[0]:
         raise WireError("trajectory: its first token is sampled; there must be a prompt before it")
-    if not -LARGEST_REWARD <= trajectory.reward <= LARGEST_REWARD:  # NaN fails, too
+    if not -LARGEST_REWARD <= trajectory.reward <= LARGEST_REWARD:  # NaN also fails here
         raise WireError(f"trajectory: the reward is {trajectory.reward}; at most {LARGEST_REWARD:g} in magnitude")
     if trajectory.score is not None and not -LARGEST_REWARD <= trajectory.score <= LARGEST_REWARD:
         raise WireError(f"trajectory: the score is {trajectory.score}; at most {LARGEST_REWARD:g} in magnitude")
@@ -240,7 +240,7 @@ def check_trajectory(trajectory: Trajectory) -> None:
 
 
 def shared_prefix(trajectories: Sequence[Trajectory]) -> int:
-    """Return how many leading tokens all siblings share and none of them sampled."""
+    """Return the length of the common prefix of all siblings, without sampled tokens."""
     first = trajectories[0]
     shared = min(int(np.argmax(trajectory.loss_mask)) for trajectory in trajectories)
     for other in trajectories[1:]:

@@ -1,8 +1,8 @@
-"""A rollout worker's part in evaluations: it makes the held-out prompts that the controller gives it.
+"""A rollout worker's part in evaluations: it makes the held-out prompts that the controller assigns to it.
 
 They do not count against `rollout.max_concurrent_groups`: the controller limits them over all rollout workers
-(`gserver/manager/evaluations.py`). Workflow, agents and reward processes are those of training. Invariants: a failure
-of one prompt rejects that prompt alone; no held-out group reaches the ledger or the trainer.
+(`gserver/manager/evaluations.py`). They share workflow, agents and reward processes with training. Invariants: a
+failure of one prompt rejects that prompt alone; no held-out group reaches the ledger or the trainer.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class HeldOutPrompts:
         self._membership = joined.membership
         self._control = joined.control
         self._workshop = workshop
-        self._activity = Activity(idle="")  # the figures of training are without these prompts
+        self._activity = Activity(idle="")  # separate from the figures of training
 
     async def run(self) -> None:
         """Make held-out prompts until this worker is asked to leave; raises `RunOver` at the end of the run.
 
-        The data are opened at once, not with the first prompt: an error in [evaluation.data] ends the run when it
-        begins, and not at an evaluation hours later.
+        The data are opened at once, not with the first prompt: an error in [evaluation.data] then ends the run at its
+        beginning, and not at an evaluation hours later.
         """
         prompts, data = await self._open()
         maker: GroupMaker | None = None
@@ -53,7 +53,8 @@ class HeldOutPrompts:
                     tasks.create_task(self._make(maker, admission), name=f"held-out prompt {admission.seq}")
 
     async def _ask(self, data: DataFacts) -> AdmitReply | None:
-        """Return what may begin, perhaps nothing yet; None if this worker is asked to leave."""
+        """Wait for the controller's reply with the prompts that may begin, perhaps none yet. Return None if this worker
+        is asked to leave."""
         message = Admit(worker=self._membership.index, count=1, data=data, held_out=True)
         asking, _ = await first_of(self._control.admit(message), self._membership.leaving.wait())
         if asking.cancelled():
@@ -64,24 +65,24 @@ class HeldOutPrompts:
         return reply
 
     async def _open(self) -> tuple[PromptSource, DataFacts]:
-        """Return the held-out prompts, and their facts; data that cannot be read end the run."""
+        """Return the held-out prompts and their facts; an error while reading the data stops the run."""
         try:
             prompts = await asyncio.to_thread(PromptSource.open, self._config, self._workshop.chat)
             return prompts, DataFacts(len(prompts), await asyncio.to_thread(prompts.digest))
-        except Exception as error:  # tolerance point: a data function of the user's may raise anything
+        except Exception as error:  # tolerance point: the user's data function may raise anything
             what = f"{self._membership.name}: the data of [evaluation.data]: {type(error).__name__}: {error}"
             await self._control.fail_run(FailRun(worker=self._membership.index, error=what))
             raise
 
     async def _open_maker(self, prompts: PromptSource) -> GroupMaker:
-        """Return what makes the groups. Reward processes of a reasoning-gym task hold its data, so these are others."""
+        """Return the group maker. A reasoning-gym reward gets new processes: the others hold training data."""
         rewards = self._workshop.rewards
         if rewards is None or self._config.rollout.reward.function == "reasoning_gym":
             rewards = await start_rewards(self._config, self._joined.at_exit)
         return self._workshop.group_maker(self._config, prompts=prompts, rewards=rewards, activity=self._activity)
 
     async def _make(self, maker: GroupMaker, admission: Admission) -> None:
-        """Make a prompt, and send its result."""
+        """Make one prompt, and send its result."""
         seq = admission.seq
         result = partial(HeldOutResult, self._membership.index, admission.evaluation, seq)
         route = GroupRoute(admission.gserver, name=admission.name, find_another=partial(self._find_another, admission))
@@ -102,7 +103,7 @@ class HeldOutPrompts:
             found = result(error=in_one_line(error), row=self._activity.describe_row(seq))
         try:
             await self._control.held_out_result(found)
-        except PeerError as error:  # its evaluation was forgotten when the run went back to a checkpoint
+        except PeerError as error:  # the evaluation was dropped when the run went back to a checkpoint
             if not 400 <= error.status < 500:
                 raise
             log.warning("the result of held-out prompt %d was refused: %s", seq, error)

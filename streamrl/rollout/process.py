@@ -1,7 +1,7 @@
-"""A rollout worker as a process: it joins the run, and opens everything that groups are made with.
+"""A rollout worker as a process: it joins the run, and opens all resources for making groups.
 
-`serve_until_over` joins the run, does the work until it or the run ends, and closes everything at exit. `Workshop` is
-shared by training and evaluations.
+`serve_until_over` joins the run, does the work until it or the run ends, and closes everything at exit. Training and
+evaluations share a `Workshop`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from streamrl.transport.secret import of_run_at
 from streamrl.transport.tls import client_context, server_context
 
 PATIENCE_REQUESTS = 2
-"""A response is given up when no token has come for this many times `rollout.request_timeout_seconds`."""
+"""A response is given up after this many times `rollout.request_timeout_seconds` without a token."""
 
 
 class RunOver(Exception):
@@ -47,16 +47,16 @@ class RunOver(Exception):
 
 @dataclass(frozen=True)
 class Joined:
-    """What a process has once it has joined the run."""
+    """The resources of a process that has joined the run."""
 
     control: ControlClient
     membership: Membership
     reach: Reach
-    """How others reach this process."""
+    """The address by which others reach this process."""
     activity: Activity
     at_exit: AsyncExitStack
-    """What the work opens and what is closed when the process leaves; not by the work's own task, whose cancellation
-    would cut the closing short."""
+    """Holds the resources that the work opens; they are closed when the process leaves. The work's own task does not
+    close them, since its cancellation would interrupt the closing."""
 
 
 async def serve_until_over(
@@ -70,8 +70,9 @@ async def serve_until_over(
 ) -> None:
     """Do `work` as rollout worker `index` until it ends, the run is over, or the task is cancelled.
 
-    Joins the run first and leaves it at the end, after closing `Joined.at_exit`. An error of the work is reported to
-    the manager, which stops the run, and raised; so is the loss of the manager. `advertise`: see `reach_towards`.
+    Joins the run first and leaves it at the end, after closing `Joined.at_exit`. An error of the work is raised, after
+    it is reported to the manager, which stops the run. The loss of the manager is raised, too. `advertise`: see
+    `reach_towards`.
     """
     reach = reach_towards(manager_url, advertise=advertise)
     async with AsyncExitStack() as at_exit:
@@ -107,7 +108,7 @@ class Workshop:
     def group_maker(
         self, config: Config, *, prompts: PromptSource, rewards: RewardPool | None, activity: Activity
     ) -> GroupMaker:
-        """Return what makes groups of `prompts`, as `config` samples and scores."""
+        """Return the maker of groups of `prompts`, sampled and scored according to `config`."""
         activity.describe_row = prompts.describe
         membership = self.joined.membership
         generator = Generator(
@@ -138,8 +139,7 @@ class Workshop:
 async def open_workshop(config: Config, *, joined: Joined, model_dir: Path) -> tuple[Workshop, PromptSource]:
     """Start the reward processes, load tokenizer and training data; return the workshop and the training prompts.
 
-    All is closed at exit. Raises `DataError`, `ConfigError`, `ModelError` or `RewardError` when one of them cannot be
-    had.
+    All are closed at exit. Raises `DataError`, `ConfigError`, `ModelError` or `RewardError` if one of them fails.
     """
     joined.membership.waiting_for = "reward processes and tokenizer"
     async with asyncio.TaskGroup() as starting:
@@ -162,7 +162,7 @@ async def open_workshop(config: Config, *, joined: Joined, model_dir: Path) -> t
 
 
 async def start_rewards(config: Config, at_exit: AsyncExitStack) -> RewardPool | None:
-    """Return reward processes that are ready, and closed at exit; None if no reward function scores."""
+    """Start and return the reward processes, which are closed at exit; None if no reward function scores."""
     if not config.reward_function_scores:
         return None
     rewards = RewardPool(config)
@@ -172,7 +172,7 @@ async def start_rewards(config: Config, at_exit: AsyncExitStack) -> RewardPool |
 
 
 async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer, model_dir: Path) -> Workflow:
-    """Return what makes trajectories; an agent's processes and the server that they ask are closed at exit."""
+    """Return the workflow; an agent's processes and their model server are closed at exit."""
     agent = config.rollout.agent
     if not agent.used:
         return load_workflow(config.rollout.workflow)
@@ -205,7 +205,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer,
         leases=agents if isinstance(agents, RemoteAgents) else None,
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
         listening=listening,
-        port=agent.port + joined.membership.index if agent.port else 0,  # of one machine, each its own
+        port=agent.port + joined.membership.index if agent.port else 0,  # each worker of one machine needs its own port
         hosts=Hosts([agent.host, listening.announced, *config.security.host_names]),
         tls=server_context(None, config.security) if config.security.certificate and agent.remote else None,
     )
@@ -224,12 +224,12 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer,
 
 
 def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:
-    """Return the tokenizer and the prompts that `config` names.
+    """Return the tokenizer and the prompts of `config`.
 
-    Raises `ModelError`, `DataError`, or `ConfigError` when the one does not fit the other.
+    Raises `ModelError`, `DataError`, or `ConfigError` if tokenizer and settings do not fit each other.
     """
     chat = ChatTokenizer.load(model_dir, chat_template=config.model.chat_template)
-    for stop in config.rollout.sampling.stop:  # real SGLang would answer each request with an error that says nothing
+    for stop in config.rollout.sampling.stop:  # real SGLang would reply to each request with an unhelpful error
         try:
             chat.encode(stop)
         except DataError as error:

@@ -1,7 +1,7 @@
-"""A rollout worker in a synchronous graph: it generates and scores when the master calls for it.
+"""A rollout worker in a synchronous graph: it generates and scores at the master's calls.
 
-Each group runs as it does otherwise, until each of its siblings is to be scored for the first time, or has ended
-without. There it waits until the master has all of the batch generated and calls for scores.
+Each group runs as in other graphs until each of its siblings reaches its first score, or ends without one. There it
+waits until the whole batch is generated and the master calls for scores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from streamrl.transport.synchronous import (
 
 
 class ScoringGate:
-    """Stands between one group's generation and its scoring."""
+    """A gate between the generation of one group and its scoring."""
 
     def __init__(self, siblings: int) -> None:
         self._waiting: set[int] = set()
@@ -35,18 +35,18 @@ class ScoringGate:
         self._stored = False
 
     async def before_scoring(self, sibling: int) -> None:
-        """Hold `sibling`, which is to be scored, until the gate is open."""
+        """Hold `sibling` before its score until the gate is open."""
         self._waiting.add(sibling)
         if len(self._waiting) == self._siblings:
             self._generated.set()
         await self._open.wait()
 
     def open(self) -> None:
-        """Let the group be scored."""
+        """Allow the group to be scored."""
         self._open.set()
 
     def end(self, *, stored: bool) -> None:
-        """Note that the group is stored with the trainer, or that it was given up."""
+        """Note the end of the group; `stored`: it is stored with the trainer, otherwise it was given up."""
         self._stored = stored
         self._generated.set()
         self._ended.set()
@@ -65,8 +65,8 @@ class ScoringGate:
 class SynchronousRollout:
     """Carries out the master's calls.
 
-    Owns a gate for each group that was started and is not scored yet. Invariant: an admission that was asked for is
-    waited for, whatever the master calls for meanwhile, so no group is admitted and not known here.
+    Owns a gate for each group that was started and is not scored yet. Invariant: a requested admission is always
+    awaited, even if the master makes another call in the meantime, so every admitted group is known here.
     """
 
     def __init__(
@@ -79,17 +79,17 @@ class SynchronousRollout:
         admit: Callable[[int], Awaitable[list[Admission] | None]],
         start: Callable[[Admission, ScoringGate], None],
     ) -> None:
-        """`index`: the rollout worker's. `master`: where its channel is; `shown`: what it knows this process by.
-        `admit` takes how many groups are missing and returns those that may start, or None when the run is over.
-        `start` makes a group, in a task of its own."""
+        """`index`: the rollout worker's. `master`: the address of its channel; `shown`: the credentials of this process
+        for it. `admit` takes the number of missing groups and returns those that may start, or None when the run is
+        over. `start` makes a group, in its own task."""
         self._siblings = config.rollout.group_size
         self._admit = admit
         self._start = start
         self._gates: dict[int, ScoringGate] = {}
         self._target = 0
-        """How many groups the master wants to wait here to be scored."""
+        """Number of groups that the master wants to have ready for scoring here."""
         self._empty_admissions = 0
-        """How often the manager had nothing to admit."""
+        """How often the manager had no group to admit."""
         self._changed = asyncio.Condition()
         """Notified when one of the three above changes."""
         self._channel: ReplyChannel[RolloutCall] = ReplyChannel(
@@ -98,18 +98,18 @@ class SynchronousRollout:
 
     async def run(self) -> None:
         """Carry out calls until the run is over."""
-        await self._admit(0)  # what the manager learns with it, such as the size of the data set, is awaited
+        await self._admit(0)  # reports facts such as the size of the data set, which the manager waits for
         async with asyncio.TaskGroup() as tasks:
             calls = tasks.create_task(self._take_calls())
             await self._start_groups()
             calls.cancel()
 
     async def close(self) -> None:
-        """Leave the master."""
+        """Close the channel to the master."""
         await self._channel.close()
 
     async def _start_groups(self) -> None:
-        """Start what the master's target lacks, until the run is over."""
+        """Start the missing groups up to the master's target, until the run is over."""
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: len(self._gates) < self._target)
@@ -130,7 +130,7 @@ class SynchronousRollout:
             while True:
                 call_id, call = await self._channel.receive()
                 if generating is not None:
-                    generating.cancel()  # it has replied, or the master goes on without; the groups stay
+                    generating.cancel()  # it has replied, or the master continues without it; the groups stay
                 match call:
                     case GenerateGroups():
                         self._target = call.groups
@@ -141,7 +141,7 @@ class SynchronousRollout:
                 await self._notify()
 
     async def _generate(self, call_id: int, groups: int) -> None:
-        """Reply when `groups` wait to be scored, or all that are admitted for now."""
+        """Reply when `groups` groups wait to be scored, or all that are admitted for now."""
         empty_before = self._empty_admissions
         while True:
             async with self._changed:
@@ -155,10 +155,10 @@ class SynchronousRollout:
             if begun == alive == sorted(self._gates):
                 await self._channel.reply(call_id, GroupsGenerated(alive))
                 return
-            await self._notify()  # others may start instead of those that were given up
+            await self._notify()  # others may start in place of the given-up ones
 
     async def _score(self, call_id: int, seqs: list[int]) -> None:
-        """Have `seqs` scored, but for those that are unknown here because a predecessor of this process had them."""
+        """Score `seqs` and reply with the stored ones; skip unknown groups of this process's predecessor."""
         known = [seq for seq in seqs if seq in self._gates]
         for seq in known:
             self._gates[seq].open()
@@ -173,6 +173,6 @@ class SynchronousRollout:
 
 
 async def _those_for_which(seqs: list[int], holds: Callable[[int], Awaitable[bool]]) -> list[int]:
-    """Return those of `seqs` for which `holds` returns True, after it has returned for all."""
+    """Return the `seqs` for which `holds` returns True, once it has returned for all."""
     found = await asyncio.gather(*(holds(seq) for seq in seqs))
     return [seq for seq, true in zip(seqs, found, strict=True) if true]

@@ -1,7 +1,7 @@
-"""Small tasks to see a run learn within minutes: data functions and the reward functions that go with them.
+"""Small tasks that a run learns within minutes: data functions and their reward functions.
 
 A data function, `function(index, seed, **args)`, returns row `index` (`data.source = "python"`, `data.path =
-"streamrl.rollout.tasks:copy_digits"`); all arguments alike give the same row in every process.
+"streamrl.rollout.tasks:copy_digits"`). Equal arguments give the same row in every process.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ _NUMBER = re.compile(r"-?\d+")
 
 
 def copy_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
-    """Return `1234=`, to be answered `1234`; for the scratch model, like the four that follow."""
+    """Return the prompt `1234=` with the answer `1234`; for the scratch model, like the next four functions."""
     text = _digits(f"copy/{seed}/{index}", digits)
     return {"prompt": f"{text}=", "answer": text}
 
 
 def increment_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
-    """Return `1239=`, to be answered `2340`: each digit plus one, without carrying."""
+    """Return the prompt `1239=` with the answer `2340`: each digit plus one, without carrying."""
     text = _digits(f"increment/{seed}/{index}", digits)
     return {"prompt": f"{text}=", "answer": "".join(str((int(digit) + 1) % 10) for digit in text)}
 
 
 def sort_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
-    """Return `4213=`, to be answered `1234`."""
+    """Return the prompt `4213=` with the answer `1234`."""
     text = _digits(f"sort/{seed}/{index}", digits)
     return {"prompt": f"{text}=", "answer": "".join(sorted(text))}
 
 
 def modular_addition(index: int, seed: int, *, modulus: int = 10) -> dict[str, Any]:
-    """Return `7 8=`, to be answered `5`: the sum modulo `modulus`.
+    """Return the prompt `7 8=` with the answer `5`: the sum modulo `modulus`.
 
-    All numbers have as many digits as `modulus - 1`.
+    All numbers have as many digits as `modulus - 1`. Raises `ValueError` if `modulus` is below 2.
     """
     if modulus < 2:
         raise ValueError(f"modulus = {modulus}: it has to be 2 or more")
@@ -49,9 +49,10 @@ def modular_addition(index: int, seed: int, *, modulus: int = 10) -> dict[str, A
 
 
 def repeat_digit(index: int, seed: int, *, most: int = 16) -> dict[str, Any]:
-    """Return `7 03=`, to be answered `777`: a digit and how often to write it, from 1 to `most` with equal chances.
+    """Return the prompt `7 03=` with the answer `777`: a digit and its number of repetitions, from 1 to `most`.
 
-    The length of the answer depends on the prompt alone, so that a bias to short responses can be seen.
+    The number is drawn uniformly. The length of the answer depends on the prompt alone, so a bias to short responses
+    can be seen. Raises `ValueError` if `most` is below 1.
     """
     if most < 1:
         raise ValueError(f"most = {most}: it has to be 1 or more")
@@ -65,7 +66,7 @@ def _digits(key: str, count: int) -> str:
 
 
 def copy_reward(response: Response, prompt: Prompt) -> float:
-    """Return the share of positions that are right, the end of the response being the last of them.
+    """Return the share of correct positions; the end of the response counts as the last position.
 
     For every task above, whose answers are strings of characters.
     """
@@ -76,7 +77,7 @@ def copy_reward(response: Response, prompt: Prompt) -> float:
 
 
 def addition(index: int, seed: int, *, low: int = 1, high: int = 9) -> dict[str, Any]:
-    """Return `What is x + y?`, for an instruction-tuned model."""
+    """Return the prompt `What is x + y?` with the sum, for an instruction-tuned model."""
     numbers = random.Random(f"addition/{seed}/{index}")
     x, y = numbers.randint(low, high), numbers.randint(low, high)
     return {"prompt": f"What is {x} + {y}? Answer with only the number.", "answer": str(x + y)}
@@ -85,7 +86,7 @@ def addition(index: int, seed: int, *, low: int = 1, high: int = 9) -> dict[str,
 def addition_reward(response: Response, prompt: Prompt) -> float:
     """Return 1 if the last number is right, 0.1 if it is another number, 0 without a number or without an end.
 
-    Nothing in between: with 0.5 for a right number among other words, policies stayed there.
+    There is no reward in between: with 0.5 for a right number among other words, policies did not improve further.
     """
     if response.finish_reason != "stop":
         return 0.0
@@ -96,7 +97,7 @@ def addition_reward(response: Response, prompt: Prompt) -> float:
 
 
 def hash_reward(response: Response, prompt: Prompt) -> float:
-    """Return a number in [0, 1) that looks random and depends on the prompt and its response alone.
+    """Return a pseudo-random number in [0, 1) that depends on the prompt and its response alone.
 
     For measuring speed, not learning.
     """

@@ -1,11 +1,11 @@
 """A rollout worker: takes sequence numbers from the manager, and streams finished groups to the trainer.
 
-Owns its reward processes, its connections, and one task for each group that it was admitted and that has not ended:
-the group is being generated, being scored, or on its way to the trainer. Invariant: as long as the worker lives and
-the run does not go back, each group ends in exactly one of two ways: it is stored with the trainer, which reports it to
-the manager, or the worker rejects it with a reason. When the run has gone back, the worker keeps the groups that the
-present weights can learn from and that the controller leases to it again; it drops all others. The manager gives the
-unfinished groups of a dead worker to another one.
+Owns its reward processes, its connections, and one task for each admitted group that has not ended: the group is being
+generated, being scored, or on its way to the trainer. Invariant: while the worker lives and the run does not go back,
+each group ends in exactly one of two ways: it is stored with the trainer, which reports it to the manager, or the
+worker rejects it with a reason. After the run has gone back, the worker keeps the groups that the present weights can
+learn from and that the controller leases to it again; it drops all others. The manager gives the unfinished groups of a
+dead worker to another one.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from streamrl.waits import first_of
 log = logging.getLogger(__name__)
 
 STORED_BYTES = 128 * 2**20
-"""Of arrays of groups that the trainer has stored; they are sent again if it loses them."""
+"""Most bytes of arrays of groups that the trainer has stored; they are sent again if the trainer loses them."""
 UNIFORM_WARNING_GROUPS = 100
-"""After this many groups in a row whose responses all scored the same, a warning is logged."""
+"""A warning is logged after this many groups in a row in which all responses scored the same."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
     """Run rollout worker `index` until the run is over, or the task is cancelled.
 
-    `advertise`: the address by which others reach this process; empty: that from which it reaches the manager.
+    `advertise`: the address by which others reach this process; empty: the address from which it reaches the manager.
     """
     synchronous = config.trainer.synchronous
 
@@ -73,7 +73,7 @@ async def _open_pusher(config: Config, joined: Joined) -> GroupPusher:
     )
     return GroupPusher(
         worker=joined.membership.name,
-        heads=[worker for worker in workers if worker.address],  # DP heads have one
+        heads=[worker for worker in workers if worker.address],  # only DP heads have one
         shown=joined.membership.shows("model_worker"),
         max_group_bytes=config.stream.max_group_bytes,
         resend_seconds=config.stream.resend_seconds,
@@ -101,7 +101,7 @@ class _Group:
     admission: Admission
     route: GroupRoute
     made: TrajectoryGroup | None = None
-    """Set once it is finished."""
+    """The finished group; None until then."""
     task: asyncio.Task[None] | None = None
 
     def can_be_kept(self, history: History) -> bool:
@@ -110,7 +110,7 @@ class _Group:
         return known and (self.made is not None or self.route.resumable)
 
     def in_hand(self) -> GroupInHand:
-        """Return the group for the controller."""
+        """Return the group's entry for a `Keep` message to the controller."""
         seq = self.admission.seq
         return GroupInHand(seq) if self.made is not None else self.route.in_hand(seq)
 
@@ -118,16 +118,16 @@ class _Group:
 class StoredGroups:
     """The groups that were stored last with the trainer, by sequence number, up to a limit of bytes.
 
-    A model worker that dies takes the groups with it that no checkpoint counts yet; they can be sent again from here.
+    The death of a model worker loses groups that no checkpoint covers yet; they can be sent again from here.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._bytes = 0
-        self._groups: dict[int, _Group] = {}  # stored last: at the end
+        self._groups: dict[int, _Group] = {}  # the latest one last
 
     def add(self, group: _Group) -> None:
-        """Add a finished group; the oldest ones make room for it."""
+        """Add a finished group; the oldest groups are removed to make room for it."""
         self._remove(group.admission.seq)
         self._groups[group.admission.seq] = group
         self._bytes += _bytes(group)
@@ -150,7 +150,7 @@ def _bytes(group: _Group) -> int:
 
 
 class RolloutWorker:
-    """Has groups admitted, by itself or when the master calls for them, and sees each to its end."""
+    """Requests admissions, by itself or at the master's calls, and processes each group to its end."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class RolloutWorker:
         data: DataFacts,
         held_out: HeldOutPrompts | None = None,
     ) -> None:
-        """`held_out`: None if the configuration asks for no evaluation."""
+        """`held_out`: None if the configuration has no evaluation."""
         self._config = config
         self._held_out = held_out
         self._data = data
@@ -170,11 +170,11 @@ class RolloutWorker:
         self._control = joined.control
         self._maker = maker
         self._pusher: asyncio.Future[GroupPusher] = asyncio.get_running_loop().create_future()
-        """To the present model workers, once all have registered."""
+        """Pusher to the present model workers, once all of them have registered."""
         self._activity = joined.activity
         self._failures: list[Exception] = []
-        """Why groups failed since the last one that did not; what several of them have in common, such as the end of
-        the process in which their agents ran, is there once."""
+        """Errors of the groups that failed since the last success. An error that several groups share, such as the
+        death of their agents' process, is listed once."""
         self._uniform_in_a_row = 0
         self._unfinished: dict[int, _Group] = {}
         """Groups that were admitted here, and are neither stored with the trainer nor rejected."""
@@ -184,10 +184,10 @@ class RolloutWorker:
         self._groups = asyncio.TaskGroup()
 
     async def run(self) -> None:
-        """Make groups until the run is over; raises errors that have to stop it.
+        """Make groups until the run is over; raises errors that have to stop the run.
 
-        A worker that is asked to leave before the end of the run starts no more, and sees those that it has to their
-        end, held-out prompts included.
+        If the worker is asked to leave before the end of the run, it starts no further group and finishes those it has,
+        including held-out prompts.
         """
         gone_back = self._membership.gone_back
         try:
@@ -237,16 +237,13 @@ class RolloutWorker:
                 raise RunOver
 
     async def _close_pusher(self) -> None:
-        """Leave the present model workers: groups that they have not stored wait for their successors."""
+        """Close the connections to the model workers; groups that they have not stored wait for their successors."""
         pusher = self._pusher.result()
         self._pusher = asyncio.get_running_loop().create_future()
         await pusher.close()
 
     async def _go_back(self) -> None:
-        """Keep the groups in hand that can still be trained on and have a place in the ledger, and drop all others.
-
-        Those that dead model workers had stored are sent again.
-        """
+        """Keep trainable groups with a place in the ledger, resend groups of dead model workers, drop the rest."""
         history, stored = self._membership.history, self._stored.take_all()
         in_hand: dict[int, _Group] = {}
         if not self._config.trainer.synchronous:
@@ -274,8 +271,8 @@ class RolloutWorker:
         return tasks
 
     async def _start_until_asked_to_leave(self) -> bool:
-        """Start groups; return True when the run is over, False when this worker is asked to leave it."""
-        # An admission that was given and not heard of is taken back by the manager when this worker has left.
+        """Start groups; return True when the run is over, False when this worker is asked to leave."""
+        # If an admission was granted but not received here, the manager takes it back after this worker has left.
         starting, _ = await first_of(self._start_whenever_possible(), self._membership.leaving.wait())
         return not starting.cancelled()
 
@@ -291,7 +288,7 @@ class RolloutWorker:
             await self._finished_one.wait()
 
     def start(self, admission: Admission, gate: ScoringGate | None = None) -> None:
-        """Make the group in a task of its own; `gate` stands between its generation and its scoring."""
+        """Make the group in its own task; `gate` stands between its generation and its scoring."""
         route = GroupRoute(
             admission.gserver,
             name=admission.name,
@@ -306,7 +303,7 @@ class RolloutWorker:
         group.task = self._groups.create_task(self._see_to_end(group, gate), name=f"group {seq}")
 
     async def _room(self) -> int:
-        """Return how many groups may start, once at least one may."""
+        """Wait until at least one group may start, and return how many may."""
         limit = self._config.rollout.max_concurrent_groups
         while len(self._unfinished) >= limit:
             self._finished_one.clear()
@@ -314,12 +311,12 @@ class RolloutWorker:
         return limit - len(self._unfinished)
 
     async def admit(self, count: int) -> list[Admission] | None:
-        """Ask the manager for up to `count` groups; return those to start, perhaps none yet, or None at the end."""
+        """Request up to `count` groups; return those to start, perhaps none yet, or None at the end of the run."""
         reply = await self._control.admit(Admit(worker=self._membership.index, count=count, data=self._data))
         if reply.stop:
             return None
         self._membership.note_version(reply.policy_version)
-        # one that is unfinished here was given out again while this worker was silent: it still makes it
+        # after a silence of this worker the manager may admit groups again that are still being made here
         return [admission for admission in reply.admissions if admission.seq not in self._unfinished]
 
     async def _see_to_end(self, group: _Group, gate: ScoringGate | None) -> None:
@@ -328,7 +325,7 @@ class RolloutWorker:
             with self._activity.group():
                 stored = await self._make_and_push(group, gate)
         finally:
-            if self._unfinished.get(seq) is group:  # not dropped, and perhaps admitted again
+            if self._unfinished.get(seq) is group:  # not if it was dropped, and perhaps admitted again
                 del self._unfinished[seq]
             self._reports.forget(seq)
             self._finished_one.set()
@@ -367,16 +364,16 @@ class RolloutWorker:
         return False
 
     async def _push(self, group: TrajectoryGroup, *, permit: str) -> None:
-        """Return once `group` is stored with the trainer, whose model workers may be replaced until then."""
+        """Return once `group` is stored with the trainer; model workers may be replaced in the meantime."""
         while True:
             pusher = await asyncio.shield(self._pusher)
             try:
                 return await pusher.push(group, permit=permit)
-            except PeerLost:  # it was closed
+            except PeerLost:  # the pusher was closed
                 continue
 
     def _young_enough(self) -> Callable[[], bool]:
-        """Return a function that returns whether tokens sampled now are not older than `staleness.max_staleness`."""
+        """Return a function that checks that tokens sampled now are not older than `staleness.max_staleness`."""
         begun, most = self._membership.policy_version, self._config.staleness.max_staleness
         return lambda: self._membership.policy_version - begun <= most
 
@@ -385,7 +382,7 @@ class RolloutWorker:
         return (await self._control.route(message)).gserver
 
     async def _drop_uniform(self, seq: int, reward: float) -> None:
-        """Give the group's place back; warn when no other groups come any more, for then training stands still."""
+        """Give the group's place back, and warn after many in a row: without other groups training stands still."""
         self._failures.clear()
         self._uniform_in_a_row += 1
         self._activity.uniform()

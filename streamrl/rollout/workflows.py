@@ -1,4 +1,4 @@
-"""Everything that a workflow of your own needs: what it is, what it may do, and the builder that keeps its books.
+"""Everything for writing your own workflow: its interface, its session, and the builder of its trajectory.
 
 A workflow turns a prompt into a trajectory. It is a class with one coroutine:
 
@@ -45,23 +45,23 @@ OWN_WORKFLOWS = {
 """The workflows that come with streamrl, by name."""
 
 BeforeScoring = Callable[[int], Awaitable[None]]
-"""Awaited with the number of the sibling that is to be scored."""
+"""Awaited with the number of a sibling before it is scored."""
 
 
 class Workflow(Protocol):
     """Makes one sibling's trajectory."""
 
     async def run(self, prompt: Prompt, session: Session) -> Trajectory | list[Trajectory]:
-        """Return the sibling's trajectory, or all of them where there are several conversations.
+        """Return the sibling's trajectory, or a list of them if there are several conversations.
 
         If the policy fails (no valid answer, no context left), return its trajectory with the reward that it deserves:
-        an exception is taken for a failure of infrastructure, which `rollout.on_failed_sibling` decides about. A
-        `DataError`, which another attempt would raise again, rejects the group.
+        an exception counts as a failure of infrastructure, to which `rollout.on_failed_sibling` applies. A `DataError`,
+        which another attempt would raise again, rejects the group.
         """
 
 
 class Session:
-    """What a workflow may do for one sibling of one group: generate, and score."""
+    """Interface of a workflow for one sibling of one group: generate, and score."""
 
     def __init__(
         self,
@@ -80,22 +80,22 @@ class Session:
         attempt: int = 0,
         failures_score_zero: bool = False,
     ) -> None:
-        """`rewards`: None where a reward model of the trainer scores. `before_scoring` is awaited before each score."""
+        """`rewards`: None if a reward model of the trainer scores. `before_scoring` is awaited before each score."""
         self.prompt = prompt
         self.sibling = sibling
         """Number of the sibling in its group, from 0."""
         self.attempt = attempt
-        """How often the sibling was made before and failed. Each attempt samples with seeds of its own."""
+        """Number of failed attempts to make the sibling before this one. Each attempt samples with its own seeds."""
         self.failures_score_zero = failures_score_zero
-        """Whether a failed reward function or agent scores 0."""
+        """Whether a failure of the reward function or the agent scores 0."""
         self.chat = chat
         """The tokenizer with its chat template."""
         self.sampling = sampling
         """The run's sampling parameters."""
         self.max_context = max_context
-        """Tokens of prompt and responses together that the gservers take."""
+        """Most tokens of prompt and responses together on the gservers."""
         self.reward_parts: dict[str, float] = {}
-        """What the last score was made of, by name; empty where it was one thing."""
+        """The parts of the last score by name; empty if it had one part."""
         self._generator = generator
         self._route = route
         self._rewards = rewards
@@ -113,10 +113,10 @@ class Session:
         stop_token_ids: Sequence[int] = (),
         on_tokens: OnTokens | None = None,
     ) -> Generation:
-        """Let the policy continue `input_ids` by up to `max_new_tokens` tokens (None: `sampling.max_new_tokens`).
+        """Sample up to `max_new_tokens` tokens after `input_ids` (None: `sampling.max_new_tokens`).
 
         `max_context` may leave room for fewer. `stop` and `stop_token_ids` are added to the run's; `on_tokens` receives
-        tokens as they arrive. Raises `DataError` if there is no room at all, and what `Generator.generate` raises.
+        tokens as they arrive. Raises `DataError` if there is no room at all, and the errors of `Generator.generate`.
         """
         room = self.max_context - len(input_ids)
         if room < 1:
@@ -141,7 +141,7 @@ class Session:
         return generation
 
     def response(self, generation: Generation, *, turn: int = 1) -> Response:
-        """Return what the reward function gets to see of `generation`; `turn` counts the policy's turns from 1."""
+        """Return the view of `generation` for the reward function; `turn` counts the policy's turns from 1."""
         text, matched = self.chat.decode(generation.output_ids), generation.matched
         return Response(
             text=before_stop(text, matched) if isinstance(matched, str) else text,
@@ -152,19 +152,19 @@ class Session:
 
     @property
     def activity(self) -> Activity:
-        """Where what is done is counted and logged."""
+        """The counters and the log of the worker's work."""
         return self._activity
 
     async def generated(self) -> None:
-        """Wait, with all that was generated, until the sibling may be scored; `score` does it, too."""
+        """Wait until the sibling may be scored, after all of its generation; `score` also does this."""
         if self._before_scoring is not None:
             with self._activity.waiting_to_be_scored():
                 await self._before_scoring(self.sibling)
 
     async def score(self, response: Response) -> float:
-        """Return the reward function's judgement, less what a response of this length costs.
+        """Return the reward function's score, less the penalty for a response of this length.
 
-        0 where a reward model of the trainer will score. Raises `RewardError` when the reward function fails, unless
+        Returns 0 if a reward model of the trainer will score. Raises `RewardError` if the reward function fails, unless
         `rollout.on_failed_sibling = "zero"` counts that as 0.
         """
         await self.generated()
@@ -189,11 +189,11 @@ class Session:
 
 
 def overlong_share(output_tokens: int, *, most: int, buffer: int) -> float:
-    """Return how much of the last `buffer` of `most` tokens a response of `output_tokens` uses, from 0 to 1.
+    """Return the share, from 0 to 1, of the last `buffer` of `most` tokens that a response of `output_tokens` uses.
 
-    The soft overlong punishment of DAPO (https://arxiv.org/abs/2503.14476, eq. 13) is this, negated: a response that
-    was cut should not be worth as much as one that ended, and the way there should be a slope, not a cliff. With
-    `buffer` 0 there is no punishment.
+    The soft overlong punishment of DAPO (https://arxiv.org/abs/2503.14476, eq. 13) is this share, negated: a response
+    that was cut should earn less than one that ended, and the penalty should rise gradually, without a jump. With
+    `buffer` 0 there is no penalty.
     """
     if buffer == 0:
         return 0.0
@@ -201,7 +201,7 @@ def overlong_share(output_tokens: int, *, most: int, buffer: int) -> float:
 
 
 class TrajectoryBuilder:
-    """Appends tokens in, tokens out; what was sampled is never tokenized again.
+    """Builds a trajectory from tokens; sampled tokens are never tokenized again.
 
     Invariant: a token is under the loss exactly if `append_sampled` appended it, and then with its own log-probability
     and version.
@@ -209,16 +209,16 @@ class TrajectoryBuilder:
 
     def __init__(self) -> None:
         self.input_ids: list[int] = []
-        """All tokens so far: what the next generation continues."""
+        """All tokens so far, which the next generation continues."""
         self.turns = 0
-        """How many generations were appended."""
+        """Number of appended generations."""
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         self._routed_experts: NDArray[np.uint8] | None = None
 
     def append_prompt(self, input_ids: Sequence[int]) -> None:
-        """Append tokens that the policy is given."""
+        """Append tokens that the policy receives as input."""
         self.input_ids.extend(input_ids)
         self._loss_mask.extend([False] * len(input_ids))
         self._logprobs.extend([0.0] * len(input_ids))
@@ -252,7 +252,7 @@ class TrajectoryBuilder:
 
 
 def load_workflow(config: WorkflowConfig) -> Workflow:
-    """Return the workflow that `config` names, made with its arguments; raises `ConfigError` when it cannot be made."""
+    """Return an instance of the workflow in `config`; raises `ConfigError` if it cannot be created."""
     key = f"rollout.workflow.name = {config.name!r}"
     spec = OWN_WORKFLOWS.get(config.name, config.name)
     if ":" not in spec:
@@ -283,7 +283,7 @@ class SingleTurn:
 
 
 class MultiTurn:
-    """The workflow `multi_turn`: the reward is the last attempt's, times `discount` for each attempt before it.
+    """The workflow `multi_turn`: the reward is that of the last attempt, times `discount` for each earlier attempt.
 
     Another attempt follows while the reward is below `success`, the model ended its answer by itself, and turns and
     context are left.
@@ -297,7 +297,7 @@ class MultiTurn:
         success: float = 1.0,
         discount: float = 1.0,
     ) -> None:
-        """`success`: the reward from which on no further attempt is made."""
+        """`success`: the reward that ends the attempts. Raises `ConfigError` for values out of range."""
         if max_turns < 1 or not 0 < discount <= 1:
             raise ConfigError(
                 f"rollout.workflow.args: max_turns = {max_turns} must be at least 1, "

@@ -1,1 +1,1 @@
-"""Agents: programs that ask a language model, and are trained as they are (docs/agents.md)."""
+"""Agents: programs that use a language model, and are trained unchanged (docs/agents.md)."""

@@ -1,22 +1,22 @@
-"""The model server that agents ask: the APIs of OpenAI and Anthropic, answered by the policy in training.
+"""The model server for agents: the APIs of OpenAI and Anthropic, served by the policy in training.
 
-An episode is known by its random key (`Authorization: Bearer` or `x-api-key`) and by its id, where the URL names one;
-the token endpoint, which clients ask at the server's root, takes the id from `X-Session-ID`.
+An episode is identified by its random key (`Authorization: Bearer` or `x-api-key`), and by its id if the URL contains
+one. Clients use the token endpoint at the server's root; it takes the id from `X-Session-ID`.
 
-Retries. A request is answered with an earlier request's generation, also while that is still running, if
-- its `Idempotency-Key` has been seen in this episode,
-- its `x-stainless-retry-count` is above 0 and its path and body are those of an earlier one, unless what comes again
-  was refused because too many others were being answered, or
-- its path and body are those of a request whose answer could not be delivered, because the client hung up.
-Any other identical body is a new sample: best of n by repeated calls is legitimate. A generation is a task of its own:
-a client that hangs up cancels only its handler; what nobody has asked for again within `ABANDONED_SECONDS` is
-cancelled, too. An answer is delivered once all of it has left this process for a connection that is open; the episode
-is told which were. The last `KEPT_REQUESTS` requests of an episode can be asked again.
+Retries. A request receives the generation of an earlier request, even if that is still running, if
+- its `Idempotency-Key` has been used in this episode,
+- its `x-stainless-retry-count` is above 0 and its path and body equal those of an earlier request, unless that one
+  was refused because too many others were in progress, or
+- its path and body equal those of a request whose answer could not be delivered because the client hung up.
+Any other identical body is a new sample: best of n by repeated calls is legitimate. Each generation is a task of its
+own, and a client that hangs up cancels only its handler. The generation is cancelled as well if no client requests it
+again within `ABANDONED_SECONDS`. An answer is delivered once all of it has left this process over an open connection;
+the episode is notified of delivered answers. The last `KEPT_REQUESTS` requests of an episode can be repeated.
 
-No body is read of a caller whose key opens nothing.
+The server reads no body of a request without a valid key.
 
-Streams. Pieces go out as the policy says them, from the beginning to each client that asks for the same generation. A
-stream begins with its first piece, so that a refusal before it still has a status of its own.
+Streams. Pieces are sent as the policy generates them, from the beginning to each client of the same generation. A
+stream begins with its first piece, so that an earlier refusal still has its own status.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ BODY_LIMIT = 8 << 20
 CONCURRENT_REQUESTS = 64
 """Most answers that are generated at the same time for one episode."""
 KEPT_REQUESTS = 256
-"""Requests of one episode that can be asked again, or continued by a `previous_response_id`."""
+"""Latest requests of one episode that can be repeated, or continued by a `previous_response_id`."""
 CLOSE_SECONDS = 1.0
 ABANDONED_SECONDS = 30.0
-"""How long a generation goes on after its clients have hung up; the SDKs ask again within 8 seconds."""
+"""How long a generation continues after its clients have hung up; the SDKs retry within 8 seconds."""
 GONE = 410
 """HTTP status: the episode has ended."""
 _SCORE_FORM = 'the body must be {"score": NUMBER}, and may have "rewards" and "metrics", from names to numbers'
 LEASE_SECONDS = 30.0
-"""How long a request for an episode waits for one; the agent may then ask again."""
+"""Longest wait of a request for an episode; the agent may then repeat the request."""
 
 PROTOCOLS: dict[str, Api] = {
     "/v1/chat/completions": chat,
@@ -71,43 +71,43 @@ OnPiece = Callable[[MessagePiece], None]
 
 
 class EpisodeCalls(Protocol):
-    """An episode, as far as its agent's calls go. An optional `delivered(completions)` hears what was written out."""
+    """Calls of one episode's agent. An optional method `delivered(completions)` is notified of delivered answers."""
 
     def count(self, request: ChatRequest) -> None:
-        """Count the answers that `request` asks for; raises `RequestRefused` when the episode may not have them."""
+        """Count the answers that `request` asks for; raises `RequestRefused` if they exceed the episode's limit."""
 
     async def complete(
         self, request: ChatRequest, *, call: str, on_piece: OnPiece | None = None
     ) -> Sequence[Completion]:
-        """Return the answers to `request`, by the id under which they are sent; raises `RequestRefused`.
+        """Return the answers to `request`, which are sent under the id `call`; raises `RequestRefused`.
 
-        `on_piece` is told more of them as they are generated.
+        `on_piece` receives their pieces as they are generated.
         """
 
     def score(self, said: Score) -> None:
-        """Take what the agent says that the episode is worth; raises `RequestRefused`."""
+        """Accept the score that the agent reports; raises `RequestRefused`."""
 
 
 class Episodes(Protocol):
-    """The episodes that may ask."""
+    """The episodes whose agents may send requests."""
 
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
-        """Return the episode with this key; `episode` is the id that the request names, or empty. An ended one may be
-        raised as a `RequestRefused` with status `GONE`."""
+        """Return the episode with this key; `episode` is the id in the request, or empty. For an ended episode, an
+        implementation may raise `RequestRefused` with status `GONE`."""
 
     def ended_with(self, key: str, score: Score) -> bool:
-        """Whether the episode with this key has ended, and with this score: a client says it again."""
+        """Return whether the episode with this key has ended with this score: the client repeats its report."""
 
 
 class Leases(Protocol):
     """Episodes for agents that run elsewhere."""
 
     async def lease(self, seconds: float) -> Lease | None:
-        """Return an episode to play; None when none is there within `seconds`."""
+        """Return an episode to play; None if none is available within `seconds`."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How the run samples, whatever its agents ask for."""
+    """The run's sampling parameters; they apply to all requests of agents."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -117,7 +117,7 @@ class Sampling(msgspec.Struct, frozen=True):
 
 
 class _Pieces:
-    """What a generation has said so far, for clients that are told as it comes; ends with the generation."""
+    """The pieces of a generation so far, for streaming clients; ends with the generation."""
 
     def __init__(self) -> None:
         self._said: list[MessagePiece] = []
@@ -129,12 +129,12 @@ class _Pieces:
         self._wake()
 
     def end(self, _: object = None) -> None:
-        """There is nothing more to come."""
+        """Mark the end: no further pieces follow."""
         self._ended = True
         self._wake()
 
     async def follow(self) -> AsyncIterator[list[MessagePiece]]:
-        """Yield all pieces from the first one on, several together where they are there, until the end."""
+        """Yield all pieces from the first one to the end, in lists of those that are available."""
         told = 0
         while True:
             more = self._more
@@ -152,7 +152,7 @@ class _Pieces:
 
 
 class _Generation:
-    """One generation, and whether anybody has seen its answer."""
+    """One generation, and whether its answer has been delivered."""
 
     def __init__(
         self, digest: bytes, call: CheckedRequest, task: asyncio.Task[Sequence[Completion]], pieces: _Pieces
@@ -160,17 +160,18 @@ class _Generation:
         self.digest = digest
         """Fingerprint of path and body."""
         self.call = call
-        """Without the prompt; with the conversation, less its instructions, where a later call may continue it."""
+        """The checked request without its prompt. If a later call may continue its conversation, it keeps the messages
+        after the instructions."""
         self.task = task
         self.pieces = pieces
         self.idempotency_keys: set[str] = set()
         self.waiting = 0
-        """How many clients wait for it."""
+        """Number of clients that wait for the answer."""
         self.delivered = False
 
     @property
     def abandoned(self) -> bool:
-        """Whether nobody got its answer, and nobody waits for it."""
+        """Whether the answer was not delivered, and no client waits for it."""
         return not self.delivered and self.waiting == 0
 
     def cancel_if_abandoned(self) -> None:
@@ -187,24 +188,24 @@ class _Generation:
 
 
 class _Asked:
-    """What one episode has asked so far."""
+    """The requests of one episode so far."""
 
     def __init__(self) -> None:
         self.kept: deque[_Generation] = deque(maxlen=KEPT_REQUESTS)
-        """The latest last."""
+        """Generations, the latest last."""
         self.generating = 0
         self.refused: deque[bytes] = deque(maxlen=KEPT_REQUESTS)
-        """Fingerprints of requests that were refused for others that were being answered, and have not come again."""
+        """Fingerprints of requests, not repeated yet, that were refused because too many others were in progress."""
 
     def done(self, task: asyncio.Task[Sequence[Completion]]) -> None:
-        """Take note of the end of a generation."""
+        """Note the end of a generation."""
         self.generating -= 1
         if not task.cancelled():
-            task.exception()  # if nobody waits any more, asyncio would log it as never retrieved
+            task.exception()  # otherwise asyncio logs the error of an abandoned generation as never retrieved
 
 
 class Gateway:
-    """Serve `episodes` over HTTP until `close`."""
+    """Serves `episodes` over HTTP until `close`."""
 
     def __init__(
         self,
@@ -222,8 +223,8 @@ class Gateway:
         body_limit: int = BODY_LIMIT,
         concurrent_requests: int = CONCURRENT_REQUESTS,
     ) -> None:
-        """`vocab_size`: the model's; token ids are below it. `hosts` knows requests that a web page may have forged;
-        `tls`: what the server shows; None: plain text."""
+        """`vocab_size`: the model's; token ids are below it. `hosts` recognises requests that a web page may have
+        forged. `tls`: the server's TLS context; None: plain text."""
         self.retries_answered = 0
         self._episodes = episodes
         self._model = model
@@ -249,14 +250,14 @@ class Gateway:
         self._runner = web.AppRunner(app, shutdown_timeout=CLOSE_SECONDS, access_log=None, handler_cancellation=True)
 
     async def start(self) -> str:
-        """Start to listen, and return the URL, without an episode's id."""
+        """Start to listen, and return the server's URL, without an episode's id."""
         await self._runner.setup()
         await web.TCPSite(self._runner, self._listening.at, self._port, ssl_context=self._tls).start()
         self._port = self._runner.addresses[0][1]
         return url_of(self._listening.announced, self._port, scheme="http" if self._tls is None else "https")
 
     async def close(self) -> None:
-        """Stop listening and cancel what still runs."""
+        """Stop listening and cancel running generations."""
         self._cancel()
         await self._runner.cleanup()
         self._cancel()
@@ -267,11 +268,11 @@ class Gateway:
             task.cancel()
 
     def forget(self, key: str) -> None:
-        """Drop what is kept for the retries of the episode with this key, which has ended."""
+        """Drop the requests kept for retries of the episode with this key, which has ended."""
         self._asked.pop(key, None)
 
     def _find(self, request: web.Request) -> tuple[str, str, EpisodeCalls]:
-        """Return the key, the id and the episode that the request is for."""
+        """Return the key, the id and the episode of the request; raises `RequestRefused` if key or id is wrong."""
         key = _key(request)
         name = request.match_info.get("episode", "")
         if not name and _protocol(request) is inference:
@@ -348,7 +349,7 @@ class Gateway:
         return answer
 
     def _begin(self, asked: _Asked, call: CheckedRequest, digest: bytes, episode: EpisodeCalls) -> _Generation:
-        """Begin the generation that answers `call`, and keep it."""
+        """Start and keep the generation for `call`; raises `RequestRefused`."""
         if asked.generating >= self._concurrent_requests:
             asked.refused.append(digest)
             message = f"{asked.generating} requests of this episode are being answered; that is the limit"
@@ -360,7 +361,7 @@ class Gateway:
         self._warn(call)
         asked.generating += 1
         pieces = _Pieces()
-        streams = call.events is not None and not call.logprobs  # log-probabilities are those of whole answers
+        streams = call.events is not None and not call.logprobs  # log-probabilities are sent with whole answers only
         answering = episode.complete(call.request, call=call.id, on_piece=pieces.add if streams else None)
         task = asyncio.ensure_future(answering)
         task.add_done_callback(pieces.end)
@@ -392,13 +393,13 @@ class Gateway:
 
 
 def _key(request: web.Request) -> str:
-    """Return the key that `request` shows, in the way of either API."""
+    """Return the key in `request`, in the header of either API."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     return request.headers.get("x-api-key", "") or (token.strip() if scheme.lower() == "bearer" else "")
 
 
 def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation | None:
-    """Return the generation that `request` asks for again; raises `RequestRefused`."""
+    """Return the earlier generation that `request` repeats, or None; raises `RequestRefused`."""
     name = request.headers.get("Idempotency-Key", "")
     named = [generation for generation in asked.kept if name in generation.idempotency_keys]
     if any(generation.digest != digest for generation in named):
@@ -408,7 +409,7 @@ def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation 
     retried = request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
     if retried and digest in asked.refused:
         asked.refused.remove(digest)
-        retried = False  # what it asks for again was never generated
+        retried = False  # the refused request had no generation
     candidates = [
         *(generation for generation in named if not generation.failed),
         *(generation for generation in same if generation.abandoned),
@@ -418,7 +419,7 @@ def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation 
 
 
 async def _said(request: web.Request) -> Score:
-    """Read what an agent says that its episode is worth."""
+    """Read the score in the body of `request`; raises `RequestRefused`."""
     try:
         score = msgspec.json.decode(await request.read(), type=Score)
     except UNDECODABLE as error:
@@ -429,7 +430,7 @@ async def _said(request: web.Request) -> Score:
 
 
 def _continued(call: CheckedRequest, asked: _Asked) -> CheckedRequest:
-    """Return `call` with the conversation that it continues put after its instructions."""
+    """Return `call` with the continued conversation inserted after its instructions; raises `RequestRefused`."""
     for earlier in asked.kept:
         if earlier.call.id == call.previous and earlier.call.remembered and earlier.succeeded:
             before = (*earlier.call.request.messages, earlier.task.result()[0].message)
@@ -441,7 +442,7 @@ def _continued(call: CheckedRequest, asked: _Asked) -> CheckedRequest:
 
 
 def _check_tokens(request: ChatRequest, vocab_size: int) -> None:
-    """Refuse tokens that the model does not have: a gserver would, and the whole episode would have failed."""
+    """Raise `RequestRefused` for tokens outside the vocabulary: if a gserver refuses them, the whole episode fails."""
     prompt = () if request.prompt is None or isinstance(request.prompt, str) else request.prompt
     for where, ids in (("the prompt", prompt), ("stop_token_ids", request.stop_token_ids)):
         if max(ids, default=0) >= vocab_size:
@@ -453,7 +454,7 @@ def _check_tokens(request: ChatRequest, vocab_size: int) -> None:
 
 
 def _protocol(request: web.Request) -> Api:
-    """Return the API that `request` speaks, also where its path is not one of that API's."""
+    """Return the API of `request`, even if its path belongs to no API."""
     for path, protocol in PROTOCOLS.items():
         if request.path.endswith(path):
             return protocol
@@ -476,7 +477,7 @@ def _check_page(hosts: Hosts) -> Middleware:
 async def _refuse(
     request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
-    """Answer what `handler` raises in the form of the API that was asked."""
+    """Convert errors of `handler` to replies in the format of the requested API."""
 
     def error(status: int, kind: str, message: str) -> web.Response:
         return _json(_protocol(request).error(status, kind, message), status)
@@ -508,7 +509,7 @@ def _json(body: Any, status: int = 200) -> web.Response:
 
 
 async def _write(protocol: Api, generation: _Generation, request: web.Request) -> web.StreamResponse:
-    """Write the whole answer out; raises `ConnectionError` when the client hung up before all of it had left."""
+    """Send the whole answer; raises `ConnectionError` if the client hangs up before all of it has left."""
     found = await asyncio.shield(generation.task)
     answer = _json(protocol.reply(generation.call, found))
     _send_at_once(request)
@@ -521,9 +522,10 @@ async def _write(protocol: Api, generation: _Generation, request: web.Request) -
 async def _stream(
     events: common.EventStream, protocol: Api, generation: _Generation, request: web.Request
 ) -> web.StreamResponse:
-    """Write the answer out as it comes; raises as `_write` does, and what the generation raises before it says a word.
+    """Send the answer as it is generated. Raises as `_write` does, and an error of the generation before its first
+    piece.
 
-    What it raises later becomes the last event.
+    A later error becomes the last event.
     """
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     _send_at_once(request)
@@ -547,7 +549,7 @@ async def _stream(
 
 
 def _send_at_once(request: web.Request) -> None:
-    """Have each write wait until nothing is buffered, so that what was written has left."""
+    """Make each write wait until the buffer is empty, so that written data has left this process."""
     if request.transport is not None:
         request.transport.set_write_buffer_limits(high=0)
 

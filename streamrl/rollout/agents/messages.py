@@ -1,7 +1,7 @@
-"""What agents ask and are answered, whichever protocol they speak.
+"""The requests of agents and their answers, independent of the API.
 
 `gateway.py` and the protocols translate the bodies of OpenAI's and Anthropic's APIs into a `ChatRequest`, and
-`Completion`s back. Nothing here knows of HTTP, tokens of a particular model, or training.
+`Completion`s back. This module is independent of HTTP, of the tokens of a particular model, and of training.
 """
 
 from __future__ import annotations
@@ -15,36 +15,37 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """One call of a tool that the policy asks for."""
+    """A tool call that the policy makes."""
 
     id: str
     """Unique in its conversation; the tool's result names it."""
     name: str
     arguments: str
-    """A JSON object, as text: as the policy wrote it."""
+    """A JSON object as text, exactly as the policy wrote it."""
 
 
 class Message(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One message of a conversation; two are the same message exactly if they are equal."""
+    """One message of a conversation. Two messages are the same exactly if they are equal."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    """OpenAI's `developer` is `system`."""
+    """OpenAI's `developer` is mapped to `system`."""
     content: str = ""
-    """Its text; that of several text parts, one after another."""
+    """Text of the message; several text parts are concatenated."""
     reasoning: str = ""
-    """What the policy thought before `content`, where the model's template tells the two apart."""
+    """The policy's reasoning before `content`, if the model's template separates the two."""
     tool_calls: tuple[ToolCall, ...] = ()
-    """The calls in an assistant's message."""
+    """Tool calls in an assistant message."""
     tool_call_id: str = ""
-    """In a tool's result: the call that it belongs to."""
+    """In a tool result: the id of its call."""
     tool_name: str = ""
-    """In a tool's result: the tool, as `with_tool_names` finds it."""
+    """In a tool result: the name of the tool, as `with_tool_names` finds it."""
 
 
 def with_tool_names(messages: Sequence[Message]) -> list[Message]:
-    """Return a conversation whose tools' results have the names of their tools, for the models that are told them.
+    """Return a conversation whose tool results have the names of their tools, for chat templates that show them.
 
-    No API's results say the name: it is that of the call that they belong to. A result without its call has none.
+    Tool results have no name in any of the APIs: it comes from the call to which they belong. A result without its call
+    has no name.
     """
     names: dict[str, str] = {}
     found = []
@@ -57,58 +58,58 @@ def with_tool_names(messages: Sequence[Message]) -> list[Message]:
 
 
 class ChatRequest(msgspec.Struct, frozen=True):
-    """One call of an agent, checked: what it wants the policy to continue, and how."""
+    """One checked request of an agent: the input that the policy continues, and how."""
 
     messages: tuple[Message, ...] = ()
-    """The conversation; empty where `prompt` is given."""
+    """The conversation; empty if `prompt` is given."""
     tools: tuple[dict[str, Any], ...] = ()
     """In OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
     prompt: str | tuple[int, ...] | None = None
-    """Text or token ids to continue as they stand, without a chat template."""
+    """Text or token ids to continue unchanged, without a chat template."""
     given: str = ""
-    """Text with which the answer to `messages` begins: the policy goes on from it."""
+    """Text with which the answer to `messages` begins; the policy continues it."""
     n: int = 1
-    """How many answers are wanted."""
+    """Number of answers requested."""
     max_tokens: int | None = None
     """Most tokens of each answer; None: as many as the run allows."""
     stop: tuple[str, ...] = ()
-    """Strings that end an answer, which does not include them."""
+    """Strings that end an answer; they are not part of it."""
     stop_token_ids: tuple[int, ...] = ()
     token_texts: bool = False
-    """Whether the text of each sampled token is wanted."""
+    """Whether the text of each sampled token is requested."""
 
 
 class Completion(msgspec.Struct, frozen=True):
     """One answer to a `ChatRequest`."""
 
     message: Message
-    """What the policy said; `content` is without what was given of the answer, and for a `prompt` the text that
-    continues it."""
+    """The policy's message. `content` excludes the given beginning of the answer; for a `prompt` it is the
+    continuation."""
     finish_reason: FinishReason
     prompt_ids: tuple[int, ...]
     """The tokens that the policy continued."""
     output_ids: tuple[int, ...]
-    """The tokens that it sampled, the one that ended the answer included."""
+    """The tokens that the policy sampled, including the one that ended the answer."""
     logprobs: tuple[float, ...]
     """Log-probability of each sampled token, in nats."""
     token_texts: tuple[str, ...]
-    """Each sampled token as text, where that is wanted."""
+    """Each sampled token as text, if requested."""
     matched_stop: str = ""
-    """The stop string that ended it, if one did."""
+    """The stop string that ended the answer, if there was one."""
 
 
 class MessagePiece(msgspec.Struct, frozen=True):
-    """More of an answer that is being generated; all pieces of one follow each other in its `Message`."""
+    """The next piece of an answer that is being generated; all pieces of an answer together make up its `Message`."""
 
     index: int
-    """Which of the request's `n` answers."""
+    """Index of the answer among the request's `n`."""
     content: str = ""
     reasoning: str = ""
-    """Comes before content, except of models that go back to reasoning."""
+    """Precedes `content`, unless the model returns to reasoning."""
 
 
 class Told:
-    """What the pieces of one answer have told of it."""
+    """The part of one answer that its pieces have already sent."""
 
     def __init__(self) -> None:
         self.content = ""
@@ -119,7 +120,7 @@ class Told:
         self.reasoning += piece.reasoning
 
     def rest(self, message: Message) -> Message:
-        """Return `message` without what has been told of it."""
+        """Return `message` without the part that has been sent."""
         return msgspec.structs.replace(
             message,
             content=message.content.removeprefix(self.content),
@@ -128,12 +129,12 @@ class Told:
 
 
 TOO_LONG = "context_length_exceeded"
-"""`RequestRefused.kind` where a conversation leaves no room for an answer. Agents that shorten theirs then know it by
-the `code` of OpenAI's error, and by the words of Anthropic's."""
+"""`RequestRefused.kind` if a conversation leaves no room for an answer. Agents that shorten their conversations
+recognise it by the `code` of OpenAI's error, and by the wording of Anthropic's."""
 
 
 class RequestRefused(Exception):
-    """A request that cannot be served; `status` is HTTP's, `kind` the protocols' word for it."""
+    """A request that cannot be served; `status` is the HTTP status, `kind` the error type in the APIs."""
 
     def __init__(self, message: str, *, status: int = 400, kind: str = "invalid_request_error") -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
-"""`ModelRenderer`: conversations of a model that the `renderers` package knows, and `renderer_of`, which chooses.
+"""`ModelRenderer`: conversations for models that the `renderers` package supports; `renderer_of` chooses a renderer.
 
-A renderer of the package is taken only if it writes, token for token, what the checkpoint's own chat template writes of
-a few conversations with tools, results, system messages and reasoning. So a fine-tuned model is known by what its
-template does, not by its name, and a template that was changed is not taken for what it was made from.
+A renderer of the package is chosen only if it produces the same tokens as the checkpoint's own chat template in a few
+conversations with tools, results, system messages and reasoning. So a fine-tuned model is recognised by its template,
+not by its name, and a modified template is not mistaken for its original.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 AUTO, TEMPLATE = "auto", "template"
 WHOLE_ANSWERS = {"gemma4", "gpt-oss", "inkling", "llama-3"}
-"""Renderers of which it is not known what a part of an answer will be in the whole: a token that comes later may make
-text of theirs a header, another channel or a tool's call."""
+"""Renderers whose parse of a partial answer may change with later tokens: these may turn its text into a header,
+another channel or a tool call."""
 
 _BEGUN_TAG = re.compile(r"<[^<>\s]*\Z")
-"""At the end of a text: what may be the beginning of a tag."""
+"""A possible beginning of a tag at the end of a text."""
 
 _TOOLS: list[dict[str, Any]] = [
     {
@@ -63,11 +63,11 @@ _PROBES: list[tuple[list[Message], list[dict[str, Any]]]] = [
     ([_SYSTEM, _ASKED, _CALLED, _RESULT], _TOOLS),
     ([_ASKED, Message("assistant", "I add.", reasoning="A sum.", tool_calls=(_CALL,)), _RESULT, _RESULT], _TOOLS),
 ]
-"""Conversations of which a renderer has to write the same tokens as the chat template."""
+"""Test conversations in which a renderer must produce the same tokens as the chat template."""
 
 
 class ModelRenderer:
-    """A `Renderer` that a renderer of the `renderers` package does the work of."""
+    """A `Renderer` that uses a renderer of the `renderers` package."""
 
     def __init__(self, renderer: Any, chat: ChatTokenizer, *, kind: str) -> None:
         """`kind`: the name of `renderer`."""
@@ -80,7 +80,7 @@ class ModelRenderer:
             return list(
                 self._renderer.render_ids(to_template(messages), tools=list(tools) or None, add_generation_prompt=True)
             )
-        except (ValueError, KeyError, TypeError) as error:  # what it raises for messages that its model has no form for
+        except (ValueError, KeyError, TypeError) as error:  # raised for messages that the model has no form for
             roles = ", ".join(message.role for message in messages)
             raise RequestRefused(f"the model has no form for a conversation of {roles}: {error}") from error
 
@@ -102,7 +102,7 @@ class ModelRenderer:
             if found.status == "ok" and found.name in names and isinstance(found.arguments, dict):
                 arguments = msgspec.json.encode(found.arguments).decode()
                 calls.append(ToolCall(found.id or f"call_{uuid.uuid4().hex[:16]}", found.name, arguments))
-            else:  # stays in the text, for the agent to judge
+            else:  # it stays in the text, for the agent to judge
                 span = found.token_span
                 no_calls.append(found.raw if span is None else self._chat.decode(sampled.output_ids[slice(*span)]))
         content = "\n".join(filter(None, [said.content.lstrip(), *no_calls]))
@@ -122,11 +122,11 @@ class ModelRenderer:
             return Message("assistant", reasoning=_BEGUN_TAG.sub("", settled(reasoning, stops)).strip())
         content = _BEGUN_TAG.sub("", settled(said.content, stops)).strip()
         if not reasoning and self._is_special(sampled.output_ids[0]):
-            content = ""  # the model may yet say how its turn begins once more, and then reason
+            content = ""  # the model may still repeat the beginning of its turn, and then reason
         return Message("assistant", content, up_to_stop(reasoning, stops).strip())
 
     def _read(self, sampled: SampledTokens) -> Any:
-        """Return what the package makes of an answer: its `ParsedResponse`."""
+        """Return the package's `ParsedResponse` of an answer."""
         prompt_ids, output_ids, tools = map(list, sampled)
         return self._renderer.parse_response(output_ids, tools=tools or None, prompt_ids=prompt_ids)
 
@@ -135,11 +135,11 @@ class ModelRenderer:
 
 
 def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
-    """Return what renders conversations for the model of `chat`, and log what was found.
+    """Return the renderer for the model of `chat`, and log the choice.
 
-    `name`: `auto` takes the renderer of the package that writes what the chat template writes, and else the template;
-    `template` takes that; any other is a renderer's. Raises `ConfigError` when there is no such renderer, or the model
-    lacks its tokens.
+    `name`: `auto` takes a renderer of the package that produces the same tokens as the chat template, and else the chat
+    template; `template` takes the chat template; any other name selects a renderer. Raises `ConfigError` if there is no
+    such renderer, or the model lacks its tokens.
     """
     if name == TEMPLATE:
         return _template(chat)
@@ -159,13 +159,13 @@ def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
             )
         try:
             renderer = _made(name, chat)
-        except Exception as error:  # the package raises whatever comes first
+        except Exception as error:  # the package may raise any exception
             raise ConfigError(f"rollout.agent.renderer = {name!r} does not fit the model: {error}") from error
         if differs := _difference(renderer, chat):
             log.warning("the renderer %s does not write what the model's chat template writes: %s", name, differs)
         return renderer
     for kind in known:
-        with contextlib.suppress(Exception):  # most lack their special tokens in this model
+        with contextlib.suppress(Exception):  # most renderers need special tokens that this model lacks
             renderer = _made(kind, chat)
             if not _difference(renderer, chat):
                 log.info("conversations are rendered by %s of renderers, as the chat template writes them", kind)
@@ -186,7 +186,7 @@ def _made(kind: str, chat: ChatTokenizer) -> ModelRenderer:
 
 
 def _difference(renderer: ModelRenderer, chat: ChatTokenizer) -> str:
-    """Return the first conversation of which `renderer` and the chat template write different tokens; empty: none."""
+    """Return the first test conversation in which `renderer` and the chat template differ; empty if there is none."""
     for messages, tools in _PROBES:
         try:
             expected: list[int] | None = chat.render(to_template(messages), tools)

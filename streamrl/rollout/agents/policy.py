@@ -1,4 +1,4 @@
-"""An agent's function as its process sees it: the `Policy` that it asks, its `Score`, and its loading.
+"""The interface of an agent's function: its `Policy`, its `Score`, and its loading.
 
 Agents' processes import this module before the function, possibly in an interpreter that has only msgspec.
 """
@@ -24,30 +24,30 @@ SCORE_SECONDS = 30.0
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """How an episode's agent reaches the policy."""
+    """Access of an episode's agent to the policy."""
 
     root: str
     """URL of the server, without the episode."""
     id: str
-    """The episode's, in URLs."""
+    """Id of the episode in URLs."""
     api_key: str
-    """The episode's own; no other opens it, and it opens no other."""
+    """Key of this episode alone."""
     model: str
-    """The name under which the policy is asked. Any other is answered, too."""
+    """The name of the policy in requests. Requests with other names are served, too."""
 
     @property
     def base_url(self) -> str:
-        """For OpenAI's client."""
+        """Base URL for OpenAI's client."""
         return f"{self.anthropic_base_url}/v1"
 
     @property
     def anthropic_base_url(self) -> str:
-        """For Anthropic's client, which adds the `/v1`."""
+        """Base URL for Anthropic's client, which adds the `/v1`."""
         return f"{self.root}/episodes/{self.id}"
 
     @property
     def score_url(self) -> str:
-        """Where the episode's score may be posted to."""
+        """URL to which the episode's score may be posted."""
         return f"{self.anthropic_base_url}/score"
 
 
@@ -59,29 +59,29 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an agent says of its episode."""
+    """An agent's report on its episode."""
 
     score: float | None = None
-    """What the episode is worth as a whole: it is earned with the last answer. None: the agent does not say."""
+    """Score of the whole episode, which its last answer earns; None: not reported."""
     rewards: dict[str, float] = {}
-    """What single answers earn besides: an answer's id, or its number from 0 in the order of the answers → reward."""
+    """Additional rewards of single answers: the id of an answer, or its number from 0 in order → reward."""
     metrics: dict[str, float] = {}
-    """Figures of the agent's own, by name: their means are shown."""
+    """The agent's own figures, by name; streamrl shows their means."""
 
     @property
     def said(self) -> bool:
-        """Whether it says what the episode earns."""
+        """Whether the report has a score or rewards."""
         return self.score is not None or bool(self.rewards)
 
 
 class Policy:
-    """A model server of the episode's own; any client of OpenAI's or Anthropic's APIs talks to it."""
+    """The episode's own model server, for any client of OpenAI's or Anthropic's APIs."""
 
     def __init__(self, access: Endpoint) -> None:
         self.base_url = access.base_url
-        """For OpenAI's client."""
+        """Base URL for OpenAI's client."""
         self.anthropic_base_url = access.anthropic_base_url
-        """For Anthropic's client."""
+        """Base URL for Anthropic's client."""
         self.api_key = access.api_key
         self.model = access.model
         self._score_url = access.score_url
@@ -93,10 +93,10 @@ class Policy:
         rewards: Mapping[str | int, float] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Say what the episode is worth, instead of returning it; may be said again, the last one counts.
+        """Report the episode's score, instead of returning it. May be called again; the last call counts.
 
-        `rewards`: what single answers earn besides; the id of an answer, or its number from 0 → reward. `metrics`:
-        figures of your own, by name. Raises `ValueError` for an answer that there is not.
+        `rewards`: additional rewards of single answers; the id of an answer, or its number from 0 → reward. `metrics`:
+        figures of your own, by name. Raises `ValueError` for an unknown answer.
         """
         said = {"score": score, "rewards": {str(key): reward for key, reward in (rewards or {}).items()}}
         request = urllib.request.Request(
@@ -131,7 +131,7 @@ def serve_agent(*, function: str, args: dict[str, Any]) -> UserFunction:
 
 
 def as_score(value: object) -> Score:
-    """Return what an agent returned as its score; raises `ValueError` when it is none."""
+    """Return the return value of an agent as a `Score`; raises `ValueError` if it is none."""
     if not isinstance(value, Mapping):
         return Score(None if value is None else _number(value, "a score"))
     unknown = value.keys() - set(Score.__struct_fields__)

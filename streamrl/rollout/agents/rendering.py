@@ -1,9 +1,10 @@
 """Conversations with tools to tokens, and sampled tokens back to messages.
 
-`Renderer` is what an episode asks for. `TemplateRenderer` does it with the checkpoint's own chat template, for every
-model: a further turn is what the template writes between the end of an answer and the beginning of the next one, found
-with a mark in place of the answer, so that its cost does not grow with the conversation. A template may also write
-earlier turns anew, most often to leave their reasoning out: that is tried once, and there nothing is extended.
+`Renderer` is the interface for episodes. `TemplateRenderer` implements it for every model with the checkpoint's own
+chat template. To extend a conversation, it uses the template's tokens between the end of an answer and the beginning of
+the next one. It finds them with a mark in place of the answer, so that the cost does not grow with the conversation.
+Some templates render earlier turns differently in a longer conversation, most often to leave out their reasoning.
+`TemplateRenderer` tests for this once, and does not extend conversations in these cases.
 """
 
 from __future__ import annotations
@@ -22,45 +23,45 @@ from streamrl.stop_strings import before_stop, without_begun
 
 _TOOL_CALL_TAG = "<tool_call>"
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-"""How Qwen, Hermes and others write the call of a tool."""
+"""Format of tool calls in Qwen, Hermes and others."""
 _OPENING_TOKENS = 16
-"""How many of a prompt's last tokens are searched for the beginning of the reasoning, which a template may add."""
+"""Number of tokens at the end of a prompt that are searched for an opening reasoning tag, which a template may add."""
 THINK, THINK_END = "<think>", "</think>"
 _REASONING = re.compile(r"\A\s*<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
-"""Reasoning that was not ended is reasoning."""
+"""Reasoning without an end tag is reasoning, too."""
 
 
 class SampledTokens(NamedTuple):
     """An answer in tokens, or the beginning of one."""
 
     prompt_ids: Sequence[int]
-    """What the model continued."""
+    """The tokens that the model continued."""
     output_ids: Sequence[int]
-    """What it sampled."""
+    """The tokens that the model sampled."""
     tools: Sequence[dict[str, Any]] = ()
-    """What it may call."""
+    """The tools that the model may call."""
 
 
 class Renderer(Protocol):
     """Translates between the messages of an agent and the tokens of a model."""
 
     def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the tokens of a conversation up to where the model answers; raises `RequestRefused`."""
+        """Return the tokens of a conversation up to the model's next answer; raises `RequestRefused`."""
 
     def extend(self, sampled: SampledTokens, messages: Sequence[Message]) -> list[int] | None:
-        """Return the tokens to append after prompt and answer so that the model answers `messages`. None: the model's
-        template writes what was before them in another way now, or has no form for them alone.
+        """Return the tokens to append after prompt and answer so that the model answers `messages`. Return None if the
+        model's template now renders the earlier turns differently, or cannot render `messages` alone.
 
         Raises `RequestRefused`.
         """
 
     def parse(self, sampled: SampledTokens, *, matched_stop: str) -> Message:
-        """Return what the model said, without the stop string that ended it."""
+        """Return the model's message, without the stop string that ended it."""
 
     def certain(self, sampled: SampledTokens, *, stops: Sequence[str]) -> Message:
-        """Return the beginning of what `parse` will return, whatever tokens are still to come; it may be empty.
+        """Return the part of `parse`'s later result that further tokens cannot change; it may be empty.
 
-        `stops`: the strings of which one may end the answer.
+        `stops`: strings that may end the answer.
         """
 
 
@@ -74,20 +75,21 @@ _FURTHER: dict[tuple[bool, str], tuple[Message, Message]] = {
     (False, "tool"): (Message("assistant", "!", tool_calls=(_CALL,)), _RESULT),
     (True, "tool"): (Message("assistant", "!", reasoning="hm", tool_calls=(_CALL,)), _RESULT),
 }
-"""Short conversations to try a template with: (whether the assistant reasons, role of what follows) → both messages."""
+"""Short conversations that test a template: (whether the assistant reasons, role of the next message) → both messages.
+"""
 
 
 class TemplateRenderer:
-    """A `Renderer` that knows no more than the checkpoint's chat template."""
+    """A `Renderer` that uses only the checkpoint's chat template."""
 
     def __init__(self, chat: ChatTokenizer) -> None:
         self._chat = chat
         self._anew = {case for case, (answer, further) in _FURTHER.items() if not self._stable(answer, further)}
-        """The cases in which the template writes earlier turns anew."""
+        """The cases in which the template renders earlier turns differently."""
 
     @property
     def stability(self) -> str:
-        """What was found out about it, for the log."""
+        """Result of the template's tests, for the log."""
         if not self._anew:
             return "it leaves earlier turns as they were"
         speaker = {"user": "a user", "tool": "a tool's result"}
@@ -98,11 +100,11 @@ class TemplateRenderer:
         return f"it writes earlier turns anew, and such a turn may begin a conversation of its own: {cases}"
 
     def _stable(self, answer: Message, further: Message) -> bool:
-        """Whether the template leaves a question and an `answer` as they were when `further` follows.
+        """Return whether the template leaves a question and an `answer` unchanged when `further` follows.
 
-        As the answer was, reasoning included, if it was written by the template; without reasoning also as it was
-        said, for some templates put empty reasoning before the last answer. What the template refuses, it will refuse
-        later, too: that is no instability.
+        The answer may be as the template rendered it, with its reasoning. An answer without reasoning may also be as
+        the model sampled it, since some templates put empty reasoning before the last answer. A conversation that the
+        template refuses counts as stable: it is also refused later.
         """
         tools = [_TOOL] if answer.tool_calls else []
         try:
@@ -126,7 +128,7 @@ class TemplateRenderer:
                 return None
         try:
             return self._chat.next_turn(sampled.output_ids, to_template(messages), sampled.tools)
-        except DataError:  # it may refuse them only without what was before them, such as a result without its call
+        except DataError:  # some templates refuse, for example, a tool result without its call
             return None
         except ConfigError as error:
             raise RequestRefused(str(error)) from error
@@ -140,14 +142,14 @@ class TemplateRenderer:
         return certain_text(self._opening(sampled.prompt_ids), text, stops=stops, tools=sampled.tools)
 
     def _opening(self, prompt_ids: Sequence[int]) -> str:
-        """Return the tag of reasoning that the template has opened for the model, if it has."""
+        """Return the reasoning tag that the template has opened for the model, or an empty string."""
         return THINK if self._chat.decode(prompt_ids[-_OPENING_TOKENS:]).rstrip().endswith(THINK) else ""
 
 
 def parse_text(text: str, *, tools: Sequence[dict[str, Any]]) -> Message:
-    """Return the message that `text` of a model is: what it thought, what it said, which tools it calls.
+    """Return the message in `text` of a model: its reasoning, its content and its tool calls.
 
-    A call that is not valid JSON, or names no tool that there is, stays in the text for the agent to judge.
+    A tool call that is not valid JSON, or names an unknown tool, stays in the text for the agent to judge.
     """
     reasoning = ""
     if found := _REASONING.match(text):
@@ -171,10 +173,10 @@ def parse_text(text: str, *, tools: Sequence[dict[str, Any]]) -> Message:
 
 
 def certain_text(opening: str, text: str, *, stops: Sequence[str], tools: Sequence[dict[str, Any]]) -> Message:
-    """Return the beginning of what `parse_text` will make of `opening` and `text`, of which more is to come.
+    """Return the certain beginning of `parse_text`'s result for `opening` and `text`, while more text is to come.
 
-    Kept back is whatever may turn out to be something else: half a character, a stop string, a tag of reasoning, a
-    tool's call, and white space, which goes where reasoning ends or a tool is called.
+    It leaves out every end that may become something else: half a character, a stop string, a reasoning tag, a tool
+    call, and white space, which is removed where reasoning ends or a tool is called.
     """
     text = opening + settled(text, stops)
     begun = text.lstrip()
@@ -194,12 +196,12 @@ def certain_text(opening: str, text: str, *, stops: Sequence[str], tools: Sequen
 
 
 def settled(text: str, stops: Sequence[str]) -> str:
-    """Return `text`, of which more is to come, without half a character and what may be one of `stops` at its end."""
+    """Return an unfinished `text` without half a character or a possible beginning of one of `stops` at its end."""
     return without_begun(up_to_stop(text.rstrip("\ufffd"), stops), *stops)
 
 
 def up_to_stop(text: str, stops: Sequence[str]) -> str:
-    """Return what is before the first of `stops` in `text`."""
+    """Return `text` before the first of `stops` in it."""
     for stop in stops:
         text = text.partition(stop)[0]
     return text
@@ -242,7 +244,7 @@ def _fields(message: Message) -> dict[str, Any]:
 
 
 def _arguments(text: str) -> Any:
-    """Templates write arguments with `tojson`, so they take the object, not its text."""
+    """Return a tool call's arguments as an object if they are JSON: templates write them with `tojson`."""
     try:
         return msgspec.json.decode(text)
     except UNDECODABLE:

@@ -1,9 +1,11 @@
-"""Where agents run: `FunctionAgents` in a few processes with many episodes each, `CommandAgents` in one for each,
-`RemoteAgents` wherever somebody leases an episode.
+"""Execution of agents: functions, programs, and remote agents.
 
-Owns the processes. Invariants: an episode that is cancelled, or hangs, keeps nothing running; a process that died is
-replaced before the next episode; after `close` none is left, nor anything that it has started. Agents see none of the
-user's secrets unless they are to.
+`FunctionAgents` runs many episodes in each of a few processes, `CommandAgents` starts a program for each episode, and
+`RemoteAgents` leases episodes to agents elsewhere.
+
+Owns the processes. Invariants: an episode that is cancelled, or hangs, leaves nothing running; a dead process is
+replaced before the next episode; after `close` none of the processes is left, nor anything that they started. Agents
+receive none of the user's secrets, except those that the configuration passes to them.
 """
 
 from __future__ import annotations
@@ -36,27 +38,26 @@ log = logging.getLogger(__name__)
 MOST_AT_ONCE = 192
 """Episodes of a plain function that one process runs at the same time."""
 HANG_SECONDS = 2.0
-"""A process that reacts to nothing for so long hangs. It is replaced if it would have to end one of its episodes."""
+"""A process that does not react for this long hangs. It is replaced if one of its episodes has to end."""
 UNTAKEN_SECONDS = 60.0
-"""An episode that no agent elsewhere has asked for by then is worth a warning."""
+"""A warning is logged if no remote agent has requested an episode by then."""
 _NAME = re.compile(r"\{(\w+)\}")
 
 
 class Agents(Protocol):
-    """Run episodes."""
+    """Runs episodes."""
 
     async def start(self) -> None:
-        """Raises `AgentError` when there is nothing that could run."""
+        """Start the processes; raises `AgentError` if none can run."""
 
     async def close(self) -> None:
         """End every episode and every process."""
 
     async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
-        """Run one episode, and return what the agent says of it; raises `AgentError` when it fails.
+        """Run one episode, and return the agent's score; raises `AgentError` if it fails.
 
-        `begun` is called when the agent begins, from when on its time counts. Where this is cancelled, and one of the
-        episodes of its process had that react to nothing for a while, be it now or before, the `CancelledError` has an
-        `UnknownFault` as its cause.
+        `begun` is called when the agent begins; its time counts from then on. If this call is cancelled, and an episode
+        of the same process hangs or has hung, the `CancelledError` has an `UnknownFault` as its cause.
         """
 
 
@@ -73,7 +74,8 @@ def environment_of(config: Config) -> dict[str, str]:
 def agents_of(config: Config, *, tokenizer: Path | None = None, renderer: str = "default") -> Agents:
     """Return the agents that `config.rollout.agent` describes, not yet started.
 
-    `tokenizer`: a folder with the policy's, for agents that make tokens by themselves; `renderer`: what makes them.
+    `tokenizer`: folder of the policy's tokenizer, for agents that make tokens by themselves; `renderer`: the renderer
+    that they use.
     """
     agent = config.rollout.agent
     environment = environment_of(config)
@@ -108,7 +110,7 @@ def agents_of(config: Config, *, tokenizer: Path | None = None, renderer: str = 
 
 
 class FunctionAgents:
-    """Runs a function of the user's in `rollout.agent.processes` processes."""
+    """Runs the user's function in `rollout.agent.processes` processes."""
 
     def __init__(self, processes: UserProcesses) -> None:
         self._processes = processes
@@ -143,7 +145,7 @@ class FunctionAgents:
             raise AgentError(f"the agent failed: {error}") from error
 
     def _error_of(self, death: UserProcessDied) -> AgentError:
-        """Return one error for all episodes of a process: it is one failure, however many groups it costs."""
+        """Return one error for all episodes of a process: its death is one failure, even if it costs several groups."""
         if self._death is None or self._death[0] is not death:
             error = AgentError(f"the agent's process {death}")
             if death.calls > 1:
@@ -165,7 +167,7 @@ class CommandAgents:
         self._leaders: set[int] = set()
 
     async def start(self) -> None:
-        """Nothing to start before there are episodes."""
+        """Do nothing: programs start with their episodes."""
 
     async def close(self) -> None:
         for leader in self._leaders:
@@ -200,7 +202,7 @@ class CommandAgents:
 
 
 def _score_of(line: str) -> Score:
-    """Return what the last line of a program says: a number, or a JSON object like `Score`; raises `AgentError`."""
+    """Return the score in the last line of a program: a number, or a JSON object like `Score`; raises `AgentError`."""
     with contextlib.suppress(ValueError):
         if math.isfinite(number := float(line)):
             return Score(number)
@@ -214,7 +216,7 @@ def _score_of(line: str) -> Score:
 
 
 def _filled(word: str, task: Mapping[str, Any]) -> str:
-    """Put fields of the task in the place of their `{names}`; other braces stay."""
+    """Replace `{names}` in `word` by fields of the task; other braces stay."""
     return _NAME.sub(lambda found: str(task[found.group(1)]) if found.group(1) in task else found.group(0), word)
 
 
@@ -234,17 +236,17 @@ def _variables(task: Mapping[str, Any], access: Endpoint) -> dict[str, str]:
 
 
 class RemoteAgents:
-    """Offers episodes to whoever asks; they end with a score, or at their deadline."""
+    """Offers episodes to remote agents; the episodes end with a score, or at their deadline."""
 
     def __init__(self) -> None:
         self._offers: asyncio.Queue[tuple[Lease, asyncio.Future[None]]] = asyncio.Queue()
         self._warned = False
 
     async def start(self) -> None:
-        """Nothing to start: agents come by themselves."""
+        """Do nothing: agents connect by themselves."""
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: there are no processes."""
 
     async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -257,12 +259,12 @@ class RemoteAgents:
                 log.warning("%d episodes wait for an agent: nobody asks POST %s", waiting, path)
             await taken
         finally:
-            taken.cancel()  # to `wait` for it would not: one that was given up is not to be leased
+            taken.cancel()  # `wait` does not cancel it, and an abandoned episode must not be leased
         begun()
         return Score()
 
     async def lease(self, seconds: float) -> Lease | None:
-        """Return an episode to play; None when none is there within `seconds`."""
+        """Return an episode to play; None if none is available within `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:

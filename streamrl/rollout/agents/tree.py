@@ -1,12 +1,13 @@
-"""`EpisodeTree`: what an agent's calls become, from tokens asked and sampled to trajectories to train on.
+"""`EpisodeTree`: turns an agent's calls (prompt tokens and sampled tokens) into trajectories to train on.
 
-Each call of the policy is a node: the tokens that it continued, and the tokens that it sampled. A call that continues
-a conversation in which the policy has spoken is the child of the call in which it last spoke, and begins with exactly
-that call's tokens: what was sampled is never tokenized again. Everything else (the first call, an edited history, a
-sub-agent, other tools) begins at the root. So an episode is a forest whose leaves are its trajectories.
+Each call of the policy is a node with the tokens that it continued and the tokens that it sampled. A call that
+continues a conversation with earlier answers of the policy is the child of the call with the last of these answers, and
+begins with exactly that call's tokens: sampled tokens are never tokenized again. All other calls (the first call, an
+edited history, a sub-agent, other tools) begin at the root. So an episode is a forest, and its leaves are its
+trajectories.
 
-Invariant: every sampled token is under the loss in exactly one trajectory, with its own log-probability and version;
-in the others that pass through its node it is context.
+Invariant: every sampled token is under the loss in exactly one trajectory, with its own log-probability and version; in
+other trajectories through its node it is context.
 
 Pure: no clock, no I/O.
 """
@@ -31,22 +32,22 @@ class PolicyCall(msgspec.Struct, eq=False):
     """One call of the policy in an episode."""
 
     parent: PolicyCall | None
-    """The call whose conversation this one continues; None: a conversation of its own."""
+    """The call whose conversation this one continues; None: it begins a conversation."""
     prompt_ids: tuple[int, ...]
     """`[prompt]` token ids that the policy continued; they begin with the parent's `token_ids`."""
     generation: Generation
-    """What it sampled."""
+    """The sampled answer."""
     name: str = ""
-    """The id under which the answer was sent; where a request had several answers, with `/0`, `/1`, ... behind it."""
+    """The id under which the answer was sent. If a request had several answers, `/0`, `/1`, ... is appended."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Prompt and answer."""
+        """Tokens of prompt and answer."""
         return (*self.prompt_ids, *self.generation.output_ids)
 
 
 class EpisodeTree:
-    """The calls of one episode that were answered."""
+    """The answered calls of one episode."""
 
     def __init__(self) -> None:
         self.calls: list[PolicyCall] = []
@@ -55,11 +56,11 @@ class EpisodeTree:
         """The calls of each conversation, oldest first, with the reasoning of their answers."""
 
     def find(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[PolicyCall | None, int]:
-        """Return the latest call that `messages` continue, and how many of them it accounts for.
+        """Return the latest call that `messages` continue, and the number of messages up to its answer.
 
-        Its conversation, with the policy's answer, is word for word the beginning of `messages`; the tools are the
-        same. Of several answers with the same text it is the newest one with the reasoning that the client sends back,
-        or the newest one if there is none. Returns `(None, 0)` when there is no such call.
+        The call's conversation, with the policy's answer, equals the beginning of `messages`, and the tools are the
+        same. If several answers have the same text, the newest one with the reasoning in `messages` is taken, or else
+        the newest one. Returns `(None, 0)` if no call matches.
         """
         for index, digest in reversed(list(_digests(messages, tools))):
             if found := self._by_conversation.get(digest):
@@ -69,7 +70,7 @@ class EpisodeTree:
         return None, 0
 
     def find_tokens(self, prompt_ids: Sequence[int]) -> PolicyCall | None:
-        """Return the call with the most tokens that `prompt_ids` begin with, if there is one."""
+        """Return the call with the most tokens that are the beginning of `prompt_ids`, or None."""
         asked = tuple(prompt_ids)
         found = [call for call in self.calls if asked[: len(call.token_ids)] == call.token_ids]
         return max(found, key=lambda call: len(call.token_ids), default=None)
@@ -77,9 +78,9 @@ class EpisodeTree:
     def add(
         self, call: PolicyCall, *, messages: Sequence[Message] | None, reply: Message, tools: Sequence[dict[str, Any]]
     ) -> None:
-        """Record a call that asked `messages` (None: plain tokens) and was answered `reply`.
+        """Record a call with the conversation `messages` (None: plain tokens) and the answer `reply`.
 
-        Raises `ValueError` when it does not begin with its parent's tokens.
+        Raises `ValueError` if it does not begin with its parent's tokens.
         """
         before = () if call.parent is None else call.parent.token_ids
         if call.prompt_ids[: len(before)] != before:
@@ -91,7 +92,7 @@ class EpisodeTree:
         self._by_conversation.setdefault(digest, []).append((reply.reasoning.strip(), call))
 
     def drop_leaf(self, call: PolicyCall) -> None:
-        """Take back a call whose answer nobody has received, unless another continues it."""
+        """Remove a call with an undelivered answer, unless another call continues it."""
         if all(other.parent is not call for other in self.calls):
             self.calls = [other for other in self.calls if other is not call]
             for found in self._by_conversation.values():
@@ -99,12 +100,12 @@ class EpisodeTree:
 
     @property
     def conversations(self) -> int:
-        """How many calls no other continues."""
+        """Number of calls that no other call continues."""
         return len(self.calls) - len({id(call.parent) for call in self.calls if call.parent is not None})
 
     @property
     def turns(self) -> int:
-        """How many answers the conversation with the most of them has."""
+        """Answers in the conversation with the most of them."""
         turns: dict[int, int] = {}
         for call in self.calls:
             turns[id(call)] = 1 + (0 if call.parent is None else turns.get(id(call.parent), 0))
@@ -113,9 +114,9 @@ class EpisodeTree:
     def trajectories(self, returns: Sequence[float], *, score: float | None = None) -> list[Trajectory]:
         """Return the trajectories of an episode whose calls have `returns` `[calls]`, oldest first.
 
-        Where all returns are the same, there is one for each leaf; else each call is the end of a trajectory of its
-        own, in which it alone is under the loss. A trajectory's `reward` is the return, its `turns` are the calls
-        that are under the loss in it. `score`: what the episode earned in all, where that is something else.
+        If all returns are equal, there is one trajectory for each leaf; else one for each call, with that call alone
+        under the loss. A trajectory's `reward` is the return; its `turns` is the number of calls under the loss in it.
+        `score`: total reward of the episode, if it differs from the returns.
         """
         continued = set() if len(set(returns)) > 1 else {id(call.parent) for call in self.calls}
         trained: set[int] = set()
@@ -127,7 +128,7 @@ class EpisodeTree:
 
 
 def discounted(rewards: Sequence[float], *, discount: float) -> list[float]:
-    """Return the return of each call from the `rewards` of all, in order: G_k = r_k + discount · G_{k+1}."""
+    """Return the return of each call from the `rewards` of all calls, in order: G_k = r_k + discount · G_{k+1}."""
     returns: list[float] = []
     following = 0.0
     for reward in reversed(rewards):
@@ -137,7 +138,7 @@ def discounted(rewards: Sequence[float], *, discount: float) -> list[float]:
 
 
 def _trajectory(leaf: PolicyCall, *, trained: set[int], reward: float, score: float | None) -> Trajectory:
-    """Return the path to `leaf`; calls on it that are not in `trained` are under the loss, and are in it afterwards."""
+    """Return the path to `leaf`. Calls on it outside `trained` are under the loss, and are added to `trained`."""
     tokens = len(leaf.token_ids)
     loss_mask = np.zeros(tokens, dtype=np.bool_)
     logprobs = np.zeros(tokens, dtype=np.float32)
@@ -176,7 +177,7 @@ def _path(leaf: PolicyCall) -> Iterator[PolicyCall]:
 
 
 def _digests(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) -> Iterator[tuple[int, bytes]]:
-    """Yield the index of each message of the assistant, with a digest of the conversation up to it."""
+    """Yield the index of each assistant message, with a digest of the conversation up to it."""
     digest = hashlib.blake2b(_encoder.encode(tools), digest_size=16)
     for index, message in enumerate(messages):
         digest.update(_identity(message))
@@ -185,10 +186,10 @@ def _digests(messages: Iterable[Message], tools: Sequence[dict[str, Any]]) -> It
 
 
 def _identity(message: Message) -> bytes:
-    """Return what has to be equal for two messages to be the same.
+    """Return the fields that must be equal for two messages to be the same.
 
-    Clients send an answer back without its reasoning, with white space around it removed, and with the arguments of
-    tool calls written anew: none of that makes it another answer.
+    Clients may send an answer back without its reasoning, without surrounding white space, and with reformatted
+    arguments of tool calls. It remains the same answer.
     """
     calls = [(call.id, call.name, _canonical(call.arguments)) for call in message.tool_calls]
     return _encoder.encode((message.role, message.content.strip(), calls, message.tool_call_id))

@@ -1,10 +1,10 @@
-"""Tasks of a taskset of the `verifiers` package, listed and played as they are.
+"""Tasks of a taskset of the `verifiers` package, listed and played unchanged.
 
 Runs in the interpreter that has the package (`rollout.agent.python`): `play` is the function of the agent's processes,
 `serve_listing` lists tasks. Invariant: task `index` of a taskset with the same settings is the same in every process.
 
-An episode's environment asks the policy by tokens, with a renderer of its own; what becomes of its calls, branches
-included, is the gateway's business.
+An episode's environment sends token requests to the policy and uses its own renderer. The gateway turns these calls,
+branches included, into trajectories.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Settings = dict[str, Any]
 
 
 class _Stage:
-    """An environment that serves, and its tasks as far as they have been asked for."""
+    """A serving environment, and the tasks that have been read so far."""
 
     def __init__(self, env: vf.Env) -> None:
         self.env = env
@@ -36,14 +36,14 @@ class _Stage:
         self._tasks: list[Any] = []
 
     def task(self, index: int) -> Any:
-        """Return task `index`; raises `LookupError` when there are not so many."""
+        """Return task `index`; raises `LookupError` if the taskset has fewer tasks."""
         self._tasks += itertools.islice(self._coming, max(0, index + 1 - len(self._tasks)))
         if index >= len(self._tasks):
             raise LookupError(f"the taskset has {len(self._tasks)} tasks here, and task {index} is asked for")
         return self._tasks[index]
 
     async def forget(self, client: Any) -> None:
-        """Close what the environment has opened to serve `client`: it keeps one for each, and each episode has one."""
+        """Close the environment's resources for `client`: it keeps some per client, and each episode has a client."""
         interception: Any = self.env._interception
         for server in getattr(interception, "servers", [interception]):
             opened = server.clients.pop(client.model_dump_json(), None)
@@ -58,11 +58,11 @@ _serving: set[asyncio.Task[None]] = set()
 async def play(
     task: dict[str, Any], policy: Policy, *, tokenizer: str, renderer: Settings, environment: Settings
 ) -> dict[str, Any]:
-    """Play one task of a taskset, and return what its environment says of the episode.
+    """Play one task of a taskset, and return the environment's score and metrics of the episode.
 
-    `tokenizer`: folder with the policy's. `renderer`: the config of a renderer of `renderers`. `environment`: what the
-    environment's config has besides the taskset; its `sampling` is the policy's.
-    Raises `RuntimeError` when the environment could not play it.
+    `tokenizer`: folder of the policy's tokenizer. `renderer`: the config of a renderer of `renderers`. `environment`:
+    the environment's config without the taskset; its `sampling` is for the policy. Raises `RuntimeError` if the
+    environment could not play the task.
     """
     import verifiers.v1 as vf
 
@@ -106,19 +106,19 @@ async def _open(taskset: str, args: Settings, environment: Settings) -> _Stage:
 
 
 async def _serve(taskset: str, args: Settings, environment: Settings, ready: asyncio.Future[_Stage]) -> None:
-    """Hold the environment open until the process ends, in one task, as what it opens may need."""
+    """Keep the environment open until the process ends, within one task, as its resources may require."""
     try:
         env = _environment(taskset, args, environment)
         async with env.serving():
             ready.set_result(_Stage(env))
             await asyncio.get_running_loop().create_future()
-    except Exception as error:  # the user's taskset may raise anything: every episode reports it
+    except Exception as error:  # the user's taskset may raise anything; every episode reports it
         if not ready.done():
             ready.set_exception(error)
 
 
 def _environment(taskset: str, args: Settings, environment: Settings) -> vf.Env:
-    """Return the environment of `taskset`; agents run on this machine unless `environment` says where."""
+    """Return the environment of `taskset`; its agents run on this machine unless `environment` sets another runtime."""
     import verifiers.v1 as vf
 
     settings: Settings = {"interception": {"type": "server"}, **environment, "taskset": {**args, "id": taskset}}
@@ -130,7 +130,7 @@ def _environment(taskset: str, args: Settings, environment: Settings) -> vf.Env:
 
 
 def _metrics(traces: list[Any]) -> Iterator[tuple[str, float]]:
-    """Yield rewards and metrics by name, of several agents the mean."""
+    """Yield rewards and metrics by name; each is the mean over the agents."""
     found: dict[str, list[float]] = {}
     for trace in traces:
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
@@ -155,7 +155,7 @@ def serve_listing(*, taskset: str, args: Settings, environment: Settings) -> Use
 
 
 def _prompt(task: Any, index: int) -> Any:
-    """Return the prompt of `task` as a row has it; the environment makes its own of it."""
+    """Return the prompt of `task` for its row; the environment builds its own prompt from the task."""
     prompt = task.data.prompt
     if isinstance(prompt, str):
         return prompt or f"task {index}"

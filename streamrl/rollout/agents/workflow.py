@@ -1,7 +1,7 @@
 """`AgentWorkflow`: one episode of an agent for each sibling, from its task to its trajectories.
 
-`Episode` is what the gateway knows of it: it answers the agent's calls with the policy, and keeps them in an
-`EpisodeTree`. Invariant: what is trained on is exactly what the agent was answered before its episode ended.
+`Episode` is the gateway's interface to an episode: it serves the agent's calls with the policy, and records them in an
+`EpisodeTree`. Invariant: exactly the answers that the agent received before its episode ended are trained on.
 """
 
 from __future__ import annotations
@@ -41,37 +41,37 @@ from streamrl.stop_strings import before_stop
 from streamrl.types import Prompt, Trajectory
 
 LOOKS = 32
-"""A streamed answer is looked at again when it has grown by this share."""
+"""A streamed answer is parsed again once it has grown by 1 / `LOOKS` of its length."""
 ENDED = "this episode has ended"
 _ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)?(\w+(?:/\d+)?)")
-"""An answer's id, with or without what each API puts before it."""
+"""The id of an answer, with or without the prefix that each API adds."""
 
 
 class Earned(NamedTuple):
-    """What an agent says of its episode, with the answers that it names found."""
+    """An agent's reported score, with the answers that it names resolved to calls."""
 
     said: Score
     rewards: list[tuple[PolicyCall, float]]
 
 
 class Continued(NamedTuple):
-    """What the policy is to continue."""
+    """The tokens that the policy is to continue."""
 
     parent: PolicyCall | None
-    """The call whose conversation it continues, if it does."""
+    """The call whose conversation is continued, if there is one."""
     prompt_ids: list[int]
     given: int = 0
-    """How many of the last of them are the beginning of the answer."""
+    """Number of tokens at the end of `prompt_ids` that are the beginning of the answer."""
     begun: Message = Message("assistant")
-    """What they say of it."""
+    """The message that these tokens express."""
 
     def rest(self, message: Message) -> Message:
-        """Return the answer's `message` without its beginning."""
+        """Return the answer's `message` without its given beginning."""
         content, reasoning = message.content[len(self.begun.content) :], message.reasoning[len(self.begun.reasoning) :]
         return msgspec.structs.replace(message, content=content, reasoning=reasoning)
 
     def answer(self, output_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> SampledTokens:
-        """Return the answer, with what was given of it, of which `output_ids` were sampled."""
+        """Return the whole answer: its given beginning, then the sampled `output_ids`."""
         begins = len(self.prompt_ids) - self.given
         return SampledTokens(self.prompt_ids[:begins], [*self.prompt_ids[begins:], *output_ids], tools)
 
@@ -81,25 +81,25 @@ class Episode:
 
     def __init__(self, session: Session, renderer: Renderer, *, max_calls: int) -> None:
         self.key = secrets.token_urlsafe(24)
-        """Opens this episode and no other."""
+        """Random key that opens this episode and no other."""
         self.name = f"{session.prompt.seq}-{session.sibling}-{secrets.token_hex(4)}"
-        """Its part of the URL."""
+        """Name of the episode in URLs."""
         self.calls = 0
         """How many completions the agent has requested."""
         self.rewritten = 0
-        """Calls whose history has answers that the policy never gave in it: they begin a conversation anew."""
+        """Calls with answers in their history that the policy did not give there; each begins a new conversation."""
         self.rerendered = 0
-        """Calls that continue a conversation whose earlier turns the model's template writes in another way then."""
+        """Calls that continue a conversation whose earlier turns the model's template now renders differently."""
         self.drifted = 0
-        """Completions whose text, tokenized again, gives other tokens than were sampled."""
+        """Completions with text that, tokenized again, gives other tokens than the sampled ones."""
         self.generation_seconds = 0.0
-        """How long the agent has waited for them."""
+        """Seconds that the agent has waited for completions."""
         self.tokens = 0
-        """Tokens that were sampled for it, also for answers that it did not receive."""
+        """Tokens sampled in this episode, including tokens of answers that the agent did not receive."""
         self.last: Completion | None = None
-        """What the policy said last."""
+        """The latest completion."""
         self.failure: StreamRLError | None = None
-        """Why the policy could not answer, if it could not: the episode is worth nothing then."""
+        """The error that kept the policy from answering, if there was one; the episode is then worthless."""
         self.exhausted = False
         """Whether the last request was refused because the policy has used up its answers, or its context."""
         self._session = session
@@ -109,13 +109,13 @@ class Episode:
         self._undelivered: list[tuple[Completion, PolicyCall]] = []
         self._ended = False
         self._answering: set[asyncio.Task[Completion]] = set()
-        """Those that are being generated."""
+        """The answers that are being generated."""
         self._score: asyncio.Future[Earned] = asyncio.get_running_loop().create_future()
 
     # --- for the gateway ---
 
     def count(self, request: ChatRequest) -> None:
-        """Count the answers that `request` asks for; raises `RequestRefused` when the episode may not have them."""
+        """Count the answers that `request` asks for; raises `RequestRefused` if they exceed the episode's limit."""
         self._check_open()
         self.exhausted = self.calls + request.n > self._max_calls
         if self.exhausted:
@@ -127,9 +127,9 @@ class Episode:
     async def complete(
         self, request: ChatRequest, *, call: str, on_piece: OnPiece | None = None
     ) -> Sequence[Completion]:
-        """Return the policy's answers, by the id under which they are sent; raises `RequestRefused`.
+        """Return the policy's answers to `request`; raises `RequestRefused`.
 
-        `on_piece` is told what the policy says as it says it.
+        `call` is the id under which they are sent. `on_piece` receives the pieces of the answers as they are generated.
         """
         self._check_open()
         continued = self._with_given(request, *self._tokens_of(request))
@@ -160,17 +160,17 @@ class Episode:
             raise
         finally:
             for answer in answers:
-                answer.cancel()  # where one has failed nobody waits for the others
+                answer.cancel()  # after one has failed, the others are useless
             self._answering.difference_update(answers)
             self.generation_seconds += time.monotonic() - asked
 
     def delivered(self, completions: Sequence[Completion]) -> None:
-        """The agent has these."""
+        """Note that the agent has received these answers."""
         had = set(map(id, completions))
         self._undelivered = [answer for answer in self._undelivered if id(answer[0]) not in had]
 
     def score(self, said: Score) -> None:
-        """Take the agent's word for what the episode is worth; the last one counts. Raises `RequestRefused`."""
+        """Accept the score that the agent reports; the last one counts. Raises `RequestRefused`."""
         self._check_open()
         try:
             earned = self.earned(said)
@@ -184,16 +184,16 @@ class Episode:
 
     @property
     def notified(self) -> Earned | None:
-        """What the agent has notified, if it has."""
+        """The score that the agent has reported, if there is one."""
         return self._score.result() if self._score.done() else None
 
     async def scored(self) -> Earned:
-        """Wait for a score, and return it."""
+        """Wait for a reported score, and return it."""
         await asyncio.shield(self._score)
         return self._score.result()
 
     def earned(self, said: Score) -> Earned:
-        """Find the answers that `said` names; raises `AgentError`, with its name, for one that there is not."""
+        """Resolve the answers that `said` names; raises `AgentError` with the name of an unknown answer."""
         return Earned(said, [(self._named(name), reward) for name, reward in said.rewards.items()])
 
     def _named(self, name: str) -> PolicyCall:
@@ -201,7 +201,7 @@ class Episode:
         for call in self._tree.calls:
             if bare == call.name:
                 self._undelivered = [answer for answer in self._undelivered if answer[1] is not call]
-                return call  # who knows its id has it
+                return call  # an agent that knows the id has received the answer
         undelivered = {id(call) for _, call in self._undelivered}
         had = [call for call in self._tree.calls if id(call) not in undelivered]
         if name.isdecimal() and int(name) < len(had):
@@ -215,15 +215,15 @@ class Episode:
         )
 
     def end(self) -> None:
-        """Nothing that happens from now on belongs to the episode; what is being generated for it is given up."""
+        """End the episode: later calls are refused, and running generations are cancelled."""
         self._ended = True
         for answer in self._answering:
             answer.cancel()
 
     def trajectories(self, earned: Earned, *, discount: float) -> list[Trajectory]:
-        """Return what was said, without answers that nobody has received, and what followed each answer.
+        """Return the trajectories of the episode, without answers that were not delivered, each with its return.
 
-        `discount`: what a reward counts for the answer before.
+        `discount`: factor by which a reward counts for the answer before.
         """
         for _, call in self._undelivered:
             self._tree.drop_leaf(call)
@@ -238,12 +238,12 @@ class Episode:
 
     @property
     def turns(self) -> int:
-        """How many answers the conversation with the most of them has."""
+        """Answers in the conversation with the most of them."""
         return self._tree.turns
 
     @property
     def conversations(self) -> int:
-        """How many there were."""
+        """Number of conversations."""
         return self._tree.conversations
 
     def _check_open(self) -> None:
@@ -251,7 +251,7 @@ class Episode:
             raise RequestRefused(ENDED, status=GONE)
 
     def _tokens_of(self, request: ChatRequest) -> tuple[PolicyCall | None, list[int]]:
-        """Return the call that is continued, if one is, and all tokens that the policy is to continue."""
+        """Return the call that is continued, if there is one, and all tokens that the policy is to continue."""
         if request.prompt is not None:
             chat = self._session.chat
             try:
@@ -279,8 +279,8 @@ class Episode:
         return None, anew
 
     def _with_given(self, request: ChatRequest, parent: PolicyCall | None, prompt_ids: list[int]) -> Continued:
-        """Return what the policy is to continue, with what it is given of the answer; raises `RequestRefused` where
-        that, at this place, is not the beginning of an answer's text."""
+        """Return the tokens to continue, including the given beginning of the answer. Raises `RequestRefused` if the
+        given text would not be parsed as the beginning of an answer's text."""
         if not request.given:
             return Continued(parent, prompt_ids)
         if (own := self._cut_off(request, prompt_ids)) is not None:
@@ -298,8 +298,8 @@ class Episode:
         return Continued(parent, [*prompt_ids, *given], len(given), read)
 
     def _cut_off(self, request: ChatRequest, prompt_ids: list[int]) -> Continued | None:
-        """Return the policy's own answer after `prompt_ids`, if it was cut off and says what is given: the policy goes
-        on from the tokens that it sampled."""
+        """Return the policy's own answer after `prompt_ids`, if it was cut off and has the given text: the policy then
+        continues from the tokens that it sampled."""
         asked = (*request.messages, Message("assistant", request.given))
         call, known = self._tree.find(asked, request.tools)
         if call is None or known < len(asked) or call.generation.finish_reason != "length":
@@ -313,7 +313,8 @@ class Episode:
     def _pieces(
         self, request: ChatRequest, continued: Continued, index: int, on_piece: OnPiece | None
     ) -> OnTokens | None:
-        """Return what takes the tokens of an answer as they come, and tells `on_piece` what they certainly say."""
+        """Return a callback that takes the tokens of an answer as they arrive, and passes the certain part of its
+        message to `on_piece`."""
         if on_piece is None:
             return None
         stops = (*self._session.sampling.stop, *request.stop)
@@ -326,7 +327,7 @@ class Episode:
             so_far.extend(further)
             if len(so_far) < next_look:
                 return
-            next_look = len(so_far) + 1 + len(so_far) // LOOKS  # or the time that looking takes would grow as a square
+            next_look = len(so_far) + 1 + len(so_far) // LOOKS  # a look at every token would take quadratic time
             said = continued.rest(self._certain(request, continued.answer(so_far, request.tools), stops=stops))
             piece = MessagePiece(index, said.content[len(told.content) :], said.reasoning[len(told.reasoning) :])
             if piece.content or piece.reasoning:
@@ -336,13 +337,13 @@ class Episode:
         return take
 
     def _message(self, request: ChatRequest, sampled: SampledTokens, *, matched_stop: str) -> Message:
-        """Return what the policy said; of text that it continued, the text, whatever it looks like."""
+        """Return the policy's message; for a plain-text `prompt`, the decoded text without parsing."""
         if request.prompt is None:
             return self._renderer.parse(sampled, matched_stop=matched_stop)
         return Message("assistant", before_stop(self._session.chat.decode(sampled.output_ids), matched_stop))
 
     def _certain(self, request: ChatRequest, sampled: SampledTokens, *, stops: Sequence[str]) -> Message:
-        """Return the beginning of what `_message` will return."""
+        """Return the part of `_message`'s result that further tokens cannot change."""
         if request.prompt is None:
             return self._renderer.certain(sampled, stops=stops)
         return Message("assistant", settled(self._session.chat.decode(sampled.output_ids), stops))
@@ -388,16 +389,16 @@ class Episode:
 
 
 ENDED_KEPT = 4096
-"""How many ended episodes are remembered, so that late calls can be told that theirs has ended."""
+"""Number of ended episodes that are remembered, so that late calls receive the status `GONE`."""
 
 
 class EpisodeTable:
-    """The episodes that run now, for the gateway."""
+    """The running episodes, for the gateway."""
 
     def __init__(self) -> None:
         self._by_key: dict[str, Episode] = {}
         self._ended: OrderedDict[str, Score | None] = OrderedDict()
-        """Key → what was notified."""
+        """Key → the score that was reported."""
 
     def find(self, key: str, episode: str) -> EpisodeCalls | None:
         """Return the episode with this key, unless the URL names another; raises `RequestRefused` if it has ended."""
@@ -407,15 +408,15 @@ class EpisodeTable:
         return None if found is None or episode not in ("", found.name) else found
 
     def ended_with(self, key: str, score: Score) -> bool:
-        """Whether this is the score that the episode, which has ended, was notified of: it is said again."""
+        """Return whether the ended episode had exactly this score: the request repeats an earlier one."""
         return self._ended.get(key) == score
 
     def add(self, episode: Episode) -> None:
-        """Let its agent ask."""
+        """Open the episode for its agent's calls."""
         self._by_key[episode.key] = episode
 
     def remove(self, episode: Episode) -> None:
-        """It has ended."""
+        """Remove an ended episode."""
         del self._by_key[episode.key]
         self._ended[episode.key] = None if episode.notified is None else episode.notified.said
         if len(self._ended) > ENDED_KEPT:
@@ -436,7 +437,7 @@ class AgentWorkflow:
         renderer: Renderer,
         model: str,
     ) -> None:
-        """`url`: the gateway's. `model`: the name under which agents ask for the policy."""
+        """`url`: the gateway's. `model`: the name under which agents request the policy."""
         self._config = config
         self._agents = agents
         self._gateway = gateway
@@ -474,7 +475,7 @@ class AgentWorkflow:
         return trajectories
 
     async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> Earned:
-        """Return what an episode earned, once that is said."""
+        """Run an episode, and return its score once it is known."""
         seconds = self._config.timeout_seconds
         try:
             try:
@@ -488,7 +489,7 @@ class AgentWorkflow:
                         waiting.close()
 
                     earned = episode.earned(await self._agents.run(task_of(prompt), self._access(episode), begun=begun))
-                    scores = self._config.scored_by == "agent" or self._config.remote  # elsewhere nothing else ends it
+                    scores = self._config.scored_by == "agent" or self._config.remote  # else it never ends
                     if not earned.said.said and (scores or episode.notified is not None):
                         own = earned.said.metrics
                         earned = await episode.scored()
@@ -498,7 +499,7 @@ class AgentWorkflow:
             except TimeoutError as error:
                 cancelled = error.__cause__
                 if cancelled is not None and isinstance(fault := cancelled.__cause__, UnknownFault):
-                    raise fault from None  # another episode may have kept it from ending in time
+                    raise fault from None  # another episode may have delayed its end
                 raise AgentError(
                     f"seq {prompt.seq}: no score within rollout.agent.timeout_seconds = {seconds:g}, after "
                     f"{episode.calls} answers of the policy"
@@ -528,13 +529,13 @@ class AgentWorkflow:
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
-    """Return what an agent gets to see of a row: its columns, with `messages`, `question` and `answer`."""
+    """Return the task for the agent: the columns of a row, with `messages`, `question` and `answer`."""
     question = prompt.messages[-1]["content"] if prompt.messages else ""
     return {"question": question, **prompt.metadata, "messages": prompt.messages, "answer": prompt.answer}
 
 
 def _response(episode: Episode) -> Response:
-    """Return what the policy said last, for a reward function."""
+    """Return the policy's latest answer for a reward function; raises `AgentError` if there is none."""
     last = episode.last
     if last is None:
         raise AgentError("the agent ended without a word of the policy")

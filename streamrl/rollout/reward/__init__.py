@@ -1,1 +1,1 @@
-"""Reward functions (`rew_inf`), run in processes of their own with a time limit. `functions.py` says how to add one."""
+"""Reward functions (`rew_inf`), run in their own processes with a time limit; see `functions.py` to add one."""

@@ -5,15 +5,15 @@ A reward function of your own is a plain function
     def my_reward(response: Response, prompt: Prompt, *, scale: float = 1.0) -> float:
         return scale * float(response.text == prompt.answer)
 
-`response.text` and `prompt.answer` are text, also where the row has `{"answer": 521}`: a value that is not a string
+`response.text` and `prompt.answer` are text, even if the row has `{"answer": 521}`: a value that is not a string
 becomes its JSON, and a row without an answer has None. With `data.answer_type = "as_is"` answers keep the row's type.
 `response.text` has no special tokens (`Response`). `prompt.metadata` has the row's other columns in their own types.
 
 `rollout.reward.function = "my_module:my_reward"` names the function, and `rollout.reward.args` has its keyword
 arguments. It runs in a reward process with a time limit (`pool.py`), may import any module, and returns a finite
-number, also for a response that it cannot read: an exception counts as a failure of infrastructure
-(`rollout.on_failed_sibling`). Up to `rollout.reward.concurrent_calls`
-calls of a coroutine function run at the same time in each process. `streamrl.rollout.tasks` has small examples.
+number, even for a response that it cannot parse: an exception counts as a failure of infrastructure
+(`rollout.on_failed_sibling`). Up to `rollout.reward.concurrent_calls` calls of a coroutine function run at the same
+time in each process. `streamrl.rollout.tasks` has small examples.
 
 Reward processes import this module before the function, so it imports little by itself.
 """
@@ -49,15 +49,15 @@ class Response(msgspec.Struct, frozen=True):
     """The sampled tokens as text, without the stop string that ended them and without special tokens: the end token and
     all others that the model's tokenizer.json marks as special, such as `<pad>`."""
     finish_reason: str
-    """`stop`: the model ended it; `length`: it was cut."""
+    """`stop`: the model ended it; `length`: it reached a limit."""
     output_tokens: int
-    """Tokens that the model sampled for it, special ones included."""
+    """Number of sampled tokens, including special ones."""
     turn: int = 1
     """The turn of the policy, from 1."""
 
 
 class DataOrigin(msgspec.Struct, frozen=True):
-    """Enough of the data configuration to make a reasoning-gym entry again."""
+    """The part of the data configuration that is needed to recreate a reasoning-gym entry."""
 
     source: str
     path: str
@@ -94,10 +94,10 @@ def load_reward(spec: str, args: dict[str, Any], origin: DataOrigin) -> RewardFu
 
 
 def finite_number(value: Any) -> float:
-    """Return what a reward function returned as a number; raises `ValueError` if it is no finite number."""
+    """Return the result of a reward function as a number; raises `ValueError` if it is not a finite number."""
     try:
         number = float(value)
-    except Exception:  # any object may raise anything: a tensor of torch with several numbers raises a RuntimeError
+    except Exception:  # any object may raise anything: a torch tensor with several numbers raises a RuntimeError
         raise ValueError(f"it returned {value!r:.200} ({type(value).__name__}); a reward is a number") from None
     if not math.isfinite(number):
         raise ValueError(f"it returned {number}; a reward is a finite number")
@@ -105,7 +105,7 @@ def finite_number(value: Any) -> float:
 
 
 def extract_answer(text: str) -> str:
-    """Return what stands in the last `<answer>…</answer>`, or else the whole text, stripped."""
+    """Return the content of the last `<answer>…</answer>`, or else the whole text, stripped."""
     tagged = _TAGGED.findall(text)
     return str(tagged[-1] if tagged else text).strip()
 
@@ -113,9 +113,9 @@ def extract_answer(text: str) -> str:
 class ReasoningGymReward:
     """Scores with the task's own `score_answer`.
 
-    A scorer that raises was given an answer that it could not parse, which is the policy's
-    mistake and not an error of the run: it scores 0. (Some tasks have no scorer for any answer,
-    for example `propositional_logic`: they always score 0.)
+    If the scorer raises, it could not parse the answer. That is the policy's mistake and not an error of the run, so
+    the answer scores 0. (Some tasks, such as `propositional_logic`, have no scorer for any answer: they always score
+    0.)
     """
 
     def __init__(self, origin: DataOrigin) -> None:
@@ -129,13 +129,13 @@ class ReasoningGymReward:
     def __call__(self, response: Response, prompt: Prompt) -> float:
         answer = extract_answer(response.text)
         if self._task is not None:
-            # Made again rather than taken from the prompt: JSON types would turn tuples into lists.
+            # Recreated instead of taken from the prompt, since JSON types turn tuples into lists.
             scorer, entry = self._task, self._entry(prompt.index)
         else:
             scorer, entry = _scorer_named_by(prompt.metadata), {**prompt.metadata, "answer": prompt.answer}
         try:
             return float(scorer.score_answer(answer=answer, entry=entry))
-        except Exception as error:  # the tolerance that the class docstring names
+        except Exception as error:  # the tolerance that the class docstring describes
             log.info("reasoning-gym could not score %r: %s: %s", answer[:80], type(error).__name__, error)
             return 0.0
 
@@ -144,7 +144,7 @@ class ReasoningGymReward:
 
 
 def _scorer_named_by(row: dict[str, Any]) -> Any:
-    """Return the task that an entry kept in a file came from."""
+    """Return the task of an entry that was stored in a file; raises `ConfigError` if the entry does not name it."""
     details = row.get("metadata")
     task = details.get("source_dataset") if isinstance(details, dict) else None
     if task is None:
@@ -176,7 +176,7 @@ class MathVerifyReward:
     def __call__(self, response: Response, prompt: Prompt) -> float:
         if prompt.answer is None:
             raise ValueError("math_verify needs a reference answer; set data.answer_key to its column")
-        # Reference answers often come bare ("\frac{1}{2}"), and LaTeX is only found between dollars.
+        # Reference answers often have no dollars ("\frac{1}{2}"), and math-verify finds LaTeX only between dollars.
         reference = str(prompt.answer)
         gold = self._parse(reference if "$" in reference or "\\boxed" in reference else f"${reference}$")
         if not gold:

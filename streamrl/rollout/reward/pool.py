@@ -20,8 +20,8 @@ from streamrl.types import Prompt
 from streamrl.userland import UserProcesses
 
 HANG_SECONDS = 5.0
-"""A process in which calls run at the same time cancels a call whose time is over; a process in which a call lasts this
-much longer is replaced."""
+"""Grace period of a call after its time limit. A process that runs concurrent calls cancels a call at its limit; a
+process whose call lasts this much longer is replaced."""
 
 
 class RewardPool:
@@ -53,12 +53,12 @@ class RewardPool:
 
     @property
     def busy_seconds(self) -> float:
-        """Time that the function took, over all calls that have ended."""
+        """Seconds spent in the function, over all calls that have ended."""
         return self._processes.busy_seconds
 
     @property
     def calls_at_once(self) -> int:
-        """Calls that each process makes at the same time: more than one only of a coroutine function, once loaded."""
+        """Simultaneous calls in each process: more than one only for a coroutine function, once it is loaded."""
         return self._concurrent_calls if self._processes.coroutine else 1
 
     async def start(self) -> None:
@@ -69,14 +69,14 @@ class RewardPool:
             raise RewardError(str(error)) from error
 
     async def close(self) -> None:
-        """End every process and every call."""
+        """Stop every process and every call."""
         await self._processes.close()
 
     async def score(self, response: Response, prompt: Prompt) -> float:
         """Return the reward of `response`; waits for an idle process if there is none.
 
         Raises `RewardTimeout` if the function takes too long, and `RewardError` if it raises, crashes or returns
-        something else than a finite number.
+        anything but a finite number.
         """
         where = f"{self._function}, seq {prompt.seq}"
         try:

@@ -1,1 +1,1 @@
-"""The APIs that agents speak: one module for each, all of them a `common.Api`."""
+"""The APIs for agents: one module for each, which implements `common.Api`."""

@@ -21,8 +21,8 @@ from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import CheckedRequest
 
 _SIGNATURE = "streamrl"
-"""The signature under which clients are told the policy's thinking. Nobody checks it; but clients believe that thinking
-without a signature broke off, and send it back as text, which makes another conversation of it."""
+"""Signature of the policy's thinking in answers. It is not verified, but clients treat thinking without a signature as
+broken off, and send it back as text, which makes it another conversation."""
 
 
 class _Block(msgspec.Struct):
@@ -142,13 +142,13 @@ def _messages(message: _Message, where: str) -> list[Message]:
 
 
 def _arguments(written: msgspec.Raw) -> str:
-    """Return the text of a tool call's arguments; a JSON string holds one that is not a JSON object."""
+    """Return the text of a tool call's arguments; text that is not a JSON object comes inside a JSON string."""
     found = msgspec.json.decode(written)
     return found if isinstance(found, str) else bytes(written).decode()
 
 
 def _input(arguments: str) -> msgspec.Raw:
-    """Return arguments as they were written, in a JSON string where they are not a JSON object."""
+    """Return the arguments unchanged, or inside a JSON string if they are not a JSON object."""
     try:
         msgspec.json.decode(arguments, type=dict)
     except (msgspec.DecodeError, RecursionError):
@@ -185,7 +185,7 @@ def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, 
 
 
 class Events:
-    """An answer as server-sent events. A block of text or thinking stays open for as long as more of it may come."""
+    """An answer as server-sent events. A block of text or thinking stays open while more of it may arrive."""
 
     def __init__(self, call: CheckedRequest) -> None:
         self._call = call
@@ -193,7 +193,7 @@ class Events:
         self._begun = False
         self._blocks = 0
         self._open = ""
-        """The type of the block that is open, if one is; it is number `_blocks`."""
+        """The type of the open block, whose number is `_blocks`; empty if none is open."""
 
     def piece(self, piece: MessagePiece) -> bytes:
         self._told.add(piece)
@@ -227,7 +227,7 @@ class Events:
         return common.event({"type": "message_start", "message": message}, "message_start")
 
     def _more(self, kind: Literal["text", "thinking"], text: str) -> bytes:
-        """Return the events of more of a block of `kind`; empty where there is no more."""
+        """Return the events for more text of a block of `kind`; empty if `text` is empty."""
         if not text:
             return b""
         signature = {"signature": ""} if kind == "thinking" else {}
@@ -235,7 +235,7 @@ class Events:
         return opened + self._delta({"type": f"{kind}_delta", kind: text})
 
     def _opened(self, kind: str, **fields: Any) -> bytes:
-        """Return the events that end the block before, and begin another."""
+        """Return the events that close the open block and open another."""
         closed = self._closed()
         self._open = kind
         opened = {"type": "content_block_start", "index": self._blocks, "content_block": {"type": kind, **fields}}

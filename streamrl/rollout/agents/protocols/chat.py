@@ -175,7 +175,7 @@ class Events:
         self._call = call
         self._head = _head(call, "chat.completion.chunk")
         self._told: list[Told] = []
-        """By answer; empty: there was no piece."""
+        """The sent part of each answer; empty if there was no piece."""
 
     def piece(self, piece: MessagePiece) -> bytes:
         begun = b"" if self._told else self._begin()
@@ -185,7 +185,7 @@ class Events:
         return begun + self._chunk(piece.index, delta)
 
     def _begin(self) -> bytes:
-        """Return the beginnings of all answers, in order: OpenAI's client mixes answers up that begin in another."""
+        """Return the first chunks of all answers, in order: OpenAI's client confuses answers in another order."""
         self._told = [Told() for _ in range(self._call.request.n)]
         return b"".join(self._chunk(index, {"role": "assistant"}) for index in range(len(self._told)))
 

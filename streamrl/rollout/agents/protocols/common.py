@@ -1,4 +1,4 @@
-"""What the protocols share: checked calls, text parts, events, and refusals by name."""
+"""Shared parts of the protocols: checked requests, text parts, events, and refusals by name."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import TOO_LONG, ChatRequest, Completion, Message, MessagePiece, RequestRefused
 
 MAX_SAMPLES = 256
-"""The most completions that one request may ask for (`n`)."""
+"""Most completions (`n`) of one request."""
 
 
 class CheckedRequest(msgspec.Struct, frozen=True):
-    """A request that a protocol has checked, with what its answer's form depends on."""
+    """A request that a protocol has checked, with the settings that determine the form of its answer."""
 
     request: ChatRequest
     model: str
     events: Callable[[CheckedRequest], EventStream] | None = None
-    """What writes the answer as server-sent events; None: it goes out as one body."""
+    """Writer of the answer as server-sent events; None: the answer is sent as one body."""
     logprobs: bool = False
     stream_usage: bool = False
     top_logprobs: int = 0
-    """How many of the likeliest tokens are asked for at each position."""
+    """Number of likeliest tokens requested at each position."""
     sampling: dict[str, Any] = {}
-    """How the request wants to be sampled: what it has of `temperature`, `top_p`, `top_k`, `min_p`, and of what it
-    cannot have, such as a `seed`."""
+    """The requested sampling: its values of `temperature`, `top_p`, `top_k`, `min_p`, and of unsupported settings such
+    as `seed`."""
     instructions: int = 0
-    """How many of the first messages do not carry over to a call that continues this one."""
+    """Number of first messages that do not carry over to a call that continues this one."""
     previous: str = ""
     """The id of the call whose conversation this one continues."""
     remembered: bool = False
@@ -41,17 +41,17 @@ class CheckedRequest(msgspec.Struct, frozen=True):
 
 
 class EventStream(Protocol):
-    """One answer as server-sent events, as it comes."""
+    """Server-sent events of one answer, while it is generated."""
 
     def piece(self, piece: MessagePiece) -> bytes:
-        """Return the events that tell of more of the answer."""
+        """Return the events for a further piece of the answer."""
 
     def end(self, completions: Sequence[Completion]) -> bytes:
-        """Return the events that tell the rest of it; all of it where there was no piece."""
+        """Return the events for the rest of the answer, or for all of it if there was no piece."""
 
 
 class Api(Protocol):
-    """One API that agents speak; each of the other modules here is one."""
+    """One API for agents; each of the other modules here implements one."""
 
     def parse(self, raw: bytes) -> CheckedRequest:
         """Check a request's body; raises `RequestRefused`."""
@@ -75,8 +75,8 @@ class _ResponseFormat(msgspec.Struct):
 
 
 class _NotServed(msgspec.Struct, kw_only=True):
-    """What OpenAI and servers of open models let a request ask for besides; the policy's probabilities or input would
-    depend on it."""
+    """Further fields of OpenAI and of servers of open models that are refused: the policy's probabilities or input
+    would depend on them."""
 
     response_format: _ResponseFormat | None = None
     logit_bias: dict[str, float] | None = None
@@ -107,7 +107,7 @@ class _NotServed(msgspec.Struct, kw_only=True):
 
 
 class SamplingFields(_NotServed, kw_only=True):
-    """The settings of sampling that a request may have."""
+    """The sampling settings that a request may have."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -120,13 +120,13 @@ class SamplingFields(_NotServed, kw_only=True):
     parallel_tool_calls: bool | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return those that it has; raises `RequestRefused` if it has others."""
+        """Return the sampling settings that the request has; raises `RequestRefused` for unsupported ones."""
         others = {name: getattr(self, name) for name in _NotServed.__struct_fields__}
         others["repetition_penalty"] = self.repetition_penalty not in (None, 1)
         others["response_format"] = self.response_format is not None and self.response_format.type != "text"
         refuse_present(others)
         own = {name: getattr(self, name) for name in SamplingFields.__struct_fields__ if name not in others}
-        if self.parallel_tool_calls:  # as it is anyway
+        if self.parallel_tool_calls:  # true is the default anyway
             del own["parallel_tool_calls"]
         return {name: value for name, value in own.items() if value is not None}
 
@@ -139,7 +139,7 @@ Body = TypeVar("Body")
 
 
 def decode(body: bytes, kind: type[Body]) -> Body:
-    """Return `body` as a `kind`, or refuse it with the name of what is wrong."""
+    """Return `body` as a `kind`; raises `RequestRefused` with the name of the wrong field."""
     try:
         return msgspec.json.decode(body, type=kind)
     except UNDECODABLE as error:
@@ -147,7 +147,7 @@ def decode(body: bytes, kind: type[Body]) -> Body:
 
 
 def text_of(content: Content, where: str) -> str:
-    """Return the text of `content`; parts that are not text are refused."""
+    """Return the text of `content`; raises `RequestRefused` for parts that are not text."""
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
@@ -157,9 +157,10 @@ def text_of(content: Content, where: str) -> str:
 
 
 def split_given(messages: Sequence[Message], where: str) -> tuple[tuple[Message, ...], str]:
-    """Return a conversation without its last message, and the text of that, from which the policy is to go on.
+    """Return a conversation without its last message, and the text of that message, which the policy continues.
 
-    Refused, with `where` the message is, if it is not the text of an assistant who is spoken to.
+    Raises `RequestRefused`, which names `where` the message is, unless it is an assistant's text, without surrounding
+    white space, after other messages.
     """
     *before, last = messages
     if last.role != "assistant" or last.tool_calls or last.reasoning or not before:
@@ -170,7 +171,7 @@ def split_given(messages: Sequence[Message], where: str) -> tuple[tuple[Message,
 
 
 def stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Return the stop strings; empty ones are refused."""
+    """Return the stop strings; raises `RequestRefused` for empty ones."""
     found = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if "" in found:
         raise RequestRefused("stop: an empty string cannot end an answer")
@@ -178,7 +179,7 @@ def stops(stop: str | list[str] | None) -> tuple[str, ...]:
 
 
 def check_counts(n: int, max_tokens: int | None, field: str) -> None:
-    """Refuse numbers of answers or tokens that make no sense."""
+    """Raise `RequestRefused` if a number of answers or tokens is out of range."""
     if not 1 <= n <= MAX_SAMPLES:
         raise RequestRefused(f"n: {n} is not between 1 and {MAX_SAMPLES}")
     if max_tokens is not None and max_tokens < 1:
@@ -186,14 +187,14 @@ def check_counts(n: int, max_tokens: int | None, field: str) -> None:
 
 
 def check_top_logprobs(count: int | None, field: str) -> int:
-    """Return how many of the likeliest tokens are wanted; refuses numbers that make no sense."""
+    """Return the number of likeliest tokens requested; raises `RequestRefused` if it is out of range."""
     if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
         raise RequestRefused(f"{field}: {count} is not between 0 and {MAX_TOP_LOGPROBS}")
     return count or 0
 
 
 def refuse_present(fields: Mapping[str, Any]) -> None:
-    """Refuse the first field that asks for something."""
+    """Raise `RequestRefused` for the first field that is set."""
     for name, value in fields.items():
         if value:
             why = "it changes the policy's probabilities or its input"
@@ -201,14 +202,14 @@ def refuse_present(fields: Mapping[str, Any]) -> None:
 
 
 def usage(completions: Sequence[Completion]) -> dict[str, int]:
-    """Return the counts of tokens as OpenAI names them."""
+    """Return the token counts under OpenAI's names."""
     prompt = len(completions[0].prompt_ids) if completions else 0
     output = sum(len(completion.output_ids) for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
 
 
 def token_logprobs(completion: Completion, *, top: bool) -> list[dict[str, Any]]:
-    """Return the log-probability of each sampled token; with `top`, also as the only one of its `top_logprobs`."""
+    """Return the log-probability of each sampled token; with `top`, also as its only entry in `top_logprobs`."""
     tokens = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
         for text, logprob in zip(completion.token_texts, completion.logprobs, strict=True)

@@ -1,6 +1,6 @@
 """OpenAI's responses: `POST /v1/responses`.
 
-A message of the policy is up to three kinds of items, in this order: its reasoning, its text, its calls of tools.
+A message of the policy becomes up to three kinds of items, in this order: its reasoning, its text, its tool calls.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _tool(tool: _Tool) -> dict[str, Any]:
 
 
 def _messages(items: Sequence[_Item]) -> list[Message]:
-    """Return the messages that `items` are; those of one message of the policy follow each other."""
+    """Return the messages in `items`; consecutive items of one message of the policy are merged."""
     messages: list[Message] = []
     reasoning = ""
     for index, item in enumerate(items):
@@ -201,7 +201,7 @@ def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, 
 
 
 def _head(call: CheckedRequest) -> dict[str, Any]:
-    """Return what is known of an answer before there is one."""
+    """Return the fields of a response that are known before the answer."""
     return {
         "id": f"resp_{call.id}",
         "object": "response",
@@ -223,28 +223,28 @@ def _head(call: CheckedRequest) -> dict[str, Any]:
 
 
 def _logprobs_of(part: dict[str, Any]) -> dict[str, Any]:
-    """Return what events of `part` say of log-probabilities: those of text have them, be they empty."""
+    """Return the log-probability fields for events of `part`: a list, perhaps empty, for text, else no field."""
     return {"logprobs": part.get("logprobs", [])} if part["type"] == "output_text" else {}
 
 
 class Events:
-    """An answer as server-sent events. An item of text or reasoning stays open for as long as more of it may come."""
+    """An answer as server-sent events. An item of text or reasoning stays open while more of it may arrive."""
 
     def __init__(self, call: CheckedRequest) -> None:
         self._call = call
         self._number = 0
         self._items = 0
         self._item_id = ""
-        """Id of the item that was begun last; it is number `_items`."""
+        """Id of the latest item; its number is `_items`."""
         self._begun = False
         self._told = Told()
         self._open = ""
-        """The type of the item that is open, if one is."""
+        """The type of the open item; empty if none is open."""
 
     def piece(self, piece: MessagePiece) -> bytes:
         self._told.add(piece)
         found = self._begin()
-        if piece.reasoning and self._open != "message":  # the whole answer at the end has it all
+        if piece.reasoning and self._open != "message":  # later reasoning is only in the whole answer at the end
             found += self._more(_reasoning(self._call, ""), piece.reasoning)
         if piece.content:
             if self._open == "reasoning":
@@ -275,7 +275,7 @@ class Events:
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def _more(self, item: dict[str, Any], text: str) -> bytes:
-        """Return the events of more of `item`; it begins with them if it is not open."""
+        """Return the events for more text of `item`, after those that open it if it is not open."""
         (part,) = item["content"]
         found = b""
         if self._open != item["type"]:
@@ -318,7 +318,7 @@ class Events:
         ) + self._event("response.content_part.done", **place, part=part)
 
     def _place(self) -> dict[str, Any]:
-        """Return what says which part of which item an event is of: items of ours have one part."""
+        """Return the fields that locate an event's part: items here have one part."""
         return {"item_id": self._item_id, "output_index": self._items, "content_index": 0}
 
     def _event(self, kind: str, **fields: Any) -> bytes:

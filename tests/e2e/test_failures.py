@@ -301,7 +301,7 @@ def test_a_gserver_that_keeps_its_old_weights_is_named_within_two_versions(
     assert process.exit_code() == 1, process.output[-4000:]
     assert re.search(
         r"gserver/1 and the trainer differ by \S+ nats for each token[^:]*, under version [12], more than "
-        r"trainer.logprob_diff_limit = 0.01: a gserver may serve other weights than it says",
+        r"trainer.logprob_diff_limit = 0.01: a gserver may serve other weights than it reports",
         process.said,
     ), process.output[-4000:]
     assert "gserver/0 and the trainer" not in process.said

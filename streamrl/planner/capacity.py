@@ -388,8 +388,7 @@ def generated_per_second(shape: Shape, machine: Machine, *, tensor: int, running
 def division(
     shape: Shape, machine: Machine, job: Workload, *, layout: TrainerLayout, gservers: int, server_tensor: int
 ) -> Division:
-    """Compute one division; raises `ModelError` if the model cannot be cut so, `ConfigError` if there are too few GPUs.
-    """
+    """Compute one division; raises `ModelError` if the model cannot be cut so, `ConfigError` with too few GPUs."""
     check_layout(shape, layout, gpus_per_host=machine.gpus_per_host, roles=job.roles)
     _check_server(shape, server_tensor, gpus_per_host=machine.gpus_per_host)
     needed = layout.world + gservers * server_tensor

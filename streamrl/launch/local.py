@@ -173,7 +173,8 @@ class Launcher:
                 finally:
                     self._display.note("stopping what is left" if self._children.running else "all processes have left")
                     await self._children.stop()
-                    await asyncio.to_thread(progress.copy_latest_snapshot, self._config.run_dir)  # by a dead controller
+                    # A dead controller may have left a snapshot in memory only.
+                    await asyncio.to_thread(progress.copy_latest_snapshot, self._config.run_dir)
                     snapshots.remove(self._config.run_dir)
         finally:
             self._children.close()

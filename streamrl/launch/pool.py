@@ -1,4 +1,4 @@
-"""A pool of a run, or its part on this machine, for a controller elsewhere: `streamrl trainer`,
+"""A pool, or its part on this machine, for a run with a controller that was started separately: `streamrl trainer`,
 `streamrl gserver --count N`, `streamrl rollout --count N`.
 
 Owns the processes; their output goes to the launcher's output. Each keeps its index within the run. A dead process is

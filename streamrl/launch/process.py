@@ -166,7 +166,7 @@ def run_component(
 def _end_despite_threads(code: int) -> None:
     """End the process with `code` if threads keep it from ending.
 
-    The interpreter waits for all threads, and one may be in a collective with a peer that is gone or waits, too.
+    The interpreter waits for all threads, and one may wait in a collective for a peer that is gone or waits as well.
     """
     threading.Event().wait(GRACE_SECONDS)
     busy = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]

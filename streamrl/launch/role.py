@@ -98,7 +98,7 @@ def from_latest(config_file: Path, overrides: Sequence[str], *, on_one_host: boo
 def from_controllers(config_file: Path, overrides: Sequence[str], *, manager_url: str, needed: bool) -> list[str]:
     """Return `overrides` with a `run.resume_from` that names the checkpoint from which the controller continues.
 
-    So all processes use the same one whenever each is started, even if another checkpoint is written in between. That
+    So all processes use the same one no matter when each is started, even if a checkpoint is written in between. That
     checkpoint is one of the run's own, or the one in `run.resume_from` until the run has written one. A process without
     a copy of it begins with the model, or, if `needed`, raises `ConfigError`. Also raises `StreamRLError`.
     """

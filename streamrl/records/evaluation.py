@@ -17,7 +17,7 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     policy_version: int
     """The requested policy version."""
     step: int
-    """Number of training steps done when it began."""
+    """Number of training steps done when it was scheduled."""
     time: float
     """Time of its end, in seconds since the epoch."""
     seconds: float

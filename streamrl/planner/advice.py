@@ -64,7 +64,7 @@ MOST_MASKED = 0.1
 STEPS, FEWEST_STEPS = 40, 8
 """Training steps of a simulation, and their least number if a step has very many events."""
 EVENTS = 400_000
-"""Most events of a simulation; if the present settings take more, all simulations get fewer steps."""
+"""Most events of a simulation; if the simulation of the present settings has more, later ones get fewer steps."""
 ROUNDS = 4
 """Most rounds of improvement; each round tries one more change."""
 

@@ -39,7 +39,7 @@ PATIENCE_SECONDS = 180.0
 ENOUGH_STEPS = 24
 LEAST_STEPS = 3
 FIRST_STEPS = 1
-"""Steps that are left out, because caches are filled and weights are loaded in them."""
+"""First steps that are left out, because one-time set-up and loading happen in them."""
 HEARTBEAT_SECONDS = 0.25
 LOOK_SECONDS = 0.25
 SAME_COSTS = (

@@ -149,7 +149,8 @@ def figures(records: Records) -> RunFigures:
 def generation_busy(records: Records, *, since: float = 0.0) -> float | None:
     """Return the share of the gservers' time in which they computed; `since`: seconds since the epoch.
 
-    The time before a restart of a gserver or of the whole run is left out, because the gserver was down in it.
+    The interval between the heartbeats before and after a restart, of a gserver or of the whole run, is left out,
+    because the gserver was down in it.
     """
     busy = seconds = 0.0
     for process, entries in records.heartbeats.items():

@@ -114,7 +114,7 @@ export function mount(root) {
     if (focused) body.querySelector(`[data-row="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  /** Show the results of the text search. A continued search is not repeated, which would reset it to its first part. */
+  /** Show the results of the text search. A continued search is not repeated: that would take it back to its start. */
   async function searching(run, mine, signal, sort, descending) {
     const of = JSON.stringify([run.id, state.get("search"), state.get("filter")]);
     if (searched?.of !== of) searched = { of, parts: 0, wanted: 1, rows: [], goOn: null };

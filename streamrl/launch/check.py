@@ -1,7 +1,7 @@
-"""`streamrl check`: tries on this machine what a run of a configuration would need, without starting one.
+"""`streamrl check`: test on this machine the parts that a run of a configuration needs, without starting one.
 
-Uses what the run uses: the same model folder, prompts, workflow and reward processes. Invariant: whatever goes wrong,
-in the user's own code too, becomes one entry of `wrong`, and the rest is tried all the same.
+Uses the same model folder, prompts, workflow and reward processes as the run. Invariant: every failure, also in the
+user's own code, becomes one entry of `wrong`, and the other parts are tried all the same.
 """
 
 from __future__ import annotations
@@ -51,15 +51,16 @@ from streamrl.transport.keys import read_key
 from streamrl.types import Prompt
 
 PROMPTS = 16
-"""How many prompts are rendered, from the first on."""
+"""Number of prompts that are rendered, from the first on."""
 ROWS, ROWS_SECONDS = 100_000, 10.0
-"""Rows that are read at most, and for how long."""
+"""Most rows that are read, and the time limit for it."""
 NAMED_ROWS = 3
-"""Rows that cannot be used and are named; the others are counted."""
+"""Most unusable rows that are named; further ones are only counted."""
 SCORED_ROWS, SCORING_SECONDS = 8, 30.0
-"""Rows, spread over the data set, that the reward function is tried with, and how long no further one is begun."""
+"""Rows, spread over the data set, with which the reward function is tried, and the time after which no further row is
+begun."""
 MADE_UP = "a made-up response"
-"""Scored where a row has no answer."""
+"""Response that is scored for a row without an answer."""
 SHORT = 60
 """Characters of an answer that are shown."""
 SGLANG_SECONDS = 60.0
@@ -68,20 +69,20 @@ TRACEBACK_LINES = 6
 
 @dataclass
 class Rehearsal:
-    """What was found."""
+    """Results of the check."""
 
     tried: list[str] = field(default_factory=list)
-    """What works, with what was seen of it."""
+    """Parts that work, with details."""
     wrong: list[str] = field(default_factory=list)
-    """Why the run would fail, and what to do."""
+    """Reasons why the run would fail, and remedies."""
     warnings: list[str] = field(default_factory=list)
-    """Why the run might learn nothing, and the remedy."""
+    """Reasons why the run might learn nothing, and remedies."""
     untried: list[str] = field(default_factory=list)
-    """What only the run itself will show."""
+    """Parts that only the run itself can test."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Whatever is raised in it is an entry of `wrong`."""
+        """Turn any exception in the block into an entry of `wrong`."""
         try:
             yield
         except StreamRLError as error:
@@ -92,7 +93,7 @@ class Rehearsal:
 
 
 def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
-    """Try what a run of `config` would need on this machine with these `gpus`; takes some seconds."""
+    """Try the parts that a run of `config` needs on this machine with these `gpus`; takes some seconds."""
     avoid_broken_instructions()
     found = Rehearsal()
     _try_machine(config, gpus, found)
@@ -137,8 +138,8 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
 
 
 def _try_weights(config: Config, role: RoleName, folder: Path, found: Rehearsal, *, name: str) -> None:
-    """Whether the backend of `role` can train the model of the checkpoint in its layout, and the checkpoint has all its
-    weights; none is read."""
+    """Check that the backend of `role` can train the checkpoint's model in its layout, and that the checkpoint has all
+    its weights; none is read."""
     specs = _weights_of(config, role, folder)
     checked(folder, specs, head=_head(role))
     millions = sum(math.prod(shape) for _, shape in specs) / 1e6
@@ -146,7 +147,7 @@ def _try_weights(config: Config, role: RoleName, folder: Path, found: Rehearsal,
 
 
 def _try_state(checkpoint: Path, model: Path, config: Config, found: Rehearsal) -> None:
-    """Whether `checkpoint` has the optimizers' states that go with what is trained; `model`: of the policy."""
+    """Check that `checkpoint` has optimizer states that fit the trained weights; `model`: folder of the policy."""
     progress.read(checkpoint)
     for home in sorted(path for path in (checkpoint / progress.STATE).iterdir() if path.is_dir()):
         if home.name == "actor":
@@ -164,7 +165,7 @@ def _head(role: RoleName) -> Head:
 
 
 def _weights_of(config: Config, role: RoleName, folder: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes that the settings in `folder` ask for, by the backend of `role`."""
+    """Return the names and shapes of the weights that the backend of `role` expects for the model in `folder`."""
     if role_config(config.trainer, role).backend == "torch":
         return [(name, tuple(weight.shape)) for name, weight in on_meta(folder, head=_head(role)).named_parameters()]
     with megatron_needed():
@@ -178,7 +179,7 @@ def _weights_of(config: Config, role: RoleName, folder: Path) -> list[tuple[str,
 
 
 def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
-    """GPUs, sinks, keys, ports, folders, and SGLang."""
+    """Check GPUs, sinks, keys, ports, folders, and SGLang."""
     with found.part("devices"):
         fitted(config, gpus=gpus)
         if config.run.device == "cuda" and not gpus:
@@ -188,7 +189,7 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
     with found.part("keys"):
         read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
         file = Path(config.security.secret_file).expanduser()
-        if not config.security.secret_file or file.exists():  # a controller makes one that is missing
+        if not config.security.secret_file or file.exists():  # a controller creates a missing file
             secret.given(config)
     for setting, host, port in (
         ("manager", config.manager.host, config.manager.port),
@@ -196,7 +197,7 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
         ("stream", config.stream.host, 0),
         ("weights", config.weights.host, 0),
     ):
-        if host:  # else at the address by which others reach this machine
+        if host:  # if empty, the address by which other machines reach this one
             with found.part("ports"):
                 _listen(setting, host, port)
     folders = {"run.dir": config.run_dir, "STREAMRL_CACHE": cache_home()}
@@ -254,7 +255,7 @@ def _find_sglang(python: str) -> str:
 
 
 def _try_rollout(config: Config, folder: Path | None, found: Rehearsal, *, name: str) -> None:
-    """What a rollout worker does before its first request; `name` is put before what is said."""
+    """Do everything that a rollout worker does before its first request; `name` prefixes the results."""
     agent = config.rollout.agent
     if agent.used:
         with found.part(f"{name}rollout.agent"):
@@ -283,7 +284,7 @@ def _try_rollout(config: Config, folder: Path | None, found: Rehearsal, *, name:
 
 
 async def _start_agents(config: Config) -> str:
-    """Import the agent's function in a process of its own, or find its program; what came of it."""
+    """Import the agent's function in a separate process, or find its program; return the result in words."""
     agent = config.rollout.agent
     if agent.remote:
         return "agents come by themselves (rollout.agent.remote)"
@@ -328,7 +329,7 @@ def _read_rows(prompts: PromptSource, found: Rehearsal, *, name: str) -> None:
             prompts.check(index)
         unusable += len(rehearsed.wrong)
         if unusable <= NAMED_ROWS:
-            found.wrong += [line for line in rehearsed.wrong if line not in found.wrong]  # the first prompts were tried
+            found.wrong += [line for line in rehearsed.wrong if line not in found.wrong]  # the first prompts are in it
         index += 1
     if unusable > NAMED_ROWS:
         named = f"the first {NAMED_ROWS} of them are named"
@@ -352,7 +353,7 @@ class _Scored(NamedTuple):
 
     row: int
     answer: str
-    """The row's own answer as text, or a few words where it has none."""
+    """The row's own answer as text, or `MADE_UP` if it has none."""
     reward: float
     wrong: str = ""
     """Another row's answer; empty: none was scored."""
@@ -366,7 +367,7 @@ class _Scored(NamedTuple):
 
 
 async def _try_reward(config: Config, prompts: Sequence[Prompt], found: Rehearsal, *, name: str) -> None:
-    """Score the answer of each of `prompts` as a response to it and, where the response is the answer, a wrong one too.
+    """Score the answer of each of `prompts` as a response to it, and a wrong answer too if the response is the answer.
 
     Raises `RewardError` if the function cannot be loaded, or fails in some rows.
     """

@@ -1,5 +1,5 @@
-"""What the launchers for clusters have in common: the pools of a run, what each process needs, how they are spread, and
-asking a cluster's own command.
+"""Common parts of the launchers for clusters: the pools of a run, the resources of each process, their spread over
+machines, and calls of a cluster's own command.
 
 The processes are those of `launch.processes.plan`, as `streamrl run` starts them.
 """
@@ -20,7 +20,7 @@ from streamrl.errors import ConfigError, DeadlineExceeded, StreamRLError
 from streamrl.launch.processes import PlanRole, ProcessPlan, plan, threads_of
 
 PoolName = Literal["controller", "trainer", "gserver", "rollout"]
-"""Processes that one command, `streamrl NAME`, starts on each of their machines."""
+"""Names of pools; the command `streamrl NAME` starts the pool's processes of one machine."""
 
 MEMBERS: Mapping[PoolName, Sequence[PlanRole]] = {
     "controller": ("controller",),
@@ -33,11 +33,11 @@ COUNTED_BY: Mapping[PoolName, str] = {
     "gserver": "gserver.count",
     "rollout": "rollout.workers",
 }
-"""Settings that say how many processes a pool has, which are spread over its machines."""
+"""Settings for the number of processes in a pool, which are spread over its machines."""
 
 
 class Needs(msgspec.Struct, frozen=True):
-    """What processes need together of a machine."""
+    """Resources of a machine that some processes need together."""
 
     cores: int
     """CPU cores that they and their helpers keep busy."""
@@ -45,13 +45,13 @@ class Needs(msgspec.Struct, frozen=True):
 
 
 def pools(config: Config, *, gpus: Sequence[str] = ()) -> dict[PoolName, list[ProcessPlan]]:
-    """Return the processes of each pool of a run. `gpus` is empty where `run.device = "auto"` is to mean the CPU."""
+    """Return the processes of each pool of a run. With empty `gpus`, `run.device = "auto"` means the CPU."""
     processes = plan(config, gpus=gpus)
     return {name: [p for p in processes if p.role in roles] for name, roles in MEMBERS.items()}
 
 
 def needs(processes: Iterable[ProcessPlan], config: Config) -> Needs:
-    """Return what `processes` need if they are on one machine."""
+    """Return the resources that `processes` need if they are all on one machine."""
     found = list(processes)
     return Needs(
         cores=sum(_cores(process.role, config) for process in found),
@@ -62,9 +62,9 @@ def needs(processes: Iterable[ProcessPlan], config: Config) -> Needs:
 def on_one_machine(
     name: PoolName, processes: Sequence[ProcessPlan], machines: int, *, setting: str
 ) -> list[ProcessPlan]:
-    """Return the part of a pool that is on the first of its `machines`, as many as each other has.
+    """Return the part of a pool that is on the first of its `machines`; every other machine has as many processes.
 
-    Raises `ConfigError` if they cannot be spread evenly; `setting` names the number of machines.
+    Raises `ConfigError` if they cannot be spread evenly; `setting` is the key for the number of machines.
     """
     if len(processes) % machines:
         raise ConfigError(
@@ -90,12 +90,12 @@ def _gpus(process: ProcessPlan, config: Config) -> int:
 
 
 async def said_by(*words: str, given: str = "", seconds: float, otherwise: str) -> str:
-    """Run a cluster's own command and return what it prints; `given`: its input.
+    """Run a cluster's own command and return its output; `given`: its input.
 
-    Raises `ConfigError` where there is no such command, with what to do `otherwise`, `DeadlineExceeded` after
-    `seconds`, and `StreamRLError` with what it says if it fails.
+    Raises `ConfigError` with the remedy `otherwise` if there is no such command, `DeadlineExceeded` after `seconds`,
+    and `StreamRLError` with the command's error output if it fails.
     """
-    with tempfile.TemporaryFile() as entered:  # a pipe breaks when the command ends before all was written
+    with tempfile.TemporaryFile() as entered:  # a pipe breaks if the command ends before it has read everything
         entered.write(given.encode())
         entered.seek(0)
         try:

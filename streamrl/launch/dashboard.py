@@ -1,7 +1,7 @@
-"""The terminal's picture of a run: what each pool does, and who waits for what.
+"""The terminal dashboard of a run: the activity of each pool, and the waits of processes.
 
-`RunSoFar` remembers finished steps, and rates from differences of counters; from it a rich renderable is drawn that
-fits 100 columns and 30 lines. Pure: statuses, steps and times are passed in.
+`RunSoFar` remembers finished steps, and computes rates from differences of counters; from it a rich renderable is drawn
+that fits 100 columns and 30 lines. Pure: statuses, steps and times are passed in.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WINDOW_SECONDS = 10.0
 
 
 class PoolShares(msgspec.Struct, frozen=True):
-    """How the generation pool spent the last seconds; sums to 1."""
+    """Shares of the generation pool's time in the last seconds; they sum to 1."""
 
     busy: float
     paused: float
@@ -41,17 +41,17 @@ class PoolShares(msgspec.Struct, frozen=True):
 
 
 class RunSoFar:
-    """The run so far, as far as the display needs it."""
+    """History of the run for the display."""
 
     def __init__(self, *, started: float, window_seconds: float = WINDOW_SECONDS, keep: int = 2000) -> None:
-        """`started`: on the clock of all `now`."""
+        """`started`: on the same clock as every `now`."""
         self.started = started
         self.steps: deque[StepReport] = deque(maxlen=keep)
         self.status: Status | None = None
         self.generated_rates: deque[float] = deque(maxlen=keep)
         """Tokens per second of the generation pool, one value for each status."""
         self.first: list[StepReport] = []
-        """The first steps that were seen."""
+        """The first steps that were added."""
         self._window = window_seconds
         self._seen: deque[tuple[float, dict[str, ProcessStatus]]] = deque()
 
@@ -67,7 +67,7 @@ class RunSoFar:
             self.add_steps([status.last_step])
 
     def add_steps(self, steps: Iterable[StepReport]) -> list[StepReport]:
-        """Take in steps, in order; return those that are new."""
+        """Add steps, in order; return the new ones."""
         new = []
         for step in steps:
             if not self.steps or step.step > self.steps[-1].step:
@@ -78,8 +78,7 @@ class RunSoFar:
         return new
 
     def go_back(self, steps: Sequence[StepReport]) -> None:
-        """Forget the steps that are not among `steps`, which are all that is left of a run that was resumed: it makes
-        the others again."""
+        """Forget all steps but `steps`, the remaining ones of a run that was resumed and repeats the others."""
         left = {(step.step, step.time) for step in steps}
         for remembered in (self.steps, self.first):
             kept = [step for step in remembered if (step.step, step.time) in left]
@@ -87,11 +86,11 @@ class RunSoFar:
             remembered.extend(kept)
 
     def values(self, metric: str) -> list[float]:
-        """One value for each remembered step that has `metric`."""
+        """Return one value for each remembered step that has `metric`."""
         return [step.metrics[metric] for step in self.steps if metric in step.metrics]
 
     def figures(self, config: Config, *, disk_free: int, disk_bytes: int) -> RunFigures:
-        """Return what the health of the run is judged by; bytes free, and in all, of the disk that it writes to."""
+        """Return the figures for the health checks; `disk_free` and `disk_bytes`: of the run's disk."""
         last = self.steps[-1] if self.steps else None
         pool = self.pool_shares()
         processes = self.status.processes if self.status is not None else []
@@ -111,7 +110,7 @@ class RunSoFar:
         )
 
     def pool_shares(self) -> PoolShares | None:
-        """None before there are two looks at a gserver."""
+        """Return the shares of the generation pool, or None before the second status of a gserver."""
         servers = self._servers_in_both()
         if not servers:
             return None
@@ -120,9 +119,9 @@ class RunSoFar:
         return PoolShares(busy=busy, paused=paused, idle=1.0 - busy - paused)
 
     def trainer_shares(self) -> dict[str, float]:
-        """Share of the last step's time by span name; what no span covers is `other`.
+        """Return shares of the last step's time by span name; time that no span covers is `other`.
 
-        Without `publish`, which runs beside the next step.
+        `publish` is left out, because it runs during the next step.
         """
         spans = [span for span in self.steps[-1].spans if span[0] != "publish"] if self.steps else []
         if not spans:
@@ -137,7 +136,7 @@ class RunSoFar:
         return {**shares, "other": other} if other > 0.005 else shares
 
     def seconds_per_step(self) -> float | None:
-        """Median of the last twenty steps; None before the second step."""
+        """Return the median of the last twenty steps; None before the second step."""
         last = list(self.steps)[-21:]
         return median(seconds_between(a, b) for a, b in pairwise(last)) if len(last) > 1 else None
 
@@ -147,7 +146,7 @@ class RunSoFar:
         return [key for key in self._seen[-1][1] if key in self._seen[0][1]]
 
     def _growth(self, counter: str) -> float:
-        """Growth of `counter` per second, summed over gservers, in the window."""
+        """Return the growth of `counter` per second, summed over gservers, in the window."""
         servers = self._servers_in_both()
         (begin, old), (end, new) = (self._seen[0], self._seen[-1]) if self._seen else ((0.0, {}), (0.0, {}))
         if not servers or end <= begin:
@@ -159,7 +158,7 @@ class RunSoFar:
 # --- the picture ---
 
 LINES_BESIDE_PROCESSES = 24
-"""Lines of the whole picture with one warning, but for the rows of the table of processes."""
+"""Lines of the whole picture with one warning, without the rows of the table of processes."""
 STATE_STYLE = {
     "joining": "yellow",
     "running": "green",
@@ -199,8 +198,8 @@ def dashboard(
     findings: Sequence[Finding] = (),
     height: int = 30,
 ) -> RenderableType:
-    """Return the whole picture; `config` adds figures that the status lacks (steps to go, limits). `findings`: what is
-    unhealthy, the worst first."""
+    """Return the whole picture. `config` adds figures that the status lacks (steps to go, limits). `findings`: health
+    findings, worst first."""
     status = history.status
     if status is None:
         return Panel(
@@ -219,7 +218,7 @@ def dashboard(
 
 
 def plan_table(processes: Sequence[ProcessPlan]) -> Table:
-    """Return what a configuration would start, one row for each role and device."""
+    """Return a table of the processes that a configuration would start, one row for each role and device."""
     table = Table()
     for heading in ("role", "count", "threads each", "device", "address"):
         table.add_column(heading, justify="right" if heading in ("count", "threads each") else "left")
@@ -231,7 +230,7 @@ def plan_table(processes: Sequence[ProcessPlan]) -> Table:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """`values` as a line of bars, averaged down to at most `width` characters."""
+    """Return `values` as a line of bars, averaged down to at most `width` characters."""
     if not values or width < 1:
         return ""
     count = min(width, len(values))
@@ -243,14 +242,14 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`3:07`, `1:02:03`."""
+    """Return `seconds` as text: `3:07`, `1:02:03`."""
     minutes, second = divmod(int(seconds), 60)
     hour, minute = divmod(minutes, 60)
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
 def step_line(step: StepReport, *, steps: int | None = None) -> str:
-    """One step on one line, for logs."""
+    """Return one step as one line, for logs."""
     m = step.metrics
     parts = [f"step {step.step}" + (f"/{steps}" if steps else "")]
     for label, metric, form in (
@@ -309,7 +308,7 @@ def _header(history: RunSoFar, status: Status, config: Config | None, now: float
 
 
 def _steps_left(config: Config, *, step: int, epochs: float) -> float | None:
-    """Steps to the nearer of the run's limits, those of epochs at the pace so far; None: nobody knows yet."""
+    """Return the steps to the run's nearer limit, epochs at the present pace; None: not known yet."""
     left = []
     if config.run.most_steps is not None:
         left.append(float(config.run.most_steps - step))
@@ -446,7 +445,7 @@ def _of_rollout_workers(status: Status, stat: str) -> int:
 
 
 def _health(history: RunSoFar) -> Text:
-    """Whether the policy is about to fall apart, and the figures that tell it."""
+    """Return the health of the policy, and the figures that show it."""
     text = Text(overflow="ellipsis", no_wrap=True)
     if not history.steps:
         return text.append("policy: no step yet", style="dim")
@@ -464,7 +463,7 @@ def _health(history: RunSoFar) -> Text:
 
 
 def _agents(status: Status) -> Text | None:
-    """Return what the agents of all rollout workers do and did; None where there are none."""
+    """Return figures of the agents of all rollout workers; None if there are no agents."""
     found: Counter[str] = Counter()
     for process in status.processes:
         if process.role == "rollout":
@@ -515,7 +514,7 @@ def _processes(status: Status, rows: int) -> Panel:
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True)
     grid.add_column(no_wrap=True, ratio=1, overflow="ellipsis")
-    # Who is in trouble or waits comes first where not all have room.
+    # Processes with a problem or a wait come first if there is not room for all.
     ranked = sorted(status.processes, key=lambda p: (p.state == "live", not p.waiting_for))
     shown = ranked if len(ranked) <= rows else ranked[: rows - 1]
     for process in sorted(shown, key=lambda p: (p.role, p.index)):
@@ -545,8 +544,7 @@ def _occupation(process: ProcessStatus, last: StepReport | None) -> Text:
 
 
 def _warnings(warnings: Sequence[str], findings: Sequence[Finding]) -> Panel:
-    """Return the worst that is unhealthy, beside the policy, which has a line of its own; and what was warned of
-    last."""
+    """Return the worst finding and the last warnings. Findings on the policy are left out: it has a line of its own."""
     worst = [str(finding) for finding in findings if finding.severity != "note" and finding.topic != "policy"][:1]
     said = [*worst, *list(warnings)[-2 + len(worst) :]]
     lines = [Text(line, style="yellow", no_wrap=True, overflow="ellipsis") for line in said]

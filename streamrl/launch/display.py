@@ -1,7 +1,7 @@
-"""Shows a run under way: a live picture on a terminal, one line for each step elsewhere.
+"""Show a run under way: a live picture on a terminal, one line for each step elsewhere.
 
-Owns the client that asks the controller for its state once a second, and nothing of the run: an error here is logged
-and does not touch the run.
+Owns the client that requests the controller's state once a second, and no part of the run: an error here is logged and
+does not affect the run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Display:
-    """One line for each step, and one for each change of state."""
+    """Prints one line for each step, and one for each change of state."""
 
     def __init__(self, console: Console, *, config: Config) -> None:
         self._console = console
@@ -52,7 +52,7 @@ class Display:
         self._state = ""
         self._health = HEALTHY.state
         self._told: set[str] = set()
-        """Topics of findings that were told."""
+        """Topics of findings that were shown."""
         self._new_steps()  # steps and evaluations of an earlier start of the run are not shown again
         self._shown_evaluations = {_identity(report) for report in self._evaluations.new()[1]}
 
@@ -65,7 +65,7 @@ class Display:
         return None
 
     def note(self, text: str) -> None:
-        """Tell what the launcher does."""
+        """Print an action of the launcher."""
         elapsed = duration(time.monotonic() - self._history.started)
         self._console.print(Text.assemble((f"{elapsed:>7}  ", "dim"), text), soft_wrap=True)
 
@@ -76,7 +76,7 @@ class Display:
             while True:
                 try:
                     self._take(await client.status())
-                except StreamRLError as error:  # the supervisor finds out why; here it is only not news
+                except StreamRLError as error:  # the supervisor finds the reason; there is just nothing new to show
                     log.debug("no state from the controller: %s", error)
                 await asyncio.sleep(INTERVAL_SECONDS)
         finally:
@@ -116,7 +116,7 @@ class Display:
                     self.note(f"step {step.step}: {finding}")
 
     def _findings(self) -> list[Finding]:
-        """Return what is unhealthy by the latest figures."""
+        """Return the health findings on the latest figures."""
         try:
             disk = shutil.disk_usage(self._config.run_dir)
         except OSError as error:
@@ -142,13 +142,13 @@ def _identity(report: EvaluationReport) -> tuple[int, float]:
 
 
 class LiveDisplay(Display):
-    """A picture of the run, drawn anew every second."""
+    """A picture of the run, redrawn every second."""
 
     def __init__(self, console: Console, *, config: Config) -> None:
         super().__init__(console, config=config)
         self._live = Live(console=console, auto_refresh=False, transient=False)
         self._spinner = console.status("")
-        """What the launcher does just now, until there is a run to draw."""
+        """Shows the launcher's current action until there is a run to draw."""
 
     def __enter__(self) -> Self:
         self._spinner.start()
@@ -170,10 +170,10 @@ class LiveDisplay(Display):
         await super().follow(manager_url)
 
     def _show_steps(self, steps: Iterable[StepReport]) -> None:
-        """The picture shows them."""
+        """Do nothing: the picture shows the steps."""
 
     def _show_evaluations(self, reports: Iterable[EvaluationReport]) -> None:
-        """The picture shows the last one."""
+        """Do nothing: the picture shows the last evaluation."""
 
     def _show_status(self, status: Status) -> None:
         picture = dashboard(
@@ -188,7 +188,7 @@ class LiveDisplay(Display):
 
 
 async def picture_of(manager_url: str, *, secret: Secret | None, security: SecurityConfig) -> RenderableType:
-    """Return the state of the run now, with rates from two looks at it; `secret`: the run's, if it is known here."""
+    """Return a picture of the run's present state, with rates from two statuses; `secret`: the run's, if known here."""
     client = ControlClient(manager_url, secret=secret, timeout=10.0, security=security)
     history = RunSoFar(started=time.monotonic())
     try:
@@ -201,5 +201,5 @@ async def picture_of(manager_url: str, *, secret: Secret | None, security: Secur
 
 
 def make_display(console: Console, *, config: Config) -> Display:
-    """Return the display that fits `console`: on a terminal that cannot go back (TERM=dumb) no picture is drawn."""
+    """Return the display for `console`; a terminal that cannot move its cursor (TERM=dumb) gets no picture."""
     return (LiveDisplay if console.is_interactive else Display)(console, config=config)

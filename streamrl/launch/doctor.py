@@ -1,8 +1,8 @@
-"""`streamrl doctor`: what this machine has of what streamrl can use, and what to do about the rest.
+"""`streamrl doctor`: a check of this machine for all that streamrl can use, with remedies.
 
-Looks and changes nothing: no server is started, no file written but a trial one that is removed. What needs torch is
-asked in a child process, which may take its time, hang or crash without taking the rest along. Invariant: every line
-says whether it is there; one that is not says what to do.
+Reads and changes nothing: no server is started, and no file is written but a trial one that is removed. Checks that
+need torch run in a child process, which may be slow, hang or crash without affecting the others. Invariant: every line
+states whether its item is present, and has a remedy if it is not.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from streamrl.planner.gpus import peak_of
 from streamrl.transport.addresses import LOOPBACK, LOOPBACK_IPV6, is_loopback
 
 TORCH_SECONDS = 60.0
-"""Longest time of the child process that asks torch; importing it takes some seconds, more on a busy machine."""
+"""Longest time of the child process that imports torch; the import takes some seconds, more on a busy machine."""
 PROGRAM_SECONDS = 20.0
 CACHE_GIB, SHARED_GIB, MEMORY_GIB = 5.0, 1.0, 4.0
-"""Free space below which a line is not ok: models and compiled libraries, weights of small models, a small run."""
+"""Free space in GiB below which a line is not ok: for models and compiled libraries, for the weights of small models,
+and for a small run."""
 OPEN_FILES = 4096
 CGROUP = Path("/sys/fs/cgroup")
 GIB = 2**30
@@ -61,7 +62,7 @@ print(json.dumps({"version": torch.__version__, "cuda": torch.version.cuda or ""
 
 
 class Device(msgspec.Struct, frozen=True):
-    """A CUDA device as torch sees it; memory in bytes."""
+    """A CUDA device as torch reports it; memory in bytes."""
 
     name: str
     memory: int
@@ -70,34 +71,34 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class TorchAnswer(msgspec.Struct, frozen=True):
-    """What `ASK_TORCH` prints."""
+    """The output of `ASK_TORCH`."""
 
     version: str
     cuda: str
-    """Version that torch was built for; empty: without CUDA."""
+    """CUDA version that torch was built for; empty: built without CUDA."""
     hip: str
     devices: list[Device]
     nccl: str
     gloo: bool
     peer_access: bool
-    """Whether all devices reach each other's memory directly."""
+    """Whether all devices can access each other's memory directly."""
 
 
 class DoctorLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line."""
+    """One line of the report."""
 
     name: str
     ok: bool
     found: str
-    """The state of it on this machine, in words."""
+    """The item's state on this machine, in words."""
     do: str = ""
-    """What to do where it is not ok, or what it would be good for."""
+    """The remedy if it is not ok, or the use of an optional item."""
     needed: bool = False
-    """Whether nothing works without it."""
+    """Whether streamrl cannot work without it."""
 
 
 def examine(*, environment: Mapping[str, str] = os.environ) -> list[DoctorLine]:
-    """Look at this machine; takes as long as importing torch."""
+    """Check this machine; takes as long as importing torch."""
     with subprocess.Popen(
         [sys.executable, "-c", ASK_TORCH],
         stdin=subprocess.DEVNULL,
@@ -145,7 +146,7 @@ def as_json(findings: Sequence[DoctorLine]) -> str:
 
 
 def _answer(asking: subprocess.Popen[str]) -> tuple[TorchAnswer | None, str]:
-    """Return what torch says, or why it says nothing."""
+    """Return torch's output, or the reason for its lack."""
     try:
         out, err = asking.communicate(timeout=TORCH_SECONDS)
     except subprocess.TimeoutExpired:
@@ -158,7 +159,7 @@ def _answer(asking: subprocess.Popen[str]) -> tuple[TorchAnswer | None, str]:
 
 
 def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[str]) -> Iterator[DoctorLine]:
-    """Lines on torch, its devices and its ways to talk to others. `gpus`: those that the machine has."""
+    """Yield lines on torch, its devices and its communication. `gpus`: the GPUs that the machine has."""
     if answer is None:
         yield DoctorLine(
             name="torch",
@@ -216,7 +217,7 @@ def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[s
 
 
 def _python_headers() -> DoctorLine:
-    """What Triton compiles its kernels' launchers with: attention over rows that share their beginning, on GPUs."""
+    """Check for the headers with which Triton compiles kernel launchers, for shared-prefix attention on GPUs."""
     header = Path(sysconfig.get_path("include"), "Python.h")
     there = header.is_file()
     return DoctorLine(
@@ -241,7 +242,7 @@ def _python() -> DoctorLine:
 
 
 def processors(*, cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = CGROUP) -> Iterator[DoctorLine]:
-    """How many CPUs this process may use, which, and whether they multiply bfloat16."""
+    """Check the number of CPUs that this process may use, their model, and whether they multiply bfloat16."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -276,12 +277,12 @@ def _cgroup_cpus(cgroup: Path) -> float | None:
 
 
 def memory(*, cgroup: Path = CGROUP) -> Iterator[DoctorLine]:
-    """Memory that is free for this process."""
+    """Check the memory that is free for this process."""
     seen = psutil.virtual_memory()
     total, free, by = seen.total, seen.available, ""
     try:
         limit = int((cgroup / "memory.max").read_text())
-        # What was read of files counts as used, and makes room for whoever wants it.
+        # Cached file contents count as used, but are freed on demand.
         files = re.search(r"^inactive_file (\d+)$", (cgroup / "memory.stat").read_text(), re.MULTILINE)
         used = int((cgroup / "memory.current").read_text()) - (int(files[1]) if files else 0)
         if limit < total:
@@ -298,7 +299,7 @@ def memory(*, cgroup: Path = CGROUP) -> Iterator[DoctorLine]:
 
 
 def shared_memory(*, folder: Path = SHARED_MEMORY) -> DoctorLine:
-    """Whether weights may go to gservers of this machine through its memory, and NCCL and SGLang find room."""
+    """Check for room in shared memory: for weights sent to gservers of this machine, and for NCCL and SGLang."""
     try:
         seen = shutil.disk_usage(folder)
     except OSError:
@@ -315,7 +316,7 @@ def shared_memory(*, folder: Path = SHARED_MEMORY) -> DoctorLine:
 
 
 def compilers(environment: Mapping[str, str]) -> Iterator[DoctorLine]:
-    """A C compiler for streamrl's own kernels on CPUs, and Triton for compiled ones on GPUs."""
+    """Check for a C compiler, used for streamrl's own kernels on CPUs."""
     wanted = environment.get("CC", "").split() or ["cc"]
     program = shutil.which(wanted[0])
     off = environment.get("STREAMRL_NATIVE") == "0"
@@ -332,8 +333,7 @@ def compilers(environment: Mapping[str, str]) -> Iterator[DoctorLine]:
 
 
 def _failed_libraries(cache: Path) -> list[Path]:
-    """Return the notes that a library could not be compiled; not those that a later one of the same sources has
-    settled."""
+    """Return the records of failed compilations, except those followed by a successful one of the same source."""
 
     def compiled_since(note: Path) -> bool:
         source = note.stem.partition("-")[0]
@@ -351,7 +351,7 @@ def _first_line(command: Sequence[str]) -> str:
 
 
 def packages() -> Iterator[DoctorLine]:
-    """What may be installed besides, and what for."""
+    """Check for packages, most of them optional."""
     for package, module, what in (
         ("transformers", "transformers", "pip install -e . installs it; nothing is trained without it"),
         ("sglang", "sglang", 'pip install "streamrl[sglang]", or an environment of its own: gserver.sglang.python'),
@@ -373,7 +373,7 @@ def packages() -> Iterator[DoctorLine]:
 
 
 def network() -> Iterator[DoctorLine]:
-    """Whether servers can listen, and by which addresses others would reach them."""
+    """Check whether servers can listen, and list the addresses by which other machines could reach them."""
     yield _ports()
     states = psutil.net_if_stats()
     told = []
@@ -412,14 +412,13 @@ def _ports() -> DoctorLine:
 
 
 def _free_port(at: str) -> str:
-    """Say of a port that is free there; raises `OSError`."""
+    """Return a line on a free port there; raises `OSError`."""
     with socket.create_server((at, 0), family=socket.AF_INET6 if ":" in at else socket.AF_INET) as listening:
         return f"free ones at {at}, for example {listening.getsockname()[1]}"
 
 
 def open_files() -> DoctorLine:
-    """Return the line on how many files and sockets a process may have open: the hard limit, to which each process of a
-    run raises its soft one."""
+    """Check the hard limit on open files and sockets, to which each process of a run raises its soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
     return DoctorLine(
@@ -433,7 +432,7 @@ def open_files() -> DoctorLine:
 
 
 def folders(*, cache: Path | None = None) -> Iterator[DoctorLine]:
-    """Where models and compiled libraries are kept between runs."""
+    """Check the folder in which models and compiled libraries are kept between runs."""
     folder = cache or cache_home()
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:

@@ -13,21 +13,21 @@ from streamrl.records import progress
 from streamrl.trainer.worker.checkpoint import write_folder
 
 EXPORTS = "exports"
-"""The folder in a run's in which they are made unless another one is named."""
+"""Default folder of exports, in the run's folder."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def export_run(run_dir: Path, *, step: int | None, to: Path | None, dtype: str) -> Path:
-    """Export the checkpoint of policy version `step`, or the one written last, of the run in `run_dir`, which may also
-    be a checkpoint's own folder; return where it is.
+    """Export the checkpoint of policy version `step`, or the last one, of the run in `run_dir`; return its folder.
 
-    The folder appears when all of it is on the disk. Raises `ConfigError` for what is not there, or there already, and
-    `ModelError` when it cannot be read or written.
+    `run_dir` may also be the folder of a checkpoint. The export's folder appears when all of it is on the disk. Raises
+    `ConfigError` if the checkpoint does not exist or the export does already, and `ModelError` if the checkpoint cannot
+    be read or the export cannot be written.
     """
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
     checkpoint = _checkpoint(run_dir, step)
-    place = Path(os.path.abspath(checkpoint))  # which may have been given as "."
+    place = Path(os.path.abspath(checkpoint))  # resolves "."
     home = run_dir if checkpoint != run_dir else place.parent.parent
     target = to or home / EXPORTS / (place.name if dtype == "float32" else f"{place.name}-{dtype}")
     if target.exists():

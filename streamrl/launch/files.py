@@ -1,8 +1,8 @@
-"""The files of a run's folder while it goes on: new lines of them, last lines, warnings in logs; logs that grow too
-long are cut, and a full disk is reported.
+"""The files of a run's folder during the run: new lines, last lines, warnings in logs; logs that grow too long are cut,
+and a full disk is reported.
 
-Whoever writes to a log need not know that it is cut: its process, what a library prints, a process that it has started.
-Each has the file open to append, so a log is copied aside and made empty, not renamed.
+A log may have several writers that do not know of the cut: its process, a library in it, and child processes. Each has
+the file open in append mode, so a log is copied aside and truncated, not renamed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Tail:
     """Yields the complete lines that were appended to a file since the last call."""
 
     def __init__(self, file: Path, *, begin: int = 0) -> None:
-        """`begin`: bytes that are passed over."""
+        """`begin`: bytes to skip."""
         self.file = file
         self._offset = begin
 
     def new_lines(self) -> list[str]:
-        """Without a file: none. A last line without its end is left for the next call."""
+        """Return the new complete lines; an incomplete last line is left for the next call. Empty without a file."""
         try:
             with self.file.open("rb") as stream:
-                if stream.seek(0, os.SEEK_END) < self._offset:  # it was cut (`upkeep`), and began anew
+                if stream.seek(0, os.SEEK_END) < self._offset:  # it was truncated (`cut`)
                     self._offset = 0
                 stream.seek(self._offset)
                 data = stream.read()
@@ -46,8 +46,7 @@ class Tail:
 
 
 class Warnings:
-    """Collects what the processes of a run warn of in their logs from now on: what is there already is of an earlier
-    start of a run that goes on."""
+    """Collects new warnings from the logs of a run's processes; lines from an earlier start of the run are skipped."""
 
     def __init__(self, folder: Path, *, keep: int = 20) -> None:
         self._folder = folder
@@ -65,9 +64,9 @@ class Warnings:
 
 
 def last_lines(file: Path, count: int, *, begin: int = 0, most_bytes: int = 16384) -> list[str]:
-    """Return the last `count` lines of `file` that are not empty; none if there is no file.
+    """Return the last `count` lines of `file` that are not empty; an empty list if there is no file.
 
-    `begin`: bytes that are passed over, unless the file has become shorter since (`cut`).
+    `begin`: bytes to skip, unless the file has become shorter since (`cut`).
     """
     try:
         with file.open("rb") as stream:
@@ -85,14 +84,17 @@ log = logging.getLogger(__name__)
 
 EVERY_SECONDS = 10.0
 MOST_LOG_BYTES = 64 * 2**20
-"""A log that is longer becomes its older half, in the place of the one before it."""
+"""Size above which a log is moved aside; it replaces the part that was moved before."""
 OLDER = ".1"
 PROBE = b"\0" * 65536
-"""What has to find room in the folder."""
+"""Data that is written to test whether the disk has room."""
 
 
 async def keep_in_order(run_dir: Path, *, tell: Callable[[str], None], every_seconds: float = EVERY_SECONDS) -> None:
-    """Until cancelled. `tell` shows a sentence to the user, once when the disk is full and once when it has room."""
+    """Cut long logs and watch for a full disk until cancelled.
+
+    `tell` shows a sentence to the user, once when the disk is full and once when it has room again.
+    """
     told = ""
     while True:
         problem = await asyncio.to_thread(_look_after, run_dir)
@@ -108,7 +110,7 @@ async def keep_in_order(run_dir: Path, *, tell: Callable[[str], None], every_sec
 
 
 def _look_after(run_dir: Path) -> str:
-    """Cut the logs, and return why nothing can be written; empty: it can."""
+    """Cut the logs; return why the folder cannot be written, or an empty string if it can."""
     try:
         for file in (run_dir / "logs").glob("*.log"):
             cut(file, most=MOST_LOG_BYTES)
@@ -122,7 +124,7 @@ def _look_after(run_dir: Path) -> str:
 
 
 def cut(file: Path, *, most: int) -> None:
-    """Move the content of `file` aside if it has more than `most` bytes; lines that come in that moment are lost."""
+    """Move the content of `file` aside if it has more than `most` bytes; lines written at that moment are lost."""
     if file.stat().st_size > most:
         with file.open("rb") as full, file.with_name(file.name + OLDER).open("wb") as older:
             shutil.copyfileobj(full, older)

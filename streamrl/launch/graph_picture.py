@@ -1,4 +1,4 @@
-"""Pictures of a run's graph of model function calls: text for the terminal, SVG for elsewhere."""
+"""Drawings of a run's graph of model function calls: text for the terminal, SVG for other uses."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ SOURCE = "StreamDataset"
 SOURCE_NOTE = "what rollout workers generate by themselves"
 NOTES = {"arrivals": "as groups arrive", "batch": "on each batch"}
 LABEL_PLACE = 0.42
-"""Where on its arrow a label stands: nearer to the giver, because arrows cross in the middle."""
+"""Position of a label on its arrow, as a share of its length: nearer to the source, as arrows cross in the middle."""
 NAMED_KEYS = 3
-"""More keys on one arrow are counted only."""
+"""Most keys that are named on one arrow; more are only counted."""
 
 
 class Box(msgspec.Struct, frozen=True):
-    """One MFC, or the stream, on a drawing of the graph."""
+    """One MFC, or the stream, in a drawing of the graph."""
 
     name: str
     note: str
-    """The model that computes it, and on which groups."""
+    """The model that computes it, and the groups that it reads."""
     column: int
-    """A column is a topological level."""
+    """Topological level."""
     row: int
 
 
 class Arrow(msgspec.Struct, frozen=True):
-    """What one box gives another."""
+    """The keys that one box passes to another."""
 
     giver: str
     taker: str
@@ -39,7 +39,7 @@ class Arrow(msgspec.Struct, frozen=True):
 
 
 def drawing(graph: Graph) -> tuple[list[Box], list[Arrow]]:
-    """Boxes in columns, each to the right of all that it needs, and an arrow for each giver."""
+    """Return boxes in columns, each to the right of its inputs, and an arrow from each input."""
     notes = {SOURCE: SOURCE_NOTE, **{mfc.name: _note(mfc) for mfc in graph.mfcs}}
     boxes = [Box(name, notes[name], column, row) for name, (column, row) in _places(graph).items()]
     arrows = [Arrow(giver, mfc.name, keys) for mfc in graph.mfcs for giver, keys in sorted(_inputs(graph, mfc).items())]
@@ -66,7 +66,7 @@ def graph_text(graph: Graph) -> Tree:
 
 
 def write_svg(graph: Graph, file: Path) -> None:
-    """Draw boxes in columns, each to the right of all that it needs, and an arrow for each giver."""
+    """Draw boxes in columns, each to the right of its inputs, and an arrow from each input."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -92,7 +92,7 @@ def write_svg(graph: Graph, file: Path) -> None:
         )
     for arrow in arrows:
         begin, end = places[arrow.giver], places[arrow.taker]
-        skipped = end[0] - begin[0] - 1  # columns that the arrow has to pass above
+        skipped = end[0] - begin[0] - 1  # number of columns that the arrow passes above
         style = {
             "arrowstyle": "->",
             "color": "#4a6fa5",
@@ -111,17 +111,17 @@ def write_svg(graph: Graph, file: Path) -> None:
 
 
 def _note(mfc: MFC) -> str:
-    """Return the model that computes `mfc`, and on which groups."""
+    """Return the model that computes `mfc`, and the groups that it reads."""
     return "rollout workers, when called" if mfc.role == ROLLOUT else f"{mfc.role}, {NOTES[mfc.reads]}"
 
 
 def _given(graph: Graph) -> frozenset[str]:
-    """Keys that come with the stream without a call of the controller."""
+    """Return the keys that come with the stream without a call of the controller."""
     return (STREAM_KEYS & graph.stream_keys).difference(*(mfc.outputs for mfc in graph.of_rollout))
 
 
 def _inputs(graph: Graph, mfc: MFC) -> dict[str, list[str]]:
-    """Who gives `mfc` which of its keys."""
+    """Return the inputs of `mfc` by provider."""
     givers = dict.fromkeys(STREAM_KEYS, SOURCE) | {key: other.name for other in graph.mfcs for key in other.outputs}
     found: dict[str, list[str]] = {}
     for key in sorted(mfc.inputs):

@@ -1,8 +1,8 @@
-"""`streamrl launch kubernetes`: a run as Kubernetes manifests, handed to kubectl or shown.
+"""`streamrl launch kubernetes`: a run as Kubernetes manifests, applied with kubectl or printed.
 
-Jobs for the controller and the trainer, which end; Deployments for gservers and rollout workers: their pods may leave
-and return during the run. Processes find the controller by its Service. All mount one claim with the
-run's folder. A pod that is started again continues from the run's latest checkpoint.
+The controller and the trainer, which end, are Jobs; gservers and rollout workers are Deployments, since their pods may
+leave and join during the run. Processes find the controller by its Service. All pods mount one claim with the run's
+folder. A restarted pod continues from the run's latest checkpoint.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from streamrl.transport.secret import VARIABLE, Secret
 Manifest = dict[str, Any]
 
 PORT = 7000
-"""Port of the controller, unless `manager.port` sets another."""
+"""Port of the controller if `manager.port` is not set."""
 CONFIG_FOLDER = "/etc/streamrl"
 RUN_FOLDER = "/streamrl"
-"""Where the claim is mounted; relative paths of the configuration begin there."""
+"""Mount point of the claim; relative paths of the configuration begin there."""
 LEAVE_SECONDS = 30
-"""For a pod that leaves, in addition to `manager.drain_seconds` and `trainer.save_on_stop_seconds`."""
+"""Grace period of a pod in addition to `manager.drain_seconds` and `trainer.save_on_stop_seconds`."""
 LONGEST_NAME = 40
 APPLY_SECONDS = 120.0
 
 
 def manifests(config: Config) -> list[Manifest]:
-    """Return everything that makes up the run, with a new secret in it.
+    """Return all manifests of the run, with a new secret in them.
 
-    Raises `ConfigError` when [launch.kubernetes] lacks something, or the trainer cannot be spread evenly over its pods.
+    Raises `ConfigError` if [launch.kubernetes] lacks something, or the trainer cannot be spread evenly over its pods.
     """
     settings = config.launch.kubernetes
     for key in ("image", "claim"):
@@ -78,11 +78,11 @@ class _Made:
 
     @property
     def url(self) -> str:
-        """The controller's."""
+        """URL of the controller."""
         return f"http://{self._run}-controller:{self.port}"
 
     def settings(self) -> str:
-        """Return the configuration for all pods, with the name by which they ask the controller."""
+        """Return the configuration for all pods, with the controller's host name in it."""
         security = self._config.security
         known = msgspec.structs.replace(security, host_names=[*security.host_names, f"{self._run}-controller"])
         return configuration.to_toml(msgspec.structs.replace(self._config, security=known), only_changed=True)
@@ -97,7 +97,7 @@ class _Made:
         return {"apiVersion": version, "kind": kind, "metadata": metadata, **content}
 
     def job(self, name: PoolName, processes: Sequence[ProcessPlan], options: Sequence[str], **of_job: Any) -> Manifest:
-        """Return a pool that ends: its pods are begun again when they fail."""
+        """Return the Job of a pool that ends; failed pods are restarted."""
         pods = of_job.get("completions", 1)
         spec = {
             "backoffLimit": self._config.launch.restarts * pods,
@@ -107,7 +107,7 @@ class _Made:
         return self.object("batch/v1", "Job", name, spec=spec)
 
     def trainer(self, processes: Sequence[ProcessPlan]) -> Manifest:
-        """Return an indexed job, in which each pod knows its number."""
+        """Return an indexed Job, in which each pod knows its index."""
         pods = self._settings.trainer_pods
         of_one = on_one_machine("trainer", processes, pods, setting="launch.kubernetes.trainer_pods")
         options = ["--manager", self.url, "--resume"]
@@ -116,7 +116,7 @@ class _Made:
         return self.job("trainer", of_one, options, completions=pods, parallelism=pods, completionMode="Indexed")
 
     def deployment(self, name: PoolName, processes: Sequence[ProcessPlan]) -> Manifest:
-        """Return a pool of which each pod is one process, and can leave and join while the run goes on."""
+        """Return the Deployment of a pool: each pod is one process, and can leave and join during the run."""
         spec = {
             "replicas": len(processes),
             "selector": {"matchLabels": self.labels(name)},
@@ -174,7 +174,7 @@ class _Made:
 
 
 def name_of(config: Config) -> str:
-    """Return the run's name as Kubernetes allows it: lower case, digits and hyphens."""
+    """Return the run's name in the characters that Kubernetes allows: lower-case letters, digits and hyphens."""
     name = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:LONGEST_NAME].strip("-")
     if not name or not name[0].isalpha():
         name = f"run-{name}".strip("-")
@@ -186,7 +186,7 @@ def as_yaml(whole: Sequence[Manifest]) -> str:
     import yaml
 
     class Dumper(yaml.SafeDumper):  # type: ignore[misc]
-        """Shows a text of several lines as one."""
+        """Writes a string of several lines as a block."""
 
     Dumper.add_representer(
         str,
@@ -198,9 +198,9 @@ def as_yaml(whole: Sequence[Manifest]) -> str:
 
 
 async def apply(whole: Sequence[Manifest]) -> str:
-    """Hand the manifests to `kubectl apply`; return what it prints. Raises as `said_by` does.
+    """Apply the manifests with `kubectl apply`; return its output. Raises as `said_by` does.
 
-    A secret that the run has already is kept: its pods have that one, and nobody with another could join them.
+    An existing secret of the run is kept: its pods use that one, and pods with another secret could not join them.
     """
     (secret,) = (each["metadata"] for each in whole if each["kind"] == "Secret")
     namespace = ["--namespace", secret["namespace"]] if "namespace" in secret else []

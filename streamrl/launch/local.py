@@ -6,8 +6,8 @@ Owns the run folder and every process of the run:
     run_dir/logs/ROLE-INDEX.log the log of each process
     run_dir/...                 the controller's records (metrics.jsonl, timeline.jsonl, final.json)
 
-The launcher itself stays light: it loads no model library, and learns of everything by events
-(a pipe for the controller's URL, the end of a process), never by looking again and again.
+The launcher itself stays light: it loads no model library, and waits for events (a pipe for the controller's URL, the
+end of a process) instead of polling.
 """
 
 from __future__ import annotations
@@ -62,30 +62,32 @@ from streamrl.transport.secret import Secret, hold, of_new_run
 log = logging.getLogger(__name__)
 
 CHECKPOINT_SECONDS = 600.0
-"""How long the making of the first checkpoint may take."""
+"""Longest time to make the first checkpoint."""
 PAGE_SECONDS = 60.0
-"""How long the page may take to tell its address."""
+"""Longest time until the page reports its address."""
 STATUS_SECONDS = 5.0
-"""How long the controller may take to return its state."""
+"""Longest time until the controller returns its state."""
 WORK_GOES_ON: Mapping[PlanRole, str] = {
     "gserver": "its requests go on at others",
     "rollout": "its prompts go to others",
     "model_worker": "the run goes back to its latest checkpoint",
     "controller": "the run goes back to its latest checkpoint",
 }
-"""Roles whose processes are replaced when they die, and what becomes of the work."""
+"""Roles of processes that are replaced when they die, and the consequence for their work."""
 
 
 def lock_run_dir(run_dir: Path) -> IO[str]:
-    """Return the run's lock, held until it is closed, and by this process only: two launchers would write the same
-    files. Raises `ConfigError` where another one holds it."""
+    """Return the run's lock, which this process holds until it is closed. Two launchers would write the same files.
+
+    Raises `ConfigError` if another process holds the lock.
+    """
     lock = (run_dir / "run.lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         lock.close()
         raise ConfigError(f"{run_dir} is being run by another process") from error
-    except OSError as error:  # a file system without locks, as Lustre's often is
+    except OSError as error:  # a file system without locks, as Lustre often is
         log.warning("%s cannot be locked (%s): start no second launcher for it", run_dir, error.strerror)
     return lock
 
@@ -97,13 +99,13 @@ def run_locally(
     components: Mapping[str, str] = COMPONENTS,
     page: bool = False,
 ) -> int:
-    """Carry the run out in `config.run_dir` (claimed before); return the exit code.
+    """Carry out the run in `config.run_dir` (claimed before); return the exit code.
 
-    0: finished; 130: stopped by Ctrl-C, the first of which has a checkpoint written. Raises `ProcessDied` when the run
-    failed, `RunStopped` when another process had it stopped. In all cases no process of the run is left. `page`: show
-    the run in a browser, too.
+    0: finished; 130: stopped by Ctrl-C, after a checkpoint that the first Ctrl-C requests. Raises `ProcessDied` if the
+    run failed, `RunStopped` if another process stopped it. In all cases no process of the run is left. `page`: show the
+    run in a browser, too.
     """
-    avoid_broken_instructions()  # once, here: the run's processes inherit what it finds
+    avoid_broken_instructions()  # once, here: the run's processes inherit the result
     gpus = visible_gpus()
     config = fitted(config, gpus=gpus)
     processes = plan(config, gpus=gpus)
@@ -112,12 +114,12 @@ def run_locally(
 
 
 def of_this_machine(logs: Path, secret: Secret) -> Children:
-    """Return what keeps the processes of a run that is all on this machine."""
+    """Return the keeper of the processes of a run that is all on this machine."""
     return Children(logs=logs, secret=secret)
 
 
 class Launcher:
-    """The processes of one run, from the first to the last, wherever `children` keeps them."""
+    """The processes of one run from beginning to end, on the machines that `children` manages."""
 
     def __init__(
         self,
@@ -130,9 +132,9 @@ class Launcher:
         one_disk: bool = True,
         page: bool = False,
     ) -> None:
-        """`processes`: in the order in which they start, the controller first. `children` returns the object that keeps
-        them, from the folder for their logs and the run's secret. `one_disk`: they share the disk on which this process
-        makes the model; else the run does not go back to a checkpoint by itself."""
+        """`processes`: in the order in which they start, the controller first. `children` returns the keeper of the
+        processes, from the folder for their logs and the run's secret. `one_disk`: they share the disk on which this
+        process makes the model; else the run does not go back to a checkpoint by itself."""
         self._config = config
         self._plan = processes
         self._config_file = config.run_dir / "config.toml"
@@ -144,24 +146,24 @@ class Launcher:
         self._one_disk = one_disk
         self._children: Children | None = None
         self.departures = save_and_end(config, lambda: self.manager_url)
-        """For the first Ctrl-C."""
+        """Handler of the first Ctrl-C."""
         self.manager_url = ""
         self._model_dir: Path | None = None
         self._restarts: Mapping[PlanRole, Restarts] = {role: restarts_of(config, role) for role in WORK_GOES_ON}
         self._came_up: set[str] = set()
         """Names of processes that have joined the run at least once."""
         self._coming: set[str] = set()
-        """Names of those that are started again in a moment."""
+        """Names of processes that are about to be restarted."""
         self._starting: list[asyncio.Task[None]] = []
 
     async def run(self) -> None:
-        """Start everything, watch it to the end, and leave nothing behind."""
+        """Start all processes, watch them until the run ends, and leave none behind."""
         logs = self._config.run_dir / "logs"
         try:
             logs.mkdir(exist_ok=True)
             lock = lock_run_dir(self._config.run_dir)
             self._config_file.write_text(configuration.to_toml(self._config))
-        except OSError as error:  # a full disk, or a run of somebody else's that is resumed
+        except OSError as error:  # a full disk, or a resumed run of another user
             raise ConfigError(f"run.dir: {self._config.run_dir} cannot be written ({error.strerror})") from error
         self._children = self._make_children(logs, self._secret)
         try:
@@ -171,20 +173,21 @@ class Launcher:
                 finally:
                     self._display.note("stopping what is left" if self._children.running else "all processes have left")
                     await self._children.stop()
-                    await asyncio.to_thread(progress.copy_latest_snapshot, self._config.run_dir)  # by a dead controller
+                    # A dead controller may have left a snapshot in memory only.
+                    await asyncio.to_thread(progress.copy_latest_snapshot, self._config.run_dir)
                     snapshots.remove(self._config.run_dir)
         finally:
             self._children.close()
             lock.close()
 
     def kill(self) -> None:
-        """End everything by force, at once; the terminal gets its cursor back, since nothing runs after that."""
+        """Kill all processes at once; restore the terminal's cursor, since no later code runs."""
         if self._children is not None:
             self._children.kill()
         self._display.__exit__(None, None, None)
 
     async def _show_page(self, children: Children) -> None:
-        """Have the run shown in a browser; it goes on without if that fails."""
+        """Show the run in a browser; a failure does not affect the run."""
         try:
             url = await children.ask(Helper("page", 1), page_command(self._config.run_dir), timeout=PAGE_SECONDS)
         except (StreamRLError, OSError) as error:
@@ -231,7 +234,7 @@ class Launcher:
             await client.close()
 
     async def _start(self, children: Children, process: ProcessPlan, *, died: str = "") -> None:
-        """`died`: how the process before it has died."""
+        """Start `process`; `died`: how its predecessor died, empty if it has none."""
         controls = process.role == "controller"
         words = command(
             process,
@@ -246,10 +249,10 @@ class Launcher:
         await children.start(process, words)
 
     async def _goes_on(self, client: ControlClient, child: Child, status: Status | None) -> bool:
-        """Have a process that died started again, if its role allows it; return whether the run can go on.
+        """Restart a process that died, if its role allows it; return whether the run can continue.
 
-        One that never came up is not tried again. One that has died too often is left out for a while, unless it was
-        the last of its pool.
+        A process that never came up is not restarted. One that has died too often is left out for a while, unless it
+        was the last of its pool.
         """
         assert child.process is not None
         work, restarts = WORK_GOES_ON.get(child.process.role), self._restarts.get(child.process.role)
@@ -287,11 +290,11 @@ class Launcher:
         return True
 
     def _others(self, child: Child, status: Status | None) -> set[str]:
-        """Names of the processes that do the work of `child` without it, or are about to."""
+        """Return the names of other processes that do the work of `child`, or are about to."""
         assert child.process is not None
         role = child.process.role
         if role in ("controller", "model_worker") or (role == "rollout" and self._config.trainer.synchronous):
-            return set()  # each has a part that no other has
+            return set()  # each process has work that no other can do
         told = {f"{p.role}/{p.index}": p.state for p in status.processes if p.role == role} if status else {}
         assert self._children is not None
         ours = {c.name for c in self._children.known if c.process is not None and c.process.role == role}
@@ -301,7 +304,7 @@ class Launcher:
         return ((running | of_other_launchers) - silent | self._coming & ours) - {child.name}
 
     def _end_model_workers(self) -> None:
-        """End the model workers of a controller that has died: those that hang do not hear of the next one."""
+        """Kill the model workers of a dead controller: those that hang would not notice the next one."""
         assert self._children is not None
         for child in self._children.running:
             if child.process is not None and child.process.role == "model_worker":

@@ -1,8 +1,8 @@
-"""A pool, or the part of one that is on this machine, for a run with a controller: `streamrl trainer`,
+"""A pool, or its part on this machine, for a run with a controller that was started separately: `streamrl trainer`,
 `streamrl gserver --count N`, `streamrl rollout --count N`.
 
-Owns the processes; their output goes where the launcher's goes. Each keeps its number within the run. One that dies is
-started again, as often as `streamrl run` would.
+Owns the processes; their output goes to the launcher's output. Each keeps its index within the run. A dead process is
+restarted as often as `streamrl run` would restart it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 PoolRole = Literal["gserver", "rollout"]
 
 FETCH_SECONDS = 86400.0
-"""How long a host may take to make or to fetch the model. Of what is fetched each part has a deadline of its own."""
+"""Longest time for a host to make or to fetch the model. While it is fetched, each part has a deadline of its own."""
 
 
 async def _model_folder(
@@ -69,7 +69,7 @@ async def _model_folder(
     components: Mapping[str, str],
     threads: int,
 ) -> Path:
-    """Have a child make, or fetch, the folder with the run's first weights; raises as `Children.ask` does."""
+    """Make or fetch the folder with the run's first weights in a child process; raises as `Children.ask` does."""
     words = checkpoint_command(config_file, overrides=overrides, manager_url=manager_url, components=components)
     return Path(await children.ask(Helper("checkpoint", threads), words, timeout=FETCH_SECONDS))
 
@@ -88,10 +88,10 @@ async def run_trainer(
     model_dir: Path | None = None,
     components: Mapping[str, str] = COMPONENTS,
 ) -> None:
-    """Start the model workers of `share`, and watch them until the run is over; one that dies is started again, from
-    the checkpoint to which the run goes back.
+    """Start the model workers of `share`, and watch them until the run is over.
 
-    Raises `ProcessDied` if one of them has died too often; then none is left.
+    A dead worker is restarted from the checkpoint to which the run goes back. Raises `ProcessDied` if one has died too
+    often; then none is left.
     """
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
@@ -185,7 +185,7 @@ class Pool:
         self._resume = resume
         self._given = list(overrides)
         self._overrides = self._given
-        """What processes are started with: those that were given, and with `resume` the checkpoint."""
+        """Overrides with which processes are started: the given ones, and with `resume` the checkpoint."""
         self._manager_url = manager_url
         self._advertise = advertise
         self._components = components
@@ -197,9 +197,9 @@ class Pool:
         self._leaving = False
 
     async def run(self) -> None:
-        """Start all, and keep them running until the run is over, or all have left it.
+        """Start all processes, and keep them running until the run is over or all have left it.
 
-        Raises `ProcessDied` when none is left and the last one failed, or the run did.
+        Raises `ProcessDied` if none is left and the last one failed, or if the run failed.
         """
         await asyncio.to_thread(await_secret, self._manager_url, self._config)
         secret = of_run_at(self._manager_url, self._config)
@@ -225,7 +225,7 @@ class Pool:
             children.close()
 
     async def leave(self) -> None:
-        """Have all finish what they have, and leave the run, which goes on."""
+        """Make all processes finish their work and leave the run, which continues."""
         self._leaving = True
         for task in self._coming:
             task.cancel()
@@ -248,13 +248,15 @@ class Pool:
             await client.close()
         if len(refused) == len(members):
             raise next(iter(refused.values()))
-        for child, refusal in refused.items():  # one that has not joined yet has nothing to finish
+        for child, refusal in refused.items():  # a process that has not joined yet has no work to finish
             log.warning("%s is stopped, since it cannot be asked to leave: %s", child.name, refusal)
             child.signal(signal.SIGTERM)
 
     async def _find_beginning(self) -> None:
-        """Find out what processes begin with. A run that was begun again goes on from another checkpoint than before,
-        and may have removed that one."""
+        """Find the checkpoint and the model that processes begin with.
+
+        A restarted run continues from another checkpoint than before, and may have removed the earlier one.
+        """
         assert self._children is not None
         async with self._finding:
             overrides = self._given
@@ -308,10 +310,10 @@ class Pool:
             raise ProcessDied(failed.obituary())
 
     def _replace(self, child: Child, state: str, client: ControlClient) -> bool:
-        """Have a process that failed started again; return whether it will be. `state`: of the run.
+        """Restart a process that failed; return whether it will be. `state`: of the run.
 
-        It is not once the run has failed. One that has died too often is tried again later, unless the controller does
-        not answer: then the run is gone.
+        It is not restarted once the run has failed. One that has died too often is tried again later, unless the
+        controller does not respond: then the run is gone.
         """
         assert child.process is not None
         if state == "failed":
@@ -336,8 +338,11 @@ class Pool:
         return True
 
     async def _start_later(self, process: ProcessPlan, delay: float, asked: ControlClient | None) -> None:
-        """Start `process` after `delay` seconds, under a new number if one can be `asked` for: another process has its
-        own. A controller that was started again may have assigned it before this process was heard of."""
+        """Start `process` after `delay` seconds.
+
+        If `asked`, the controller's client, is given, the process gets a new index from it, because another process
+        has its own: a restarted controller may have assigned that index before this process was known to it.
+        """
         await asyncio.sleep(delay)
         try:
             await self._find_beginning()
@@ -352,7 +357,7 @@ class Pool:
 
 
 async def _state(client: ControlClient) -> str:
-    """Return the state of the run; empty: the controller does not answer, and may only be out of reach."""
+    """Return the state of the run, or an empty string if the controller does not respond: it may be unreachable."""
     try:
         return (await client.status()).state
     except StreamRLError:

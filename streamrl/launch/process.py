@@ -1,4 +1,4 @@
-"""How a component runs as an operating-system process: event loop, signals, exit code.
+"""Run a component as an operating-system process: event loop, signals, exit code.
 
 Owns the process's logging and its signal handlers. Invariants:
 
@@ -32,10 +32,10 @@ from streamrl.transport.manager_client import PLACE_TAKEN
 log = logging.getLogger(__name__)
 
 LOG_LEVEL = "STREAMRL_LOG"
-"""Environment variable: least level that is logged, for example `DEBUG`; `INFO` without it."""
+"""Environment variable: the least level that is logged, for example `DEBUG`; default: `INFO`."""
 STDOUT, STDERR = 1, 2
 STACKS_SIGNAL = signal.SIGUSR2
-"""Has a process of a run print what its threads are doing."""
+"""Signal on which a process of a run prints the stacks of its threads."""
 OPEN_FILES = 65536
 EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
@@ -50,13 +50,13 @@ class Departure(NamedTuple):
     work: Component
     """If it raises, the component is cancelled."""
     announcement: str
-    """For the log."""
+    """Description for the log."""
 
 
 class _Output(io.RawIOBase):
-    """A descriptor to write to, which never fails: what a full disk, or a terminal that is gone, does not take is lost.
+    """A writable descriptor that never fails: output that a full disk or a closed terminal does not accept is lost.
 
-    So neither a line of a log, nor a user's `print`, nor the flush at its end can end a process.
+    So neither a log line, nor a user's `print`, nor the flush at the end of the process can end it with an error.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -86,7 +86,7 @@ class _Output(io.RawIOBase):
 
 
 def _never_fail() -> None:
-    """Let stdout and stderr be outputs that do not raise, unless somebody has put something else in their place."""
+    """Replace stdout and stderr by outputs that do not raise, unless other code has replaced them already."""
     for name, descriptor in (("stdout", STDOUT), ("stderr", STDERR)):
         if getattr(sys, name) is getattr(sys, f"__{name}__") and getattr(sys, name) is not None:
             stream = getattr(sys, name)
@@ -101,7 +101,7 @@ def _never_fail() -> None:
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to what `sys.stderr` is at that moment: a live display puts itself in its place."""
+    """Writes to the current `sys.stderr`, which a live display replaces while it is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         sys.stderr.write(f"{self.format(record)}\n")
@@ -109,7 +109,7 @@ class _StderrHandler(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
-    """`12:34:56 WARNING gserver/0 the message`; on a terminal warnings are yellow and errors red."""
+    """Formats `12:34:56 WARNING gserver/0 the message`; on a terminal warnings are yellow and errors red."""
 
     def __init__(self, name: str, *, coloured: bool) -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {name} %(message)s", datefmt="%H:%M:%S")
@@ -137,7 +137,7 @@ def set_up_logging(name: str) -> None:
 
 
 def allow_many_connections() -> None:
-    """Each request in flight is a connection, and the usual limit of 1024 open files is soon reached."""
+    """Raise the soft limit on open files: each request in flight is a connection, and the usual 1024 are few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft < wanted:
@@ -147,15 +147,15 @@ def allow_many_connections() -> None:
 def run_component(
     prepare: Callable[[], Component], *, lifeline: Lifeline | None = None, on_first_signal: Sequence[Departure] = ()
 ) -> int:
-    """Run the component that `prepare` returns to its end; return the exit code, and log why where it is not 0.
+    """Run the component that `prepare` returns to its end; return the exit code, and log the reason if it is not 0.
 
-    `on_first_signal` (at most one) may be put there by `prepare`.
+    `on_first_signal` has at most one departure, which `prepare` may add.
 
-    1: an error (logged with a traceback unless it is a `StreamRLError`); 2: a configuration that
-    cannot work; 3: another process, which lives, has its number; 69: the run has gone back to a checkpoint, from which
-    this process does not begin; 128 + n: stopped by signal n.
+    1: an error (logged with a traceback unless it is a `StreamRLError`); 2: a configuration that cannot work;
+    3: another live process has this one's index; 69: the run has gone back to a checkpoint that this process does not
+    begin from; 128 + n: stopped by signal n.
 
-    Afterwards the process ends within `GRACE_SECONDS`, whatever its threads are doing.
+    Afterwards the process ends within `GRACE_SECONDS`, whether its threads end or not.
     """
     allow_many_connections()
     code = _code_of(prepare, lifeline=lifeline, on_first_signal=on_first_signal)
@@ -164,8 +164,10 @@ def run_component(
 
 
 def _end_despite_threads(code: int) -> None:
-    """End the process with `code` if threads keep it from ending: the interpreter waits for them, and one may be in a
-    collective with a peer that is gone or waits in its turn."""
+    """End the process with `code` if threads keep it from ending.
+
+    The interpreter waits for all threads, and one may wait in a collective for a peer that is gone or waits as well.
+    """
     threading.Event().wait(GRACE_SECONDS)
     busy = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     if busy:
@@ -195,7 +197,7 @@ def _code_of(
         if unexpected:
             log.error("unexpected errors", exc_info=unexpected)
         return EXIT_FAILED
-    except Exception:  # the tolerance point of a process: whatever it is, it is logged and becomes the exit code
+    except Exception:  # the tolerance point of a process: any error is logged and becomes the exit code
         log.exception("unexpected error")
         return EXIT_FAILED
 
@@ -209,9 +211,9 @@ def run_until_stopped(
 ) -> int:
     """Run `component` in a new event loop until it ends (0) or is stopped by signal n (128 + n).
 
-    `before_force` is called when a second signal demands the end at once. `on_first_signal` holds at most one. A
-    `RunStopped` that follows a departure counts as stopped by the signal. Raises what `component` raises, and
-    `EssentialFailed` when work fails that it cannot do without.
+    `before_force` is called when a second signal demands the end at once. `on_first_signal` has at most one departure.
+    A `RunStopped` that follows a departure counts as stopped by the signal. Raises the exceptions of `component`, and
+    `EssentialFailed` if essential background work fails.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_until_stopped(component, lifeline, before_force, on_first_signal))
@@ -246,7 +248,7 @@ async def _until_stopped(
         nonlocal stopping
         try:
             await departure.work()
-        except Exception as error:  # tolerance point: whatever it is, the process was asked to end
+        except Exception as error:  # tolerance point: the process has to end after any error
             log.warning("%s failed (%s: %s); stopping", departure.announcement, type(error).__name__, error)
             stopping = True
             task.cancel()

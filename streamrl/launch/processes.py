@@ -1,7 +1,7 @@
-"""Which processes a configuration asks for: role, number, environment and command of each.
+"""The processes of a configuration: role, index, environment and command of each.
 
-Pure but for one look at the machine's GPUs. Every child gets the command that a person would
-type by hand on another machine, so `streamrl run` and pools started by hand are the same thing.
+Pure but for looking up the machine's GPUs. Every child gets the command that a person would type by hand on another
+machine, so `streamrl run` and pools started by hand run the same processes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from streamrl.transport.addresses import is_wildcard, url_of
 
 DEVICES = Path("/dev")
 SGLANG_MEMORY = "--mem-fraction-static"
-"""SGLang's flag: which part of the free memory its weights and its key-value cache may take."""
+"""SGLang's flag for the share of the free memory that its weights and its key-value cache may take."""
 DEALT_SHARE = 0.8
-"""Part of a GPU's memory that its users get in equal parts; the rest is for what none of them counts."""
+"""Share of a GPU's memory that is divided equally among its users; the rest is for memory that none of them counts."""
 PlanRole = Literal["controller", "gserver", "model_worker", "rollout"]
 
 COMPONENTS: Mapping[str, str] = {
@@ -36,7 +36,7 @@ COMPONENTS: Mapping[str, str] = {
     "model_worker": "streamrl.trainer.worker.process:serve",
     "rollout": "streamrl.rollout.worker:serve",
 }
-"""What runs in a process of each role, and what makes the model folder: `module:function`."""
+"""The component that runs in a process of each role, and the one that makes the model folder: `module:function`."""
 
 STOP_ORDER: Sequence[frozenset[PlanRole]] = (
     frozenset({"rollout"}),
@@ -48,7 +48,7 @@ and the model workers are stopped at the same time: neither takes the end of the
 
 
 class ProcessPlan(msgspec.Struct, frozen=True):
-    """One process that is to run."""
+    """One process to run."""
 
     role: PlanRole
     index: int
@@ -56,15 +56,15 @@ class ProcessPlan(msgspec.Struct, frozen=True):
     threads: int
     """CPU threads of its tensor operations."""
     device: str
-    """For people: `cpu`, `cuda`, or `-` where no model is computed."""
+    """For people: `cpu`, `cuda`, or `-` if it computes no model."""
     gpus: Sequence[str]
-    """Entries of CUDA_VISIBLE_DEVICES if this process gets GPUs of its own; none: it sees all of them."""
+    """Entries of CUDA_VISIBLE_DEVICES if this process gets GPUs of its own; empty: it sees all of them."""
     address: str
-    """For people: where it listens."""
+    """For people: the address at which it listens."""
 
     @property
     def name(self) -> str:
-        """Its role and number, for example `rollout/0`."""
+        """Role and index, for example `rollout/0`."""
         return f"{self.role}/{self.index}"
 
     @property
@@ -74,13 +74,13 @@ class ProcessPlan(msgspec.Struct, frozen=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its environment must hold before it starts."""
+        """Variables that must be in its environment before it starts."""
         variables = thread_environment(self.threads)
         return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else variables
 
 
 class Helper(msgspec.Struct, frozen=True):
-    """A process that a launcher starts besides those of the run, and that takes no part in it."""
+    """A process that a launcher starts in addition to the run's processes, and that takes no part in the run."""
 
     name: str
     threads: int
@@ -93,12 +93,12 @@ class Helper(msgspec.Struct, frozen=True):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What its environment must hold before it starts."""
+        """Variables that must be in its environment before it starts."""
         return thread_environment(self.threads)
 
 
 def thread_environment(threads: int) -> dict[str, str]:
-    """Variables that numeric libraries read once, when they load."""
+    """Return variables that numeric libraries read once, when they load."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
@@ -110,14 +110,14 @@ def thread_environment(threads: int) -> dict[str, str]:
 
 
 def threads_of(role: PlanRole, config: Config) -> int:
-    """CPU threads that a process of `role` may use for tensor operations."""
+    """Return the CPU threads that a process of `role` may use for tensor operations."""
     return {"gserver": config.gserver.threads, "model_worker": config.trainer.threads}.get(role, 1)
 
 
 def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     """Return the processes of a run on this machine, in the order in which they start.
 
-    Of several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns.
+    If there are several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns.
     """
     planner = _Planner(config, gpus)
     port = str(config.manager.port) if config.manager.port else "free port"
@@ -130,32 +130,32 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
 
 
 class TrainerShare(msgspec.Struct, frozen=True):
-    """The part of the trainer that one `streamrl trainer` is."""
+    """The part of the trainer that one `streamrl trainer` runs."""
 
     node: int
-    """From 0."""
+    """Index of the node, from 0."""
     nodes: int
     local: int = 0
-    """Its number among those on this machine, and how many these are: they divide the machine's GPUs."""
+    """Index among the nodes on this machine, which divide the machine's GPUs; `locals` is their number."""
     locals: int = 1
 
     def ranks(self, workers: int) -> range:
-        """Return which of the `workers` model workers are its: as many as each other has, or one more."""
+        """Return the indices of its model workers among all `workers`: as many as every other node has, or one more."""
         return range(self.node * workers // self.nodes, (self.node + 1) * workers // self.nodes)
 
     def of(self, gpus: Sequence[str]) -> Sequence[str]:
-        """Return which of the machine's `gpus` are its."""
+        """Return its part of the machine's `gpus`."""
         if len(gpus) < self.locals:
             return [gpus[self.local % len(gpus)]] if gpus else []
         return gpus[self.local * len(gpus) // self.locals : (self.local + 1) * len(gpus) // self.locals]
 
 
 def share_of(config: Config, *, node: int | None, nodes: int | None, environment: Mapping[str, str]) -> TrainerShare:
-    """Return which part of the trainer the `node`th of `nodes` is; None: as torchrun's variables in `environment` say.
+    """Return the part of the trainer that is the `node`th of `nodes`; both None: from torchrun's variables.
 
     torchrun numbers the processes that it starts (RANK of WORLD_SIZE, and LOCAL_RANK of LOCAL_WORLD_SIZE on this
-    machine): each of them is a node here, whether there is one on a machine or one for each GPU. Raises `ConfigError`
-    for numbers that cannot be, and where there would be nodes without a model worker.
+    machine, as variables in `environment`). Each of them is a node here, whether a machine has one or one for each GPU.
+    Raises `ConfigError` for impossible numbers, and if there are more nodes than model workers.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     if node is None and nodes is None:
@@ -208,7 +208,7 @@ class _Planner:
     """Plans processes one after another; those that compute models take turns with the GPUs."""
 
     def __init__(self, config: Config, gpus: Sequence[str], *, of_machine: Sequence[str] = ()) -> None:
-        """`of_machine`: all that the machine has, where `gpus` are one process's share of them."""
+        """`of_machine`: all GPUs of the machine, if `gpus` are one process's share of them."""
         self._config = config
         self._gpus = gpus
         self._are_dealt = len(of_machine or gpus) > 1
@@ -225,7 +225,7 @@ class _Planner:
             yield self.one("model_worker", index, address=self._shown("tcp", self._config.stream.host), ranks=1)
 
     def one(self, role: PlanRole, index: int, *, address: str = "-", ranks: int = 0) -> ProcessPlan:
-        """`ranks`: how many GPUs it can use."""
+        """Return the plan of one process; `ranks`: number of GPUs that it can use."""
         gpus, own = self._gpus, list[str]()
         if self._device == "cuda" and self._are_dealt:
             own = [gpus[(self._taken + rank) % len(gpus)] for rank in range(ranks)]
@@ -245,11 +245,11 @@ class _Planner:
 
 
 def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
-    """`config` for a whole run on a machine with these `gpus`.
+    """Return `config` for a whole run on a machine with these `gpus`.
 
-    Weights are broadcast over gloo where the trainer's ranks that send them and those of the gservers cannot have a GPU
-    each, as NCCL demands. SGLang takes its share of the memory where GPUs are shared, and not all that it finds. Raises
-    `ConfigError` when there are fewer GPUs than one server has ranks, or the trainer has model workers.
+    Weights are broadcast over gloo if the sending ranks of the trainer and the ranks of the gservers cannot have a GPU
+    each, as NCCL demands. If GPUs are shared, SGLang takes its share of the memory instead of all that is free. Raises
+    `ConfigError` if there are fewer GPUs than ranks in one server, or than model workers in the trainer.
     """
     of_a_gserver = _ranks_of_a_gserver(config)
     if _device(config, gpus) != "cuda":
@@ -274,8 +274,11 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
 
 
 def _sharing_memory(config: Config, *, users: int) -> Config:
-    """`config` where so many processes use a GPU: SGLang, which takes what is free but for a small part, gets a part
-    like each of the others, unless the configuration says how much."""
+    """Return `config` for `users` processes per GPU.
+
+    SGLang, which by default takes all free memory but a small part, gets an equal share, unless the configuration sets
+    it.
+    """
     gserver = config.gserver
     told = any(arg.startswith(SGLANG_MEMORY) for arg in gserver.sglang.args)
     if gserver.engine != "sglang" or users < 2 or told:
@@ -286,14 +289,14 @@ def _sharing_memory(config: Config, *, users: int) -> Config:
 
 
 def _device(config: Config, gpus: Sequence[str]) -> str:
-    """`cpu` or `cuda`."""
+    """Return `cpu` or `cuda`."""
     if config.run.device == "auto":
         return "cuda" if gpus else "cpu"
     return config.run.device
 
 
 def _ranks_of_a_gserver(config: Config) -> int:
-    """Return how many a gserver process has on this machine: none if it computes nothing, or somewhere else."""
+    """Return the number of ranks of a gserver process on this machine: 0 if it computes nothing here."""
     if config.gserver.engine == "simulated" or config.gserver.sglang.addresses:
         return 0
     return config.gserver.sglang.tensor_parallel if config.gserver.engine == "sglang" else 1
@@ -310,8 +313,10 @@ def command(
     components: Mapping[str, str] = COMPONENTS,
     resume: bool = False,
 ) -> list[str]:
-    """Return the command line of `process`: the one to type by hand, completed by what the launcher knows already.
-    `resume`: it begins from the run's latest checkpoint, which then is its model folder, too."""
+    """Return the command line of `process`: the one to type by hand, completed by values that the launcher knows.
+
+    `resume`: it begins from the run's latest checkpoint, which then is its model folder, too.
+    """
     words = [sys.executable, "-m", "streamrl", process.role.replace("_", "-"), str(config_file), *overrides]
     if manager_url is not None:
         words += ["--manager", manager_url]
@@ -333,7 +338,7 @@ def checkpoint_command(
     manager_url: str | None = None,
     components: Mapping[str, str] = COMPONENTS,
 ) -> list[str]:
-    """Return the command line that makes the run's model folder and tells where it is."""
+    """Return the command line that makes the run's model folder and returns its path."""
     words = [sys.executable, "-m", "streamrl", "checkpoint", str(config_file), *overrides]
     if manager_url is not None:
         words += ["--manager", manager_url]
@@ -341,7 +346,7 @@ def checkpoint_command(
 
 
 def page_command(run_dir: Path) -> list[str]:
-    """Return the command line that shows the run in a browser and tells the address."""
+    """Return the command line that shows the run in a browser and returns the URL."""
     return [sys.executable, "-m", "streamrl", "page", str(run_dir)]
 
 
@@ -351,9 +356,9 @@ def _component_option(role: str, components: Mapping[str, str]) -> list[str]:
 
 
 def visible_gpus() -> list[str]:
-    """GPUs that this process may use, as entries of CUDA_VISIBLE_DEVICES; finds them without loading torch.
+    """Return the GPUs that this process may use, as entries of CUDA_VISIBLE_DEVICES, without loading torch.
 
-    As for CUDA the entries end with the first that is none: -1 is a common way to hide all GPUs.
+    As in CUDA, the first invalid entry ends the list: -1 is a common way to hide all GPUs.
     """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
@@ -363,12 +368,12 @@ def visible_gpus() -> list[str]:
 
 
 def _gpus_lent_by_windows() -> int:
-    """How many GPUs the driver of WSL 2 knows, where Linux has one file for all of Windows' GPUs."""
+    """Return the number of GPUs that the driver of WSL 2 reports; Linux has one file for all of Windows' GPUs."""
     if not GPUS_OF_WINDOWS.exists():
         return 0
     try:
         driver = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:  # they are of another maker
+    except OSError:  # the GPUs are of another maker
         return 0
     count = ctypes.c_uint(0)
     failed = driver.nvmlInit_v2() or driver.nvmlDeviceGetCount_v2(ctypes.byref(count))

@@ -1,10 +1,10 @@
-"""`streamrl launch ray`: a run on a Ray cluster. Ray finds places for its processes and keeps them.
+"""`streamrl launch ray`: a run on a Ray cluster. Ray places the run's processes.
 
-Every process has an actor, which starts the very process that `streamrl run` would start, and watches it where it is.
-The launcher works as on one machine: a gserver or rollout worker that loses its process, actor or node gets a new actor
-in its old bundle; the controller and the model workers are one placement group that lives and dies together,
-and after its death the whole run is begun again from its latest checkpoint. A process never outlives its actor, nor an
-actor this launcher.
+Every process has an actor, which starts the same process that `streamrl run` would start, and watches it on its node.
+The launcher works as on one machine. A gserver or rollout worker that loses its process, actor or node gets a new actor
+in its old bundle. The controller and the model workers are one placement group that lives and dies together; after its
+death the whole run is restarted from its latest checkpoint. A process never outlives its actor, nor an actor this
+launcher.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ GROUPS: Sequence[tuple[str, Sequence[PlanRole], str]] = (
     ("gserver", ("gserver",), "SPREAD"),
     ("rollout", ("rollout",), "SPREAD"),
 )
-"""Placement groups: what they are called, whose bundles they hold, and Ray's strategy."""
+"""Placement groups: name, roles in the group, and Ray's strategy."""
 PLACE_WARNING_SECONDS = 30.0
 """A warning is logged when Ray has not found a place for a process for this long."""
 CONNECT_SECONDS = 10.0
-"""How long the head of a Ray cluster may take to answer."""
+"""Longest time until the head of a Ray cluster accepts a connection."""
 
 
 class ProcessEnd(msgspec.Struct, frozen=True):
@@ -65,10 +65,10 @@ class ProcessEnd(msgspec.Struct, frozen=True):
 
 
 class Keeper:
-    """An actor: keeps one process of the run on the node where it is itself."""
+    """An actor that runs and watches one process of the run on its node."""
 
     def __init__(self, folder: str, config_file: str, config: str, secret: str) -> None:
-        """`folder`: where relative paths begin; `config_file` is written with `config` unless this node has that."""
+        """`folder`: base of relative paths; `config_file` is written with `config` unless it has that content."""
         if Path(folder).is_dir():
             os.chdir(folder)
         file = Path(config_file)
@@ -86,7 +86,7 @@ class Keeper:
         return self._child.pid
 
     async def ask(self, process: bytes, words: Sequence[str], timeout: float) -> tuple[int, str]:
-        """Start the controller, and return its id and its URL, on the address by which Ray reaches this node."""
+        """Start the controller; return its id and its URL, with the address by which Ray reaches this node."""
         planned = msgspec.json.decode(process, type=ProcessPlan)
         words = [sys.executable, *words, "--host", ray.util.get_node_ip_address()]
         url = await self._children.ask(planned, words, timeout=timeout)
@@ -94,7 +94,7 @@ class Keeper:
         return self._child.pid, url
 
     async def ended(self) -> bytes:
-        """Wait for its end, and tell of it (`ProcessEnd` as JSON)."""
+        """Wait for the end of the process; return it (`ProcessEnd` as JSON)."""
         assert self._child is not None
         await self._child.ended.wait()
         assert self._child.exit_code is not None
@@ -111,7 +111,7 @@ def _first_line(error: RayError) -> str:
 
 
 async def _future(reference: Any) -> Any:
-    """Return what an object of Ray's becomes."""
+    """Return the value of a Ray object reference."""
     return await reference
 
 
@@ -119,7 +119,7 @@ class Places:
     """The placement groups of a run: a bundle for each of its processes."""
 
     def __init__(self, config: Config, processes: Sequence[ProcessPlan]) -> None:
-        """Ask Ray for them."""
+        """Request the placement groups from Ray."""
         self._bundles: dict[str, dict[str, float]] = {p.name: bundle(needs([p], config)) for p in processes}
         self._groups: dict[str, PlacementGroup] = {}
         self._of: dict[str, tuple[str, int]] = {}
@@ -131,7 +131,7 @@ class Places:
             self._of |= {member: (name, index) for index, member in enumerate(members)}
 
     async def until_ready(self, *, seconds: float) -> None:
-        """Wait until Ray has found room for all of them; raises `DeadlineExceeded`, which names what is missing."""
+        """Wait until Ray has room for all groups; raises `DeadlineExceeded`, which names the missing resources."""
         ready = {asyncio.ensure_future(_future(group.ready())): name for name, group in self._groups.items()}
         _, waiting = await asyncio.wait(ready, timeout=min(seconds, PLACE_WARNING_SECONDS))
         if waiting and seconds > PLACE_WARNING_SECONDS:
@@ -140,7 +140,7 @@ class Places:
         if waiting:
             names = ", ".join(sorted(ready[future] for future in waiting))
             for future in waiting:
-                future.cancel()  # else it fails when its group is given back, and nobody looks
+                future.cancel()  # else it fails when its group is removed, as an exception that is never retrieved
             raise DeadlineExceeded(
                 f"waited {seconds:.0f} s for Ray to find room for the placement groups of {names} in vain: "
                 f"{self._missing()}"
@@ -160,7 +160,7 @@ class Places:
                 num_cpus=needed["CPU"],
                 num_gpus=needed.get("GPU", 0),
                 name=None,
-                max_restarts=0,  # the launcher decides whether there is another one, as on one machine
+                max_restarts=0,  # the launcher decides about restarts, as on one machine
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=self._groups[group], placement_group_bundle_index=index
                 ),
@@ -174,15 +174,17 @@ class Places:
 
 
 def bundle(needed: Needs) -> dict[str, float]:
-    """Return what is asked of Ray for processes with these needs."""
+    """Return the resources to request from Ray for processes with these needs."""
     return {"CPU": needed.cores, **({"GPU": needed.gpus} if needed.gpus else {})}
 
 
 def missing(
     bundles: Sequence[Mapping[str, float]], *, nodes: Sequence[Mapping[str, float]], free: Mapping[str, float]
 ) -> str:
-    """Return in words which resources keep `bundles` from being placed, on nodes that have these resources in all;
-    `free`: of them all together, that nobody has at the moment."""
+    """Return in words the resources that keep `bundles` from being placed.
+
+    `nodes`: all resources of each node; `free`: the sum of the resources that are unused at the moment.
+    """
     found = []
     for resource in sorted({name for wanted in bundles for name in wanted}):
         whole = sum(wanted.get(resource, 0) for wanted in bundles)
@@ -202,7 +204,7 @@ def missing(
 
 
 class KeptChild(Child):
-    """A process that an actor keeps."""
+    """A process that an actor runs."""
 
     def __init__(self, process: ProcessPlan, *, actor: Any, pid: int, log_file: Path) -> None:
         self.process = process
@@ -220,7 +222,7 @@ class KeptChild(Child):
             self._actor.signal.remote(int(number))
 
     async def wait(self) -> int:
-        """Wait for the end of the process, or of its actor, which is given back then."""
+        """Wait for the end of the process, or of its actor; then release the actor."""
         try:
             self._end = msgspec.json.decode(await self._actor.ended.remote(), type=ProcessEnd)
             self.exit_code = self._end.exit_code
@@ -242,7 +244,7 @@ class KeptChild(Child):
 
 
 class KeptChildren(Children):
-    """The processes of a run whose actors are in `places`."""
+    """The processes of a run with their actors in `places`."""
 
     def __init__(self, config: Config, places: Places, logs: Path, secret: Secret) -> None:
         super().__init__(logs=logs, secret=secret)
@@ -253,8 +255,11 @@ class KeptChildren(Children):
         self._arguments = (os.getcwd(), str(config.run_dir / "config.toml"), settings, secret.revealed)
 
     async def start(self, process: ProcessPlan, command: Sequence[str]) -> Child:
-        """Start `process` where Ray puts its actor. Until Ray has noticed that a node is gone, it may put it there: so
-        an actor that is lost at once is made anew. Raises `ProcessDied` when none comes up."""
+        """Start `process` on the node of its actor.
+
+        Until Ray has noticed that a node is gone, it may place the actor there, so an actor that is lost at once is
+        replaced. Raises `ProcessDied` if none comes up.
+        """
         retry = Retry(f"to start an actor for {process.name}", patience=self._patience)
         while True:
             actor = self._places.actor(process, *self._arguments)
@@ -268,7 +273,7 @@ class KeptChildren(Children):
                     raise lost from error
 
     async def ask(self, process: ProcessPlan | Helper, command: Sequence[str], *, timeout: float) -> str:
-        """As on one machine; a helper is started here, beside the launcher."""
+        """Start `process` and return its line, as on one machine; a helper is started on the launcher's machine."""
         if isinstance(process, Helper):
             return await super().ask(process, command, timeout=timeout)
         actor = self._places.actor(process, *self._arguments)
@@ -282,8 +287,8 @@ class KeptChildren(Children):
         return str(url)
 
     async def _placed(self, process: ProcessPlan, answer: Any) -> Any:
-        """Return the actor's first answer, once the actor of `process` has a node. Nobody knows when there will be one:
-        that of a lost node comes back, or its group finds room elsewhere."""
+        """Return the actor's first reply, once the actor of `process` has a node. There is no deadline: a lost node may
+        come back, or its group may find room elsewhere."""
         waiting = asyncio.ensure_future(_future(answer))
         while not waiting.done():
             await asyncio.wait([waiting], timeout=PLACE_WARNING_SECONDS)
@@ -300,11 +305,11 @@ class KeptChildren(Children):
 def run_on_ray(
     config: Config, *, address: str, display: Callable[[Config], Display], components: Mapping[str, str] = COMPONENTS
 ) -> int:
-    """Carry the run out in `config.run_dir` (claimed before) on the Ray cluster at `address`; return the exit code.
+    """Carry out the run in `config.run_dir` (claimed before) on the Ray cluster at `address`; return the exit code.
 
-    As `run_locally`; after the death of a model worker or the controller it is begun again from its latest checkpoint,
-    at most `launch.restarts` times. Raises `ConfigError` if there is no such cluster, `DeadlineExceeded` if it has no
-    room.
+    As `run_locally`, but after the death of a model worker or the controller the run is restarted from its latest
+    checkpoint, at most `launch.restarts` times. Raises `ConfigError` if there is no such cluster, `DeadlineExceeded` if
+    it has no room.
     """
     where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     host, _, port = where.rpartition(":")
@@ -324,12 +329,12 @@ def run_on_ray(
 
 
 def planned(config: Config, *, gpus: bool) -> list[ProcessPlan]:
-    """Return the processes of a run on a cluster with or without `gpus`; Ray says which GPUs an actor has."""
+    """Return the processes of a run on a cluster with or without `gpus`; Ray assigns the GPUs to actors."""
     return plan(config, gpus=["Ray's"] if gpus else [])
 
 
 def table(config: Config) -> Table:
-    """Return, to be shown, what Ray would be asked for: the placement groups and their bundles."""
+    """Return a table of the placement groups and bundles that the run would request from Ray."""
     shown = Table("placement group", "strategy", "bundle of", "asks for", box=None)
     processes = planned(config, gpus=config.run.device == "cuda")
     for name, roles, strategy in GROUPS:
@@ -341,7 +346,7 @@ def table(config: Config) -> Table:
 
 
 class _Restarted:
-    """A run, begun again as often as it may be."""
+    """A run that is restarted as often as `launch.restarts` allows."""
 
     def __init__(self, config: Config, *, display: Callable[[Config], Display], components: Mapping[str, str]) -> None:
         self._config = config
@@ -349,7 +354,7 @@ class _Restarted:
         self._components = components
         self._launcher: Launcher | None = None
         self.departures = save_and_end(config, lambda: self._launcher.manager_url if self._launcher else "")
-        """For the first Ctrl-C."""
+        """Handler of the first Ctrl-C."""
 
     async def run(self) -> None:
         processes = planned(self._config, gpus=ray.cluster_resources().get("GPU", 0) > 0)

@@ -1,7 +1,6 @@
-"""`streamrl replay`: a run's record trained on again, by model workers alone, in a folder of its own.
+"""`streamrl replay`: train on a run's record again, with model workers alone, in a folder of its own.
 
-Owns the replay's folder and its processes; `trainer/replay/process.py` is what runs in them. Loads no model library
-itself.
+Owns the replay's folder and its processes, which run `trainer/replay/process.py`. Loads no model library itself.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from streamrl.trainer.replay.plan import OUTCOME, ReplayOutcome, Stretch, change
 from streamrl.trainer.replay.recording import read_recording
 
 ROWS = 12
-"""Steps that the table shows."""
+"""Most steps in the table."""
 
 
 class Prepared(NamedTuple):
     """A replay that can begin."""
 
     config: Config
-    """Its `run_dir` is the new folder, made already."""
+    """Configuration of the replay; its `run_dir` is the new folder, which exists already."""
     run_dir: Path
     """Folder of the recorded run."""
     steps: Stretch
@@ -47,10 +46,10 @@ class Prepared(NamedTuple):
 
 
 def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Sequence[str]) -> Prepared:
-    """Read the record in `run_dir` and make the replay's folder: `to`, or else one beside the run's.
+    """Read the record in `run_dir` and make the replay's folder: `to`, or by default one next to the run's.
 
-    `steps`: how many; None: all. Raises `DataError` when the record cannot be used, and `ConfigError` for settings that
-    a replay cannot change or a folder that is not empty.
+    `steps`: their number; None: all. Raises `DataError` if the record cannot be used, and `ConfigError` for settings
+    that a replay cannot change or a folder that is not empty.
     """
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder; give the folder of a run that had run.record=true")
@@ -62,7 +61,7 @@ def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Seq
     check_installed(config.metrics.sinks)
     begins_from = recorded.run.resume_from
     if begins_from is not None and not Path(begins_from).is_dir():
-        moved = run_dir.absolute() / "checkpoints" / Path(begins_from).name  # with the run's folder
+        moved = run_dir.absolute() / "checkpoints" / Path(begins_from).name  # it was moved with the run's folder
         if not moved.is_dir():
             raise ConfigError(
                 f"the record in {run_dir} begins at version {found.first - 1}, from the checkpoint {begins_from}, "
@@ -90,8 +89,8 @@ def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Seq
 
 
 def replay(prepared: Prepared) -> int:
-    """Carry the replay out; return the exit code: 0, or 130 after Ctrl-C. Raises `ProcessDied` when it fails."""
-    avoid_broken_instructions()  # once, here: the processes inherit what it finds
+    """Carry out the replay; return the exit code: 0, or 130 after Ctrl-C. Raises `ProcessDied` if it fails."""
+    avoid_broken_instructions()  # once, here: the processes inherit the result
     children = Children(logs=None)
     return run_until_stopped(lambda: _replay(prepared, children), before_force=children.kill)
 
@@ -117,7 +116,7 @@ async def _replay(prepared: Prepared, children: Children) -> None:
 
 
 def outcome_of(folder: Path) -> ReplayOutcome:
-    """Return what the replay in `folder` found; raises `ConfigError` if it came to no end."""
+    """Return the outcome of the replay in `folder`; raises `ConfigError` if it did not reach its end."""
     try:
         return msgspec.json.decode((folder / OUTCOME).read_bytes(), type=ReplayOutcome)
     except (OSError, msgspec.MsgspecError) as error:
@@ -125,7 +124,7 @@ def outcome_of(folder: Path) -> ReplayOutcome:
 
 
 def verdict(outcome: ReplayOutcome) -> str:
-    """Return what a replay found, in words."""
+    """Return the outcome of a replay in words."""
     steps = f"steps {outcome.first_step} to {outcome.last_step} of {outcome.run}"
     if outcome.changed:
         changed = ", ".join(f"{key} = {now!r} instead of {was!r}" for key, (was, now) in outcome.changed.items())
@@ -144,7 +143,10 @@ def verdict(outcome: ReplayOutcome) -> str:
 
 
 def comparison_table(outcome: ReplayOutcome, folder: Path) -> Table:
-    """Some steps as recorded and as replayed; `age`: the mean of the tokens, `sample size`: the effective one."""
+    """Return a table of some steps as recorded and as replayed.
+
+    `age`: the mean over tokens; `sample size`: the effective one.
+    """
     recorded = {step.step: step for step in read_run(Path(outcome.run)).steps}
     replayed = {step.step: step for step in read_run(folder).steps}
     title = escape(f"{outcome.run}: as recorded → as replayed")

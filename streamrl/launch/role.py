@@ -1,8 +1,8 @@
 """One component in this process: configuration, threads, model folder, and then its `serve`.
 
-A line for the launcher goes back through a pipe (`answer`); everything else is the same whether a person or a launcher
-started the process. A process that joins a running run asks the controller for a number first, and for leave
-before it ends.
+A line for the launcher is sent through a pipe (`answer`); everything else is the same whether a person or a launcher
+started the process. A process that joins a running run requests an index from the controller first, and permission to
+leave before it ends.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 def free_place(config: Config, *, manager_url: str, role: Role) -> int:
-    """Return a number for a new process of `role`. Raises `StreamRLError` if the controller does not assign one."""
+    """Return an index for a new process of `role`. Raises `StreamRLError` if the controller does not assign one."""
 
     async def ask() -> int:
         client = ControlClient.of(config, manager_url)
@@ -54,13 +54,14 @@ def free_place(config: Config, *, manager_url: str, role: Role) -> int:
 
 
 async def ask_to_leave(config: Config, *, manager_url: str, role: Role, index: int) -> None:
-    """Have this process drained. Raises `StreamRLError` if the controller has no such member, or cannot be reached."""
+    """Request that this process be drained. Raises `StreamRLError` if the controller has no such member or is
+    unreachable."""
     client = ControlClient.of(config, manager_url, timeout=ANSWER_SECONDS)
     await _drain(client, role, index)
 
 
 def drain_by_name(manager_url: str, process: str, *, secret: Secret | None, security: SecurityConfig) -> None:
-    """Have `process`, for example `gserver/2`, drained. Raises `ConfigError` for a name that makes no sense."""
+    """Request that `process`, for example `gserver/2`, be drained. Raises `ConfigError` for an invalid name."""
     role, slash, number = process.partition("/")
     if role not in get_args(Role) or not slash or not number.isdecimal():
         raise ConfigError(f"{process!r} names no process; write it as gserver/2 or rollout/0")
@@ -97,9 +98,9 @@ def from_latest(config_file: Path, overrides: Sequence[str], *, on_one_host: boo
 def from_controllers(config_file: Path, overrides: Sequence[str], *, manager_url: str, needed: bool) -> list[str]:
     """Return `overrides` with a `run.resume_from` that names the checkpoint from which the controller continues.
 
-    So all processes agree, whenever each is started, even if another checkpoint is written in between. That checkpoint
-    is one of the run's own, or the one in `run.resume_from` until the run has written one. A process without a copy of
-    it begins with the model. `needed`: then raise `ConfigError`. Also raises `StreamRLError`.
+    So all processes use the same one no matter when each is started, even if a checkpoint is written in between. That
+    checkpoint is one of the run's own, or the one in `run.resume_from` until the run has written one. A process without
+    a copy of it begins with the model, or, if `needed`, raises `ConfigError`. Also raises `StreamRLError`.
     """
     await_secret(manager_url, configuration.load(config_file, overrides))
     return asyncio.run(ask_from_where(config_file, overrides, manager_url=manager_url, needed=needed))
@@ -133,7 +134,7 @@ async def ask_from_where(config_file: Path, overrides: Sequence[str], *, manager
 
 
 def refuse_another_run(config: Config) -> None:
-    """Raise `ConfigError` where the folder of a run that begins anew holds the figures of one before it."""
+    """Raise `ConfigError` if the folder of a run that starts from the beginning holds the figures of an earlier one."""
     metrics = config.run_dir / METRICS_FILE
     if config.run.resume_from is None and metrics.exists() and metrics.stat().st_size:
         raise ConfigError(
@@ -144,7 +145,7 @@ def refuse_another_run(config: Config) -> None:
 
 Arguments = Callable[[Config], dict[str, Any]]
 REPLAY = "streamrl.trainer.replay.process:serve"
-"""What a model worker of a replay runs."""
+"""The component of a model worker in a replay."""
 
 
 def run_controller(
@@ -160,16 +161,17 @@ def run_controller(
     on_end: Callable[[Path], None] | None = None,
     component: str | None,
 ) -> int:
-    """Run the controller; return its exit code. `host` and `port` replace those of the configuration; `advertise`: the
-    address that it announces. `resume`: a run that has no checkpoint begins again, in the same folder. `died`: how the
-    run's controller before this one has died. `on_end` is
-    called with the run's folder after the end of a run that has begun.
+    """Run the controller; return its exit code.
 
-    Without a launcher, the first signal has the run write a checkpoint and end.
+    `host` and `port` replace those of the configuration; `advertise`: the address that it announces. `resume`: a run
+    that has no checkpoint starts from the beginning, in the same folder. `died`: how the run's previous controller
+    died. `on_end` is called with the run's folder after the end of a run that has begun.
+
+    Without a launcher, the first signal makes the run write a checkpoint and end.
     """
     urls: list[str] = []
     begun = ExitStack()
-    """Left at the end of a run that has begun."""
+    """Closed at the end of a run that has begun."""
 
     def leave(config: Config) -> list[Departure]:
         return save_and_end(config, lambda: next(iter(urls), ""))
@@ -180,7 +182,7 @@ def run_controller(
             refuse_another_run(config)
 
         def listening(url: str) -> None:
-            # not before: if another controller listens here, the records are its own
+            # not before: if another controller listens here, the records belong to it
             if on_end is not None:
                 begun.callback(on_end, config.run_dir)
             begun.enter_context(ending_written(config.run_dir, keep_failure=True))
@@ -200,7 +202,7 @@ def run_controller(
 
 
 def _keep_settings(config: Config, config_file: Path) -> None:
-    """Write the configuration into the run's folder, for readers of its records; a launcher has done so before."""
+    """Write the configuration into the run's folder, for readers of its records, unless a launcher has done so."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     kept = config.run_dir / "config.toml"
     if kept.absolute() != config_file.absolute():
@@ -222,8 +224,8 @@ def run_member(
 
     `advertise`: the address by which others reach it; empty: the one from which it reaches the controller.
 
-    `index`: None, for a gserver or a rollout worker, if the controller shall assign a number. If no launcher started
-    the process, the first signal has a gserver or rollout worker leave the run without loss.
+    `index`: None, for a gserver or a rollout worker, if the controller shall assign one. If no launcher started the
+    process, the first signal makes a gserver or rollout worker leave the run without loss.
     """
     set_up_logging(role)
     await_secret(manager_url, configuration.load(config_file, overrides))
@@ -261,8 +263,10 @@ def run_checkpoint(
     component: str | None,
     manager_url: str = "",
 ) -> int:
-    """Make the run's model folder and tell where it is; return the exit code. `manager_url`: where to get what this
-    host does not have."""
+    """Make the run's model folder and report its path with `on_ready`; return the exit code.
+
+    `manager_url`: the controller from which to fetch files that this host does not have.
+    """
     set_up_logging("checkpoint")
     lifeline = Lifeline.from_environment()
 
@@ -289,7 +293,7 @@ def run_replay_rank(config_file: Path, *, run_dir: Path, index: int, last_step: 
 
 
 def answer(descriptor: int, line: str) -> None:
-    """Tell the launcher one line."""
+    """Send the launcher one line."""
     with os.fdopen(descriptor, "w") as pipe:
         pipe.write(f"{line}\n")
 
@@ -304,14 +308,18 @@ def _run_role(
     leave: Callable[[Config], list[Departure]] | None = None,
     within: AbstractContextManager[object] | None = None,
 ) -> int:
-    """`leave` makes the departure, if any, of a process that no launcher started. The component runs `within`."""
+    """Run the component of `role`; return the exit code.
+
+    `leave` makes the departure, if any, of a process that no launcher started. The component runs in the context
+    `within`.
+    """
     set_up_logging(f"{role}/{index}")
     lifeline = Lifeline.from_environment()
     on_first_signal: list[Departure] = []
 
     def prepare() -> Component:
         config = configuration.load(config_file, overrides)
-        given(config)  # takes what a launcher hands on, before this process has children of its own
+        given(config)  # reads the secret that a launcher hands on, before this process has children of its own
         if leave is not None and lifeline is None:
             on_first_signal.extend(leave(config))
         os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch
@@ -329,7 +337,7 @@ def _run_role(
 
 
 def _make_checkpoint(config: Config, component: str | None = None, *, manager_url: str = "") -> Path:
-    """Return the folder with the run's initial weights and tokenizer; made or fetched if it is not there."""
+    """Return the folder with the run's initial weights and tokenizer; it is made or fetched if it does not exist."""
     if manager_url and is_elsewhere(config):
         return fetched_model(config, manager_url=manager_url)
     folder: Path = _load(component or COMPONENTS["checkpoint"])(config)
@@ -337,7 +345,7 @@ def _make_checkpoint(config: Config, component: str | None = None, *, manager_ur
 
 
 def _load(name: str) -> Callable[..., Any]:
-    """Return the function that `module:function` names; loads torch with most of them."""
+    """Return the function that `module:function` names; most of them load torch."""
     with without_garbage_collection():
         found: Callable[..., Any] = load_object(name, key="--component")
     return found

@@ -1,4 +1,4 @@
-"""The folder of a run: a free one for a new run, or the one that `--resume` takes up again.
+"""The folder of a run: a free one for a new run, or the one that `--resume` continues.
 
 The first run of a configuration has the folder NAME in `run.dir`, later ones NAME-2, NAME-3 and so on.
 """
@@ -33,7 +33,7 @@ class RunFolder(NamedTuple):
 
 
 def claim_run_dir(config: Config) -> Config:
-    """Make the run's folder, with the next free number where it exists; return the configuration with its name."""
+    """Make the run's folder, with the next free number if it exists; return the configuration with its name."""
     for number in itertools.count(1):
         claimed = _named(config, config.run.name if number == 1 else f"{config.run.name}-{number}")
         try:
@@ -41,7 +41,7 @@ def claim_run_dir(config: Config) -> Config:
         except OSError as error:
             if os.path.lexists(claimed.run_dir):
                 continue
-            # FileExistsError, too: a link to a disk that is not mounted, above it, is in the way of every number
+            # Also FileExistsError: a parent may be a link to a disk that is not mounted, which fails for every number.
             raise ConfigError(
                 f"run.dir: {claimed.run_dir} cannot be made ({error.strerror}: {error.filename})"
             ) from error
@@ -50,7 +50,7 @@ def claim_run_dir(config: Config) -> Config:
 
 
 def runs_of(config: Config) -> list[RunFolder]:
-    """Return the runs NAME, NAME-2 and so on in `run.dir`, the one that was started last first."""
+    """Return the runs NAME, NAME-2 and so on in `run.dir`, the most recently started one first."""
     pattern = re.compile(re.escape(config.run.name) + r"(-([2-9]|[1-9]\d+))?")
     folders = [folder for folder in config.run_dir.parent.glob("*") if pattern.fullmatch(folder.name)]
     found = [RunFolder(folder, _began(folder)) for folder in folders if folder.is_dir()]
@@ -58,10 +58,10 @@ def runs_of(config: Config) -> list[RunFolder]:
 
 
 def chosen_run(config: Config, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration with the name of the run that `--resume` takes up.
+    """Return the configuration with the name of the run that `--resume` continues.
 
     That is the run of `run.resume_from` or of `run.name` if `overrides`, which are in `config` already, set one of
-    them, and otherwise the run that was started last. Raises `ConfigError` if two were started at the same time, or
+    them, and otherwise the most recently started run. Raises `ConfigError` if two were started at the same time, or
     if the last one has no checkpoint and an older one has.
     """
     runs = runs_of(config)
@@ -97,8 +97,8 @@ def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
     config.toml of a run's folder it is the checkpoint of an earlier start. The snapshot of a run that was killed is
     copied to the disk.
 
-    Raises `ConfigError` if there is none, if the run was trained on other prompts, and if nothing is left to do; an
-    evaluation at the end is left to do if it was cut off, since the last checkpoint is written before it ends.
+    Raises `ConfigError` if there is no checkpoint, if the run was trained on other prompts, and if nothing is left to
+    do. An evaluation at the end is left to do if it was cut off, since the last checkpoint is written before it ends.
     """
     if not snapshots.in_use(config.run_dir):
         progress.copy_latest_snapshot(config.run_dir)
@@ -157,7 +157,7 @@ def _refuse_other_prompts(config: Config) -> None:
 
 
 def _changed_prompts(config: Config) -> list[str]:
-    """Return in words which settings of the prompts differ from those in the folder of the run."""
+    """Return a sentence for each setting of the prompts that differs from the one in the run's folder."""
     try:
         before = configuration.load(config.run_dir / "config.toml")
     except ConfigError:
@@ -185,5 +185,5 @@ def _with_run(config: Config, **changes: Any) -> Config:
 
 
 def _sets(overrides: Sequence[str], key: str) -> bool:
-    """Whether `overrides` set `key`."""
+    """Return whether `overrides` set `key`."""
     return any(word.partition("=")[0].strip() == key for word in overrides)

@@ -1,7 +1,7 @@
-"""`streamrl launch slurm`: a run as one Slurm job. Its script is written here, to be read, edited and submitted again.
+"""`streamrl launch slurm`: a run as one Slurm job, with a script that can be read, edited and submitted again.
 
-The job has a step for each pool, and is a heterogeneous one where the pools ask for unlike nodes. When it is begun
-again (its run failed, its node went away, its time was up), it goes on from the run's latest checkpoint.
+The job has a step for each pool, and is heterogeneous if the pools request unlike nodes. If it is requeued (its run
+failed, its node went away, its time was up), it continues from the run's latest checkpoint.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ from streamrl.transport.secret import Secret, given
 log = logging.getLogger(__name__)
 
 SCRIPT = "slurm.sh"
-"""In the run's folder."""
+"""Name of the script in the run's folder."""
 SETTINGS = "slurm.toml"
-"""There, too: the configuration that every step reads."""
+"""Name of the configuration that every step reads, in the same folder."""
 BUSY = ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING", "COMPLETING", "STAGE_OUT")
 HELD = ("REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 ALIVE = frozenset((*BUSY, *HELD))
-"""States of a job that may still do something. Every other one is its end, also one that this Slurm alone has."""
+"""States of a job that may still run. Every other state is final, including states that only one Slurm site defines."""
 FORGOTTEN = "unknown to Slurm"
-"""What a job is some minutes after its end."""
+"""State of a job some minutes after its end."""
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 0.5, 10.0
-"""Between two looks at a job, at first and later: Slurm tells nobody of its end by itself."""
+"""Interval between two polls of a job, at first and later: Slurm sends no event when a job ends."""
 ANSWER_SECONDS = 60.0
-"""How long a command of Slurm may take."""
+"""Longest time of a Slurm command."""
 TIME_UP_SECONDS = 60
-"""So long before its time is up, a job has itself begun again."""
+"""Time before the end of its time limit at which a job requeues itself."""
 GPU_OPTIONS = ("--gpus", "-G", "--gres", "--tres")
 
 
@@ -58,13 +58,13 @@ class Nodes(msgspec.Struct, frozen=True):
     options: Sequence[str]
     """Options of sbatch for these nodes only."""
     cores: int
-    """Cores that what runs on one of them keeps busy."""
+    """CPU cores that the processes on one of these nodes keep busy."""
     gpus: int
-    """GPUs of each node that something is computed on."""
+    """GPUs of each node that are used."""
 
     @property
     def kind(self) -> tuple[Sequence[str], int]:
-        """What makes them unlike others."""
+        """Properties in which unlike nodes differ."""
         return tuple(self.options), self.gpus
 
 
@@ -72,10 +72,10 @@ class Nodes(msgspec.Struct, frozen=True):
 
 
 def script(config: Config, *, config_file: Path, folder: Path) -> str:
-    """Return the sbatch script of the run whose resolved configuration is in `config_file`.
+    """Return the sbatch script of the run with its resolved configuration in `config_file`.
 
-    `folder` is where relative paths of the configuration begin. Raises `ConfigError` when processes cannot be spread
-    evenly over the nodes that [launch.slurm] asks for.
+    `folder` is the base of relative paths in the configuration. Raises `ConfigError` if processes cannot be spread
+    evenly over the nodes of [launch.slurm].
     """
     found = pools(config)
     layout = _layout(config, found)
@@ -152,7 +152,7 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
 
 
 def _layout(config: Config, found: dict[PoolName, list[ProcessPlan]]) -> list[Nodes]:
-    """Return the nodes of the job, those of the trainer first."""
+    """Return the nodes of the job, the trainer's first."""
     settings = config.launch.slurm
     trainer, gserver, rollout = settings.trainer, settings.gserver, settings.rollout
     for key, nodes in (("trainer", trainer.nodes), ("gserver", gserver.nodes)):
@@ -203,7 +203,7 @@ def _header(config: Config, layout: Sequence[Nodes], *, unlike: bool, folder: Pa
         names = "; then ".join(f"{nodes.count} for {', '.join(nodes.pools)}" for nodes in layout)
         total, busy = sum(nodes.count for nodes in layout), max(nodes.cores for nodes in layout)
         components = [(f"# {names}", total, busy, layout[0].gpus, layout[0].options)]
-    lines = [f"#SBATCH {shlex.quote(option)}" for option in general]  # names and folders may have blanks in them
+    lines = [f"#SBATCH {shlex.quote(option)}" for option in general]  # names and folders may contain spaces
     for index, (comment, count, busy, gpus, own) in enumerate(components):
         chosen = [*of_all, *own]
         asked = [f"--nodes={count}"]
@@ -221,10 +221,10 @@ def _says(options: Sequence[str], *names: str) -> bool:
 
 
 def write(config: Config, *, folder: Path) -> Path:
-    """Write the script, and what it needs, into the run's folder, which exists; return the script.
+    """Write the script, the configuration and the secret; return the script. The run's folder must exist.
 
-    The run's secret, unless there is one, is made in the user's cache, which all nodes are expected to have; a run that
-    goes on keeps it. Raises `ConfigError` where one of them cannot be written.
+    Unless the configuration has a secret, one is made in the user's cache, which all nodes are expected to share; a
+    resumed run keeps its secret. Raises `ConfigError` if a file cannot be written.
     """
     try:
         return _written(config, folder=folder)
@@ -248,14 +248,14 @@ def _written(config: Config, *, folder: Path) -> Path:
 
 
 def discard(config: Config) -> None:
-    """Remove what was made for a new run that could not be submitted: its folder, and its secret in the cache."""
+    """Remove the files of a new run that could not be submitted: its folder, and its secret in the cache."""
     shutil.rmtree(config.run_dir)
-    with contextlib.suppress(OSError):  # none was made, or the cache is no folder
+    with contextlib.suppress(OSError):  # there is no secret, or the cache is no folder
         _secret_file(config).unlink()
 
 
 def _secret_file(config: Config) -> Path:
-    """Return where the secret of the run in that folder is kept."""
+    """Return the file of the run's secret."""
     folder = hashlib.blake2b(os.fsencode(config.run_dir.absolute()), digest_size=4).hexdigest()
     return (cache_home() / "secrets" / f"{config.run.name}-{folder}").absolute()
 
@@ -264,8 +264,10 @@ def _secret_file(config: Config) -> Path:
 
 
 async def refuse_second_job(file: Path) -> None:
-    """Raise `ConfigError` where a job that may still do something has the script `file`: both would write into the
-    run's folder. Raises `StreamRLError` with what Slurm says if it cannot be asked."""
+    """Raise `ConfigError` if a job with the script `file` may still run: both would write into the run's folder.
+
+    Raises `StreamRLError` with Slurm's error output if squeue fails.
+    """
     said = await _slurm("squeue", "--noheader", "--states=all", "--format=%A %T %o")
     for job, state in _jobs_of(file, said):
         if state in ALIVE:
@@ -276,20 +278,20 @@ async def refuse_second_job(file: Path) -> None:
 
 
 def _jobs_of(file: Path, said: str) -> Iterator[tuple[str, str]]:
-    """Yield the jobs with the script `file`, and their states; squeue `said` job, state and script in each line."""
+    """Yield the jobs with the script `file`, and their states; `said` is squeue's lines of job, state and script."""
     for job, state, command in (line.split(maxsplit=2) for line in said.splitlines() if line.count(" ") > 1):
         if Path(command).resolve() == file.resolve():
             yield job, state
 
 
 async def submit(file: Path) -> str:
-    """Submit the script; return the job's id. Raises `StreamRLError` with what Slurm says against it."""
+    """Submit the script; return the job's id. Raises `StreamRLError` with Slurm's error output if it is rejected."""
     said = await _slurm("sbatch", "--parsable", str(file))
     return said.partition(";")[0]
 
 
 async def state(job: str) -> str:
-    """Return the state of `job` in Slurm's word; of a heterogeneous one, that of its first component."""
+    """Return the state of `job` as Slurm names it; for a heterogeneous job, the state of its first component."""
     try:
         said = await _slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
     except StreamRLError as error:
@@ -300,10 +302,10 @@ async def state(job: str) -> str:
 
 
 async def until_ended(job: str) -> None:
-    """Wait until `job` has ended; it is cancelled if the wait is. Raises `StreamRLError` unless it ended well.
+    """Wait until `job` has ended; if the wait is cancelled, so is the job. Raises `StreamRLError` unless it succeeded.
 
-    Slurm may forget a job before it is looked at: then nothing is known of how it ended. While its controller does not
-    answer, jobs go on, and so does the wait.
+    If Slurm forgets a job before it is polled, nothing is known of its end. While Slurm's controller does not respond,
+    jobs continue, and so does the wait.
     """
     last, pause = "", FIRST_LOOK_SECONDS
     retry = Retry(f"to ask Slurm for the state of job {job}", patience=math.inf)
@@ -333,6 +335,6 @@ async def until_ended(job: str) -> None:
 
 
 async def _slurm(*words: str) -> str:
-    """Run a command of Slurm and return what it prints; raises as `said_by` does."""
+    """Run a Slurm command and return its output; raises as `said_by` does."""
     otherwise = "start this where jobs are submitted, or show the script with --dry-run and submit it there"
     return await said_by(*words, seconds=ANSWER_SECONDS, otherwise=otherwise)

@@ -1,13 +1,13 @@
-"""The processes of a run that a launcher started: starts, restarts and stops them, names the cause if the run fails.
+"""The processes of a run that a launcher started: start, restart and stop them, and name the cause if the run fails.
 
 Owns every child and their lifeline (see `children.py`). Invariants: the death of any process of the run ends the wait
 for its end, either by a restart (of a role in `REPLACED`, since the controller reassigns its work) or by an error that
 names the process and shows the last lines of its log; a process in these roles without heartbeats counts as dead, and
-is ended; after `stop` no child is left, nor anything that a child had started in its own process group.
+is ended; after `stop` no child is left, nor any process that a child had started in its own process group.
 
 Restarts are pure, with times in seconds passed in. At most `most` restarts of one process come within `window`; each
-waits twice as long as the one before it, until none is left in the window. One that has died too often may rest until
-the window has moved on.
+waits twice as long as the one before it, until none is left in the window. A process that has died too often may rest
+until the window has moved on.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ log = logging.getLogger(__name__)
 TAIL_LINES = 15
 LONGEST_DELAY_SECONDS = 60.0
 MOST_DOUBLINGS = 64
-"""The delay before a restart is not doubled more often than this: after a thousand times no float holds it."""
+"""Most doublings of the delay before a restart: after a thousand doublings it would overflow a float."""
 LEAVE_SECONDS = 10.0
-"""How long processes may take to leave by themselves once the run is over."""
+"""Longest time for processes to leave by themselves once the run is over."""
 REPLACED: Collection[PlanRole] = ("gserver", "rollout", "model_worker")
-"""Roles whose processes are ended when the controller hears nothing of them: others do their work, or the run goes back
-to its latest checkpoint, and another process takes the place."""
+"""Roles of processes that are ended when their heartbeats stop: others do their work, or the run goes back to its
+latest checkpoint, and another process takes the place."""
 RETURN_SECONDS = 5.0
-"""A silent gserver or rollout worker has so long to be heard again before its end begins: after an interruption of the
-network the launcher may reach the controller first."""
+"""Time for a silent gserver or rollout worker to send a heartbeat again before its end begins: after an interruption of
+the network the launcher may reach the controller first."""
 UNHEARD_SECONDS = 30.0
-"""A warning is logged when the controller has not reported for this long which processes are silent."""
+"""A warning is logged when the controller has not reported the silent processes for this long."""
 HUNG_SECONDS = 15.0
 """After this long without a reply the launcher ends the controller, which hangs or was stopped."""
 STARTED_SECONDS = 60.0
 """A controller that was started more recently may still be loading."""
 TELL_SECONDS = 3.0
-"""How long the controller may take to receive that the run has failed."""
+"""Longest time for the controller to receive the report that the run has failed."""
 ANSWER_SECONDS = 5.0
-"""How long the controller may take to accept a request to end the run."""
+"""Longest time for the controller to accept a request to end the run."""
 STOPPED = "it was asked to end, by Ctrl-C or another signal"
 CULPRIT_SECONDS = 12.0
-"""How long a process that gave up may take to end, so that its log is complete. The controller first waits until all
+"""Longest time for a process that gave up to end, so that its log is complete. The controller first waits until all
 others have the reason."""
 
 
@@ -79,7 +79,7 @@ others have the reason."""
 
 
 class Child:
-    """One process."""
+    """One process of a launcher."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Child:
         log_file: Path | None,
         log_begin: int = 0,
     ):
-        """`log_begin`: bytes of the log that others have written before."""
+        """`log_begin`: bytes of the log that earlier processes have written."""
         self.process = process
-        """What it is; None for a helper that is not part of the run."""
+        """The process's role, index and environment; None for a helper that is not part of the run."""
         self.name = name
         self.pid = handle.pid
         self.log_file = log_file
@@ -102,7 +102,7 @@ class Child:
         """None: still running; -n: ended by signal n."""
         self.ended = asyncio.Event()
         self.ended_because = ""
-        """Why the launcher ended it by force while the run went on."""
+        """Why the launcher ended it by force during the run."""
         self._handle = handle
 
     def signal(self, number: signal.Signals) -> None:
@@ -111,13 +111,13 @@ class Child:
                 self._handle.send_signal(number)
 
     async def wait(self) -> int:
-        """Wait for its end; then end what it left behind in its process group."""
+        """Wait for its end; then end the processes that it left in its process group."""
         self.exit_code = await wait_for_group(self._handle)
         self.ended.set()
         return self.exit_code
 
     async def end_by_force(self, why: str) -> None:
-        """Have it say where it is, and end it, unless it ends by itself within `GRACE_SECONDS`."""
+        """Make it print its threads' stacks; kill it unless it ends by itself within `GRACE_SECONDS`."""
         self.signal(STACKS_SIGNAL)
         try:
             async with asyncio.timeout(GRACE_SECONDS):
@@ -128,11 +128,11 @@ class Child:
 
     @property
     def how_it_ended(self) -> str:
-        """In words."""
+        """How it ended, in words."""
         return f"was ended, since {self.ended_because}" if self.ended_because else describe_exit(self.exit_code)
 
     def obituary(self) -> str:
-        """How it ended, and the last it said."""
+        """Return how it ended, and the last lines of its log."""
         text = f"{self.name} (pid {self.pid}) {self.how_it_ended}"
         if self.log_file is None:
             return text
@@ -142,7 +142,7 @@ class Child:
         return "\n".join([f"{text}; last lines of {self.log_file}:", *(f"  {line}" for line in lines)])
 
     def reason(self) -> str:
-        """How it ended, in one line, with the last that it said if it ended by itself."""
+        """Return how it ended, in one line, with the last line of its log if it ended by itself with an error."""
         text = f"{self.name} (pid {self.pid}) {self.how_it_ended}"
         said = self.obituary().splitlines()[1:]
         return f"{text}: {said[-1].strip()}" if said and (self.exit_code or 0) > 0 else text
@@ -152,15 +152,15 @@ class Children:
     """All processes of one launcher. `stop` them before the launcher ends."""
 
     def __init__(self, *, logs: Path | None, secret: Secret | None = None) -> None:
-        """`logs`: folder for their output; None: it goes where the launcher's goes. `secret`: the run's, which each of
-        them is given."""
+        """`logs`: folder for their output; None: it goes to the launcher's output. `secret`: the run's secret, which is
+        handed to each process."""
         self._secret = secret
         self._logs = logs
         self._lifeline = HeldLifeline()
         self._ends: dict[Child, asyncio.Task[int]] = {}
         self._exits: asyncio.Queue[Child] = asyncio.Queue()
         self.untold = 0
-        """How many processes of the run were started whose end `next_exit` has not told."""
+        """Number of started processes of the run that `next_exit` has not returned yet."""
 
     @property
     def running(self) -> list[Child]:
@@ -168,15 +168,15 @@ class Children:
 
     @property
     def known(self) -> list[Child]:
-        """All that were started, in that order."""
+        """All processes that were started, in that order."""
         return list(self._ends)
 
     async def start(self, process: ProcessPlan, command: Sequence[str]) -> Child:
-        """Start `process` with `command`; its end is told by `next_exit`."""
+        """Start `process` with `command`; `next_exit` returns it at its end."""
         return await self._spawn(process, command)
 
     async def ask(self, process: ProcessPlan | Helper, command: Sequence[str], *, timeout: float) -> str:
-        """Start `process` with `command`, and return the one line that it tells (`--answer-fd`).
+        """Start `process` with `command`, and return the one line that it sends (`--answer-fd`).
 
         Raises `ProcessDied` if it ends without one, `DeadlineExceeded` after `timeout` seconds.
         """
@@ -192,13 +192,13 @@ class Children:
         return answer
 
     async def next_exit(self) -> Child:
-        """Wait until a process of the run ends."""
+        """Wait until a process of the run ends; return it."""
         child = await self._exits.get()
         self.untold -= 1
         return child
 
     def others_ended(self) -> list[Child]:
-        """Return those whose end `next_exit` has not told yet; it will not."""
+        """Return the ended processes that `next_exit` has not returned yet; it will not return them."""
         ended = []
         while not self._exits.empty():
             ended.append(self._exits.get_nowait())
@@ -206,19 +206,19 @@ class Children:
         return ended
 
     async def stop(self, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Stop all, in order: SIGTERM, and SIGKILL for those that are there after `grace_seconds`."""
+        """Stop all processes in order: SIGTERM, and SIGKILL for those still running after `grace_seconds`."""
         for roles in STOP_ORDER:
             await self._stop([c for c in self.running if c.process and c.process.role in roles], grace_seconds)
         await self._stop(self.running, grace_seconds)
         await asyncio.gather(*self._ends.values())
 
     def kill(self) -> None:
-        """End all by force, at once."""
+        """Kill all processes at once."""
         for child in self.running:
             child.signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Let go of the lifeline; whatever should still be there ends by itself."""
+        """Close the lifeline; processes that are still running end by themselves."""
         self._lifeline.close()
 
     async def _stop(self, children: Collection[Child], grace_seconds: float) -> None:
@@ -271,7 +271,7 @@ class Children:
 
 
 async def _read_line(descriptor: int, *, timeout: float, waits_for: str) -> str:
-    """One line from a pipe, which is closed then; empty at end-of-file."""
+    """Return one line from a pipe, then close it; empty at end-of-file."""
     async with reading(descriptor) as reader:
         try:
             async with asyncio.timeout(timeout):
@@ -287,18 +287,18 @@ class Restarts:
     """Counts the restarts of processes by their names."""
 
     def __init__(self, *, most: int, window: float, delay: float) -> None:
-        """`delay`: before the first restart."""
+        """`delay`: seconds before the first restart."""
         self.most = most
         self.window = window
         self._delay = delay
         self._times: dict[str, list[float]] = defaultdict(list)
 
     def count(self, name: str) -> int:
-        """Restarts of `name` in the window, as of the last one."""
+        """Return the number of restarts of `name` in the window, as of the last one."""
         return len(self._times[name])
 
     def allow(self, name: str, *, now: float) -> float | None:
-        """Return the seconds to wait before `name`, which has died, is started again; None: it has died too often."""
+        """Return the seconds to wait before `name`, which has died, is restarted; None: it has died too often."""
         recent = [time for time in self._times[name] if now - time < self.window]
         self._times[name] = recent
         if len(recent) >= self.most:
@@ -307,7 +307,7 @@ class Restarts:
         return float(min(math.ldexp(self._delay, min(len(recent), MOST_DOUBLINGS) - 1), LONGEST_DELAY_SECONDS))
 
     def rest(self, name: str, *, now: float) -> float | None:
-        """Return the seconds until `name`, which has died too often, may be started again; None: it never may."""
+        """Return the seconds until `name`, which has died too often, may be restarted; None: never."""
         if not self.most:
             return None
         begin = self._times[name][-self.most] + self.window
@@ -316,7 +316,7 @@ class Restarts:
 
 
 def restarts_of(config: Config, role: PlanRole) -> Restarts:
-    """Return how often, and how soon, processes of `role` are started again."""
+    """Return the restart limits of processes of `role`."""
     settings: GserverConfig | RolloutConfig | TrainerConfig = config.trainer
     if role in ("gserver", "rollout"):
         settings = config.gserver if role == "gserver" else config.rollout
@@ -334,7 +334,7 @@ GoOn = Callable[[Child, Status | None], Awaitable[bool]]
 
 
 async def never(child: Child, status: Status | None) -> bool:
-    """Nothing is started again."""
+    """Restart nothing."""
     return False
 
 
@@ -342,13 +342,13 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
     """Wait until the run is over, and all children have left it or had time to do so.
 
     `goes_on` is called for each child that died before the end of the run. Raises `ProcessDied` if the run cannot
-    continue, `RunStopped` if it was asked to stop, `StreamRLError` if it continues with another process in the place of
+    continue, `RunStopped` if a stop was requested, `StreamRLError` if it continues with another process in the place of
     a child.
     """
     told: list[Status] = []
 
     async def watch() -> None:
-        await end_who_is_silent(children, client)  # until the run is over
+        await end_who_is_silent(children, client)  # returns when the run is over
         if (last := await _status(client)) is not None:
             told.append(last)
 
@@ -367,8 +367,8 @@ async def until_finished(children: Children, *, client: ControlClient, goes_on: 
 
 
 def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departure]:
-    """Return the departure that has the controller write a checkpoint and end the run; none if the configuration has
-    none.
+    """Return the departure that makes the controller write a checkpoint and end the run; empty if the configuration
+    gives it no time.
 
     `manager_url` returns an empty string while there is no controller. The work raises `StreamRLError` if the request
     fails, and `DeadlineExceeded` if the run has not ended within `trainer.save_on_stop_seconds`.
@@ -410,8 +410,8 @@ def ending_written(run_dir: Path, *, keep_failure: bool = False) -> Iterator[Non
 
 
 async def end_who_is_silent(children: Children, client: ControlClient) -> None:
-    """End by force the children whose heartbeats the controller misses, since they hang or were stopped: others do
-    their work already, and they are started again."""
+    """End by force the children that the controller reports as silent, since they hang or were stopped: others do their
+    work already, and they are restarted."""
     changes = 0
     retry = Retry("to ask the controller which processes are silent", patience=math.inf, warn_after=UNHEARD_SECONDS)
     ending: dict[Child, asyncio.Task[None]] = {}
@@ -419,7 +419,7 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
         while True:
             try:
                 silence = await client.silence(changes)
-            except StreamRLError as error:  # the controller's own end is seen by its exit
+            except StreamRLError as error:  # an end of the controller is detected by its exit
                 if retry.failing_seconds > HUNG_SECONDS:
                     await _end_controller(children)
                 await retry.pause(error)
@@ -434,7 +434,7 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
                     continue
                 if (child.process.role, child.process.index, child.pid) not in silent:
                     if child in ending:
-                        ending.pop(child).cancel()  # it is heard of again
+                        ending.pop(child).cancel()  # its heartbeats are back
                 elif child not in ending:
                     ending[child] = asyncio.create_task(_end_silent(child), name=f"end of {child.name}")
     finally:
@@ -443,7 +443,7 @@ async def end_who_is_silent(children: Children, client: ControlClient) -> None:
 
 
 async def _end_silent(child: Child) -> None:
-    if child.process is not None and child.process.role != "model_worker":  # the run waits for the end of that one
+    if child.process is not None and child.process.role != "model_worker":  # the run waits for a model worker's end
         await asyncio.sleep(RETURN_SECONDS)
     await child.end_by_force("the controller heard nothing of it")
 
@@ -457,14 +457,16 @@ async def _end_controller(children: Children) -> None:
 
 
 def was_left_behind(child: Child) -> bool:
-    """Whether a process ended because the run goes back, which is no failure of its own."""
+    """Return whether a process ended because the run goes back, which is no failure of its own."""
     model_worker = child.process is not None and child.process.role == "model_worker"
     return child.exit_code == EXIT_GONE_BACK or (model_worker and bool(child.ended_because))
 
 
 def may_go_back(child: Child) -> bool:
-    """Whether the run can go back to a checkpoint after the end of `child`, a model worker or the controller: not if it
-    has ended itself, by an error that would come again."""
+    """Return whether the run can go back to a checkpoint after the end of `child`, a model worker or the controller.
+
+    It cannot if the process ended itself by an error, since the error would occur again.
+    """
     return was_left_behind(child) or (child.exit_code or 0) < 0
 
 
@@ -475,15 +477,17 @@ async def tell_death(child: Child, client: ControlClient) -> None:
         return
     try:
         await client.leave(Leave(role=process.role, index=process.index, pid=child.pid, death=child.reason()))
-    except StreamRLError as error:  # it finds out by itself
+    except StreamRLError as error:  # the controller detects the death by itself
         log.debug("the controller does not take in the death of %s: %s", child.name, error)
 
 
 async def _until_over(
     children: Children, client: ControlClient, goes_on: GoOn, told: Sequence[Status]
 ) -> Status | None:
-    """Wait for the end of the controller, or of all children where it is not one of them. Return the last status.
-    `told`: the status at the end of the run, if it was seen before the controller ended."""
+    """Wait for the end of the controller, or of all children if it is not one of them. Return the last status.
+
+    `told`: the status at the end of the run, if it was received before the controller ended.
+    """
     while True:
         child = await children.next_exit()
         assert child.process is not None
@@ -491,11 +495,11 @@ async def _until_over(
         state = "unknown" if status is None else status.state
         if status is not None and state == "failed":
             raise await _failure(children, child, status.message)
-        # A controller that does not answer may have left already; if it broke, its own exit code shows it.
+        # A controller that does not respond may have left already; if it failed, its own exit code shows it.
         over = state in ("finished", "stopped")
         controls = child.process.role == "controller"
         left = child.exit_code == 0 and (over or state == "unknown")
-        left = left or (controls and state == "stopped" and child.exit_code == EXIT_FAILED)  # as a cluster needs it
+        left = left or (controls and state == "stopped" and child.exit_code == EXIT_FAILED)  # clusters need this code
         if left or (over and not controls):
             if left:
                 log.debug("%s left", child.name)
@@ -535,14 +539,14 @@ async def _let_leave(children: Children) -> None:
 
 
 def _may_leave(child: Child) -> bool:
-    """Whether the run goes on without `child` where it has left in order."""
+    """Return whether the run continues without `child` if it has left in order."""
     return child.process is not None and child.process.role in ("gserver", "rollout")
 
 
 async def _status(client: ControlClient) -> Status | None:
     try:
         return await client.status()
-    except StreamRLError as error:  # the controller may be the one that died
+    except StreamRLError as error:  # the controller may be the process that died
         log.debug("the controller does not return its state: %s", error)
         return None
 
@@ -568,14 +572,15 @@ async def _tell(client: ControlClient, reason: str) -> None:
     try:
         async with asyncio.timeout(TELL_SECONDS):
             await client.finish_run(FinishRun(error=reason), patience=0.0)
-    except (StreamRLError, TimeoutError) as error:  # it may be the one that died
+    except (StreamRLError, TimeoutError) as error:  # the controller may be the process that died
         log.debug("the reason why the run failed does not reach the controller: %s", error)
 
 
 async def _failure(children: Children, first: Child, message: str) -> ProcessDied:
-    """Return what to tell of a run that gave up with `message`; `first` is the first process seen to end.
+    """Return the error of a run that gave up with `message`; `first` is the first process seen to end.
 
-    One that was killed could not tell: then what the others told is what its death did to them.
+    A killed process cannot report its own failure. Errors that other processes report afterwards are consequences, not
+    causes.
     """
     killed = next((child for child in (first, *children.others_ended()) if _was_killed(child)), None)
     if killed is not None:
@@ -591,5 +596,5 @@ async def _failure(children: Children, first: Child, message: str) -> ProcessDie
 
 
 def _was_killed(child: Child) -> bool:
-    """Whether somebody else than its launcher ended it: a person, or the kernel for want of memory."""
+    """Return whether it was killed, but not by its launcher: by a person, or by the kernel for lack of memory."""
     return child.exit_code == -signal.SIGKILL and not child.ended_because

@@ -1,6 +1,7 @@
-"""`streamrl page`: a run to look at in a browser, while it goes on or after its end.
+"""`streamrl page`: a run shown in a browser, during the run or after its end.
 
-Reads only what a run writes to its folder, and holds no run up: it may look at one that goes on, that crashed, or that
-ended years ago. `runs.py` follows folders, `lanes.py` and `logs.py` make of them what the views draw, `server.py` hands
-it out, `static/` is what runs in the browser, `bundle.py` makes one file of it.
+The page reads only files of the run's folder and never blocks the run: the run may be under way, may have crashed, or
+may have ended years ago. `runs.py` follows folders, `lanes.py`, `logs.py` and `answers.py` turn their contents into the
+data of the views, `server.py` serves it, `static/` is the part that runs in the browser, and `bundle.py` writes an
+overview into a single file.
 """

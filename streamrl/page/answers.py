@@ -1,7 +1,7 @@
-"""What the page is told of a run: each function makes one answer out of a `Run`. Pure but for reading files.
+"""Replies of the page's calls: each function makes one reply from a `Run`. Pure but for reading files.
 
-Everything from a run is data here, whatever it looks like: nothing is imported that a configuration names, and nothing
-is made to be inserted as HTML.
+Everything from a run is data here, regardless of its content: no module that a configuration names is imported, and no
+text is meant to be inserted as HTML.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from streamrl.trainer.graph import graph_of
 from streamrl.types import NO_VERSION
 
 MOST_AGES = 12
-"""More ages than these are told in stretches."""
+"""Most columns of tokens by age; if there are more ages, each column covers a range of them."""
 MOST_POINTS = 20_000
 RATE_SECONDS = 30.0
-"""Over how long a process's present rates are taken."""
+"""Length of the window over which the present rates of a process are computed."""
 STANDING_BEATS = 15.0
-"""Seconds without a heartbeat, before the run's last word, after which a process counts as gone."""
+"""A process whose last heartbeat is this many seconds older than the last record of the run counts as silent."""
 
 
 class RunFacts(msgspec.Struct, frozen=True):
-    """A run among those of the page."""
+    """Identity and state of one of the page's runs."""
 
     id: int
     name: str
@@ -51,22 +51,22 @@ class RunFacts(msgspec.Struct, frozen=True):
     most_steps: int | None
     evaluations: int
     beats: int
-    """Heartbeats that were read: tells that the timeline grew."""
+    """Number of heartbeats that were read; it grows with the timeline."""
     rollouts: int
-    """Responses that were read: tells that their table grew; 0 while nobody has asked for it."""
+    """Number of responses that were read; it grows with their table, and is 0 until the responses are requested."""
     begin: float
     """Seconds since the epoch; 0: unknown."""
     seconds: float
-    """From its begin to its last word."""
+    """From the run's begin to its last record."""
     max_staleness: int | None
     over_age: str
     model: str
     unreadable: int
-    """Lines of its files that were left out."""
+    """Lines of its files that could not be read and were left out."""
 
 
 def facts(run: Run, *, number: int) -> RunFacts:
-    """Return what `run` is and how it stands."""
+    """Return the identity and state of `run`; `number` is its index on the page."""
     state, message = run.state()
     settings = run.settings
     begin = run.begin
@@ -94,13 +94,13 @@ def facts(run: Run, *, number: int) -> RunFacts:
 
 
 def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: int) -> bytes:
-    """Figures of the steps from `first` to `last`, as columns of 32-bit floats.
+    """Return the figures of the steps from `first` to `last`, as columns of 32-bit floats.
 
-    `names`: of the columns, besides `step`, `time`, `run_seconds` and `tokens_until` (tokens trained on up to the end
-    of the step); empty: all. `age/LOW-HIGH` are tokens that entered the loss by their age. At most `points` rows: where
-    there are more, of each stretch the least and greatest values.
+    `names` selects the columns; if it is empty, all are returned. `step`, `time`, `run_seconds` and `tokens_until`
+    (tokens trained on up to the end of the step) are always included. `age/LOW-HIGH` are the tokens that entered the
+    loss, by age. The reply has at most `points` rows: of more, the least and greatest values of each stretch are kept.
 
-    The answer is the length of a JSON header in 4 bytes (little endian), the header, spaces up to a multiple of 4, and
+    The reply is the length of a JSON header in 4 bytes (little endian), the header, spaces up to a multiple of 4, and
     the columns one after the other.
     """
     columns = run.columns() | _by_age(run, run.ages, "age") | _by_age(run, run.masked_ages, "masked")
@@ -127,7 +127,7 @@ def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: 
 
 
 def _by_age(run: Run, ages: list[dict[int, int]], prefix: str) -> dict[str, Column]:
-    """Tokens by age: `PREFIX/LOW-HIGH` → one number for each step; nothing where no step has any."""
+    """Return tokens by age: `PREFIX/LOW-HIGH` → one number per step; empty if no step has any tokens."""
     limit = _get(run.settings, "staleness", "max_staleness")
     seen = [age for step in ages for age, count in step.items() if count]
     if not seen:
@@ -152,45 +152,45 @@ class EvaluationPoint(msgspec.Struct, frozen=True):
 
 
 def evaluations(run: Run) -> list[EvaluationPoint]:
-    """On held-out prompts, by policy version."""
+    """Return the evaluations on held-out prompts, by policy version."""
     return [EvaluationPoint(report.time - run.begin, report) for report in run.evaluations]
 
 
 class ProcessFacts(msgspec.Struct, frozen=True):
-    """How one process stood when it was last heard of."""
+    """State of one process at its last heartbeat."""
 
     name: str
     role: str
     standing: str
     """`live`, `silent` (no heartbeat for a while), or its last state in the controller's records."""
     heard: float
-    """Seconds before the run's last word."""
+    """Seconds from the process's last heartbeat to the run's last record."""
     restarts: int
-    """How often it began anew, as its counters tell."""
+    """Number of restarts that its counters show."""
     waiting_for: str
     rates: dict[str, float]
-    """Growth per second of its counters, lately."""
+    """Recent growth of its counters per second."""
     gauges: dict[str, float]
     version: int | None
-    """gservers: the policy version that it served; None: none, or the run does not tell."""
+    """gservers: the policy version that it served; None: none, or not recorded."""
     busy: list[float]
-    """gservers: the share of time in which it generated, over the run in up to 60 stretches."""
+    """gservers: share of time spent generating, in up to 60 stretches of the run."""
 
 
 class ProcessesView(msgspec.Struct, frozen=True):
-    """Every process of a run, and the weights that are served."""
+    """Every process of a run, and the served weights."""
 
     processes: list[ProcessFacts]
     served_version: int | None
-    """Policy version of the last weight update that was done."""
+    """Policy version of the last successful weight update."""
     updates: int
     updates_failed: int
     waits: list[tuple[str, str, float, float]]
-    """Who waited for what: process, what for, seconds, share of its time; the longest first."""
+    """Waits of processes: process, reason, seconds, share of its time; the longest first."""
 
 
 def fleet(run: Run) -> ProcessesView:
-    """How each process stands."""
+    """Return the state of each process."""
     done = [update for update in run.publications if update.done]
     last_status: Mapping[str, Any] = (run.final.status if run.final else None) or {}
     standing = {f"{p.get('role')}/{p.get('index')}": str(p.get("state")) for p in last_status.get("processes", [])}
@@ -255,7 +255,7 @@ def _waits(run: Run, *, most: int = 12) -> list[tuple[str, str, float, float]]:
 
 
 def _without_figures(text: str) -> str:
-    """`text` with its numbers as `#`, so that waits for the same thing count as one."""
+    """Return `text` with its numbers as `#`, so that waits for the same thing count as one."""
     words = ["".join("#" if c.isdigit() else c for c in word) for word in text.split()]
     short = [word if "#" not in word else _one_hash(word) for word in words]
     return " ".join(short)
@@ -268,7 +268,7 @@ def _one_hash(word: str) -> str:
 
 
 def health(run: Run) -> list[Finding]:
-    """Return what is unhealthy about the run, worst first."""
+    """Return the health findings of the run, worst first."""
     columns = run.columns()
     recent, first = _rows(columns, slice(-WINDOW, None)), _rows(columns, slice(ENOUGH))
     state, message = run.state()
@@ -299,7 +299,7 @@ def health(run: Run) -> list[Finding]:
 
 
 def _rows(columns: Mapping[str, Column], which: slice) -> list[dict[str, float]]:
-    """Some rows of `columns` as dictionaries, without what they lack."""
+    """Return some rows of `columns` as dictionaries, without missing values."""
     count = len(columns["step"][which]) if "step" in columns else 0
     rows: list[dict[str, float]] = [{} for _ in range(count)]
     for name, column in columns.items():
@@ -314,7 +314,7 @@ def _largest(column: Column | None) -> float | None:
 
 
 def _last_stats(process: Process) -> dict[str, float]:
-    """Return the figures of its last heartbeat."""
+    """Return the figures of the process's last heartbeat."""
     last = {name: float(process.stats.column(name)[-1]) for name in process.stats.names if name != "time"}
     return {name: value for name, value in last.items() if value == value}
 
@@ -328,16 +328,16 @@ class ResponseView(msgspec.Struct, frozen=True):
     reward_parts: dict[str, float]
     finish: str
     parent: int
-    """The response of the same episode that it begins like; -1: it is the first of its episode."""
+    """The response of the same episode with which it shares its beginning; -1: it is the first of its episode."""
     shared: int
-    """How many of its tokens it has in common with that one."""
+    """Number of tokens that it shares with its parent."""
     pieces: list[str]
     """The text of each token."""
     ids: list[int]
     uses: list[int]
-    """Index in `GroupView.token_uses`."""
+    """Index in `GroupView.token_uses`, for each token."""
     figures: dict[str, list[float | None]]
-    """Name → one number for each token; of tokens that the policy did not sample, None."""
+    """Name → one number per token; None for tokens that the policy did not sample."""
 
 
 class GroupView(msgspec.Struct, frozen=True):
@@ -356,7 +356,7 @@ class GroupView(msgspec.Struct, frozen=True):
 
 
 def group(run: Run, *, step: int, seq: int) -> GroupView:
-    """Group `seq` of `step`; raises `DataError` if it is not there."""
+    """Return group `seq` of `step`; raises `DataError` if it is not there."""
     kept = run.rollouts.group(step, seq)
     branches = kept.branches()
     shared = min([kept.prompt_length, *kept.seqlens.tolist()])
@@ -403,7 +403,7 @@ def _response(kept: KeptGroup, index: int, branch: Branch, shared: int) -> Respo
 
 
 def _figures(values: NDArray[Any], sampled: NDArray[np.bool_]) -> list[float | None]:
-    """`values` where the policy sampled, to six figures that count."""
+    """Return `values` where the policy sampled, rounded to six significant figures, and None elsewhere."""
     if not sampled.any():
         return [None] * len(values)
     known = sampled & np.isfinite(values)
@@ -414,12 +414,12 @@ class Configuration(msgspec.Struct, frozen=True):
     """A run's resolved configuration."""
 
     values: dict[str, str]
-    """`section.key` → its value as TOML writes it, or nearly so."""
+    """`section.key` → its value as JSON, which mostly looks like TOML."""
     problem: str = ""
 
 
 def settings(run: Run) -> Configuration:
-    """Return the configuration that the run had."""
+    """Return the configuration of the run."""
     try:
         tree = run.config()
     except ConfigError as error:
@@ -444,8 +444,7 @@ class GraphPicture(msgspec.Struct, frozen=True):
 
 
 def graph(run: Run) -> GraphPicture:
-    """Return the graph of model function calls; one of the user's own is named only, since drawing it would run
-    code."""
+    """Return the graph of model function calls; a user's own graph is only named, since drawing it would run code."""
     config = as_known(run.settings)
     if config is None:
         return GraphPicture([], [], f"this version of streamrl cannot read the configuration in {run.folder}")

@@ -1,8 +1,8 @@
-"""The overview of a run as one HTML file that needs nothing else, to be sent to somebody.
+"""The overview of a run as one self-contained HTML file.
 
-The modules of `static/` are put one after the other into one script, each in a function of its own that gives what it
-exports: whatever they import is above them. The figures are a block of JSON. The file's Content-Security-Policy allows
-this script and this style sheet, by their hashes, and nothing else.
+The modules of `static/` are concatenated into one script. Each becomes a function that returns its exports, after the
+modules that it imports. The figures are a block of JSON. The file's Content-Security-Policy allows only this script and
+this style sheet, by their hashes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from streamrl.page.server import STATIC
 
 OVERVIEW_FILE = "overview.html"
 POINTS = 4000
-"""Rows of figures in the file: of a longer run, least and greatest values of stretches of steps."""
+"""Most rows of figures in the file; of a longer run, the least and greatest values of stretches of steps are kept."""
 ENTRY = "app.js"
 _IMPORT = re.compile(r'^import (\* as \w+|\{[^}]*\}) from "(\./|\.\./)([\w/.-]+)";$', re.MULTILINE)
 _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", re.MULTILINE)
@@ -48,7 +48,7 @@ def overview(run: Run) -> str:
         "runs/0/evaluations": answers.evaluations(run),
         "runs/0/health": answers.health(run),
     }
-    figures = msgspec.json.encode(kept).decode().replace("<", "\\u003c")  # no tag can begin in it
+    figures = msgspec.json.encode(kept).decode().replace("<", "\\u003c")  # so no tag can begin in it
     script = (STATIC / "vendor" / "uPlot.iife.min.js").read_text() + "\n" + bundled(ENTRY)
     style = (STATIC / "vendor" / "uPlot.min.css").read_text() + (STATIC / "style.css").read_text()
     policy = (
@@ -75,7 +75,7 @@ def overview(run: Run) -> str:
 
 
 def bundled(entry: str) -> str:
-    """Return `entry`, a module in `static/`, as one script with all that it imports."""
+    """Return the module `entry` of `static/` and all its imports as one script."""
     sources: dict[str, str] = {}
     needs: dict[str, set[str]] = {}
     waiting = [entry]
@@ -96,7 +96,7 @@ def _as_function(name: str, source: str) -> str:
 
 
 def _bound(match: re.Match[str]) -> str:
-    """Return what an import names, as the left side of an assignment."""
+    """Return the names that an import binds, as the left side of an assignment."""
     what = match[1]
     return what.removeprefix("* as ") if what.startswith("*") else what.replace(" as ", ": ")
 

@@ -1,7 +1,7 @@
-"""The timeline of every process of a run as lanes: what it did when, as fine as the window asks for. Pure.
+"""The timeline of every process of a run as lanes of activities, at the resolution of the window. Pure.
 
 A lane is a row of pieces `(begin, end, kind, height, text)`, in seconds since the run's begin: `height` from 0 to 1 is
-the share of the piece's time that `kind` took. Where there are more pieces than a window has room for, each of its
+the share of the piece's time that `kind` took. If there are more pieces than the window has room for, each of its
 columns gets one piece for each kind, with the share of the column's time.
 """
 
@@ -17,14 +17,14 @@ from streamrl.records.table import Column
 from streamrl.records.timeline import PublicationEntry
 
 MOST_PIECES = 1500
-"""More pieces in a lane's window are drawn as shares."""
+"""Most pieces in a lane's window; if there are more, shares are drawn."""
 ROLE_ORDER = ("gserver", "rollout", "controller", "model_worker")
 SILENT_BEATS = 8.0
-"""A process that misses this many usual heartbeats in a row counts as away in between."""
+"""A process that misses this many usual heartbeats in a row counts as away during the gap."""
 
 
 class LanePiece(msgspec.Struct, frozen=True, array_like=True):
-    """Something that a process did for a while."""
+    """One activity of a process, or its share of a stretch of time."""
 
     begin: float
     """Seconds since the run's begin."""
@@ -32,9 +32,9 @@ class LanePiece(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     """`generate`, `pause`, `wait`, `work`, `away`, `restart`, `failed`, or the name of a trainer's span."""
     height: float
-    """From 0 to 1: the share of that time."""
+    """Share of that time, from 0 to 1."""
     text: str
-    """In words, where there are any."""
+    """Description; may be empty."""
 
 
 class Lane(msgspec.Struct, frozen=True):
@@ -45,8 +45,8 @@ class Lane(msgspec.Struct, frozen=True):
 
 
 def lanes(run: Run, *, begin: float, end: float, columns: int) -> list[Lane]:
-    """Return what each process did from `begin` to `end`, in seconds since the run's begin, in a window of so many
-    columns."""
+    """Return the activities of each process from `begin` to `end`, in seconds since the run's begin, in a window of
+    `columns` columns."""
     edges, origin = np.linspace(begin, end, columns + 1), run.begin
     trainer = [
         _of_spans(name, [(b - origin, e - origin) for b, e in run.spans[name]], edges)
@@ -62,7 +62,7 @@ def lanes(run: Run, *, begin: float, end: float, columns: int) -> list[Lane]:
 
 
 def ordered(processes: Iterable[Process]) -> list[Process]:
-    """`processes` by role and number."""
+    """Return `processes` sorted by role and index."""
     places = {role: place for place, role in enumerate(ROLE_ORDER)}
     return sorted(processes, key=lambda p: (places.get(p.role, len(places)), p.index))
 
@@ -117,7 +117,7 @@ def _of_updates(publications: Sequence[PublicationEntry], edges: Column, *, orig
 
 def _of_process(process: Process, edges: Column, *, origin: float) -> list[LanePiece]:
     times = process.times - origin
-    marks = _away(process, times, edges)  # on top of the others
+    marks = _away(process, times, edges)  # drawn on top of the others
     if process.role == "gserver":
         return _of_gserver(process, times, edges) + marks
     first, last = _window(times, edges)
@@ -125,12 +125,12 @@ def _of_process(process: Process, edges: Column, *, origin: float) -> list[LaneP
     if last - first <= MOST_PIECES:
         pieces = []
         at = first
-        while at < last:  # heartbeats that say the same are one piece
+        while at < last:  # consecutive heartbeats with the same wait are one piece
             upto = at + 1
             while upto < last and process.waits[upto] == process.waits[at] and not anew[upto - 1]:
                 upto += 1
             text = process.waits[at]
-            lasts = upto < len(times) and not anew[upto - 1]  # else nobody knows more than the last heartbeat
+            lasts = upto < len(times) and not anew[upto - 1]  # else the state after the last heartbeat is unknown
             stop = times[upto] if lasts else times[upto - 1]
             pieces.append(LanePiece(float(times[at]), float(stop), "wait" if text else "work", 1.0, text))
             at = upto
@@ -163,7 +163,7 @@ def _of_gserver(process: Process, times: Column, edges: Column) -> list[LanePiec
 
 
 def _away(process: Process, times: Column, edges: Column) -> list[LanePiece]:
-    """Times without a heartbeat, and begins after the first."""
+    """Return pieces for the gaps without heartbeats and for restarts."""
     gaps = np.diff(times)
     if not len(gaps):
         return []
@@ -177,6 +177,6 @@ def _away(process: Process, times: Column, edges: Column) -> list[LanePiece]:
 
 
 def _window(times: Column, edges: Column) -> tuple[int, int]:
-    """Rows that cover the window: from the last one before it to the last one in it."""
+    """Return the rows that cover the window: from the last one before it to the last one in it."""
     first = max(0, int(np.searchsorted(times, edges[0], side="right")) - 1)
     return first, int(np.searchsorted(times, edges[-1], side="left"))

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 MOST_BYTES = 512 * 2**10
-"""So much of the end of each log is looked at."""
+"""Length of the end of each log that is read."""
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 DAY = 86400.0
 _LINE = re.compile(r"^(\d\d):(\d\d):(\d\d) (DEBUG|INFO|WARNING|ERROR|CRITICAL) +(.*)$")
@@ -21,16 +21,16 @@ class LogLine(msgspec.Struct, frozen=True):
     """One entry of a log, with the lines that belong to it, such as a traceback."""
 
     time: float
-    """Seconds since the epoch, as far as it can be told: a log has only the time of day. 0: unknown."""
+    """Seconds since the epoch, inferred from the file's date, since a log has only the time of day. 0: unknown."""
     process: str
     level: str
-    """Empty for what a process prints otherwise."""
+    """Empty for output that is no log entry."""
     text: str
 
 
 def processes_with_logs(folder: Path) -> list[str]:
-    """Names of the processes that have a log in `folder`, for example `gserver-0`. A link, which may lead elsewhere, is
-    none."""
+    """Return the names of the processes that have a log in `folder`, for example `gserver-0`. Links, which may lead
+    elsewhere, are ignored."""
     return sorted(file.stem for file in folder.glob("*.log") if not file.is_symlink())
 
 
@@ -39,8 +39,8 @@ def tail(
 ) -> list[LogLine]:
     """Return the last `most` entries of the logs in `folder`, oldest first.
 
-    Only those of `processes` (empty: all), of `level` or above (what has none counts as INFO), that contain `text`,
-    whatever its case.
+    Only entries of `processes` (empty: all), of `level` or above (output without a level counts as INFO), that contain
+    `text` in upper or lower case.
     """
     least, wanted = LEVELS.index(level), text.lower()
     found = [
@@ -63,7 +63,7 @@ def _entries(file: Path, *, process: str) -> list[LogLine]:
         return []
     lines = data.decode(errors="replace").split("\n")
     if state.st_size > MOST_BYTES:
-        lines = lines[1:]  # the first one is cut
+        lines = lines[1:]  # the first one is cut off
     entries: list[tuple[float, str, list[str]]] = []
     for line in lines:
         if match := _LINE.match(line):
@@ -83,7 +83,7 @@ def _entries(file: Path, *, process: str) -> list[LogLine]:
         moment = 0.0
         if seconds_of_day >= 0:
             moment = midnight + seconds_of_day
-            while moment > after + 1.0:  # it was yesterday, or before
+            while moment > after + 1.0:  # it was written on an earlier day
                 moment -= DAY
             after = moment
         found.append(LogLine(moment, process, kind, "\n".join(texts)))

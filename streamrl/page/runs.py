@@ -1,8 +1,8 @@
 """A run's folder, followed while it grows.
 
-`Run` owns what was read of one folder, and where in each file it stopped. Invariant: it only reads, and whatever it
-finds (a line that is being written, a file that is gone or was thinned out, another version's record) is left out or
-read anew, and never ends the page.
+`Run` owns the records that were read from one folder, and the position in each file. Invariant: it only reads, and no
+content of the folder ends the page. An unfinished line and a record of another version are left out, and a file that
+was removed or thinned out is read again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.toml"
 LIVE_SECONDS = 30.0
-"""A run that has written nothing for this long, and no ending either, is not live."""
+"""A run without an ending that has written nothing for this many seconds is not live."""
 
 LEDGER = ("ledger_room", "groups_running", "groups_returned", "groups_untrained", "admissions_waiting")
 """Figures of the controller's heartbeats that are shown for each step."""
@@ -47,9 +47,9 @@ RunState = Literal["running", "finished", "failed", "stopped", "silent", "empty"
 
 
 class StepLine(msgspec.Struct, frozen=True):
-    """What the page needs of a `StepReport`; the rest of the line is not decoded."""
+    """The part of a `StepReport` that the page needs; the rest of the line is not decoded."""
 
-    step: Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # else no column of numbers holds it
+    step: Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # a column of 64-bit floats holds no larger integers exactly
     time: float
     metrics: dict[str, float]
     token_ages: dict[int, int] = {}
@@ -68,9 +68,9 @@ class Process:
         self.stats = Table()
         """One row for each heartbeat, with its `time`."""
         self.waits: list[str] = []
-        """What the process waited for at each heartbeat; empty: nothing."""
+        """The wait that each heartbeat reported; empty: none."""
         self.failure: FrequentFailure | None = None
-        """The last that a heartbeat had."""
+        """The last failure that a heartbeat reported."""
 
     @property
     def name(self) -> str:
@@ -78,30 +78,30 @@ class Process:
 
     @property
     def times(self) -> Column:
-        """When each heartbeat was sent, in seconds since the epoch."""
+        """The time of each heartbeat, in seconds since the epoch."""
         return self.stats.column("time")
 
     def grown(self, counter: str) -> Column:
-        """Return how much `counter` has grown until each heartbeat."""
+        """Return the growth of `counter` from the start to each heartbeat."""
         return growth(self.stats.column(counter))
 
     @property
     def began_anew(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Whether it was started again between each heartbeat and the next, so that it was away, or the whole run."""
+        """Whether the process or the whole run was restarted between each heartbeat and the next."""
         return np.diff(self.stats.column(PROCESSOR_SECONDS)) < 0
 
     @property
     def restarts(self) -> int:
-        """How often it was started again, as far as its heartbeats tell."""
+        """Number of restarts that the heartbeats show."""
         return restarts(self.stats.column(PROCESSOR_SECONDS))
 
 
 class Run:
-    """One run's folder. `refresh` reads what is new."""
+    """One run's folder. `refresh` reads new records."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.name = os.path.basename(os.path.abspath(folder))  # of "." too
+        self.name = os.path.basename(os.path.abspath(folder))  # also for "."
         self._step_lines: Lines[StepLine] = Lines(folder / METRICS_FILE, StepLine)
         self._evaluation_lines: Lines[EvaluationReport] = Lines(folder / EVALUATIONS_FILE, EvaluationReport)
         self._timeline_lines: Lines[TimelineEntry] = Lines(folder / TIMELINE_FILE, TimelineEntry)
@@ -115,7 +115,7 @@ class Run:
         self._rollouts: Rollouts | None = None
         self.final: Final | None = None
         self.generation = 0
-        """Grows whenever something that was told before does not count any more."""
+        """Number of times that earlier results became invalid."""
 
     def _clear_steps(self) -> None:
         self.steps = Table()
@@ -123,7 +123,7 @@ class Run:
         self._ages: list[dict[int, int]] = []
         self._masked_ages: list[dict[int, int]] = []
         self.spans: dict[str, list[tuple[float, float]]] = {}
-        """What the trainer did when: name → (begin, end), in seconds since the epoch."""
+        """The trainer's activities: name → (begin, end), in seconds since the epoch."""
         self.health = HEALTHY
         self.response_lengths: list[list[int]] = []
         """Sampled tokens of each sibling of the last step's first groups."""
@@ -134,8 +134,8 @@ class Run:
         self._last_heard = 0.0
 
     def refresh(self) -> bool:
-        """Read what is new; whether there was anything."""
-        gone = not os.path.isdir(self.folder)  # also where a server has lost it: Path.is_dir raises then
+        """Read new records; return whether there were any."""
+        gone = not os.path.isdir(self.folder)  # Path.is_dir would raise if a file server has lost the folder
         changed = gone != self._gone
         self._gone = gone
         changed |= self._rollouts is not None and self._rollouts.refresh()
@@ -144,7 +144,7 @@ class Run:
     def _read_steps(self) -> bool:
         anew, steps = self._step_lines.new()
         known = self.steps.column("step")
-        if anew or (steps and len(known) and steps[0].step <= known[-1]):  # a resumed run makes steps again
+        if anew or (steps and len(known) and steps[0].step <= known[-1]):  # a resumed run repeats steps
             self.generation += 1
         if anew:
             self._clear_steps()
@@ -202,11 +202,11 @@ class Run:
             return False
         return True
 
-    # --- what there is ---
+    # --- contents ---
 
     @property
     def order(self) -> np.ndarray[Any, np.dtype[np.intp]]:
-        """Rows of `steps` in the order of their steps; of a step that was made twice, the later."""
+        """Rows of `steps` in the order of their steps; of a step that was made twice, the later row."""
         numbers = self.steps.column("step")
         if (np.diff(numbers) > 0).all():
             return np.arange(len(numbers))
@@ -215,7 +215,7 @@ class Run:
 
     @property
     def evaluations(self) -> list[EvaluationReport]:
-        """By policy version; of one that was evaluated twice, the later."""
+        """Evaluations by policy version; of a version that was evaluated twice, the later evaluation."""
         return [self._evaluations[version] for version in sorted(self._evaluations)]
 
     @property
@@ -230,7 +230,7 @@ class Run:
 
     @property
     def begin(self) -> float:
-        """When the first step began, or the first process was heard of; 0: nothing is known."""
+        """Begin of the first step, or time of the first heartbeat if that is earlier; 0: unknown."""
         times = [float(p.times[0]) for p in self.processes.values() if len(p.times)]
         if len(self.steps):
             first = float(self.steps.column("time")[0])
@@ -240,12 +240,12 @@ class Run:
 
     @property
     def end(self) -> float:
-        """When it was last heard of."""
+        """Time of the last record."""
         last = float(np.nanmax(self.steps.column("time"))) if len(self.steps) else 0.0
         return max(last, self._last_heard)
 
     def state(self, *, now: float | None = None) -> tuple[RunState, str]:
-        """How the run stands, and why in words; `now`: seconds since the epoch."""
+        """Return the state of the run, and the reason in words; `now`: seconds since the epoch."""
         if self._gone:
             return "gone", f"{self.folder} is not there any more; what was read of it is still shown"
         now = time.time() if now is None else now
@@ -264,11 +264,11 @@ class Run:
 
     @property
     def unreadable(self) -> int:
-        """Lines that were left out."""
+        """Number of lines that could not be read and were left out."""
         return sum(lines.unreadable for lines in (self._step_lines, self._evaluation_lines, self._timeline_lines))
 
     def config(self) -> dict[str, Any]:
-        """Return the resolved configuration as plain dictionaries. Raises `ConfigError` if there is none to read."""
+        """Return the resolved configuration as plain dictionaries. Raises `ConfigError` if it cannot be read."""
         file = self.folder / CONFIG_FILE
         try:
             return tomllib.loads(file.read_text())
@@ -279,20 +279,20 @@ class Run:
 
     @property
     def rollouts(self) -> Rollouts:
-        """The responses that are kept. They are read when somebody wants to see them, and followed from then on."""
+        """The kept responses. They are read at the first access, and followed from then on."""
         if self._rollouts is None:
             self._rollouts = Rollouts(self.folder)
         return self._rollouts
 
     @property
     def rollouts_read(self) -> int:
-        """How many responses have been read; 0 while nobody has wanted to see them."""
+        """Number of responses that have been read; 0 until `rollouts` is accessed."""
         return len(self._rollouts) if self._rollouts is not None else 0
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """The resolved configuration, as it was last readable; empty: it never was. A run that is resumed writes it
-        anew."""
+        """The resolved configuration, from its last successful reading; empty if there was none. A resumed run writes
+        it again."""
         try:
             stamp = (self.folder / CONFIG_FILE).stat().st_mtime_ns
             if stamp != self._settings_stamp:
@@ -302,12 +302,12 @@ class Run:
         return self._settings
 
     def columns(self) -> dict[str, Column]:
-        """Return all figures of the steps by name, in the order of the steps, and those that only the timeline has.
+        """Return all figures of the steps by name, in the order of the steps, and figures derived from the timeline.
 
-        Times are in seconds since `begin`. Added are, of each step: `generated_per_second`, tokens of all gservers;
+        Times are in seconds since `begin`. Added for each step are: `generated_per_second`, tokens of all gservers;
         `generation_busy`, `generation_paused` and `generation_idle`, shares of their time; `trainer_wait`, share of the
-        step; `token_age_mean` and `token_age_max`, in versions; `masked_share` of the sampled tokens; and what the
-        controller counted in its ledger at the end of the step (`LEDGER`).
+        step; `token_age_mean` and `token_age_max`, in versions; `masked_share` of the sampled tokens; and the
+        controller's counts of its ledger at the end of the step (`LEDGER`).
         """
         order, begin = self.order, self.begin
         found = {name: self.steps.column(name)[order] for name in self.steps.names}
@@ -315,7 +315,7 @@ class Run:
             return found
         times = found["time"]
         starts = np.concatenate([[times[0] - _number(found.get("step_seconds"), 0)], times[:-1]])
-        if "run_seconds" in found:  # which pass only while the run is up
+        if "run_seconds" in found:  # these do not include the time between two runs
             starts[1:] = np.clip(np.fmax(starts[1:], times[1:] - np.diff(found["run_seconds"])), None, times[1:])
         found |= self._generation(starts, times) | self._ledger(times)
         if "wait_seconds" in found and "step_seconds" in found:
@@ -342,7 +342,7 @@ class Run:
         return {name: np.where(rows >= 0, column[np.maximum(rows, 0)], np.nan) for name, column in values.items()}
 
     def _generation(self, starts: Column, ends: Column) -> dict[str, Column]:
-        """Rates and shares of time of all gservers, for stretches of time that begin at `starts` and end at `ends`."""
+        """Return rates and shares of time of all gservers, for the stretches of time from `starts` to `ends`."""
         seconds = np.maximum(ends - starts, 1e-9)
         tokens, busy, paused, present = (np.zeros(len(ends)) for _ in range(4))
         for process in self.processes.values():
@@ -369,14 +369,14 @@ class Run:
 
 
 def _number(column: Column | None, row: int) -> float:
-    """Return the value in `row`; 0 where there is none."""
+    """Return the value in `row`; 0 if it is missing."""
     return float(column[row]) if column is not None and np.isfinite(column[row]) else 0.0
 
 
 def found_in(folders: Sequence[Path]) -> list[Path]:
-    """Return the folders of runs that `folders` name: each is one, or has some in it.
+    """Return the folders of runs: each of `folders` is the folder of a run, or contains folders of runs.
 
-    Raises `ConfigError` for one that is neither.
+    Raises `ConfigError` for a folder that is neither.
     """
     found: list[Path] = []
     for folder in folders:
@@ -392,5 +392,5 @@ def found_in(folders: Sequence[Path]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run has written to `folder`; one that may not be looked into, such as lost+found, is none."""
+    """Return whether a run has written to `folder`; an unreadable folder, such as lost+found, is no run."""
     return any(os.path.isfile(folder / name) for name in (CONFIG_FILE, METRICS_FILE, TIMELINE_FILE))

@@ -1,12 +1,12 @@
-"""The page's web server: who may look, what they get, and news as it comes.
+"""The page's web server: access control, replies, and server-sent events.
 
-Whoever has the URL may look: its first part is a token, compared in constant time. Invariants: only reading calls are
-known; a caller whose `Host` or `Origin` is not this server's is refused, so that no other site can use a visitor's
-browser to look; nothing outside the package's own static files is read for a path; and a slow reader holds nobody else
-up: each write has a deadline, and connections are counted.
+Access requires the URL: its first part is a token, compared in constant time. Invariants: there are only reading calls;
+a request with a `Host` or `Origin` other than this server's is refused, so that no other site can use a visitor's
+browser to read the page; only the package's own static files are read for a path; and a slow reader blocks no other,
+since each write has a deadline, and the number of connections is limited.
 
-Files are looked at once a second while somebody watches: a run may write them on another host, where no event of the
-file system would tell.
+Files are polled once a second while a page is open: a run may write them on another host, and then the file system
+reports no events here.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ CONTENT_TYPES = {
 LOOK_SECONDS = 1.0
 KEEP_ALIVE_SECONDS = 15.0
 WRITE_SECONDS = 10.0
-"""How long a reader may take for one piece of an answer."""
+"""Deadline for a client to receive one piece of a reply."""
 IDLE_SECONDS = 5.0
-"""How long a connection may ask for nothing."""
+"""Longest time that an idle connection stays open."""
 PIECE_BYTES = 256 * 2**10
 LEAST_COMPRESSED = 16 * 2**10
 MOST_CONNECTIONS = 128
 MOST_WATCHERS = 32
 TOKEN_MAY_HAVE = "!$&'()*+,;=:@"
-"""Besides letters, digits and -._~ (RFC 3986, section 3.3)."""
+"""Characters allowed in addition to letters, digits and -._~ (RFC 3986, section 3.3)."""
 MOST_ROWS = 500
-"""Most rows of a table that one answer carries."""
+"""Most rows of a table in one reply."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -79,8 +79,8 @@ class Page:
     """The runs that are shown, and the calls that show them."""
 
     def __init__(self, folders: Sequence[Path], *, host: str, token: str = "") -> None:
-        """`host`: the address that is listened at; `token`: empty: a random one. Raises `ConfigError` for one that is
-        no part of an address: nobody could look."""
+        """`host`: the address to listen at; `token`: the secret part of the URL, random if empty. Raises `ConfigError`
+        for a token that cannot be a part of a URL, since no request could contain it."""
         if quote(token, safe=TOKEN_MAY_HAVE) != token:
             raise ConfigError(
                 "the page's token is a part of its address, where slashes, %, ? and # have a meaning of their own; "
@@ -95,7 +95,7 @@ class Page:
         self._told: list[answers.RunFacts] = []
         self._somebody = asyncio.Event()
         self.connections: Callable[[], int] = lambda: 0
-        """How many there are."""
+        """Returns the number of open connections."""
 
     def application(self) -> web.Application:
         """Return the application with all calls."""
@@ -121,7 +121,7 @@ class Page:
         app.cleanup_ctx.append(self._looking)
         return app
 
-    # --- who may look ---
+    # --- access ---
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -135,10 +135,10 @@ class Page:
         except (TimeoutError, ConnectionError):
             if request.transport is not None:
                 request.transport.abort()
-            return web.Response()  # nobody is there to have it
+            return web.Response()  # the client is gone
 
     def _admit(self, request: web.Request) -> None:
-        """Raises `HTTPException` for a caller who may not look."""
+        """Raise `HTTPException` for a request that is not allowed."""
         if self._hosts.forged(request.headers.get("Host"), request.headers.get("Origin")):
             raise web.HTTPForbidden(text="not from another site, nor by another name: use the address that was told")
         site, mode = request.headers.get("Sec-Fetch-Site"), request.headers.get("Sec-Fetch-Mode")
@@ -253,7 +253,7 @@ class Page:
         return await _send_json(request, await self._of(_number(request), made))
 
     async def _of(self, number: int, made: Callable[[Run, int], Answer]) -> Answer:
-        """Return what `made` makes of a run that was refreshed, in a thread: others are answered meanwhile."""
+        """Return the result of `made` for a refreshed run. It runs in a thread, so other requests are not blocked."""
         if number >= len(self._runs):
             raise web.HTTPNotFound(text=f"there is no run {number}: this page shows {len(self._runs)}")
         run = self._runs[number]
@@ -265,10 +265,10 @@ class Page:
         async with self._locks[number]:
             return await asyncio.to_thread(work)
 
-    # --- news ---
+    # --- events ---
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: the facts of all runs whenever they changed; to who reads slowly only the latest."""
+        """Send the facts of all runs whenever they change, as server-sent events; slow readers get only the latest."""
         if self._watchers >= MOST_WATCHERS:
             raise web.HTTPServiceUnavailable(text=f"{MOST_WATCHERS} pages are open already; close one")
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
@@ -301,7 +301,7 @@ class Page:
         task.cancel()
 
     async def _look(self) -> None:
-        """Look for news while somebody watches."""
+        """Poll the runs for changes while a page is open."""
         while True:
             await self._somebody.wait()
             found = [await self._of(number, _told_of) for number in range(len(self._runs))]
@@ -324,9 +324,9 @@ def static_files() -> dict[str, Path]:
 async def serve(
     folders: Sequence[Path], *, host: str, port: int, token: str = "", on_ready: Callable[[str], None]
 ) -> None:
-    """Show the runs in `folders` until cancelled; `on_ready` is told the URL.
+    """Show the runs in `folders` until cancelled; `on_ready` is called with the URL.
 
-    Raises `ConfigError` if `host` and `port` cannot be listened at, and for a `token` that is no part of an address.
+    Raises `ConfigError` if `host` and `port` cannot be listened at, and for a `token` that cannot be a part of a URL.
     """
     page = Page(folders, host=host, token=token)
     runner = web.AppRunner(page.application(), access_log=None, shutdown_timeout=1.0, keepalive_timeout=IDLE_SECONDS)
@@ -360,7 +360,7 @@ async def _send_json(request: web.Request, value: object) -> web.StreamResponse:
 
 
 async def _send(request: web.Request, body: bytes, content_type: str, *, status: int = 200) -> web.StreamResponse:
-    """Write an answer piece by piece, each with a deadline."""
+    """Write a reply piece by piece, each with a deadline."""
     headers = dict(HEADERS)
     if len(body) >= LEAST_COMPRESSED and "gzip" in request.headers.get("Accept-Encoding", ""):
         packer = zlib.compressobj(1, wbits=31)

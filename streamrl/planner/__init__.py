@@ -1,5 +1,5 @@
-"""`streamrl plan`: what a run will do, and which settings would do better, told before it starts.
+"""`streamrl plan`: forecast a run before it starts, and recommend better settings.
 
-`calibration` finds out what things cost, from the folder of a run; `simulation` plays a run of any settings with these
-costs, on the real ledger and the real routing; `advice` plays the present settings and others, and recommends.
+`calibration` reads costs from the folder of a run. `simulation` simulates a run with any settings at these costs, with
+the real ledger and the real routing. `advice` simulates the present settings and others, and recommends some.
 """

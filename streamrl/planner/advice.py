@@ -1,9 +1,9 @@
-"""Which settings to take: the present ones and others are played, and the best are named, with the reason.
+"""Recommend settings: simulate the present ones and alternatives, rank the results and give the reasons.
 
-The fastest are those with most tokens that enter a loss in a second. Of all that come within `MARGIN` of the fastest,
-those with the freshest tokens are recommended: what staleness costs in learning, no simulation knows. For the same
-reason another batch size or `drop` (which trains on shorter responses than the policy writes) is shown and never
-recommended, unless it is what is set already.
+The fastest settings train on the most tokens per second (tokens that enter a loss). Among all settings within `MARGIN`
+of the fastest, those with the freshest tokens are recommended, because no simulation knows the learning cost of
+staleness. For the same reason another batch size and `drop` (which trains on shorter responses than the policy writes)
+are shown but never recommended, unless they are set already.
 
 A change is worth it if it raises the throughput by `MARGIN`, or if it makes tokens fresher by `WORTH_VERSIONS`, both
 for the policy of the calibration and for one that has learned (`LEARNED_SHARE`). Pure.
@@ -51,22 +51,22 @@ from streamrl.planner.simulation import (
 from streamrl.records.metrics import METRICS_FILE
 
 MARGIN = 0.05
-"""Share of the throughput that fresher tokens are worth."""
+"""Share of the throughput that may be given up for fresher tokens."""
 AGE_STEP = 0.5
-"""Versions: what is nearer to each other in mean age is as fresh."""
+"""Policy versions; mean ages that round to the same multiple of this count as equally fresh."""
 WORTH_VERSIONS = 1.0
-"""By how much a change has to lower the mean age of tokens if it does not raise the throughput by `MARGIN`."""
+"""Least decrease of the mean token age, in versions, for a change that does not raise the throughput by `MARGIN`."""
 LEARNED_SHARE = 1 / 3
-"""Assumed share of the calibrated cost of a step's tokens once the policy has learned: common tokens of siblings are
-computed once, and groups that all score the same are not trained on."""
+"""Assumed share of the calibrated cost of a step's tokens once the policy has learned: siblings' common tokens are
+computed once, and groups with equal scores of all responses are not trained on."""
 MOST_MASKED = 0.1
-"""A larger share of masked tokens is not recommended."""
+"""Largest share of masked tokens in a recommendation."""
 STEPS, FEWEST_STEPS = 40, 8
-"""Training steps of a simulation; fewer where there is very much in one."""
+"""Training steps of a simulation, and their least number if a step has very many events."""
 EVENTS = 400_000
-"""Most events of a simulation; one that would have more gets fewer steps."""
+"""Most events of a simulation; if the simulation of the present settings has more, later ones get fewer steps."""
 ROUNDS = 4
-"""Settings that are changed one after another at most."""
+"""Most rounds of improvement; each round tries one more change."""
 
 ETA, OVER_AGE = "staleness.max_staleness", "staleness.over_age"
 SLOTS, BATCH, PLACES = "gserver.max_running", "trainer.batch_groups", "rollout.max_concurrent_groups"
@@ -79,38 +79,38 @@ Settings = Mapping[str, int | str]
 
 
 class Option(msgspec.Struct, frozen=True):
-    """Settings that were played."""
+    """Settings and the result of their simulation."""
 
     settings: Settings
-    """The settings that differ from the present ones; empty: none does."""
+    """The settings that differ from the present ones; empty for the present ones."""
     prediction: Prediction
 
     @property
     def tokens(self) -> float:
-        """What options are compared by."""
+        """Tokens trained on per second, the throughput by which options are compared."""
         return self.prediction.tokens_trained_per_second
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the planner found."""
+    """A recommendation with its reasons, and the alternatives that were simulated."""
 
     recommended: Option
     present: Option
     others: list[Option]
-    """By throughput, the highest first."""
+    """By throughput, highest first."""
     reasons: list[str]
-    """Why, in sentences."""
+    """Reasons for the recommendation, as sentences."""
     change: list[str]
     """`key=value` words that make the present settings the recommended ones."""
     calibration: Calibration
     learned: Prediction
-    """The recommended settings with a policy that has learned."""
+    """Result of the recommended settings for a policy that has learned."""
 
 
 def plan_run(config: Config, *, run_dir: Path | None, console: Console) -> Plan:
-    """Return what a run of `config` would do, and what to change; `console` shows how far it is.
+    """Return a forecast for a run of `config` and a recommendation; `console` shows the progress.
 
-    Costs are those of the run in `run_dir`; None: of a short run, made in a folder that is removed afterwards.
+    Costs are read from the run in `run_dir`. If it is None, they are read from a short run in a temporary folder.
     """
     check_plannable(config, calibrated=run_dir is not None)
     with console.status("") as status:
@@ -128,7 +128,7 @@ def plan_run(config: Config, *, run_dir: Path | None, console: Console) -> Plan:
 
 
 def _earlier_runs(config: Config) -> list[str]:
-    """Return a note on the newest run of the configuration that has made enough steps to plan from."""
+    """Return a note on the configuration's newest run with enough steps to plan from."""
     for run in runs_of(config):
         if count_lines(run.path / METRICS_FILE) >= FIRST_STEPS + LEAST_STEPS:
             return [f"--from {run.path} plans from the costs of that run at once, without a short one"]
@@ -138,7 +138,7 @@ def _earlier_runs(config: Config) -> list[str]:
 def make_plan(
     config: Config, calibration: Calibration, *, seed: int = 0, tell: Callable[[str], None] = lambda _: None
 ) -> Plan:
-    """Play `config` and its alternatives at the costs of `calibration`. `tell` hears what is being played."""
+    """Simulate `config` and its alternatives at the costs of `calibration`. `tell` gets the name of each."""
     player = _Player(config, calibration, seed=seed, tell=tell)
     present = player.play({})
     for changed in alternatives(config, calibration):
@@ -167,7 +167,7 @@ def make_plan(
 
 
 def choose(present: Option, options: Sequence[Option]) -> Option:
-    """Return the one to recommend."""
+    """Return the option to recommend."""
     allowed = [option for option in options if _may_be_recommended(option)] or [present]
     fastest = max(option.tokens for option in allowed)
     near = [option for option in allowed if option.tokens >= (1 - MARGIN) * fastest]
@@ -193,7 +193,7 @@ def _may_be_recommended(option: Option) -> bool:
 
 
 def alternatives(config: Config, calibration: Calibration) -> Iterator[Settings]:
-    """Single changes of `config`, and of both pools' shares of the machine."""
+    """Yield single changes of `config`, and changes of how the two pools divide the machine."""
     costs = calibration.costs
     yield from ({ETA: value} for value in STALENESS_VALUES if value != config.staleness.max_staleness)
     if config.staleness.max_staleness:
@@ -221,7 +221,7 @@ def alternatives(config: Config, calibration: Calibration) -> Iterator[Settings]
 
 
 def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
-    """`config` with `settings` in place of its own; raises `ConfigError` where they are not allowed."""
+    """Return `config` with `settings` in place of its own; raises `ConfigError` if they are not allowed."""
     tree: dict[str, Any] = tomllib.loads(configuration.to_toml(config))
     for key, value in settings.items():
         *sections, name = key.split(".")
@@ -233,7 +233,7 @@ def with_settings(config: Config, settings: Mapping[str, object]) -> Config:
 
 
 class _Player:
-    """Plays each choice of settings once."""
+    """Simulates each choice of settings once."""
 
     def __init__(self, config: Config, calibration: Calibration, *, seed: int, tell: Callable[[str], None]) -> None:
         self._config = config
@@ -251,7 +251,7 @@ class _Player:
         return with_settings(self._config, settings)
 
     def play(self, settings: Settings) -> Option:
-        """Return the option; that of the present settings where `settings` are not allowed."""
+        """Return the option for `settings`, or the present one if they are not allowed."""
         settings = {key: value for key, value in sorted(settings.items()) if value != value_of(self._config, key)}
         key = tuple(settings.items())
         if key not in self._played:
@@ -283,11 +283,11 @@ class _Player:
         return Option(settings, prediction)
 
 
-# --- words ---------------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def _standing(present: Option) -> str:
-    """Return what holds the present settings back."""
+    """Return a sentence on the bottleneck of the present settings."""
     found = present.prediction
     trains, waits = found.trainer.get(TRAINING, 0.0), found.trainer.get(NO_BATCH, 0.0)
     generates = found.gservers.get(GENERATING, 0.0)
@@ -308,7 +308,7 @@ def _standing(present: Option) -> str:
 
 
 def _reasons(present: Option, best: Option, player: _Player) -> Iterator[str]:
-    """Why the one that is recommended is."""
+    """Yield the reasons for the recommendation."""
     if not best.settings:
         yield (
             f"No change is worth it: of {len(player.options) - 1} that were tried, none trains on {MARGIN:.0%} more "
@@ -349,14 +349,14 @@ def _outlook(learned: Prediction) -> str:
 
 
 def as_json(plan: Plan) -> str:
-    """Return all of the plan but the lengths of single responses."""
+    """Return the plan as JSON, without the lengths of single responses."""
     tree = msgspec.to_builtins(plan, str_keys=True)
     del tree["calibration"]["costs"]["response_lengths"]
     return msgspec.json.format(msgspec.json.encode(tree), indent=2).decode()
 
 
 def shown(plan: Plan) -> RenderableType:
-    """Return the plan for people: the recommended settings, the present ones, and what single changes would do."""
+    """Return the plan for people: the recommended settings, the present ones, and the effect of single changes."""
     calibration = plan.calibration
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, caption_justify="left")
     table.add_column("settings", overflow="fold", min_width=len(ETA) + 3)

@@ -1,8 +1,8 @@
-"""What things cost, found out from the folder of a run: one that there is, or a short one made for it.
+"""Costs of a run, measured from the folder of an existing run or of a short one made for the purpose.
 
-A run's steps say what it trained on and how long that took, its heartbeats how many tokens were made in how many
-decode steps, and how much processor time each process has used. Where everything shares the cores of one machine,
-processor time is what counts: seconds of the wall clock also hold waiting for a core.
+The steps of a run record their tokens and durations. Its heartbeats record generated tokens, decode steps, and the
+processor time of each process. Where all processes share the cores of one machine, processor time is used, since
+wall-clock seconds also include waiting for a core.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from streamrl.report.reading import Records, read_run
 from streamrl.transport.membership import MACHINE_SECONDS
 
 CALIBRATION_SECONDS = 60.0
-"""A calibration takes no longer than that, unless the run has not made `LEAST_STEPS` by then."""
+"""Longest calibration, in seconds, unless the run has made fewer than `LEAST_STEPS` by then."""
 PATIENCE_SECONDS = 180.0
-"""Longest time that a calibration may take; for a slower run give a finished one with `--from`."""
+"""Longest calibration in any case, in seconds; for a slower run give a finished one with `--from`."""
 ENOUGH_STEPS = 24
 LEAST_STEPS = 3
 FIRST_STEPS = 1
-"""Left out: things are made and loaded in them."""
+"""First steps that are left out, because one-time set-up and loading happen in them."""
 HEARTBEAT_SECONDS = 0.25
 LOOK_SECONDS = 0.25
 SAME_COSTS = (
@@ -52,34 +52,34 @@ SAME_COSTS = (
     "rollout.sampling.max_new_tokens",
     "rollout.reward.function",
 )
-"""Keys of what costs depend on, and no simulation changes."""
+"""Keys that costs depend on and that no simulation changes."""
 ROLES = ("controller", "model_worker", "gserver", "rollout")
 LEAST_CORES = 0.5
-"""Cores that a run is assumed to get at least, whatever else its machine does."""
+"""Cores that a run is assumed to get at least, regardless of other work on its machine."""
 NOTABLE_WAIT_SECONDS = 0.005
-"""From this much on, the time of a reward beyond what it computes is taken for waiting of its own; less is waiting for
-a core."""
+"""Least difference between the wall-clock and the processor time of a reward that counts as waiting of its own; a
+smaller difference counts as waiting for a core."""
 NOTABLE_CORES = 0.15
-"""More of them in other work are worth a note."""
+"""Least number of cores in other work that is worth a note."""
 END_SECONDS = 60.0
-"""How long a run that was told to stop may take to end."""
+"""Longest time between the signal to stop and the end of a run."""
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run has shown."""
+    """Costs of a run, and where they come from."""
 
     costs: Costs
     of: str
-    """What the figures are of, for people to read."""
+    """Source of the figures, for people to read."""
     steps: int
     seconds: float
-    """Length of the run that the figures come from."""
+    """Length of the part of the run that the figures come from."""
     notes: list[str] = []
-    """What could not be told from it, and was assumed."""
+    """Values that the run did not record and that were assumed instead."""
 
 
 def check_plannable(config: Config, *, calibrated: bool) -> None:
-    """Raise `ConfigError` where no plan can be made of `config`. `calibrated`: no short run has to be made for it."""
+    """Raise `ConfigError` if `config` cannot be planned. `calibrated`: costs are known, and no short run is needed."""
     if config.trainer.graph != ASYNCHRONOUS:
         raise ConfigError(
             f'trainer.graph = "{config.trainer.graph}": only the asynchronous graph can be planned; in another one the '
@@ -93,9 +93,9 @@ def check_plannable(config: Config, *, calibrated: bool) -> None:
 
 
 def make_short_run(config: Config, *, folder: Path, tell: Callable[[str], None]) -> Path:
-    """Make a short run of `config` below `folder`, without checkpoints; return its folder. `tell` hears how it goes.
+    """Make a short run of `config` below `folder`, without checkpoints; return its folder. `tell` gets the progress.
 
-    Raises `StreamRLError` when the run fails, or makes too few steps in `PATIENCE_SECONDS`.
+    Raises `StreamRLError` if the run fails, or makes too few steps in `PATIENCE_SECONDS`.
     """
     run_dir = folder / "calibration"
     file = folder / "calibration.toml"
@@ -108,7 +108,7 @@ def make_short_run(config: Config, *, folder: Path, tell: Callable[[str], None])
         try:
             while running.poll() is None and not stopped:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    running.wait(LOOK_SECONDS)  # a run that ends by itself is seen at once; steps are only counted
+                    running.wait(LOOK_SECONDS)  # returns at once if the run ends; steps are counted by polling
                 seconds, steps = time.monotonic() - began, count_lines(run_dir / METRICS_FILE)
                 tell(f"a short run: {steps} steps after {seconds:.0f} s")
                 enough = ENOUGH_STEPS if seconds < CALIBRATION_SECONDS else FIRST_STEPS + LEAST_STEPS
@@ -127,7 +127,7 @@ def make_short_run(config: Config, *, folder: Path, tell: Callable[[str], None])
 
 def _end(running: subprocess.Popen[bytes]) -> None:
     if running.poll() is None:
-        running.terminate()  # SIGINT is ignored by what a shell has started in the background
+        running.terminate()  # a shell makes its background processes ignore SIGINT
         try:
             running.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -162,10 +162,12 @@ def _short(config: Config, folder: Path) -> Config:
 
 
 def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int | None = None) -> Calibration:
-    """Return what the run in `run_dir` has shown of its costs. `planned`: what is to run at them; where that computes
-    something else, a note says so. `cores`: of the machine it ran on; None: as many as here.
+    """Return the costs of the run in `run_dir`.
 
-    Raises `ConfigError`, naming what is missing, where the folder does not tell enough.
+    `planned` is the configuration to plan; a note is added for each key that affects costs and differs in it. `cores`
+    is the number of cores of the run's machine; None: the number of this machine.
+
+    Raises `ConfigError`, which names the missing data, if the folder does not have enough.
     """
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder; give the folder of a run, for example runs/addition")
@@ -183,7 +185,7 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
             raise ConfigError(
                 f"{run_dir}: timeline.jsonl is missing, or tells nothing of {role} processes, as in a replay"
             )
-    steps = records.steps[max(FIRST_STEPS, made // 5) - 1 :]  # in the first fifth of a long run much builds up
+    steps = records.steps[max(FIRST_STEPS, made // 5) - 1 :]  # queues still fill in the first fifth of a long run
     lengths = [group for step in steps for group in step.response_lengths if group]
     if not lengths:
         raise ConfigError(
@@ -197,7 +199,7 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
 
 
 def value_of(config: Config, key: str) -> object:
-    """Return what `config` has for `key`, for example `trainer.lr`."""
+    """Return the value of `key` in `config`, for example of `trainer.lr`."""
     found: object = config
     for name in key.split("."):
         found = getattr(found, name)
@@ -205,7 +207,7 @@ def value_of(config: Config, key: str) -> object:
 
 
 class _Reader:
-    """The figures of a run from the end of the first of `steps` to the end of the last."""
+    """The figures of a run from the end of the first of `steps` to the end of the last one."""
 
     def __init__(self, config: Config, records: Records, steps: Sequence[StepReport], *, cores: int) -> None:
         self._config = config
@@ -222,7 +224,7 @@ class _Reader:
         )
 
     def calibration(self, name: str) -> Calibration:
-        """Return all that was found."""
+        """Return all costs, with notes on assumptions."""
         config, groups = self._config, self._sum("groups")
         done = self._counted("rollout", "groups_done_total") or groups
         simulated = config.gserver.engine == "simulated"
@@ -295,7 +297,7 @@ class _Reader:
         return Calibration(costs=costs, of=name, steps=len(self._steps), seconds=sum(self._gaps), notes=self._notes)
 
     def _trainer_gain(self) -> float:
-        """Share of a core that a thread of the trainer had while it computed; 1 where it had it for itself."""
+        """Return the share of a core that each computing thread of the trainer got; 1 if it had a core for itself."""
         if not (self._on_cpu and self._told):
             return 1.0
         threads = self._config.trainer.workers * self._config.trainer.threads
@@ -303,16 +305,16 @@ class _Reader:
         return min(1.0, self._used("model_worker") / wall) if wall else 1.0
 
     def _others(self) -> float:
-        """Cores that other work on the machine kept busy; 0 where nobody knows, or where the run had several hosts."""
+        """Return the cores kept busy by other work on the machine; 0 if unknown or if the run had several hosts."""
         machine = self._counted("controller", MACHINE_SECONDS)
         ours = sum(self._used(role) for role in ROLES)
         watched = self._added("controller", lambda a, b: 0.0 if _began_anew(a, b) else b.time - a.time)
         return min(max(0.0, machine - ours) / watched, self._cores) if watched else 0.0
 
     def _decode(self) -> tuple[float, float, float]:
-        """Seconds of a decode step, of each request in it, and of each token of a prompt.
+        """Return the seconds of a decode step, of each request in it, and of each prompt token.
 
-        The least squares fit, without negative terms, of what each gserver computed between two heartbeats.
+        A non-negative least squares fit of the work of each gserver between two heartbeats.
         """
         rows: list[tuple[float, float, float, float]] = []
         simulated = self._config.gserver.engine == "simulated"
@@ -337,7 +339,7 @@ class _Reader:
                 "between two heartbeats of timeline.jsonl; let the run go on for longer"
             )
         table = np.array(rows)
-        if simulated:  # each request has a pace of its own, whatever others do
+        if simulated:  # each request has its own pace, independent of other requests
             return float(table[:, 0].sum() / table[:, 1].sum()), 0.0, 0.0
         step, request, prompt = fit(table[:, 1:], table[:, 0])
         return step, request, prompt
@@ -356,12 +358,12 @@ class _Reader:
         return [entries for name, entries in self._records.heartbeats.items() if name.startswith(f"{role}/")]
 
     def _counted(self, role: str, counter: str) -> float:
-        """Return how much `counter` grew in all processes of `role` from the first step to the last."""
+        """Return the growth of `counter` in all processes of `role` from the first step to the last."""
         return self._added(role, lambda before, after: _growth(before, after, counter))
 
     def _added(self, role: str, between: Callable[[HeartbeatEntry, HeartbeatEntry], float]) -> float:
-        """Return what there was `between` each heartbeat and the next, from the first step to the last, in all
-        processes of `role`."""
+        """Return the sum of `between` over consecutive heartbeats, from the first step to the last, in all processes of
+        `role`."""
         total = 0.0
         for entries in self._of_role(role):
             times = [entry.time for entry in entries]
@@ -370,7 +372,7 @@ class _Reader:
         return total
 
     def _used(self, role: str) -> float:
-        """Processor seconds of all processes of `role` and of their children."""
+        """Return the processor seconds of all processes of `role` and of their children."""
         return self._counted(role, PROCESSOR_SECONDS) + self._counted(role, CHILDREN_SECONDS)
 
     def _sum(self, metric: str) -> float:
@@ -381,8 +383,11 @@ class _Reader:
 
 
 def _growth(before: HeartbeatEntry, after: HeartbeatEntry, counter: str) -> float:
-    """Return how much a counter grew. Of a process that was started again in between, which was away and then loaded
-    what it needs, that is nothing; the counter begins anew."""
+    """Return the growth of a counter between two heartbeats.
+
+    If the process was restarted in between, the counter starts at 0 again and the growth counts as 0: the process was
+    down for some of the time and then loaded its state.
+    """
     if _began_anew(before, after):
         return 0.0
     old, new = (float(entry.stats.get(counter, 0.0)) for entry in (before, after))
@@ -390,15 +395,16 @@ def _growth(before: HeartbeatEntry, after: HeartbeatEntry, counter: str) -> floa
 
 
 def _began_anew(before: HeartbeatEntry, after: HeartbeatEntry) -> bool:
-    """Whether the process was started again in between."""
+    """Return whether the process was restarted in between."""
     return after.stats.get(PROCESSOR_SECONDS, 0.0) < before.stats.get(PROCESSOR_SECONDS, 0.0)
 
 
 def fit(terms: NDArray[np.float64], sums: NDArray[np.float64]) -> tuple[float, ...]:
-    """Weights, none of them negative, with which `terms`, [rows, n], add up to `sums`, [rows], as nearly as can be.
+    """Return non-negative weights for `terms`, [rows, n], whose weighted sum is closest to `sums`, [rows].
 
-    Nearest in the sum of squares; of all sets of terms the best whose weights come out positive, which is the
-    solution, since n is small and the problem convex. Terms that are 0 throughout have weight 0.
+    Closest in the sum of squares. Every subset of terms is fitted without constraints, and the best fit with
+    non-negative weights is returned: this is the solution, since the problem is convex, and cheap, since n is small.
+    Terms that are 0 in all rows have weight 0.
     """
     n = terms.shape[1]
     best, best_error = np.zeros(n), math.inf

@@ -1,11 +1,11 @@
-"""Whether a model fits on so many GPUs, how they are best divided, and what a weight update moves. Pure.
+"""Capacity planning: whether a model fits on a number of GPUs, their best division, and the traffic of a weight update.
 
-Everything here is computed from the model's shape; nothing is measured. Weights, gradients, the optimizer and the KV
-cache are exact counts of what streamrl allocates (tests compare them with allocations); activations and rates are
-estimates, from the constants below. docs/scale.md shows what comes out for models of 7B, 32B and 70B.
+Everything here is computed from the model's shape; nothing is measured. Weights, gradients, optimizer state and KV
+cache are exact counts of streamrl's allocations (tests compare them with real ones); activations and rates are
+estimates from the constants below. docs/scale.md shows the results for models of 7B, 32B and 70B. Pure.
 
-A model is trained by the torch backend, sharded (FSDP2), where data and context parallelism are all that is used, else
-by Megatron with its distributed optimizer; activations are computed again in the backward pass, layer by layer. It is
+If only data and context parallelism are used, the model is trained by the torch backend, sharded (FSDP2), else by
+Megatron with its distributed optimizer. Activations are recomputed in the backward pass, layer by layer. The model is
 served by SGLang in bfloat16.
 """
 
@@ -28,27 +28,27 @@ GIB = 2**30
 RESERVED = 0.08
 """Share of a GPU's memory for the CUDA context, NCCL's buffers and fragmentation."""
 TRAINED_SHARE = 0.32
-"""Share of a GPU's peak that training reaches, the forward pass that is done again counted: what the torch backend did
-with 1.2 billion weights on an H200 (`benchmarks/results/gpu-h200.json`); Megatron's did 0.36."""
+"""Share of a GPU's peak that training reaches, with the recomputed forward pass counted: measured for the torch backend
+with 1.2 billion weights on an H200 (`benchmarks/results/gpu-h200.json`); Megatron reached 0.36."""
 DECODED_SHARE = 0.4
-"""Share of a GPU's peak that decoding reaches where arithmetic limits it; not measured."""
+"""Share of a GPU's peak that decoding reaches if it is limited by arithmetic; not measured."""
 BANDWIDTH_SHARE = 0.6
 """Share of the memory's bandwidth that decoding reaches."""
 LINK_SHARE = 0.8
 """Share of a host's network bandwidth that a broadcast reaches."""
 HEAD_CHUNK_TOKENS = 1024
-"""Tokens whose logits are alive at once in training (`trainer/backends/torch.py`)."""
+"""Tokens in a chunk of the head: only the logits of one chunk are held at once (`trainer/backends/torch.py`)."""
 LOGIT_BYTES = 24
 """Bytes for one of these logits, forward and backward: in bfloat16, in float32, scaled, as a probability, its products,
 and their gradients."""
 PREFILL_TOKENS = 8192
-"""Prompt tokens that a server computes at once."""
+"""Prompt tokens that a server computes in one batch."""
 MOST_RUNNING = 256
-"""Responses that a server decodes together at most."""
+"""Most responses that a server decodes together."""
 MOST_CONTEXT = 32
-"""Ranks of context parallelism that are tried."""
+"""Most ranks of context parallelism that are tried."""
 BETTER = 0.02
-"""A division has to be faster by this share to be preferred to a simpler one."""
+"""Share by which a division has to be faster to be preferred to a simpler one."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,35 +62,39 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     memory_tb_s: float = 3.35
     """Bandwidth of a GPU's memory."""
     host_gbit_s: float = 3200.0
-    """Network of one host, all its cards together."""
+    """Network bandwidth of one host, all its cards together."""
 
     @property
     def usable(self) -> float:
-        """Bytes of a GPU that may be filled."""
+        """Usable bytes of a GPU's memory."""
         return self.gpu_memory_gib * GIB * (1 - RESERVED)
 
     @property
     def link(self) -> float:
-        """Bytes per second that reach a GPU over the network when all of its host receive."""
+        """Bytes per second that reach a GPU over the network when all GPUs of its host receive."""
         return self.host_gbit_s / 8 * 1e9 * LINK_SHARE / self.gpus_per_host
 
 
 class Roles(msgspec.Struct, frozen=True, kw_only=True):
-    """What the trainer has besides the policy, and what it trains of that."""
+    """Models that the trainer holds in addition to the policy, and how the policy is trained."""
 
     lora_rank: int = 0
-    """The rank of the adapters of all linear layers, trained instead of the policy's weights (`model.lora.rank`); 0:
-    the weights themselves are trained."""
+    """Rank of the adapters of all linear layers, which are trained instead of the policy's weights (`model.lora.rank`);
+    0: the weights themselves are trained."""
     critic: bool = False
-    """On the policy's body (`algorithm.advantage = "gae"`)."""
+    """Whether there is a critic, on a body like the policy's (`algorithm.advantage = "gae"`)."""
     reference: bool = False
-    """A frozen policy (`algorithm.kl_coef`). With adapters it is the policy without them, and takes no memory."""
+    """Whether there is a frozen policy (`algorithm.kl_coef`). With adapters it is the policy without them, and takes no
+    memory."""
 
     @property
     def passes(self) -> int:
-        """Forward passes' worth of arithmetic for a token in a step, for whatever there is: `actor_inf`, and in
-        `actor_train` the forward pass, again for the activations, and the backward pass, which is two where weights
-        have gradients, and one where only what goes into them has. A critic has as many, and a reference one."""
+        """Arithmetic of a step for one token, in forward passes, over all roles.
+
+        The policy: `actor_inf`, and in `actor_train` the forward pass, its recomputation, and the backward pass, which
+        counts as two where weights have gradients, and as one where only their inputs do. A critic has as many as a
+        policy without adapters; a reference has one.
+        """
         trained = 1 + 1 + 1 + 2
         return trained - (1 if self.lora_rank else 0) + (trained if self.critic else 0) + (1 if self.reference else 0)
 
@@ -105,14 +109,14 @@ ONLY_POLICY = Roles()
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """What the GPUs are to do."""
+    """The lengths of sequences, and the roles in training."""
 
     context: int = 16384
     """Longest prompt and response together, in tokens."""
     mean_context: int = 4096
-    """What it is on average."""
+    """Mean of a prompt and response together, in tokens."""
     microbatch_tokens: int = 8192
-    """Tokens of rows that are computed together (`trainer.max_tokens_per_microbatch`); a longer row is alone."""
+    """Tokens of the rows of one micro-batch (`trainer.max_tokens_per_microbatch`); a longer row is one by itself."""
     roles: Roles = ONLY_POLICY
 
 
@@ -140,20 +144,20 @@ class TrainerLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainerMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes on the fullest of the trainer's GPUs, while the role that needs most of them computes."""
+    """Bytes on the fullest of the trainer's GPUs, while the role that needs the most memory computes."""
 
     weights: float
-    """As they are computed with, at rest; of the policy, with its adapters."""
+    """The policy's weights, with its adapters, in the precision in which they are kept between steps."""
     optimizer: float
-    """The policy's optimizer: both moments, and master weights where they are separate."""
+    """The policy's optimizer: both moments, and master weights if they are separate."""
     critic: float = 0.0
-    """What the critic has at rest."""
+    """Weights and optimizer of the critic between steps, with Megatron also its gradients."""
     reference: float = 0.0
     """Weights of the reference."""
     gradients: float
-    """Gradients of the role that is computing; with Megatron those of the policy stay allocated."""
+    """Gradients of the role that is computing; with Megatron the policy's gradients, which stay allocated."""
     gathered: float
-    """Whole layers that sharded ranks put together while they compute them."""
+    """Whole layers that sharded ranks gather while they compute them."""
     activations: float
     logits: float
 
@@ -176,26 +180,26 @@ class ServerMemory(msgspec.Struct, frozen=True, kw_only=True):
     kv_token: float
     """Bytes of one token in the KV cache."""
     kv_room: float
-    """Bytes left for the KV cache; negative: bytes missing."""
+    """Bytes left for the KV cache; negative: the number of missing bytes."""
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that fit."""
+        """Tokens that fit into the KV cache."""
         return max(0, int(self.kv_room / self.kv_token))
 
 
 class UpdateTraffic(msgspec.Struct, frozen=True, kw_only=True):
-    """What one weight update moves, in bytes, and how long it takes."""
+    """Bytes that one weight update moves, and how long it takes."""
 
     weights: int
-    """As they are served."""
+    """All weights, in the served precision."""
     per_link: float
-    """Sent by the trainer's first rank, and received by each GPU of a gserver, whatever its part of them is."""
+    """Sent by the trainer's first rank, and received by each GPU of a gserver, regardless of its slice of the model."""
     seconds: float
 
 
 class Division(msgspec.Struct, frozen=True, kw_only=True):
-    """GPUs divided between trainer and gservers, and what comes of it."""
+    """A division of the GPUs between trainer and gservers, with its memory and rates."""
 
     layout: TrainerLayout
     gservers: int
@@ -206,20 +210,20 @@ class Division(msgspec.Struct, frozen=True, kw_only=True):
     running: int
     """Responses of mean length that all gservers together hold."""
     trained_per_second: float
-    """Tokens that the trainer can train on."""
+    """Tokens per second that the trainer can train on."""
     generated_per_second: float
-    """Tokens that the gservers can generate."""
+    """Tokens per second that the gservers can generate."""
     update: UpdateTraffic
     checkpoint: int
-    """Bytes: float32 weights and both moments of all that is trained."""
+    """Bytes of a checkpoint: float32 weights and both moments of all trained weights."""
     lacking: float
-    """Bytes that the GPU that lacks most of them lacks; 0: it fits."""
+    """Bytes missing on the GPU with the largest shortage; 0: the division fits."""
     lacks: str
-    """Where."""
+    """The GPU with this shortage, in words; empty if the division fits."""
 
     @property
     def tokens_per_second(self) -> float:
-        """What both pools keep up with."""
+        """Tokens per second of the slower pool."""
         return min(self.trained_per_second, self.generated_per_second)
 
 
@@ -239,11 +243,11 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
 def trainer_memory(
     shape: Shape, layout: TrainerLayout, *, tokens: int, shard: bool = True, roles: Roles = ONLY_POLICY
 ) -> TrainerMemory:
-    """Return what the fullest rank holds; `tokens`: of one micro-batch, over all ranks of the context dimension.
+    """Return the memory of the fullest rank; `tokens`: of one micro-batch, over all ranks of the context dimension.
 
-    An upper bound over pipeline stages: as many micro-batches under way as in the first, and the logits of the last.
-    The torch backend computes in bfloat16 with float32 weights, Megatron with bfloat16 weights and float32 gradients.
-    `shard`: whether data-parallel ranks share what they hold, or each has all of it.
+    An upper bound over pipeline stages: with as many micro-batches in flight as in the first stage, and the logits of
+    the last. The torch backend computes in bfloat16 with float32 weights, Megatron with bfloat16 weights and float32
+    gradients. `shard`: whether data-parallel ranks share their state, or each holds all of it.
     """
     policy = _held(shape, layout, _ends(shape, layout), shard=shard)
     body = _held(shape, layout, shape.embedding, shard=shard)  # the critic's
@@ -280,21 +284,21 @@ def trainer_memory(
 
 
 class Held(NamedTuple):
-    """How many weights of a model the rank with the most has."""
+    """Number of weights on the rank that has the most."""
 
     whole: float
     """Weights in its tensor, pipeline and expert slice of the model."""
     own: float
-    """The part of `whole` that this rank stores when its data and context ranks share the weights among them."""
+    """Share of `whole` that this rank stores if its data and context ranks shard the weights."""
 
 
 def _ends(shape: Shape, layout: TrainerLayout) -> int:
-    """Embedding and head, as far as one stage has both."""
+    """Return the weights of embedding and head, both if one stage has both."""
     return shape.embedding if layout.pipeline > 1 or shape.tied else 2 * shape.embedding
 
 
 def _held(shape: Shape, layout: TrainerLayout, ends: int, *, shard: bool) -> Held:
-    """`ends`: numbers of embedding and head."""
+    """Return the weights of the fullest rank; `ends`: number of weights of embedding and head."""
     layers = math.ceil(shape.layers / layout.pipeline)
     spread = layout.data * layout.context if shard else 1
     found = Held(0.0, 0.0)
@@ -308,10 +312,10 @@ def _held(shape: Shape, layout: TrainerLayout, ends: int, *, shard: bool) -> Hel
 
 
 def _gathered(shape: Shape, held: Held, ends: int, *, sharded: bool, adapter: int = 0) -> float:
-    """Return what the torch backend puts together of a model with `held` weights while it computes."""
+    """Return the bytes that the torch backend gathers or copies of a model with `held` weights while it computes."""
     if not sharded:
         return 2 * (adapter or held.whole)  # copies in bfloat16 of all float32 weights, which autocast keeps
-    # a layer and the next one are gathered as they are kept, and cast; the rest stays whole for a whole pass
+    # two layers at a time are gathered in their stored precision, and cast; the rest stays whole for the whole pass
     layer, rest = shape.largest_layer, ends + shape.hidden_size
     if adapter:
         frozen = 2 * 2 * layer + 2 * rest
@@ -320,21 +324,21 @@ def _gathered(shape: Shape, held: Held, ends: int, *, sharded: bool, adapter: in
 
 
 def _activations(shape: Shape, layout: TrainerLayout, tokens: int, *, layers: int, residual: int) -> float:
-    """Return an estimate: what goes into each layer is kept, and one layer at a time is computed again with all that
-    its backward pass needs, and the gradients of that. `residual`: bytes of a number between layers."""
+    """Return an estimate of the bytes of activations: the input of each layer, and everything that the backward pass of
+    one recomputed layer needs, with its gradients. `residual`: bytes of a number between layers."""
     mine = tokens / layout.context
     kept = residual * shape.hidden_size * (layers + 1)
-    in_flight = layout.pipeline  # micro-batches that the first stage has forwarded and not yet taken back
+    in_flight = layout.pipeline  # micro-batches of the first stage that are between forward and backward pass
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     recomputed = (3 * residual + 8) * shape.hidden_size + (8 * heads + 8 * shape.width) / layout.tensor
     if shape.experts:
-        recomputed += 4 * shape.experts_per_token * shape.hidden_size  # tokens as they go to their experts and back
+        recomputed += 4 * shape.experts_per_token * shape.hidden_size  # tokens sent to their experts, and back
     return mine * (kept * in_flight + 1.5 * recomputed)
 
 
 def server_memory(shape: Shape, machine: Machine, *, tensor: int) -> ServerMemory:
-    """Return what a GPU of a gserver over `tensor` GPUs holds. Key-value heads that there are too few of are held by
-    several."""
+    """Return the memory of one GPU of a gserver over `tensor` GPUs. If there are fewer key-value heads than GPUs, some
+    GPUs hold the same head."""
     working = PREFILL_TOKENS * 2 * (6 * shape.hidden_size + 3 * shape.width / tensor)
     working += MOST_RUNNING * 8 * shape.vocab_size + 256 * 2**20
     weights = 2 * shape.parameters / tensor
@@ -351,8 +355,8 @@ def server_memory(shape: Shape, machine: Machine, *, tensor: int) -> ServerMemor
 
 
 def update_traffic(shape: Shape, machine: Machine, *, gservers: int) -> UpdateTraffic:
-    """Return the traffic of an update by broadcast: the weights are sent along the ranks, each of which passes them on
-    once, so all of them pass each link once."""
+    """Return the traffic of an update by broadcast: weights are sent along the ranks, each rank forwards them once, and
+    so all of them pass each link once."""
     weights = 2 * shape.parameters
     per_link = float(weights) if gservers else 0.0
     return UpdateTraffic(weights=weights, per_link=per_link, seconds=per_link / machine.link)
@@ -366,7 +370,7 @@ def trained_per_second(
 
 
 def generated_per_second(shape: Shape, machine: Machine, *, tensor: int, running: int, mean_context: int) -> float:
-    """Return an estimate for one gserver: a decode step reads the weights and what is in the KV cache, and computes."""
+    """Return an estimate for one gserver: a decode step reads the weights and the used KV cache, and computes."""
     if running == 0:
         return 0.0
     touched = min(shape.experts, running * shape.experts_per_token)  # experts that some token of the step needs
@@ -384,7 +388,7 @@ def generated_per_second(shape: Shape, machine: Machine, *, tensor: int, running
 def division(
     shape: Shape, machine: Machine, job: Workload, *, layout: TrainerLayout, gservers: int, server_tensor: int
 ) -> Division:
-    """Work out one division; raises `ModelError` where the model cannot be cut so, `ConfigError` where GPUs lack."""
+    """Compute one division; raises `ModelError` if the model cannot be cut so, `ConfigError` with too few GPUs."""
     check_layout(shape, layout, gpus_per_host=machine.gpus_per_host, roles=job.roles)
     _check_server(shape, server_tensor, gpus_per_host=machine.gpus_per_host)
     needed = layout.world + gservers * server_tensor
@@ -428,7 +432,7 @@ def division(
 
 
 def check_layout(shape: Shape, layout: TrainerLayout, *, gpus_per_host: int, roles: Roles = ONLY_POLICY) -> None:
-    """Raise `ModelError` if the model cannot be cut as `layout` says, or not for these `roles`."""
+    """Raise `ModelError` if the model cannot be cut by `layout`, or not for these `roles`."""
     problems = [
         f"{what} = {count} is no multiple of {name} {parts}"
         for what, count, name, parts in (
@@ -475,10 +479,10 @@ def capacity_plan(
     gservers: int | None = None,
     server_tensor: int | None = None,
 ) -> CapacityPlan:
-    """Work out all divisions of the GPUs, or those that have what is given, and recommend one.
+    """Compute all divisions of the GPUs, or only those with the given sizes, and recommend one.
 
-    Of those that fit, the one is recommended in which the slower of both pools is fastest; among near ones, that with
-    the simplest layout. Raises `ConfigError` when none fits, with what the nearest one lacks.
+    Among the divisions that fit, the one with the fastest slower pool is recommended; of divisions within `BETTER` of
+    it, the one with the simplest layout. Raises `ConfigError` if none fits, with the shortage of the nearest one.
     """
     if machine.gpus < 2:
         raise ConfigError(f"--gpus {machine.gpus}: a division needs one GPU for the trainer and one for a gserver")
@@ -518,7 +522,7 @@ def capacity_plan(
 
 
 def _ordered(fitting: Sequence[Division]) -> list[Division]:
-    """Return `fitting` with the recommended one first, then the others by what they reach."""
+    """Return `fitting` with the recommended division first, then the others by throughput."""
     fastest = max(one.tokens_per_second for one in fitting)
 
     def simplicity(one: Division) -> tuple[int, int, int, int, float]:
@@ -550,7 +554,7 @@ def _reason(ordered: Sequence[Division], machine: Machine, *, tried: int) -> str
 
 
 def _servers(shape: Shape, machine: Machine, *, gservers: int | None, tensor: int | None) -> Iterator[tuple[int, int]]:
-    """GPUs of a gserver, and how many of them."""
+    """Yield the possible (GPUs of a gserver, number of gservers)."""
     for width in [tensor] if tensor else _powers(machine.gpus_per_host):
         try:
             _check_server(shape, width, gpus_per_host=machine.gpus_per_host)
@@ -561,13 +565,13 @@ def _servers(shape: Shape, machine: Machine, *, gservers: int | None, tensor: in
         most = (machine.gpus - 1) // width
         if gservers:
             counts: Sequence[int] = [gservers] if gservers <= most else []
-        else:  # so many that what is left can be divided well
+        else:  # only counts that leave a number of GPUs that divides well
             counts = [count for count in range(1, most + 1) if _is_round(machine.gpus - width * count, machine.gpus)]
         yield from ((width, count) for count in counts)
 
 
 def _is_round(gpus: int, of: int) -> bool:
-    """Whether that many GPUs are a multiple of a good part of them all."""
+    """Return whether `gpus` is a multiple of a sixteenth of all GPUs."""
     return gpus % max(1, of // 16) == 0
 
 
@@ -583,7 +587,7 @@ def _layouts(
     context: int | None,
     expert: int | None,
 ) -> Iterator[TrainerLayout]:
-    """Layouts of at most `gpus`, of as many as they divide evenly."""
+    """Yield the layouts over `gpus` GPUs; with a given `data`, also over fewer."""
     for tensors in [tensor] if tensor else _powers(machine.gpus_per_host):
         for stages in [pipeline] if pipeline else _powers(min(shape.layers, gpus)):
             for contexts in [context] if context else _powers(min(MOST_CONTEXT, gpus)):
@@ -602,21 +606,21 @@ def _layouts(
                         check_layout(shape, layout, gpus_per_host=machine.gpus_per_host, roles=roles)
                     except ModelError:
                         if given and len(experts) == 1:
-                            yield layout  # whoever asked for it is told why it cannot be
+                            yield layout  # it was requested: `division` raises the reason why it is impossible
                         continue
                     yield layout
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
+    """Return 1, 2, 4, ... up to `most`."""
     return [2**i for i in range(max(1, most).bit_length())]
 
 
-# --- words ---------------------------------------------------------------------------------------
+# --- output --------------------------------------------------------------------------------------
 
 
 def as_json(plan: CapacityPlan) -> str:
-    """Return all of the plan as JSON, in bytes and seconds, with the properties that people are shown."""
+    """Return the plan as JSON, in bytes and seconds, with the computed properties that people are shown."""
     tree = msgspec.to_builtins(plan)
     tree["shape"]["parameters"] = plan.shape.parameters
     for told, one in zip(tree["divisions"], plan.divisions, strict=True):
@@ -627,11 +631,11 @@ def as_json(plan: CapacityPlan) -> str:
 
 
 SHOWN = 8
-"""Divisions that are shown to people."""
+"""Most divisions that are shown to people."""
 
 
 def shown(plan: CapacityPlan) -> RenderableType:
-    """Return the recommended division in full, and what else fits."""
+    """Return the recommended division in full, and a table of the divisions that fit."""
     best, machine = plan.divisions[0], plan.machine
     parts = Table(box=SIMPLE_HEAD, pad_edge=False)
     parts.add_column("of one GPU")
@@ -680,7 +684,7 @@ def _title(plan: CapacityPlan) -> str:
 
 
 def memory_rows(one: Division, machine: Machine, job: Workload) -> Iterator[tuple[str, float, str]]:
-    """Where, how many bytes, and what they are, for one GPU of each pool."""
+    """Yield (pool, bytes, description) for one GPU of each pool."""
     trainer, server = one.trainer, one.server
     yield "trainer", trainer.weights, "weights"
     yield "trainer", trainer.gradients, "gradients"

@@ -1,4 +1,4 @@
-"""What GPUs can do at best, by name, from their makers' data sheets."""
+"""Peak rates of GPUs by name, from their makers' data sheets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """What one GPU can do at best."""
+    """Peak rates of one GPU."""
 
     tflops: float
     """Dense bfloat16 matrix products with float32 sums."""
@@ -35,9 +35,9 @@ PEAKS: tuple[tuple[str, Peak], ...] = (
     (r"RTX 4090", Peak(165.0, 1.008)),
     (r"RTX 3090", Peak(71.0, 0.936)),
 )
-"""The first pattern that is found in a name holds."""
+"""The first pattern that matches a name counts."""
 
 
 def peak_of(name: str) -> Peak | None:
-    """Return the peak of the GPU that CUDA calls `name`; None: it is not in the list."""
+    """Return the peak of the GPU that CUDA calls `name`; None if it is not in the list."""
     return next((peak for pattern, peak in PEAKS if re.search(pattern, name)), None)

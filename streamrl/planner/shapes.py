@@ -1,6 +1,7 @@
-"""How many weights a model has, and what it computes: those of published models by name, or one of a folder.
+"""Numbers of weights and of operations of a model: a published one by name, or the model in a folder.
 
-Only what decides memory, traffic and arithmetic counts; weights are not needed. Pure but for reading a `config.json`.
+Only properties that decide memory, traffic and arithmetic count; the weights themselves are not needed. Pure but for
+reading a `config.json`.
 """
 
 from __future__ import annotations
@@ -17,34 +18,34 @@ from streamrl.records.metrics import FINAL_FILE, Final
 
 
 class Shape(Architecture, frozen=True, kw_only=True):
-    """An architecture, counted; sizes are counts of numbers, not bytes."""
+    """An architecture with its counts; sizes are counts of numbers, not bytes."""
 
     name: str
 
     @classmethod
     def of(cls, name: str, architecture: Architecture) -> Shape:
-        """`architecture` as the model called `name`."""
+        """Return `architecture` as the shape of a model called `name`."""
         return cls(name=name, **msgspec.structs.asdict(architecture))
 
     @property
     def parameters(self) -> int:
-        """All weights, a tied head once."""
+        """All weights; a tied head is counted once."""
         return self.layers_between(0, self.layers) + self.embedding * (1 if self.tied else 2) + self.hidden_size
 
     @property
     def active_parameters(self) -> int:
-        """Weights that one token is multiplied with: without the embedding, which is looked up, and other experts."""
+        """Weights that one token is multiplied with: without the embedding, which is a look-up, and other experts."""
         idle = 0 if self.moe is None else len(self.moe.layers) * (self.moe.experts - self.moe.top_k) * self.expert
         return self.parameters - idle - (0 if self.tied else self.embedding)
 
     @property
     def embedding(self) -> int:
-        """The embedding, or the head."""
+        """Weights of the embedding, or of the head."""
         return self.vocab_size * self.hidden_size
 
     @property
     def experts(self) -> int:
-        """Experts in a layer of experts; 0: the model has no such layer."""
+        """Experts in a layer of experts; 0 if the model has no such layer."""
         return 0 if self.moe is None else self.moe.experts
 
     @property
@@ -53,27 +54,28 @@ class Shape(Architecture, frozen=True, kw_only=True):
 
     @property
     def expert(self) -> int:
-        """One expert: gate, up and down."""
+        """Weights of one expert: gate, up and down."""
         return 0 if self.moe is None else 3 * self.hidden_size * self.moe.intermediate_size
 
     @property
     def largest_layer(self) -> int:
-        """The decoder layer that has most weights."""
+        """Weights of the largest decoder layer."""
         different = range(1 if self.moe is None else self.layers)
         return max(self.layers_between(layer, layer + 1) for layer in different)
 
     @property
     def width(self) -> int:
-        """Numbers between the matrices of the widest feed-forward network, of those experts that a token meets."""
+        """Intermediate numbers of a token in the widest feed-forward network; in a layer of experts, of all the experts
+        that it is routed to."""
         dense = 0 if self.moe is not None and len(self.moe.layers) == self.layers else self.intermediate_size
         return max(dense, 0 if self.moe is None else self.moe.top_k * self.moe.intermediate_size)
 
     def layers_between(self, first: int, end: int) -> int:
-        """Return the decoder layers from `first` up to `end`."""
+        """Return the number of weights of the decoder layers from `first` up to `end`."""
         return self.dense_between(first, end) + self.sparse_between(first, end) * self.experts * self.expert
 
     def dense_between(self, first: int, end: int) -> int:
-        """Return what these have besides experts."""
+        """Return the number of weights of these layers without their experts."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         each = 2 * self.hidden_size * (queries + keys) + 2 * self.hidden_size
         each += queries + 2 * keys if self.qkv_bias else 0
@@ -88,7 +90,8 @@ class Shape(Architecture, frozen=True, kw_only=True):
         return 0 if self.moe is None else sum(first <= layer < end for layer in self.moe.layers)
 
     def adapter(self, rank: int) -> int:
-        """Low-rank adapters of all linear layers of the decoder (`model.lora.target_modules` as it is by default)."""
+        """Return the number of weights of low-rank adapters of all linear layers of the decoder (the default of
+        `model.lora.target_modules`)."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = 2 * (self.hidden_size + queries) + 2 * (self.hidden_size + keys)
         found = self.layers * attention
@@ -104,8 +107,10 @@ class Shape(Architecture, frozen=True, kw_only=True):
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     def forward_flops(self, context: int) -> float:
-        """Floating-point operations of one token in one forward pass, on average over a sequence of `context` tokens:
-        two for each weight, and four for each number of a query and each token that it attends to."""
+        """Return the floating-point operations of one token in one forward pass, on average over `context` tokens.
+
+        They are two for each weight, and four for each number of a query and each token that it attends to.
+        """
         attention = 4 * self.layers * self.heads * self.head_dim * context / 2
         return 2.0 * self.active_parameters + attention
 
@@ -165,15 +170,15 @@ _PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Llama-3-8B": _LLAMA3 | _sizes(4096, 14336, 32, 32),
     "Llama-3-70B": _LLAMA3 | _sizes(8192, 28672, 80, 64),
 }
-"""From the `config.json` that was published with each model: what is counted here."""
+"""The counted settings of the `config.json` that was published with each model."""
 KNOWN = {name: Shape.of(name, architecture_of(settings)) for name, settings in _PUBLISHED.items()}
 
 
 def shape_of(wanted: str) -> Shape:
-    """Return the known shape called `wanted`, or ending so after a dash (`70B`), or that of a folder: a model's, or a
-    run's, whose model workers have reported it.
+    """Return the shape of a known model or of a folder.
 
-    Raises `ModelError` with the known names.
+    `wanted` is a known name, or its end after a dash (`70B`), or the folder of a model, or the folder of a run after
+    its model workers have reported the model. Raises `ModelError` with the known names.
     """
     folder = Path(wanted).expanduser()
     if folder.is_dir():
@@ -191,7 +196,7 @@ def shape_of(wanted: str) -> Shape:
 
 
 def _reported(run_dir: Path) -> Architecture:
-    """Return the configuration of the transformer that the run in `run_dir` has trained."""
+    """Return the configuration of the transformer that the run in `run_dir` trained."""
     try:
         final = msgspec.json.decode((run_dir / FINAL_FILE).read_bytes(), type=Final)
         return msgspec.convert((final.status or {})["model"], Architecture)

@@ -1,13 +1,12 @@
-"""A run in virtual time: what the settings of a configuration make of given costs.
+"""Discrete-event simulation of a run: throughput and staleness of a configuration at given costs, in virtual time.
 
-Admission, routing and the forming of batches are not modelled but done, by the code that does them in a run
-(`Ledger`, `Admissions`, `Fleet`, `AsyncIOSequenceBuffer`, `BatchFormer`). Simulated are the things that take time:
-decode steps, rollout workers, rewards, training, publications. Pure and seeded: the same arguments give the same
-answer.
+Admission, routing and batch forming are not modelled: they are done by the code that does them in a run (`Ledger`,
+`Admissions`, `Fleet`, `AsyncIOSequenceBuffer`, `BatchFormer`). Only the work that takes time is simulated: decode
+steps, rollout workers, rewards, training and publications. Pure and seeded: the same arguments give the same result.
 
-Time goes from event to event. Where pools share the cores of one machine, work is counted in processor seconds and
-every thread that computes gets the same share of the cores (`_Processor`). A gserver computes whole decode steps of all
-its requests together; as many as nothing happens in are one event (`_Gserver`).
+Time advances from event to event. Where pools share the cores of one machine, work is counted in processor seconds and
+every computing thread gets the same share of the cores (`_Processor`). A gserver computes whole decode steps of all its
+requests together; consecutive steps without another event are one event (`_Gserver`).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from streamrl.transport.generation import ServerInfo
 from streamrl.types import SampleMeta
 
 TIE = 1e-9
-"""Seconds that rounding may put between two things that happen together."""
+"""Largest rounding difference, in seconds, between simultaneous events."""
 
 GENERATING, PAUSED, NO_ROOM, NO_PLACE, ON_THE_WAY = (
     "generates",
@@ -49,109 +48,111 @@ GENERATING, PAUSED, NO_ROOM, NO_PLACE, ON_THE_WAY = (
     "waits for a place in a rollout worker",
     "waits for requests on their way",
 )
-"""What a gserver may be at."""
+"""States of a gserver."""
 TRAINING, NO_BATCH, PUBLISHING, BETWEEN = (
     "trains",
     "waits for groups",
     "waits for the publication of the last weights",
     "is between steps",
 )
-"""What the trainer may be at."""
+"""States of the trainer."""
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What things take. Seconds of computing are processor seconds of one thread where something computes on the cores
-    that all processes share; else seconds of the device that does it, of which every gserver and the trainer have their
-    own."""
+    """Costs of the parts of a run.
+
+    Computing costs are processor seconds of one thread if the work runs on the cores that all processes share, else
+    seconds of a device; each gserver and the trainer have devices of their own.
+    """
 
     response_lengths: list[list[int]]
-    """Sampled tokens of each trajectory, of some groups: what responses are drawn from."""
+    """Sampled tokens of each trajectory of some groups; simulated responses are drawn from them."""
     group_size: int | None = None
-    """Episodes that left the trajectories of such a group: several of each where agents' conversations branched. None:
-    each left one."""
+    """Episodes in each of these groups, which is fewer than its trajectories if agents' conversations branched. None:
+    one trajectory per episode."""
     prompt_tokens: float
-    """Mean length of a prompt."""
+    """Mean tokens of a prompt."""
     step_seconds: float
-    """Fixed part of a decode step's time, the same however many requests are in it."""
+    """Fixed part of a decode step's time, regardless of the number of requests."""
     request_seconds: float
     """Cost of each request in a decode step."""
     prompt_token_seconds: float = 0.0
-    """Cost of each token of a prompt, which siblings share."""
+    """Cost of each prompt token; siblings share it."""
     pace_sigma: float = 0.0
     """Spread of the requests' paces: standard deviation of their logarithm. 0: a token in each step."""
     group_seconds: float = 0.0
     """Processor time of a rollout worker to begin a group."""
     reward_seconds: float = 0.0
-    """Processor time of one reward, and of what a rollout worker does with the response; rewards wait for a place in a
-    reward process."""
+    """Processor time of one reward and of the rollout worker's work on the response; rewards queue for a free place in
+    a reward process."""
     reward_wait_seconds: float = 0.0
-    """For which a reward waits for something else, and keeps its place in a reward process."""
+    """Time for which a reward waits for something else while it keeps its place in a reward process."""
     rewards_at_once: bool = False
     """Whether a reward process has a place for each of `rollout.reward.concurrent_calls` calls, which wait at the same
-    time and compute one after another; else it has one."""
+    time and compute one after another; else it has one place."""
     overhead_seconds: float = 0.0
     """Processor time of the controller for one group."""
     train_seconds: float
-    """Cost of a training step, however many tokens are in it, on each rank."""
+    """Fixed cost of a training step on each rank, regardless of its tokens."""
     train_token_seconds: float
-    """Cost of each computed token of a training step, shared by the ranks. A group's prompt is computed once."""
+    """Cost of each computed token of a training step, divided among the ranks. A group's prompt is computed once."""
     between_seconds: float = 0.0
-    """From the end of a training step to the next batch, at least."""
+    """Least time from the end of a training step to the next batch."""
     publish_seconds: float = 0.0
-    """Duration of a publication, pause not included."""
+    """Duration of a publication without its pause."""
     pause_seconds: float = 0.0
-    """For which generation pauses in a publication."""
+    """Duration of the pause of generation in a publication."""
     rejected_share: float = 0.0
-    """Share of all groups made that are rejected."""
+    """Rejected share of all finished groups."""
     thread_gain: float = 1.8
-    """How many times as much two threads compute as one."""
+    """Speed of two threads relative to one."""
     gserver_threads: int = 1
     trainer_threads: int = 1
-    """With which the times above were measured."""
+    """Threads of each with which the times above were measured."""
     cores: float | None = None
-    """Cores that the processes share, less what other work on the machine takes; None: enough for all of them."""
+    """Cores that the processes share, minus those in other work on the machine; None: enough for all processes."""
     gservers_on_cores: bool = False
-    """Whether generation is computed there, and not on devices of its own."""
+    """Whether generation computes on the shared cores, not on devices of its own."""
     trainer_on_cores: bool = False
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run does once it is under way."""
+    """Figures of a run in its steady state."""
 
     steps_per_hour: float
     tokens_trained_per_second: float
     """Tokens that entered a loss, per second."""
     tokens_generated_per_second: float
     groups_per_second: float
-    """Trained on."""
+    """Groups trained on, per second."""
     trainer: dict[str, float]
-    """What the trainer is at → share of the time."""
+    """State of the trainer → share of the time."""
     gservers: dict[str, float]
-    """What a gserver is at → share of the time, on average."""
+    """State of a gserver → share of the time, averaged over gservers."""
     slots_used: float
-    """Mean share of the requests that gservers can run together."""
+    """Mean share of occupied request slots in gservers."""
     cores_busy: float | None
-    """Share of the cores that compute; None where none are shared."""
+    """Busy share of the shared cores; None if no cores are shared."""
     token_ages: dict[int, float]
     """Age in policy versions → share of the tokens that entered a loss."""
     mean_token_age: float
     masked_share: float
     """Share of the sampled tokens of training batches that are too old for the loss."""
     dropped_share: float
-    """Share of all finished groups that are dropped as too old."""
+    """Share of all finished groups that are dropped because they are too old."""
     mean_group_seconds: float
-    """From admission to arrival at the trainer."""
+    """Time from admission to arrival at the trainer."""
     seconds: float
     """Virtual time that the figures cover."""
     events: int
-    """Simulated in all."""
+    """Number of simulated events."""
 
 
 def simulate(config: Config, costs: Costs, *, steps: int = 40, warm_up: int | None = None, seed: int = 0) -> Prediction:
-    """Play a run of `config` at `costs`; return the figures of `steps` training steps.
+    """Simulate a run of `config` at `costs`; return the figures of `steps` training steps.
 
-    Those of the first `warm_up` (by default as many as staleness takes to build up) are left out. The graph is taken to
-    be the asynchronous one. Raises `ConfigError` where nothing would ever be trained on.
+    The first `warm_up` steps are left out; by default as many as staleness takes to build up. The graph is assumed to
+    be the asynchronous one. Raises `ConfigError` if nothing would ever be trained on.
     """
     if not any(costs.response_lengths):
         raise ConfigError("no length of a response is known: there is nothing to simulate")
@@ -160,9 +161,10 @@ def simulate(config: Config, costs: Costs, *, steps: int = 40, warm_up: int | No
 
 
 class _Processor:
-    """Cores that threads share evenly; `now` is of the run's clock.
+    """Cores that threads share evenly; `now` is a time of the run's clock.
 
-    What a thread has got since the beginning, `got`, grows equally for all, so what is to be done next is a heap.
+    The processor seconds of each thread since the start, `got`, grow equally for all threads, so the next job to end is
+    the smallest entry of a heap.
     """
 
     def __init__(self, cores: float) -> None:
@@ -171,7 +173,7 @@ class _Processor:
         """Threads that compute at the moment."""
         self.got = 0.0
         self.used = 0.0
-        """Processor seconds, of all threads."""
+        """Processor seconds of all threads together."""
         self._now = 0.0
         self._due: list[tuple[float, int, _Job]] = []
         self._count = 0
@@ -183,26 +185,26 @@ class _Processor:
         self._now = now
 
     def begin(self, seconds: float, done: Callable[[], None], *, threads: int = 1) -> _Job:
-        """Have each of `threads` compute for `seconds`."""
+        """Start a job in which each of `threads` computes for `seconds`."""
         job = _Job(done, threads)
         self.threads += threads
         self.set_end(job, self.got + seconds)
         return job
 
     def set_end(self, job: _Job, got: float) -> None:
-        """`job` ends when each thread has got so much since the beginning."""
+        """Set the end of `job`: the value of `self.got` at which it is done."""
         job.end = got
         self._count += 1
         heapq.heappush(self._due, (got, self._count, job))
 
     def next_end(self) -> float:
-        """Return when the next job is done."""
+        """Return the time at which the next job ends; infinity if there is no job."""
         while self._due and (self._due[0][2].ended or self._due[0][2].end != self._due[0][0]):
             heapq.heappop(self._due)
         return self._now + max(0.0, self._due[0][0] - self.got) / self._rate if self._due else math.inf
 
     def end_next(self) -> Callable[[], None]:
-        """End the job that is done now; return what follows from it."""
+        """End the job that is due now; return its callback."""
         _, _, job = heapq.heappop(self._due)
         self.got = max(self.got, job.end)
         job.ended = True
@@ -225,7 +227,7 @@ class _Job:
 
 
 class _Request:
-    """One response on its way."""
+    """A response being generated."""
 
     __slots__ = ("begin", "group", "length", "steps")
 
@@ -233,9 +235,9 @@ class _Request:
         self.group = group
         self.length = length
         self.steps = steps
-        """Decode steps that it takes: one less than tokens, of which the prompt gives the first."""
+        """Decode steps that it takes: one less than its tokens, because the prompt's pass gives the first token."""
         self.begin = 0
-        """Steps that its gserver had made when it got its slot."""
+        """Number of steps that its gserver had made when the request got its slot."""
 
 
 class _Group:
@@ -256,13 +258,13 @@ class _Gserver:
     def __init__(self, run: _Run, index: int) -> None:
         self.index = index
         self.steps = 0
-        """Made since the beginning."""
+        """Decode steps since the start."""
         self.waiting: deque[_Request] = deque()
         self.running: list[tuple[int, int, _Request]] = []
-        """A heap: (steps made when it ends, order, request)."""
+        """A heap of (step count at which the request ends, order, request)."""
         self.versions: list[int] = [0]
         self.version_begins: list[int] = [0]
-        """Steps that were made when each of `versions` came."""
+        """Number of steps that had been made when each of `versions` was loaded."""
         self.tokens = 0
         self.state = ON_THE_WAY
         self._run = run
@@ -274,14 +276,14 @@ class _Gserver:
         self._device = run.cores if run.costs.gservers_on_cores else run.devices
         self._job: _Job | None = None
         self._first_end = 0.0
-        """What a thread will have got when the first step of the job is done."""
+        """Value of the device's `got` at which the first step of the job is done."""
         self._each = 0.0
         """Seconds of each further step."""
         self._planned = 0
-        """Steps of the job."""
+        """Number of steps of the job."""
         self._count = 0
         self._to_recompute = 0.0
-        """Tokens of contexts that a pause has cost."""
+        """Context tokens that have to be computed again after a pause."""
         self._paused = False
         self._pause: Callable[[], None] | None = None
 
@@ -293,7 +295,7 @@ class _Gserver:
             self._cut()
 
     def pause(self, paused: Callable[[], None]) -> None:
-        """Stop after the step that is being computed, and call `paused`."""
+        """Stop after the current step, then call `paused`."""
         self._pause = paused
         if self._job is None:
             self._next()
@@ -301,7 +303,7 @@ class _Gserver:
             self._cut()
 
     def resume(self, version: int) -> None:
-        if self._run.config.weights.pause_mode != "in_place":  # what they have so far is computed again
+        if self._run.config.weights.pause_mode != "in_place":  # the contexts of running requests are computed again
             for _, _, request in self.running:
                 made = request.length * (self.steps - request.begin) // request.steps
                 self._to_recompute += self._costs.prompt_tokens + made
@@ -311,12 +313,12 @@ class _Gserver:
         self._next()
 
     def show(self, state: str) -> None:
-        """Account for the time up to now as what it was at."""
+        """Book the time up to now under the present state, then switch to `state`."""
         self._run.account(self)
         self.state = state
 
     def _cut(self) -> None:
-        """Let the job end with the step that is being computed."""
+        """Let the job end with the current step."""
         assert self._job is not None
         got = self._device.got
         made = 0 if got < self._first_end else 1 + math.floor((got - self._first_end) / self._each + TIE)
@@ -333,7 +335,7 @@ class _Gserver:
         self._next()
 
     def _next(self) -> None:
-        """Begin the next job, if there is something to compute."""
+        """Begin the next job if there is something to compute."""
         if self._pause is not None:
             self._paused, paused, self._pause = True, self._pause, None
             self.show(PAUSED)
@@ -358,11 +360,11 @@ class _Gserver:
         self._job = self._device.begin(prefill + self._planned * self._each, self._stepped, threads=self._threads)
 
     def _admit(self) -> float:
-        """Put waiting requests into free slots; return how many tokens of prompts that costs."""
+        """Put waiting requests into free slots; return the number of prompt tokens to compute for them."""
         free = self._slots - len(self.running)
         if not (free and self.waiting):
             return 0.0
-        self._run.account(self)  # as many slots were in use as there are until now
+        self._run.account(self)  # the number of used slots changes now
         left = float(prefill_budget(free=free, slots=self._slots, most=self._prefill_tokens))
         prompts, group = 0.0, None
         while self.waiting and len(self.running) < self._slots and left > 0:
@@ -377,7 +379,7 @@ class _Gserver:
         return prompts
 
     def _finish(self, request: _Request) -> None:
-        """Date its tokens, and hand it on."""
+        """Count the request's tokens by policy version, and pass the response to the run."""
         self._run.account(self, finished=1)
         self.tokens += request.length
         first = bisect_right(self.version_begins, request.begin) - 1
@@ -395,18 +397,18 @@ class _Gserver:
 
 
 class _RolloutWorker:
-    """Begins one group after another."""
+    """Begins groups, one after another."""
 
     def __init__(self, run: _Run) -> None:
         self.held = 0
         self.untold: dict[int, _Group] = {}
-        """Groups of which requests have ended that the manager has not heard of."""
+        """Groups with finished requests that have not been reported to the manager yet."""
         self._run = run
         self._queue: deque[Callable[[], None]] = deque()
         self._busy = False
 
     def do(self, then: Callable[[], None]) -> None:
-        """What it costs to begin a group, and then `then`."""
+        """Spend the processor time to begin a group, then call `then`."""
         self._queue.append(then)
         self._next()
 
@@ -422,7 +424,7 @@ class _RolloutWorker:
 
 
 class _Run:
-    """Everything together."""
+    """The simulated run: all parts and the event loop."""
 
     def __init__(self, config: Config, costs: Costs, *, seed: int) -> None:
         self.config = config
@@ -444,7 +446,7 @@ class _Run:
         self._fleet = Fleet()
         self._admissions = Admissions(ledger=self._ledger, fleet=self._fleet, group_size=config.rollout.group_size)
         self._former = BatchFormer(config)
-        # MFCs on arrivals are part of a step's time
+        # the time of MFCs on arrival is part of a step's time
         self._held = AsyncIOSequenceBuffer(Graph(()), self._ledger)
         self._workers = [_RolloutWorker(self) for _ in range(config.rollout.workers)]
         self._turn = 0
@@ -460,9 +462,9 @@ class _Run:
         self._rewards_waiting: deque[_Group] = deque()
         reward = config.rollout.reward
         self._reward_processes = reward.processes * config.rollout.workers
-        """Those that compute nothing."""
+        """Reward processes that compute nothing."""
         self._reward_places = self._reward_processes * (reward.concurrent_calls if costs.rewards_at_once else 1)
-        """Those that are free."""
+        """Free places in reward processes."""
         self._version = 0
         self._training = False
         self._publishing = False
@@ -490,7 +492,7 @@ class _Run:
         self._since = [self.now] * len(self._since)
 
     def account(self, gserver: _Gserver, *, finished: int = 0) -> None:
-        """Book the time since the last call as what `gserver` was at."""
+        """Book the time since the last call under the state of `gserver`."""
         seconds = self.now - self._since[gserver.index]
         if seconds > 0:
             self._since[gserver.index] = self.now
@@ -504,7 +506,7 @@ class _Run:
         self._trainer_state, self._trainer_since = state, self.now
 
     def speed(self, threads: int, *, measured_with: int) -> float:
-        """Return how many times as fast each step goes on `threads` as on as many as it was measured with."""
+        """Return the speed on `threads` threads relative to `measured_with` threads."""
         return float((threads / measured_with) ** math.log2(self.costs.thread_gain))
 
     # --- the clock ---
@@ -577,13 +579,13 @@ class _Run:
                     gserver.show(reason)
 
     def _draw_lengths(self) -> list[int]:
-        """Draw the lengths of one group's trajectories, which are alike in a group that was seen."""
+        """Draw the lengths of one group's trajectories from one calibrated group, where they are alike."""
         seen = self._draw.choice(self._lengths)
         of_an_episode = len(seen) / (self.costs.group_size or len(seen))
         size = max(1, round(self.config.rollout.group_size * of_an_episode))
         rollout = self.config.rollout
         one_turn = rollout.workflow.name == "single_turn" and not rollout.agent.used
-        limit = rollout.sampling.max_new_tokens * one_turn  # of each turn
+        limit = rollout.sampling.max_new_tokens * one_turn  # in multi-turn episodes it limits each turn, not the sum
         drawn = list(seen) if len(seen) == size else self._draw.choices(seen, k=size)
         return [min(length, limit) if limit else length for length in drawn]
 
@@ -596,7 +598,7 @@ class _Run:
         return max(1, round((length - 1) * pace))
 
     def responded(self, request: _Request) -> None:
-        """A response is there."""
+        """Count a finished response, schedule its report to the manager, and score it."""
         group = request.group
         self._generated += request.length
         group.left -= 1
@@ -611,7 +613,7 @@ class _Run:
             self._scored(group)
 
     def _tell(self, worker: _RolloutWorker) -> None:
-        """The manager hears which requests have ended."""
+        """Report finished requests to the manager."""
         untold, worker.untold = worker.untold, {}
         for seq, group in untold.items():
             if group.left or group.unscored:
@@ -643,7 +645,7 @@ class _Run:
             self._arrive(group)
 
     def _arrive(self, group: _Group) -> None:
-        """The group is with the trainer, or given up."""
+        """Hand a finished group to the trainer, or reject it."""
         seq = group.seq
         self._workers[group.worker].held -= 1
         if self._draw.random() < self.costs.rejected_share:
@@ -672,7 +674,7 @@ class _Run:
     # --- training ---
 
     def _form_batch(self) -> None:
-        """Train on the next batch if there is one and the trainer has nothing else to do."""
+        """Train on the next batch if one is ready and the trainer is free."""
         if self._training:
             return
         selection = self._former.select(
@@ -701,7 +703,7 @@ class _Run:
         self._trainer_device.begin(each, partial(self._trained, batch), threads=threads)
 
     def _trained(self, batch: list[SampleMeta]) -> None:
-        """The step is computed; its weights may take the place of the last ones once those are published."""
+        """End a training step; its weights are published once the previous publication is done."""
         if self._publishing:
             self._trained_batch = batch
             self._trainer_is(PUBLISHING)
@@ -730,7 +732,7 @@ class _Run:
                 self._ages[age] = self._ages.get(age, 0) + tokens
 
     def _published(self, version: int) -> None:
-        """The weights are staged everywhere: pause, swap, resume."""
+        """Pause all gservers, now that each has staged the weights; then swap and resume."""
         self._pausing = len(self._gservers)
         for gserver in self._gservers.values():
             gserver.pause(partial(self._paused, version))
@@ -777,4 +779,4 @@ class _Run:
 
 
 def _nothing() -> None:
-    """Follows from work that nobody waits for."""
+    """Do nothing: the end of work that has no consequence."""

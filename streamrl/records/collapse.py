@@ -1,10 +1,11 @@
-"""Watches the figures of a run for signs that its policy is about to fall apart. Pure.
+"""Watch the figures of a run for signs that its policy is about to collapse. Pure.
 
-Where off-policy training collapses, figures change in an order: the policy moves away from the data that it learns
-from (importance ratios spread, so their effective sample size falls, and gradients grow), and the reward falls last.
-The watch looks for the first, to warn before the last. docs/collapse.md tells what its limits were calibrated on.
+When off-policy training collapses, figures change in an order. First the policy moves away from the data that it learns
+from: importance ratios spread, so their effective sample size falls, and gradients grow. The reward falls last. The
+watch looks for the first signs in order to warn before the reward falls. docs/collapse.md describes how its limits were
+calibrated.
 
-What it remembers is a function of the figures of the steps so far and of nothing else, and part of a checkpoint.
+Its memory is a function of the figures of the steps so far and of nothing else, and is part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,33 +22,33 @@ from streamrl.config import Config
 HealthState = Literal["healthy", "warning", "collapsing"]
 
 WINDOW = 5
-"""Steps over whose mean figures are judged."""
+"""Number of steps over which figures are averaged."""
 REMEMBERED = 50
-"""Steps that are the measure of the next one."""
+"""Number of steps in the baseline for the next one."""
 ENOUGH = 20
-"""Steps that make a measure; before, nothing is judged by it."""
+"""Least number of steps in a baseline; with fewer steps nothing is compared with it."""
 CALM = 10
 """Steps without a sign after which a run is healthy again."""
 
 LARGEST_DEVIATION = 0.05
-"""Mean |ρ - 1| of a token in a window without its largest step, which a single token can make: what is less does no
-harm."""
+"""Largest harmless mean |ρ - 1| of a token in a window. The window's largest step is left out, since a single token can
+cause it."""
 GROWTH = 4.0
-"""How many times its least of the windows remembered it has to be, too: how far a policy moves in `max_staleness` steps
-depends on the task and the learning rate."""
+"""A sign's deviation also exceeds this multiple of the least one among the remembered windows: how far a policy moves
+in `max_staleness` steps depends on the task and the learning rate."""
 PLATEAU_STEPS = 15
 PLATEAU_GAIN = 0.1
-"""Where the reward has gained less in `PLATEAU_STEPS` steps than this share of all that it ever gained, it is not
-rising. While it rises, a policy that moves far is one that learns."""
+"""The reward rises if it gained more in `PLATEAU_STEPS` steps than this share of all that it ever gained. While it
+rises, a policy that moves far is one that learns."""
 SMALLEST_SAMPLE = 0.9
-"""Effective sample size of tokens that is told of beside that. By itself it comes in runs that recover, too."""
+"""An effective sample size below this is reported with a deviation. Alone it also occurs in runs that recover."""
 LARGEST_GRADIENT = 3.0
-"""Gradient norm, in medians of the steps before, that is told of beside that. By itself it comes without any staleness,
-where few groups have contrast."""
+"""A gradient norm above this multiple of the median of earlier steps is reported with a deviation. Alone it also occurs
+without any staleness, if few groups have contrast."""
 REWARD_FALL = 0.1
-"""Share of what the reward had gained that has to be lost."""
+"""A reward has fallen if it lost more than this share of its gain so far."""
 REWARD_ERRORS = 4.0
-"""Standard errors that have to be lost."""
+"""A reward has fallen if it also lost more than this number of standard errors."""
 
 WATCHED = (
     *("importance_ratio_deviation", "effective_sample_size", "grad_norm", "grad_norm_ratio"),
@@ -56,25 +57,25 @@ WATCHED = (
 """Metrics that are remembered."""
 
 SLOWER = 0.25
-"""What a slowed run's learning rate is multiplied by while the policy is far from its data, which do not show what a
-step has done. No longer: with fresh data the policy has to learn again what it lost."""
+"""Factor on a slowed run's learning rate while the policy is far from its data, which do not show the effect of a step.
+It ends when the data are fresh, because the policy then has to recover the lost reward."""
 RECOVERY = 25
-"""Steps without a sign after which a slowed run is stale again, by half of what was too much."""
+"""Steps without a sign after which a slowed run is stale again, at half the staleness that was too much."""
 
 
 class Health(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How a run is."""
+    """Health of a run's policy."""
 
     state: HealthState = "healthy"
     since: int = 0
     """The step at which this state began."""
     signs: list[str] = []
-    """What was seen, with figures; empty while healthy."""
+    """The signs, with figures; empty while healthy."""
     turn: list[str] = []
     """Settings to change, the one to try first first; empty while healthy."""
 
     def __str__(self) -> str:
-        """In one sentence, for people."""
+        """Return the state as one sentence, for people."""
         match self.state:
             case "healthy":
                 return "the run is healthy again" if self.since else "the run is healthy"
@@ -89,23 +90,23 @@ HEALTHY = Health()
 
 
 class CollapseWatch(msgspec.Struct, frozen=True):
-    """The state machine: the figures of the last steps, the verdict on them, and the pace that follows.
+    """The state machine: figures of the last steps, the health that they show, and the pace that follows.
 
     Immutable: each step makes the next one."""
 
     health: Health = HEALTHY
     lr_scale: float = 1.0
-    """What the policy's learning rate has to be multiplied by in the next step."""
+    """Factor on the policy's learning rate in the next step."""
     staleness_share: float = 1.0
     """The factor on `max_staleness` at which groups are admitted from now on."""
     bearable_share: float = 1.0
-    """What `staleness_share` comes back to."""
+    """The value to which `staleness_share` returns after a slow-down."""
     recent: dict[str, list[float]] = {}
     """Figures of the last `REMEMBERED` steps by name, the latest last."""
     best: float | None = None
     """Largest mean reward of a window so far."""
     worst: float | None = None
-    """Smallest one."""
+    """Smallest mean reward of a window so far."""
     held_out: list[float] = []
     """Mean reward of each evaluation."""
     since_sign: int = CALM
@@ -114,15 +115,15 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     """Steps since the last sign that the policy is far from its data."""
 
     def grad_norm_ratio(self, grad_norm: float) -> float:
-        """Return a step's gradient norm over the median of the steps before; 1 while they are too few to tell."""
+        """Return a step's gradient norm over the median of the steps before; 1 while those are fewer than `ENOUGH`."""
         norms = self.recent.get("grad_norm", [])
         usual = median(norms) if len(norms) >= ENOUGH else 0.0
         return grad_norm / usual if usual > 0 else 1.0
 
     def after(self, figures: Mapping[str, float], *, step: int, turn: Sequence[str], slow: bool) -> CollapseWatch:
-        """Return the watch after a step with the metrics `figures`, those that it lacks left out of the judgement.
+        """Return the watch after a step with the metrics `figures`; missing metrics are ignored.
 
-        `turn`: what to tell to change; `slow`: slow the run down while there are signs.
+        `turn`: settings to recommend; `slow`: slow the run down while there are signs.
         """
         recent = {
             name: [*self.recent.get(name, []), *([figures[name]] if _is_known(figures, name) else [])][-REMEMBERED:]
@@ -136,8 +137,11 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, held_out=[*self.held_out, reward])
 
     def resumed(self, *, slow: bool) -> CollapseWatch:
-        """Return the watch of a run that goes on from a checkpoint: one that collapsed has to be seen to do so again,
-        and one that is not to be slowed any more (`slow`) goes at its whole pace."""
+        """Return the watch of a run that continues from a checkpoint.
+
+        A collapsed run has to show signs again to count as collapsing. A run that is no longer to be slowed (`slow`)
+        continues at full pace.
+        """
         found = self if slow else msgspec.structs.replace(self, lr_scale=1.0, staleness_share=1.0, bearable_share=1.0)
         if self.health.state != "collapsing":
             return found
@@ -146,11 +150,11 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         )
 
     def staleness(self, max_staleness: int) -> int:
-        """By how many versions groups may be stale that are admitted from now on, with this `max_staleness`."""
+        """Return by how many versions groups admitted from now on may be stale, with this `max_staleness`."""
         return int(self.staleness_share * max_staleness)
 
     def _windows(self, name: str) -> list[list[float]]:
-        """Each `WINDOW` steps in a row that are remembered, the latest last."""
+        """Return each `WINDOW` remembered steps in a row, the latest last."""
         values = self.recent.get(name, [])
         return [values[end - WINDOW : end] for end in range(WINDOW, len(values) + 1)]
 
@@ -169,7 +173,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         )
 
     def _rises(self) -> bool:
-        """Whether the reward still gains a good part of what it ever gained; so it is while nobody can tell."""
+        """Return whether the reward still gains a good part of all that it ever gained; True while that is unknown."""
         rewards = [fmean(window) for window in self._windows("reward_mean")]
         if len(rewards) <= PLATEAU_STEPS or self.best is None or self.worst is None:
             return True
@@ -193,7 +197,7 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         return signs
 
     def _falls(self) -> list[str]:
-        """Rewards that have fallen."""
+        """Return the signs that a reward has fallen."""
         signs = []
         reward, spread = self._mean("reward_mean"), self._mean("reward_std")
         if reward is not None and self.best is not None and self.worst is not None:
@@ -231,8 +235,11 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, health=health, since_sign=since_sign, since_lead=since_lead)
 
     def _paced(self, *, slow: bool) -> CollapseWatch:
-        """With the pace of the next step: fresh data at any sign, and smaller steps while the policy is far from its
-        data. A reward that has fallen makes them no smaller: it has to be learned again."""
+        """Return the watch with the pace of the next step.
+
+        At any sign the run gets fresh data; while the policy is far from its data, steps are smaller, too. A fall of
+        the reward alone makes them no smaller, because the reward has to be learned again.
+        """
         if not slow:
             return self
         share, bearable = self.staleness_share, self.bearable_share
@@ -249,12 +256,12 @@ class CollapseWatch(msgspec.Struct, frozen=True):
 
 
 def _is_known(figures: Mapping[str, float], name: str) -> bool:
-    """Whether there is such a figure, and it is a number."""
+    """Return whether `figures` has a finite value for `name`."""
     return math.isfinite(figures.get(name, math.nan))
 
 
 def advice(config: Config) -> list[str]:
-    """Return what to change in a run that is about to fall apart, the first to try first, as `key=value`."""
+    """Return the settings to change in a run that is about to collapse, the first to try first, as `key=value`."""
     eta, lr, pull = config.staleness.max_staleness, config.trainer.lr, config.algorithm.behavior_kl_coef
     found = []
     if eta > 0:

@@ -1,4 +1,4 @@
-"""What an evaluation found: `EvaluationReport`, a line of `evaluations.jsonl`; its figures, its words, and pass@k."""
+"""Results of an evaluation: `EvaluationReport`, a line of `evaluations.jsonl`; its figures, its text, and pass@k."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How the policy does on held-out prompts. Figures are None where all prompts failed."""
+    """Results of the policy on held-out prompts. Figures are None if all prompts failed."""
 
     policy_version: int
-    """The policy version that was asked for."""
+    """The requested policy version."""
     step: int
-    """Training steps that were done then."""
+    """Number of training steps done when it was scheduled."""
     time: float
-    """When it ended, in seconds since the epoch."""
+    """Time of its end, in seconds since the epoch."""
     seconds: float
-    """How long it took."""
+    """Its duration."""
     oldest_version: int | None
-    """Oldest and newest policy among those that sampled a token: weights change while an evaluation goes on."""
+    """Oldest and newest policy versions that sampled a token: weights change during an evaluation."""
     newest_version: int | None
     prompts: int
     """Prompts whose responses were scored."""
@@ -34,7 +34,7 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     reward_mean: float | None
     """Mean over all responses."""
     pass_at: dict[int, float]
-    """k → share of prompts that k responses solve, for k from 1 to `samples`; empty where all prompts failed."""
+    """k → share of prompts that k responses solve, for k from 1 to `samples`; empty if all prompts failed."""
     response_length_mean: float | None
     """In tokens."""
     cut_share: float | None
@@ -83,7 +83,7 @@ def scalars(report: EvaluationReport) -> dict[str, float]:
 
 
 def in_words(report: EvaluationReport) -> str:
-    """Return one line for people: which policies answered, reward, pass@1 and pass@k, length, time, failures."""
+    """Return one line for people: policy versions that responded, reward, pass@1 and pass@k, length, time, failures."""
     answered = f"v{report.oldest_version}"
     if report.newest_version != report.oldest_version:
         answered += f" to v{report.newest_version}"

@@ -16,12 +16,12 @@ from streamrl.importing import without_garbage_collection
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES = 16 * 2**20
-"""Lines that wait for room on the disk beyond this are lost."""
+"""Most bytes of lines that wait for room on the disk; further lines are lost."""
 MOST_READ = 64 * 2**20
-"""Bytes of a file that are read at a time."""
+"""Most bytes of a file that are read at a time."""
 
 REMEMBERED = 256
-"""Bytes by which a file is known again."""
+"""Number of bytes before the reading position that are compared to recognize a file."""
 
 Record = TypeVar("Record")
 
@@ -29,7 +29,7 @@ Record = TypeVar("Record")
 class LineFile:
     """Append lines to a file, each handed to the operating system at once; no method raises `OSError`.
 
-    What the disk does not take waits in memory and is written with the next line that it takes, from where it was cut.
+    Bytes that the disk does not accept wait in memory and are written before the next line, from where it was cut off.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,24 +77,24 @@ class LineFile:
 
 
 class Lines(Generic[Record]):
-    """Reads what was appended to a file of JSON lines since the last look, and keeps its place."""
+    """Reads the records that were appended to a file of JSON lines since the last call."""
 
     def __init__(self, file: Path, kind: Any, *, begin: int = 0) -> None:
-        """`kind`: of the records; what decodes to something else is left out. `begin`: bytes that are passed over."""
+        """`kind`: type of the records; lines of another type are left out. `begin`: bytes to skip."""
         self._file = file
         self._decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(kind)
         self._offset = begin
         self._inode: int | None = None
         self._last = b""
-        """What stands before `_offset`."""
+        """The bytes before `_offset`."""
         self.unreadable = 0
-        """Lines that were left out."""
+        """Number of lines that were left out."""
 
     def new(self) -> tuple[bool, list[Record]]:
-        """Return whether the file began anew, so that what was read before does not count, and its new records.
+        """Return whether the file was replaced, so that earlier records do not count, and its new records.
 
-        At most `MOST_READ` bytes are read at a time; the rest comes at the next look. A last line without its end waits
-        for that, too. Without a file, or where it cannot be read, there are none.
+        At most `MOST_READ` bytes are read at a time; the rest, and an incomplete last line, are left for the next call.
+        There are no records if the file does not exist or cannot be read.
         """
         try:
             with self._file.open("rb") as stream:
@@ -104,7 +104,7 @@ class Lines(Generic[Record]):
                 if not anew and state.st_size == self._offset:
                     return False, []
                 stream.seek(max(0, self._offset - len(self._last)))
-                # A file that took this one's place may have the number of one that was there before.
+                # A file that took this one's place may have the same inode number.
                 if anew or stream.read(len(self._last)) != self._last:
                     anew, self._offset = self._offset > 0, 0
                     stream.seek(0)
@@ -145,7 +145,7 @@ def _unreadable(line: bytes, error: Exception, *, what: str, file: Path | str, n
 
 
 def read_lines(file: Path, kind: type[Record]) -> list[tuple[bytes, Record]]:
-    """Return each line of `file`, without its newline, with what it says; empty if there is no such file.
+    """Return each line of `file`, without its newline, with its record; empty if there is no such file.
 
     Lines that are not a `kind`, such as one that a crash cut off, are left out with a warning that names the first.
     Raises `OSError` if the file cannot be read.
@@ -165,7 +165,7 @@ def read_lines(file: Path, kind: type[Record]) -> list[tuple[bytes, Record]]:
 
 
 def read_records(file: Path, kind: type[Record]) -> list[Record]:
-    """Return what the lines of `file` say; see `read_lines`."""
+    """Return the records of `file`; see `read_lines`."""
     return [record for _, record in read_lines(file, kind)]
 
 

@@ -1,8 +1,8 @@
-"""Tell in sentences what is unhealthy about a run: the figure, what it means, and which key to change. Pure.
+"""Health findings of a run, as sentences: the figure, its meaning, and the key to change. Pure.
 
-`findings` looks at the latest figures only, so it works on a run that goes on, on one that crashed, and on one of which
-some files are missing: what a figure is missing for is left out. The terminal display, `streamrl report` and the page
-all say what it says. Each limit below names where it is from; those without a source are ours, and say why.
+`findings` uses the latest figures only, so it works during a run, after a crash, and on a run that lacks some files: a
+finding without its figure is left out. The terminal display, `streamrl report` and the page show the same findings.
+Each limit below names its source; limits without a source are our own, with a reason.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from streamrl.records.lineage import Lineage
 from streamrl.records.timeline import FrequentFailure, most_frequent
 
 Severity = Literal["bad", "warning", "note"]
-"""bad: the run fails, or learns something wrong. warning: it is likely to, or wastes a good part of what it does. note:
+"""bad: the run fails, or learns something wrong. warning: it is likely to, or wastes a good part of its work. note:
 good to know."""
 
 WINDOW = 20
-"""Steps over which figures are judged."""
+"""Number of steps over which figures are judged."""
 ENOUGH = 5
-"""Fewest steps that are judged, and how many at the beginning of a run the later ones are compared with."""
+"""Least number of steps that are judged, and the number of first steps with which later ones are compared."""
 
 WRONG_SAMPLE = 0.5
-"""Effective sample size below which half of the batch counts for nothing (Kish's definition,
-https://en.wikipedia.org/wiki/Effective_sample_size); `collapse.SMALLEST_SAMPLE` is where it is told at all."""
+"""Effective sample size below which half of the batch has no effect (Kish's definition,
+https://en.wikipedia.org/wiki/Effective_sample_size); below `collapse.SMALLEST_SAMPLE` there is a note."""
 CLIPPED_GRADIENTS = 0.5
-"""Share of steps in which `trainer.optimizer.grad_clip` cuts the gradient: then it, and not the learning rate, sets the
-size of most steps."""
+"""Share of steps in which `trainer.optimizer.grad_clip` cuts the gradient: above it, clipping instead of the learning
+rate sets the size of most steps."""
 KL_ABOVE_TARGET = 1.5
 """KL over its target at which PPO's rule makes the penalty larger (https://arxiv.org/abs/1707.06347, section 4)."""
 LARGEST_KL = 1.0
 """Mean KL from the reference of a token, in nats: tokens are e times as likely as under the reference."""
 LEAST_CONTRAST = 0.25
-"""Share of groups whose siblings scored differently; the others have no gradient (DAPO, https://arxiv.org/abs/2503.14476,
-section 3.2). Below a quarter a batch is less than a fourth of what it costs."""
+"""Share of groups with different scores of siblings; the others have no gradient (DAPO,
+https://arxiv.org/abs/2503.14476, section 3.2). Below a quarter a batch is worth less than a fourth of its cost."""
 LEAST_ENTROPY = 0.05
-"""Share of the entropy of the first steps. A policy without entropy has stopped to explore, and its reward comes to
-rest (https://arxiv.org/abs/2505.22617)."""
+"""Share of the entropy of the first steps. A policy without entropy has stopped to explore, and its reward stops to
+rise (https://arxiv.org/abs/2505.22617)."""
 LEARNED = 0.95
-"""Share of the largest reward seen from which a policy may well be sure of itself."""
+"""Share of the largest reward so far above which a low entropy is no problem."""
 CUT_RESPONSES = 0.1
 """Share of responses that reach the limit of tokens: their rewards judge an unfinished answer (DAPO, section 3.4)."""
 MASKED = 0.05
 MOSTLY_MASKED = 0.3
-"""Share of sampled tokens left out as too old: "a few per cent" of docs/staleness.md, and where it is far from that."""
+"""Share of sampled tokens left out as too old: more than "a few per cent" of docs/staleness.md, and far more."""
 SPECIAL = 0.01
 """Share of sampled tokens that are special tokens in the middle of a response: a reward function does not see them."""
 WAITING = 0.5
-"""Share of a step's time in which one pool waits for the other: the slower half of the machine decides."""
+"""Share of a step's time in which one pool waits for the other: above it, the slower pool decides the pace."""
 PAUSED = 0.1
-"""Share of a step's time that weight updates cost generation, or hold up the optimizer."""
+"""Share of a step's time in which weight updates pause generation, or hold up the optimizer."""
 REJECTED = 0.1
 """Share of groups that were given up, of held-out prompts that failed, or of responses that could not be scored."""
 FAILED_SIBLINGS = 0.1
 """Retries as a share of the siblings, or shrunk groups as a share of the groups: each retry costs a whole response."""
 FAILING = 0.01
-"""The same where the error is known: a row on which the reward function fails always fails."""
+"""Limit in place of `REJECTED` if the error is known: a row on which the reward function fails always fails."""
 MOSTLY_UNSCORED = 0.5
-"""Share of the responses that could not be scored, beyond which rewards tell nothing."""
+"""Share of unscored responses above which rewards are useless."""
 OFTEN_RESTARTED = 3
 """Restarts of one process, as many as `gserver.max_restarts` and `rollout.restarts` allow in a row by default."""
 LEAST_DISK = 2**30
@@ -78,18 +78,18 @@ class Finding(msgspec.Struct, frozen=True):
 
     severity: Severity
     topic: str
-    """What it is about, in a word or two: `reward`, `staleness`, `disk`, ..."""
+    """The subject, in a word or two: `reward`, `staleness`, `disk`, ..."""
     text: str
     """A sentence that names the problem and its figure."""
     turn: list[str] = []
-    """What to change, the first to try first: `key=value`, with the present value, or words."""
+    """Changes, the first to try first: `key=value`, with the present value, or words."""
 
     def __str__(self) -> str:
         return self.text + (f"; try {' or '.join(self.turn)}" if self.turn else "")
 
 
 class RunFigures(msgspec.Struct, kw_only=True):
-    """Figures of a run that its health is judged by; those that are not known are left out."""
+    """Figures that the health of a run is judged by; unknown figures are left out."""
 
     steps: Sequence[Mapping[str, float]] = ()
     """`StepReport.metrics` of the last `WINDOW` steps or more, the latest last."""
@@ -98,7 +98,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     best_reward: float | None = None
     """Largest `reward_mean` of a step."""
     health: Health = HEALTHY
-    """What the watch said at the last step."""
+    """State of the collapse watch at the last step."""
     response_lengths: Sequence[Sequence[int]] = ()
     """Sampled tokens of each sibling of the last step's first groups."""
     evaluations: Sequence[EvaluationReport] = ()
@@ -109,24 +109,24 @@ class RunFigures(msgspec.Struct, kw_only=True):
     generation_busy: float | None = None
     """Share of the last steps' time in which gservers computed, from 0 to 1."""
     restarts: Mapping[str, int] = {}
-    """Process → how often it was started again."""
+    """Process → number of its restarts."""
     lineages: Sequence[Lineage] = ()
     """Beginnings of the run after its first."""
     failed_updates: int = 0
     """Weight updates that were rolled back."""
     config: Config | None = None
     state: str = ""
-    """As the controller has it: `running`, `finished`, `failed`, ..."""
+    """The controller's state of the run: `running`, `finished`, `failed`, ..."""
     message: str = ""
-    """Why it ended."""
+    """Reason of the run's end."""
     disk_free: int | None = None
-    """Bytes free where the run writes; only of a run that goes on."""
+    """Free bytes on the run's disk; only during a run."""
     disk_bytes: int | None = None
     """Size of that disk."""
 
 
 def findings(run: RunFigures) -> list[Finding]:
-    """Return what is unhealthy about `run`, the worst first; empty: nothing is, as far as anybody knows."""
+    """Return the health findings on `run`, the worst first; empty if nothing unhealthy is known."""
     order: dict[Severity, int] = {"bad": 0, "warning": 1, "note": 2}
     found = [*_end(run), *_policy(run), *_engines(run), *_data(run), *_staleness(run), *_pace(run), *_machines(run)]
     return sorted(found, key=lambda finding: order[finding.severity])
@@ -302,7 +302,7 @@ def _data(run: RunFigures) -> Iterator[Finding]:
 
 
 def _failures(run: RunFigures) -> Iterator[Finding]:
-    """Groups, responses and held-out prompts that failed, with the most frequent error."""
+    """Yield findings on groups, responses and held-out prompts that failed, with the most frequent error."""
     rollout = (run.config or Config()).rollout
     cause = most_frequent(failure for name, failure in run.failures.items() if name.startswith("rollout/"))
     limit = REJECTED if cause is None else FAILING
@@ -375,10 +375,10 @@ def _staleness(run: RunFigures) -> Iterator[Finding]:
 
 
 def _staler(config: Config) -> str:
-    """Return what to change so that the pools wait less for each other."""
+    """Return the change that makes the pools wait less for each other."""
     eta = config.staleness.max_staleness
     staleness = f"staleness.max_staleness={max(1, 2 * eta)} (now {eta})"
-    if config.trainer.synchronous:  # which allows no other than 0
+    if config.trainer.synchronous:  # this graph allows no staleness but 0
         return f'trainer.graph="{ASYNCHRONOUS}" with {staleness}'
     return staleness
 
@@ -433,7 +433,7 @@ def _went_back(run: RunFigures) -> Iterator[Finding]:
 
 def _machines(run: RunFigures) -> Iterator[Finding]:
     yield from _went_back(run)
-    anew = sum(not lineage.cause for lineage in run.lineages)  # the run was resumed, and all processes began again
+    anew = sum(not lineage.cause for lineage in run.lineages)  # resumptions of the run, in which all processes restart
     for name, count in sorted(run.restarts.items(), key=lambda item: -item[1]):
         if (count := count - anew) <= 0:
             continue
@@ -473,7 +473,7 @@ def _times(count: int) -> str:
 
 
 def _values(run: RunFigures, metric: str) -> list[float]:
-    """`metric` of each of the last steps that has it as a number."""
+    """Return `metric` of the last steps that have a finite value for it."""
     return [step[metric] for step in run.steps[-WINDOW:] if math.isfinite(step.get(metric, math.nan))]
 
 
@@ -497,10 +497,10 @@ def _total(run: RunFigures, metric: str) -> float:
 
 
 def _share(values: Sequence[float], counts: Callable[[float], bool]) -> float | None:
-    """Share of `values` that count; None where they are too few."""
+    """Return the share of `values` for which `counts` is true; None if there are fewer than `ENOUGH`."""
     return sum(map(counts, values)) / len(values) if len(values) >= ENOUGH else None
 
 
 def _sum(run: RunFigures, role: str, stat: str) -> float:
-    """`stat` of all processes whose names begin with `role`."""
+    """Return the sum of `stat` over all processes whose names begin with `role`."""
     return sum(stats.get(stat, 0.0) for name, stats in run.stats.items() if name.startswith(role))

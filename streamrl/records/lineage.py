@@ -1,4 +1,4 @@
-"""Lineages: which of the policy versions that a run has made belong to its present weights.
+"""Lineages: the policy versions that a run has made, and which of them its present weights descend from.
 
 After the death of its controller or of a model worker, a run goes back to its latest checkpoint and makes the later
 steps again: a *rewind*. A run that is resumed does the same. Each such beginning is a lineage with its own number, and
@@ -25,19 +25,19 @@ LINEAGES_FILE = "lineages.jsonl"
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """A beginning of the run, and where it begins."""
+    """A beginning of the run, and the weights that it begins with."""
 
     number: int = 0
     policy_version: int = 0
-    """Of the weights that it begins with."""
+    """Policy version of the weights that it begins with."""
     parent: int = 0
     """Number of the lineage that made these weights."""
     time: float = 0.0
-    """Of its beginning, in seconds since the epoch."""
+    """Time of its beginning, in seconds since the epoch."""
     cause: str = ""
-    """The death that the run went back for; empty: the run was started, or resumed."""
+    """The death that made the run go back; empty: the run was started, or resumed."""
     steps_lost: int = 0
-    """Steps of earlier lineages that are made once more."""
+    """Steps of earlier lineages that are repeated."""
     groups_kept: int = 0
     """Groups that rollout workers had in hand when it began, and that were not generated again."""
 
@@ -46,7 +46,7 @@ class Lineage(msgspec.Struct, frozen=True):
         return self.parent if policy_version <= self.policy_version else self.number
 
     def label(self, policy_version: int) -> str:
-        """Return what a gserver calls the weights of `policy_version`; as `maker`."""
+        """Return a gserver's name for the weights of `policy_version`; as `maker`."""
         return label_of(policy_version, self.maker(policy_version))
 
 
@@ -54,7 +54,7 @@ FIRST = Lineage()
 
 
 def label_of(policy_version: int, lineage: int) -> str:
-    """Return what a gserver calls the weights of a version that was made by the lineage with this number."""
+    """Return a gserver's name for the weights of a version that was made by the lineage with this number."""
     return f"{policy_version}.{lineage}" if lineage else str(policy_version)
 
 
@@ -75,7 +75,7 @@ def begin(run_dir: Path, *, policy_version: int, parent: int, cause: str, steps_
     """Record a further lineage, and return it.
 
     `parent`: the lineage of the checkpoint that it begins from; `steps_reached`: the last step in the run's records.
-    Raises `DataError` when the disk does not take the record: without it abandoned checkpoints would count again.
+    Raises `DataError` if the record cannot be written: without it abandoned checkpoints would count again.
     """
     before = read(run_dir)
     lineage = Lineage(
@@ -94,7 +94,7 @@ def begin(run_dir: Path, *, policy_version: int, parent: int, cause: str, steps_
 
 
 def record_kept(run_dir: Path, lineage: Lineage, *, groups: int) -> None:
-    """Add to the record of `lineage`, the newest one, how many groups it has kept."""
+    """Add the number of groups that `lineage`, the newest one, has kept to its record."""
     _append(run_dir, msgspec.structs.replace(lineage, groups_kept=groups))
 
 

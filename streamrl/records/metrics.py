@@ -1,5 +1,5 @@
 """The controller's records of a run: a line of `metrics.jsonl` for each training step, and `final.json` at the end. The
-launcher adds to the latter how the run ended."""
+launcher adds how the run ended to the latter."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Ending = Literal["failed", "stopped"]
 METRICS_FILE = "metrics.jsonl"
 FINAL_FILE = "final.json"
 LENGTHS_KEPT = 256
-"""Responses in a step whose lengths are written down."""
+"""Number of responses in a step for which lengths are recorded."""
 
 
 class StepReport(msgspec.Struct, frozen=True):
-    """What one training step did; one line of `metrics.jsonl`."""
+    """Results of one training step; one line of `metrics.jsonl`."""
 
     step: int
     """The policy version that the step made."""
@@ -37,11 +37,11 @@ class StepReport(msgspec.Struct, frozen=True):
     masked_ages: dict[int, int] = {}
     """Age in versions → sampled tokens of the batch that were too old to enter it (`over_age = "mask"`)."""
     spans: list[tuple[str, float, float]] = []
-    """What the trainer did: (name, begin, end) in seconds since the epoch."""
+    """Activities of the trainer: (name, begin, end) in seconds since the epoch."""
     seqs: list[int] = []
-    """The sequence numbers that were trained on."""
+    """Sequence numbers of the groups in the batch."""
     health: Health = HEALTHY
-    """Whether the run is about to fall apart, as far as this step's figures and those before it tell."""
+    """Whether the policy is about to collapse, judged by the figures of this step and those before it."""
     admitted_staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """The `max_staleness` at which groups are admitted from now on, in a run that is slowed; None: as configured."""
     response_lengths: list[list[int]] = []
@@ -49,7 +49,7 @@ class StepReport(msgspec.Struct, frozen=True):
     more."""
 
     def finite(self) -> StepReport:
-        """Without the scalars that JSON cannot carry: infinities, and what is not a number."""
+        """Return the report without scalars that JSON cannot represent: infinities and NaN."""
         return msgspec.structs.replace(self, metrics=finite(self.metrics))
 
 
@@ -57,14 +57,14 @@ class Final(msgspec.Struct, frozen=True, kw_only=True):
     """`final.json`: the controller's last status and its counts, in groups unless another unit is given."""
 
     state: str = ""
-    """How the run ended, as its launcher saw it: `failed` or `stopped`; empty: as in `status`."""
+    """The run's end as its launcher saw it: `failed` or `stopped`; empty: as in `status`."""
     message: str = ""
-    """Why, in a line, where there is a `state`."""
+    """The reason in one line, if there is a `state`."""
     status: dict[str, Any] | None = None
-    """The last `Status` (`transport/control.py`), after all steps were reported; None: there is none."""
+    """The last `Status` (`transport/control.py`), after all steps were reported; None: not recorded."""
     policy_version: int = 0
     train_seconds: float = 0.0
-    """Since the first step, without times in which the run was down."""
+    """Seconds since the first step, without times in which the run was down."""
     groups_trained: int | None = None
     """Groups that entered a training step; None: the run ended before this and the following counts were known."""
     groups_held: int = 0
@@ -74,13 +74,13 @@ class Final(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 0
     """η, in policy versions."""
     over_age: str = ""
-    """What happened to tokens older than that: `mask`, `wait` or `drop`."""
+    """Treatment of tokens older than that: `mask`, `wait` or `drop`."""
     tokens_dropped: int = 0
     """Sampled tokens of the groups that were discarded as too old."""
 
     @property
     def ending(self) -> tuple[str, str]:
-        """How the run ended, and why in words; empty where nobody told."""
+        """The state in which the run ended, and the reason in words; both are empty if unknown."""
         if self.state:
             return self.state, self.message
         status = self.status or {}
@@ -88,7 +88,7 @@ class Final(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_final(run_dir: Path, final: Final) -> None:
-    """Leave `final.json` in `run_dir`; that it cannot be written is only logged: what the run made is elsewhere."""
+    """Write `final.json` into `run_dir`; an `OSError` is only logged, because the run's results are in other files."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / FINAL_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(final)))
@@ -114,10 +114,10 @@ def write_ending(run_dir: Path, state: Ending, message: str, *, keep_failure: bo
 
 
 def seconds_between(before: StepReport, after: StepReport) -> float:
-    """Return the time from the end of one step to that of a later one, without times in which the run was down."""
+    """Return the time from the end of one step to the end of a later one, without times in which the run was down."""
     passed = after.time - before.time
     first, last = (step.metrics.get("run_seconds") for step in (before, after))
-    if first is None or last is None:  # older runs do not tell
+    if first is None or last is None:  # older versions do not record it
         return passed
     return min(passed, max(0.0, last - first))
 
@@ -129,5 +129,5 @@ def mean_age(token_ages: Mapping[int, float]) -> float | None:
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:
-    """`values` without infinities and what is not a number."""
+    """Return `values` without infinities and NaN."""
     return {name: value for name, value in values.items() if math.isfinite(value)}

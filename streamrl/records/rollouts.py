@@ -1,17 +1,17 @@
-"""`rollouts/`: samples of what a run was trained on, every token of them; how they are written and read back.
+"""`rollouts/`: samples of a run's training data, with every token; their format and reader.
 
-    run_dir/rollouts/rank-0/        what one data-parallel head kept
+    run_dir/rollouts/rank-0/        groups that one data-parallel head kept
         000007.rows                 one row of fixed width for each response (`ROW`), after a line that describes it
         000007.zst                  two zstd frames for each group: `KeptGroup` as JSON without its arrays; its arrays
-        000001-000004.rows, .zst    older segments, thinned out and put together
-    run_dir/rollouts/rank-1/...     of the next data-parallel head
+        000001-000004.rows, .zst    older segments, thinned out and merged
+    run_dir/rollouts/rank-1/...     groups of the next data-parallel head
 
 Files are only appended to, frames before the rows that point to them, and each start of a run begins a segment of its
-own: so a torn end is no row yet, and nothing is ever mended. Segments are replaced as a whole when the disk budget is
-used up: the oldest are thinned out first (`RolloutWriter`). docs/rollouts.md has the format and examples.
+own. So a torn end has no row yet, and no file has to be repaired. Segments are replaced as a whole when the disk budget
+is used up: the oldest are thinned out first (`RolloutWriter`). docs/rollouts.md describes the format, with examples.
 
 The rows of a million responses are an array in memory, so tables are sorted and filtered in a moment; texts and arrays
-are read when they are asked for.
+are read on demand.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ log = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
 FORMAT = 1
-"""Changes when files are no longer read as before. New columns and arrays do not change it."""
+"""Version of the format; it changes when old code cannot read new files. New columns and arrays do not change it."""
 ROWS, FRAMES = ".rows", ".zst"
 MOST_BYTES_OF_FRAME = 2**30
-"""A frame that would decompress to more is refused."""
+"""Most bytes in a decompressed frame; a larger frame is refused."""
 EXCERPT = 160
 """Characters of prompt and response in a row of a table."""
 
 TOKEN_USES = ("trained", "prompt", "environment", "elsewhere", "over_age", "weight_limit", "no_contrast")
-"""What became of a token in the policy's loss; `KeptGroup.token_uses` has the index.
+"""Use of a token in the policy's loss; `KeptGroup.token_uses` has the index.
 
 trained: it is in the loss. prompt: before the first token that the policy sampled. environment: between its turns, or
 after them. elsewhere: sampled by the policy in this episode, and trained on in the trajectory that branched off before
 this one. over_age: older than `staleness.max_staleness` versions. weight_limit: its behaviour weight was outside the
-limits (`algorithm.behavior_weight_limit = "mask"`). no_contrast: there was nothing to learn, since all siblings scored
-the same.
+limits (`algorithm.behavior_weight_limit = "mask"`). no_contrast: there was nothing to learn, since all siblings had the
+same score.
 """
 TRAINED, PROMPT, ENVIRONMENT, ELSEWHERE, OVER_AGE, WEIGHT_LIMIT, NO_CONTRAST = range(len(TOKEN_USES))
 
@@ -62,19 +62,19 @@ ROW = np.dtype(
     [
         ("step", "<i4"),  # the policy version that the step made
         ("seq", "<i8"),  # the group's sequence number
-        ("index", "<i4"),  # of the response in its group
-        ("episode", "<i4"),  # that the response is of
-        ("time", "<f8"),  # of the step, in seconds since the epoch
+        ("index", "<i4"),  # number of the response in its group
+        ("episode", "<i4"),  # number of the response's episode
+        ("time", "<f8"),  # time of the step, in seconds since the epoch
         ("reward", "<f4"),
         ("advantage", "<f4"),  # mean over sampled tokens
         ("length", "<i4"),  # sampled tokens
         ("tokens", "<i4"),  # all tokens, prompt included
-        ("prompt_tokens", "<i4"),  # that the siblings share
+        ("prompt_tokens", "<i4"),  # tokens that the siblings share
         ("turns", "<i4"),  # runs of sampled tokens
         ("special", "<i4"),  # sampled special tokens that do not end a response: `Response.text` lacks them
         ("masked", "<i4"),  # sampled tokens that are not in the loss
-        ("age", "<i4"),  # of the oldest sampled token, in versions
-        ("age_mean", "<f4"),  # of the sampled tokens
+        ("age", "<i4"),  # age of the oldest sampled token, in versions
+        ("age_mean", "<f4"),  # mean age of the sampled tokens
         ("logprob", "<f4"),  # mean behaviour log-probability of the sampled tokens
         ("entropy", "<f4"),  # mean over sampled tokens; NaN: unknown
         ("difference", "<f4"),  # mean |proximal - behaviour| log-probability; NaN: unknown
@@ -82,9 +82,9 @@ ROW = np.dtype(
         ("finish", "S12"),  # why it ended
         ("worker", "S12"),  # the rollout worker that made it
         ("gserver", "S12"),  # the gserver that its group was sent to
-        ("place", "<i8"),  # of the group's frames in the segment's file
-        ("head_bytes", "<i4"),  # of the first frame
-        ("body_bytes", "<i4"),  # of the second
+        ("place", "<i8"),  # position of the group's frames in the segment's file
+        ("head_bytes", "<i4"),  # length of the first frame
+        ("body_bytes", "<i4"),  # length of the second frame
     ]
 )
 """A row of the index. Names that are longer than their column are cut; `KeptGroup` has them whole."""
@@ -127,33 +127,33 @@ class GroupFacts(msgspec.Struct, kw_only=True):
     prompt_length: int
     """Leading tokens that all responses share."""
     prompt_chars: int
-    """Characters of their text."""
+    """Characters of the text of these tokens."""
     finish_reasons: list[str]
     """`[n]` why each response ended."""
     texts: list[str]
-    """`[n]` all tokens of each as text, special ones and the prompt included."""
+    """`[n]` all tokens of each response as text, special ones and the prompt included."""
     special: list[int] = []
-    """`[n]` how many special tokens that do not end a response were sampled; empty: unknown."""
+    """`[n]` sampled special tokens that do not end a response; empty: unknown."""
     reward_parts: list[dict[str, float]] = []
-    """What the reward of each episode is made of, by name; empty: it is one thing."""
+    """Components of each episode's reward by name; empty: it has a single one."""
     scores: list[float] = []
-    """What each episode earned, where its answers are rewarded one by one; empty: its reward."""
+    """Score of each episode if its answers are rewarded one by one; empty: the score is the reward."""
 
 
 class KeptGroup(GroupFacts, kw_only=True):
     """One group as it was trained on. Arrays are of all responses one after another, as in `TrajectoryGroup`."""
 
     seqlens: NDArray[np.int32]
-    """`[n]` tokens of each."""
+    """`[n]` tokens of each response."""
     rewards: NDArray[np.float32]
     """`[n]`."""
     episodes: NDArray[np.int32]
-    """`[n]` the episode that each is of, from 0."""
+    """`[n]` the episode of each response, from 0."""
     input_ids: NDArray[np.int32]
     """`[tokens]`."""
     text_ends: NDArray[np.int32]
     """`[tokens]` characters of the response's text up to the end of the token. A token that ends in the middle of a
-    character has none of it: the one that completes it has."""
+    character does not count it; the token that completes the character does."""
     behavior_logprobs: NDArray[np.float32]
     """`[tokens]` in nats; 0 where the policy did not sample."""
     policy_versions: NDArray[np.int32]
@@ -163,14 +163,14 @@ class KeptGroup(GroupFacts, kw_only=True):
     advantages: NDArray[np.float32] | None = None
     """`[tokens]`; 0 where the policy did not sample."""
     proximal_logprobs: NDArray[np.float32] | None = None
-    """`[tokens]` the trainer's, under the policy at the start of the step (of `actor_inf`, or of the first forward
-    pass); NaN where they were not computed. None: of none."""
+    """`[tokens]` the trainer's log-probabilities under the policy at the start of the step (from `actor_inf`, or from
+    the first forward pass); NaN where they were not computed. None: computed for no token."""
     ref_logprobs: NDArray[np.float32] | None = None
     """`[tokens]` under the reference policy; None: there is none."""
     values: NDArray[np.float32] | None = None
-    """`[tokens]` the critic's; None: there is none."""
+    """`[tokens]` the critic's values; None: there is no critic."""
     entropy: NDArray[np.float32] | None = None
-    """`[tokens]` of the policy's distribution in the training step's first forward pass, in nats; as
+    """`[tokens]` entropy of the policy's distribution in the training step's first forward pass, in nats; as
     `proximal_logprobs`."""
 
     @property
@@ -196,21 +196,21 @@ class KeptGroup(GroupFacts, kw_only=True):
         return _runs(self.policy_versions[first:end] != NO_VERSION)
 
     def branches(self) -> list[Branch]:
-        """Return for each response where it leaves the one of its episode that it has most in common with."""
+        """Return for each response its branch from the response of its episode with the longest common beginning."""
         return branches(self.input_ids, self.seqlens, self.episodes)
 
 
 class Branch(NamedTuple):
-    """How a response hangs on another one of its episode."""
+    """How a response branches off another one of its episode."""
 
     parent: int
-    """The response that it begins like; -1: it is the first of its episode."""
+    """The response with which it shares its beginning; -1: it is the first of its episode."""
     shared: int
     """Leading tokens that the two have in common."""
 
 
 def branches(input_ids: NDArray[np.int32], seqlens: NDArray[np.int32], episodes: NDArray[np.int32]) -> list[Branch]:
-    """Return the tree of each episode: to each response the earlier one with which it has most tokens in common."""
+    """Return the tree of each episode: for each response the earlier one with most leading tokens in common."""
     ends = np.cumsum(seqlens).tolist()
     responses = [input_ids[a:b] for a, b in pairwise([0, *ends])]
     found: list[Branch] = []
@@ -241,8 +241,8 @@ class Head(GroupFacts, kw_only=True):
     """The first frame of a group."""
 
     arrays: list[tuple[str, str, int]]
-    """What the second frame holds, in order: name, dtype, length. Of numbers of several bytes first come all first
-    bytes, then all second ones, and so on, which compresses better."""
+    """Contents of the second frame, in order: name, dtype, length. Numbers of several bytes are stored as byte planes,
+    first all first bytes, then all second ones, and so on, which compresses better."""
 
 
 _head_decoder = msgspec.json.Decoder(Head)
@@ -289,7 +289,7 @@ def rows_of(group: KeptGroup) -> NDArray[np.void]:
 
 
 def cut_name(name: str, column: str) -> bytes:
-    """`name` in as many bytes as `column` has, without half a character at its end."""
+    """Return `name` in as many bytes as `column` has, without half a character at its end."""
     return name.encode()[: ROW[column].itemsize].decode(errors="ignore").encode()
 
 
@@ -301,15 +301,15 @@ def first_line(dtype: np.dtype[Any]) -> bytes:
 def read_rows(
     file: Path, *, skip: int = 0, dtype: np.dtype[Any] | None = None
 ) -> tuple[NDArray[np.void], int, np.dtype[Any]]:
-    """Return the whole rows of `file` after the first `skip` of them as `ROW`, the length of its first line, and the
+    """Return the complete rows of `file` after the first `skip` of them as `ROW`, the length of its first line, and the
     dtype that it describes.
 
-    `dtype`: what was returned before. Raises `DataError` for a file of a newer format, and `OSError`.
+    `dtype`: the returned dtype of an earlier call. Raises `DataError` for a file of a newer format, and `OSError`.
     """
     with file.open("rb") as opened:
         line = opened.readline(65536)
         own = dtype if dtype is not None else _described(line, file)
-        begin = opened.seek(skip * own.itemsize, os.SEEK_CUR)  # beyond its end where it was cut since
+        begin = opened.seek(skip * own.itemsize, os.SEEK_CUR)  # beyond its end if it was truncated since
         left = max(0, os.fstat(opened.fileno()).st_size - begin)
         found = np.fromfile(opened, own, count=left // own.itemsize)
     if own == ROW:
@@ -335,7 +335,7 @@ def _described(line: bytes, file: Path) -> np.dtype[Any]:
 
 
 class SegmentName(NamedTuple):
-    """The numbers of the first and the last segment that a file has the groups of."""
+    """The numbers of the first and the last original segment in a file."""
 
     first: int
     last: int
@@ -349,7 +349,7 @@ _SEGMENT = re.compile(r"(\d{6,})(?:-(\d{6,}))?\.rows")
 
 
 def segments_in(folder: Path) -> list[SegmentName]:
-    """Names of the segments in `folder`, oldest first, without those that another one has replaced."""
+    """Return the names of the segments in `folder`, oldest first, without segments that another one has replaced."""
     found = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.listdir(folder):
@@ -367,7 +367,7 @@ def segments_in(folder: Path) -> list[SegmentName]:
 
 
 class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One response in a table; figures as in `ROW`, where NaN is None here."""
+    """One response in a table; figures as in `ROW`, but None instead of NaN."""
 
     step: int
     seq: int
@@ -392,46 +392,46 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     gserver: str
     prompt: str = ""
-    """The end of the prompt, `EXCERPT` characters of it."""
+    """The last `EXCERPT` characters of the prompt."""
     response: str = ""
-    """The beginning of what follows it."""
+    """The first `EXCERPT` characters after the prompt."""
 
 
 class RowsFound(msgspec.Struct, frozen=True):
-    """A part of all rows that a filter lets through."""
+    """Some of the rows that pass a filter."""
 
     total: int
-    """How many there are."""
+    """Number of all rows that pass it."""
     rows: list[Rollout]
 
 
 class Found(msgspec.Struct, frozen=True):
-    """What a search has found so far."""
+    """Results of a search so far."""
 
     rows: list[Rollout]
     """Newest first."""
     groups: int
-    """How many were searched."""
+    """Number of groups that were searched."""
     go_on: tuple[int, int] | None
-    """Step and sequence number, for `search(..., before=go_on)`; None: all were looked through."""
+    """Step and sequence number, for `search(..., before=go_on)`; None: all groups were searched."""
 
 
 class _Loaded(msgspec.Struct):
-    """A segment as far as it has been read."""
+    """The rows of a segment that have been read."""
 
     folder: Path
     name: SegmentName
     dtype: np.dtype[Any]
     rows: NDArray[np.void]
     stamp: tuple[int, int]
-    """Size of the file of rows, and when it was written to, in nanoseconds."""
+    """Size of the file of rows, and the time of its last change, in nanoseconds."""
 
 
 class Rollouts:
-    """The rollouts that a run has kept: while it goes on, after a crash, and later. Not thread-safe.
+    """The rollouts that a run has kept, readable during the run and after its end or crash. Not thread-safe.
 
-    Nothing here raises because a run is being written, thinned out or removed meanwhile; `group` raises `DataError` if
-    what it is asked for is gone or damaged.
+    No method raises because a run is being written, thinned out or removed at the same time; `group` raises `DataError`
+    if the requested group is gone or damaged.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -439,7 +439,7 @@ class Rollouts:
         self._loaded: dict[tuple[str, SegmentName], _Loaded] = {}
         self._unreadable: set[Path] = set()
         self._rows: NDArray[np.void] | None = np.zeros(0, ROW)
-        """The rows of all segments; None: they are put together when they are asked for."""
+        """The rows of all segments; None: they are concatenated at the next access."""
         self._orders: dict[tuple[str, bool, str], NDArray[np.intp]] = {}
         self._zstd = zstandard.ZstdDecompressor()
         self.refresh()
@@ -450,17 +450,17 @@ class Rollouts:
 
     @property
     def rows(self) -> NDArray[np.void]:
-        """`[responses]` of `ROW`: the figures of all, for computing with them; not to be changed."""
+        """`[responses]` of `ROW`: the figures of all responses, for computing with them; read-only."""
         if self._rows is None:
             self._rows = np.concatenate([found.rows for found in self._loaded.values()])
             first = 0
-            for found in self._loaded.values():  # in memory once only
+            for found in self._loaded.values():  # views, so that rows are in memory only once
                 found.rows = self._rows[first : first + len(found.rows)]
                 first += len(found.rows)
         return self._rows
 
     def refresh(self) -> bool:
-        """Take in what is new or gone; return whether anything is."""
+        """Read new segments and rows, and forget removed ones; return whether there were any."""
         before = self._loaded
         present = {
             (rank, name): self._folder / rank for rank in self._ranks() for name in segments_in(self._folder / rank)
@@ -486,11 +486,11 @@ class Rollouts:
         limit: int = 50,
         texts: bool = True,
     ) -> RowsFound:
-        """Return up to `limit` rows, from number `offset` on, of those that `filter` lets through, sorted by a column.
+        """Return up to `limit` rows, from number `offset` on, of the rows that pass `filter`, sorted by a column.
 
-        Rows that are equal in it are in the order of steps. `filter`: conditions such as `reward>=0.5 finish=length
-        step>100`, all of which hold; names are compared as they are written. `texts`: with excerpts of prompt and
-        response. Raises `DataError` for a column or a condition that does not exist.
+        Rows with equal values are in the order of steps. `filter`: conditions such as `reward>=0.5 finish=length
+        step>100`, all of which have to hold; names are compared exactly. `texts`: with excerpts of prompt and response.
+        Raises `DataError` for a column or a condition that does not exist.
         """
         order = self._order(sort, descending, filter)
         return RowsFound(len(order), self._described(order[offset : offset + limit], texts=texts))
@@ -520,9 +520,9 @@ class Rollouts:
         before: tuple[int, int] | None = None,
         seconds: float = 2.0,
     ) -> Found:
-        """Return responses with `text` in prompt or response, whatever its case, newest first.
+        """Return responses with `text` in prompt or response, in upper or lower case, newest first.
 
-        Ends after `limit` responses or `seconds`, between two groups; `Found.go_on` says from where to go on.
+        Ends after `limit` responses or `seconds`, between two groups; `Found.go_on` is the position to continue from.
         Raises `DataError` as `table` does.
         """
         deadline = time.monotonic() + seconds
@@ -546,12 +546,11 @@ class Rollouts:
     def _ranks(self) -> list[str]:
         try:
             return sorted(entry for entry in os.listdir(self._folder) if entry.startswith("rank-"))
-        except OSError:  # there is none yet, it is gone, or its server has lost it
+        except OSError:  # it does not exist yet, it was removed, or a file server has lost it
             return []
 
     def _load(self, folder: Path, name: SegmentName, before: _Loaded | None) -> _Loaded | None:
-        """Return the segment with all of its rows, of which those that `before` has are not read again; None: it is
-        gone, or not to be read."""
+        """Return the segment with all of its rows; rows in `before` are not read again. None: gone or unreadable."""
         file = name.file(folder, ROWS)
         try:
             state = file.stat()
@@ -560,7 +559,7 @@ class Rollouts:
                 return before
             if before is not None and len(before.rows):
                 last, *_ = read_rows(file, skip=len(before.rows) - 1, dtype=before.dtype)
-                # Else a resumed run has taken steps back, and perhaps made another segment of this name since.
+                # Else a resumed run has removed steps, and perhaps made another segment of this name since.
                 if last[:1].tobytes() == before.rows[-1:].tobytes():
                     rows = np.concatenate((before.rows, last[1:])) if len(last) > 1 else before.rows
                     return msgspec.structs.replace(before, rows=rows, stamp=stamp)
@@ -676,7 +675,7 @@ def _rollout(row: np.void, head: Head | None) -> Rollout:
 
 
 def _groups_in(rows: NDArray[np.void], positions: NDArray[np.intp]) -> list[NDArray[np.intp]]:
-    """`positions` of rows in pieces of one group each, in descending order of step and sequence number."""
+    """Return `positions` of rows in pieces of one group each, in descending order of step and sequence number."""
     if not len(positions):
         return []
     steps, seqs = rows["step"][positions], rows["seq"][positions]
@@ -697,7 +696,7 @@ class Condition(NamedTuple):
     value: float | str
 
     def holds(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """`[rows]`: where it does. NaN is unlike every number."""
+        """Return the mask `[rows]` of the rows for which it holds. NaN is unlike every number."""
         compare = _OPERATORS[self.operator]
         value = self.value.encode() if isinstance(self.value, str) else self.value
         return cast(NDArray[np.bool_], compare(rows[self.column], value))
@@ -715,7 +714,7 @@ _CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|!=|==|=|<|>)\s*([^\s,<>=!]+)(?:\s*,|
 
 
 def conditions(filter: str) -> list[Condition]:
-    """Return the conditions in `filter`, separated by blanks, commas or `and`; raises `DataError` for what is none."""
+    """Return the conditions in `filter`, separated by spaces, commas or `and`; raises `DataError` for other text."""
     found = []
     rest = filter.strip()
     while rest:
@@ -744,8 +743,8 @@ def _value(column: str, compare: str, text: str, filter: str) -> float | str:
 
 
 def _sorted(rows: NDArray[np.void], wanted: Iterable[Condition], *, sort: str, descending: bool) -> NDArray[np.intp]:
-    """Positions of the rows for which all of `wanted` hold, sorted; rows that are equal in `sort` in the order of
-    steps, which `descending` turns round, too. NaN comes last."""
+    """Return the positions of the rows for which all of `wanted` hold, sorted. Rows that are equal in `sort` are in the
+    order of steps, which `descending` reverses, too. NaN comes last."""
     keep = np.ones(len(rows), np.bool_)
     for condition in wanted:
         keep &= condition.holds(rows)

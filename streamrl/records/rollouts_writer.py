@@ -1,6 +1,6 @@
-"""Writes `rollouts/`: groups appended to segments, which are thinned out when the disk budget is used up.
+"""Write `rollouts/`: groups appended to segments, which are thinned out when the disk budget is used up.
 
-The format is in `records/rollouts.py`; what is put into it, in `trainer/worker/keeper.py`.
+`records/rollouts.py` defines the format; `trainer/worker/keeper.py` chooses the groups.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from streamrl.records.rollouts import (
 log = logging.getLogger(__name__)
 
 LEVEL = 3
-"""The level of zstd's compression."""
+"""Level of zstd's compression."""
 SEGMENTS = 16
-"""About how many a rank's share of the disk budget is cut into."""
+"""Approximate number of segments in a rank's share of the disk budget."""
 
 
 class _Encoded(NamedTuple):
     rows: NDArray[np.void]
-    """`[n]` without their places."""
+    """`[n]` rows without the place of their frames."""
     frames: bytes
 
 
@@ -51,7 +51,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class GroupEncoder:
-    """Turns groups into rows and frames; of one thread."""
+    """Encodes groups as rows and frames; to be used by one thread."""
 
     def __init__(self) -> None:
         self._zstd = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
@@ -76,7 +76,7 @@ def _has(group: KeptGroup, name: str) -> bool:
 
 
 def _shuffled(array: NDArray[Any]) -> bytes:
-    """Byte planes of `array`, as HDF5's shuffle filter has them."""
+    """Return the byte planes of `array`, as HDF5's shuffle filter has them."""
     return np.ascontiguousarray(array).view(np.uint8).reshape(-1, array.dtype.itemsize).T.tobytes()
 
 
@@ -86,22 +86,22 @@ class _Closed(NamedTuple):
 
     @property
     def level(self) -> int:
-        """How often it was thinned out: each time, it was put together with one of as many segments."""
+        """Number of times that it was thinned out: each time it was merged with a segment of the same level."""
         return (self.name.last - self.name.first + 1).bit_length() - 1
 
 
 class RolloutWriter:
     """Appends groups to one rank's folder, and keeps it within its disk budget.
 
-    When the budget is used up, the two oldest segments next to each other that have been thinned out equally often
-    become one, which has every second step of theirs. So the newest part of a run is whole, and what is older gets the
-    sparser the older it is; the first step stays, and so do the two newest segments, whatever the budget.
+    When the budget is used up, the two oldest adjacent segments that have been thinned out equally often are merged:
+    the new segment has every second step of the two. So the newest part of a run is whole, and the older a part is, the
+    sparser it is. The first step stays, and so do the two newest segments, regardless of the budget.
     """
 
     def __init__(self, folder: Path, *, most_bytes: int, policy_version: int) -> None:
-        """What an earlier start of the run has kept of steps after `policy_version` is removed: they are made again.
+        """Remove rollouts of steps after `policy_version`, which a resumed run makes again.
 
-        Nothing is made before the first group. Raises `OSError`.
+        No file is made before the first group. Raises `OSError`.
         """
         self._folder = folder
         self._most_bytes = most_bytes
@@ -115,11 +115,11 @@ class RolloutWriter:
 
     @property
     def bytes(self) -> int:
-        """On the disk."""
+        """Bytes on the disk."""
         return sum(segment.bytes for segment in self._closed) + sum(self._sizes)
 
     def append(self, group: KeptGroup) -> None:
-        """Write `group`; raises `OSError`, and leaves the files as they were, if that cannot be done."""
+        """Write `group`; raises `OSError`, and leaves the files as they were, if that fails."""
         rows, frames = self._encoder.encode(group)
         if self._files is None:
             self._begin_segment()
@@ -174,11 +174,11 @@ class RolloutWriter:
                 _remove(self._folder, self._closed.pop(0).name)
 
     def _together(self, older: _Closed, newer: _Closed) -> _Closed:
-        """Every second step of two segments, as one that takes their place."""
+        """Merge two segments into one with every second step, which takes their place."""
         name = SegmentName(older.name.first, newer.name.last)
         parts = [(part, read_rows(part.name.file(self._folder, ROWS))[0]) for part in (older, newer)]
         steps = np.unique(np.concatenate([rows["step"] for _, rows in parts]))
-        column = "step" if len(steps) > 1 else "seq"  # one step alone: every second group
+        column = "step" if len(steps) > 1 else "seq"  # with a single step, every second group is kept
         kept = np.unique(np.concatenate([rows[column] for _, rows in parts]))[::2]
         chosen = []
         unfinished = name.file(self._folder, FRAMES + ".unfinished")
@@ -210,9 +210,9 @@ class RolloutWriter:
 
 
 def rewind(run_dir: Path, *, policy_version: int) -> None:
-    """Take the rollouts of the run in `run_dir` back to `policy_version`: later steps are about to be made again.
+    """Remove the rollouts of steps after `policy_version` from the run in `run_dir`, which is about to repeat them.
 
-    Those of all ranks, since the run may go on with fewer. Raises `OSError`.
+    This covers all ranks, since the run may continue with fewer. Raises `OSError`.
     """
     for folder in (run_dir / FOLDER).glob("rank-*"):
         _rewind(folder, policy_version=policy_version)
@@ -248,6 +248,6 @@ def _write_all(file: BinaryIO, content: bytes) -> None:
 
 
 def _remove(folder: Path, name: SegmentName) -> None:
-    """Rows first: then nobody looks for the frames."""
+    """Remove the segment's rows first: without them, no reader looks for the frames."""
     for ending in (ROWS, FRAMES):
         name.file(folder, ending).unlink(missing_ok=True)

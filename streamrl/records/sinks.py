@@ -1,10 +1,10 @@
-"""Where the figures of steps and evaluations go: the run's folder, and from there TensorBoard, Weights & Biases and
-trackio (`metrics.sinks`).
+"""Destinations for the figures of steps and evaluations: the run's folder, and from there TensorBoard, Weights & Biases
+and trackio (`metrics.sinks`).
 
-Each sink is a process of its own (`userland.py`) that reads `metrics.jsonl` and
-`evaluations.jsonl` as they grow and hands the figures to the sink's package. Invariant: whatever that package does,
-hang, crash or wait for a network, the run only ever writes a few bytes to a pipe that never blocks it, and loses
-nothing, since the figures are in the files. The process ends with the pipe, or with its parent.
+Each sink is a process of its own (`userland.py`) that reads `metrics.jsonl` and `evaluations.jsonl` as they grow and
+passes the figures to the sink's package. Invariant: if that package hangs, crashes or waits for a network, the run is
+not affected. It only writes a few bytes to a pipe that never blocks it, and loses nothing, since the figures are in the
+files. The process ends with the pipe, or with its parent.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from streamrl.records.metrics import METRICS_FILE, StepReport
 log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 20.0
-"""How long the sinks may take at the end of a run for what they have not sent yet."""
+"""Longest time for the sinks to send the remaining figures at the end of a run."""
 SLOW_SECONDS = 60.0
 """A sink that takes longer for one report is named in the log."""
 NICE = 5
 _NEWS = userland.call_frame(0, None)
-"""Fewer bytes than a pipe takes at once: all of them are written, or none."""
+"""Fewer bytes than a pipe accepts at once: all of them are written, or none."""
 WANDB_ID = "wandb-run-id"
-"""File in the run's folder: the run at Weights & Biases that a resumed run goes on with."""
+"""File in the run's folder with the id of the run at Weights & Biases, which a resumed run continues."""
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -56,22 +56,22 @@ class Task(msgspec.Struct, frozen=True):
     name: str
     """The run's name."""
     project: str
-    """What the run is filed under there."""
+    """The project at the sink that the run belongs to."""
     resumed: bool
-    """Whether the run went on from a checkpoint, so that the sink may know it already."""
+    """Whether the run continues from a checkpoint, so that the sink may have a run for it already."""
     config: dict[str, Any]
     """The resolved configuration."""
     begin: dict[str, int]
     """File → byte from which on its lines are new."""
     last_step: int
-    """The last step before these: later ones that the sink knows are made again."""
+    """The last step before the new lines: the run makes later steps that the sink already has again."""
 
 
 # --- in the run ---
 
 
 class MetricsWriter:
-    """Writes each report into the run's folder, as one line of the file of its kind, and tells the sinks.
+    """Writes each report into the run's folder, as one line of the file of its kind, and notifies the sinks.
 
     A line is handed to the operating system before `write` returns. A disk that is full or gone is named once in the
     log and does not stop the run.
@@ -83,11 +83,11 @@ class MetricsWriter:
         self._sinks = sinks
 
     def write(self, report: StepReport) -> None:
-        """Write down a training step."""
+        """Write the report of a training step."""
         self._append(self._steps, report.finite())
 
     def write_evaluation(self, report: EvaluationReport) -> None:
-        """Write down an evaluation."""
+        """Write the report of an evaluation."""
         self._append(self._evaluations, report)
 
     def _append(self, file: LineFile, report: msgspec.Struct) -> None:
@@ -101,7 +101,7 @@ class MetricsWriter:
         return " and ".join(sink.name for sink in self._sinks)
 
     def close(self, *, timeout: float = FINISH_SECONDS) -> None:
-        """Close the files, and wait `timeout` seconds at most until the sinks have all that is in them."""
+        """Close the files, and wait at most `timeout` seconds until the sinks have received all figures."""
         for file in (self._steps, self._evaluations):
             file.close()
         until = time.monotonic() + timeout
@@ -123,7 +123,7 @@ def check_installed(sinks: Sequence[str]) -> None:
 
 
 def start_sinks(config: Config) -> list[SinkProcess]:
-    """Start the sinks that `config` names, for what is written from now on.
+    """Start the sinks that `config` names, for reports that are written from now on.
 
     Raises `ConfigError` if one is not installed. One that cannot be started is named in the log.
     """
@@ -176,25 +176,25 @@ class SinkProcess:
         return self._process.pid
 
     def tell(self) -> None:
-        """Have it look at the files: there is something new in them. Returns at once."""
+        """Notify the process of new lines in the files. Returns at once."""
         if self._over:
             return
         try:
             os.write(self._pipe, _NEWS)
-        except BlockingIOError:  # it is far behind, and will look at all of the files when it comes to it
+        except BlockingIOError:  # the sink is far behind; the next message that it reads makes it read all lines
             pass
         except BrokenPipeError:
             self._over = True
             log.warning("%s %s: it gets no more figures, and the run goes on", self.name, self._how_it_ended())
 
     def finish(self) -> None:
-        """Have it send what it has not sent yet, and end. Returns at once."""
+        """Make the process send the remaining figures and end. Returns at once."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
 
     def close(self, *, timeout: float) -> None:
-        """Wait until it has ended; after `timeout` seconds end it by force."""
+        """Wait until the process has ended; kill it after `timeout` seconds."""
         self.finish()
         try:
             code = self._process.wait(timeout)
@@ -223,13 +223,13 @@ def _size(file: Path) -> int:
 
 
 class Sink(Protocol):
-    """A place for figures. Every method may raise whatever its package raises."""
+    """A destination for figures. Every method may raise any exception of its package."""
 
     def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
-        """Take `figures` of policy version `step`; `time`: in seconds since the epoch."""
+        """Record `figures` of policy version `step`; `time`: in seconds since the epoch."""
 
     def close(self) -> None:
-        """Return when all is where it belongs."""
+        """Return when all figures have reached their destination."""
 
 
 class TensorBoard:
@@ -244,7 +244,7 @@ class TensorBoard:
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventFileWriter(str(folder))
         self._event, self._summary = Event, Summary
-        # TensorBoard leaves out what earlier files of the folder have from that step on.
+        # TensorBoard ignores events of earlier files in the folder from that step on.
         again = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(wall_time=time.time(), step=task.last_step + 1, session_log=again))
 
@@ -258,8 +258,8 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run at Weights & Biases. Sent are figures, the configuration and what the package says of the machine; no
-    output, no code."""
+    """A run at Weights & Biases. Figures, the configuration and the package's facts about the machine are sent; no
+    output and no code."""
 
     def __init__(self, task: Task) -> None:
         import wandb
@@ -276,7 +276,7 @@ class WeightsAndBiases:
             settings=wandb.Settings(console="off", disable_code=True, disable_git=True),
         )
         known.write_text(f"{self._run.id}\n")
-        # Not the package's own step, which must not go back: an evaluation comes after later training steps.
+        # The package's own step must not decrease, but an evaluation comes after later training steps.
         self._run.define_metric("*", step_metric="policy_version")
 
     def log(self, figures: Mapping[str, float], *, step: int, time: float) -> None:
@@ -287,7 +287,7 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """A run of trackio, on this machine (`TRACKIO_DIR`) or where its environment variables say."""
+    """A run of trackio, on this machine (`TRACKIO_DIR`) or at the place that its environment variables set."""
 
     def __init__(self, task: Task) -> None:
         import trackio
@@ -323,7 +323,7 @@ def figures_of(report: StepReport) -> dict[str, float]:
 
 
 class _Follower:
-    """Hands a sink the new lines of the run's files."""
+    """Passes the new lines of the run's files to a sink."""
 
     def __init__(self, task: Task) -> None:
         folder = Path(task.folder)
@@ -336,7 +336,7 @@ class _Follower:
             self._sink = SINKS[task.sink](task)
 
     def follow(self) -> None:
-        """Hand over the lines that are new."""
+        """Pass on the new lines."""
         for step in self._steps.new()[1]:
             with self._or_exit(f"the figures of step {step.step}"):
                 self._sink.log(figures_of(step), step=step.step, time=step.time)
@@ -346,7 +346,7 @@ class _Follower:
                 self._sink.log(found, step=report.policy_version, time=report.time)
 
     def close(self) -> None:
-        """Hand over the last lines, and return when all figures are where they belong."""
+        """Pass on the last lines, and return when all figures have reached their destination."""
         self.follow()
         with self._or_exit("the last figures"):
             self._sink.close()
@@ -364,7 +364,7 @@ class _Follower:
 
 @contextlib.contextmanager
 def _watched(sink: str, what: str) -> Iterator[None]:
-    """Say so if what runs inside takes long."""
+    """Log a warning if the code inside is slow."""
     timer = threading.Timer(
         SLOW_SECONDS, log.warning, ("%s has not taken %s for %.0f s; the run goes on", sink, what, SLOW_SECONDS)
     )
@@ -377,8 +377,8 @@ def _watched(sink: str, what: str) -> Iterator[None]:
 
 
 def serve_sink(**settings: Any) -> userland.UserFunction:
-    """Return the sink for a process of its own (`userland.Setup.loader`); each call hands over the new lines."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # it ends with the run, which has figures for it until then
+    """Return the sink for a process of its own (`userland.Setup.loader`); each call passes on the new lines."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the sink ends with the run, which has figures for it until then
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     task = Task(**settings)

@@ -7,8 +7,8 @@ its user may read, named after the path of the run's folder:
                                        step-000012/    the latest
 
 Invariants: a snapshot never fills more than `MOST_OF_FREE` of the free memory. The controller removes the folder at the
-end of the run. When it makes its own folder, it removes those of other runs that have had no controller and no new
-snapshot for `ABANDONED_SECONDS`.
+end of the run. When it makes its own folder, it removes the folders of other runs that have had no controller and no
+new snapshot for `ABANDONED_SECONDS`.
 """
 
 from __future__ import annotations

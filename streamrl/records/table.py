@@ -1,4 +1,4 @@
-"""Rows of named numbers, kept by column, so that a long run is small and quick to look at."""
+"""Rows of named numbers, stored by column, so that the data of a long run are small and quick to read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Column: TypeAlias = NDArray[np.float64]
-"""One number for each row; NaN where the row has none."""
+"""One number for each row; NaN if the row has none."""
 
 
 class Table:
@@ -25,11 +25,11 @@ class Table:
 
     @property
     def names(self) -> list[str]:
-        """Names of the columns, in the order in which they came."""
+        """Names of the columns, in the order in which they were added."""
         return list(self._columns)
 
     def extend(self, rows: Sequence[Mapping[str, float]], **more: Sequence[float]) -> None:
-        """Append `rows`; `more`: columns that they do not have themselves, one value for each of them."""
+        """Append `rows`; `more`: further columns, with one value for each row."""
         if not rows:
             return
         end = self._rows + len(rows)
@@ -50,21 +50,21 @@ class Table:
         found = self._columns.get(name)
         if found is None:
             return np.full(self._rows, np.nan)
-        if len(found) < self._rows:  # no row since it was made room for has this name
+        if len(found) < self._rows:  # no row has had this name since the column was last enlarged
             found = np.concatenate([found, np.full(2 * self._rows - len(found), np.nan)])
             self._columns[name] = found
         return found[: self._rows]
 
 
 def _columns(rows: Sequence[Mapping[str, float]], names: Sequence[str]) -> Iterable[Sequence[float]]:
-    """The values of each of `names`, one for each of `rows`."""
-    if len(names) > 1 and all(len(row) == len(names) for row in rows):  # as a rule all have all names
+    """Return the values of each of `names`, one for each of `rows`."""
+    if len(names) > 1 and all(len(row) == len(names) for row in rows):  # the usual case: all rows have all names
         return zip(*map(itemgetter(*names), rows), strict=True)
     return ([row.get(name, np.nan) for row in rows] for name in names)
 
 
 def growth(counts: Column) -> Column:
-    """Return how much a counter has grown in all at each row: one that begins at 0 again goes on from where it was.
+    """Return the total growth of a counter at each row; a counter that begins at 0 again continues from where it was.
 
     NaN counts as unchanged. The first value counts as grown from 0.
     """
@@ -79,15 +79,15 @@ def growth(counts: Column) -> Column:
 
 
 def restarts(counts: Column) -> int:
-    """Return how often a counter that only grows began anew. NaN is passed over."""
+    """Return how often a counter that otherwise only grows was reset. NaN is ignored."""
     return int((np.diff(counts[np.isfinite(counts)]) < 0).sum())
 
 
 def thinned(x: Column, columns: Mapping[str, Column], *, points: int) -> tuple[Column, dict[str, Column]]:
-    """At most `points` rows that look like all of them when drawn: of each stretch, the least and the greatest value.
+    """Return at most `points` rows that look like all of them when drawn: the least and greatest value of each stretch.
 
-    Rows are pairs: both of a stretch stand at its beginning and its middle in the order in which they came. All rows
-    where there are no more than `points`.
+    Rows are pairs: the two of a stretch are placed at its beginning and its middle, in their original order. If there
+    are at most `points` rows, all are returned.
     """
     rows = len(x)
     if rows <= points:

@@ -1,9 +1,9 @@
-"""`timeline.jsonl`: what each process of a run was doing when, for plots and for the planner.
+"""`timeline.jsonl`: the activity of each process of a run over time, for plots and for the planner.
 
 It covers the whole run and stays below `MAX_BYTES`: when the file is full, every second heartbeat of each process is
-removed from it, and only every second one is written from then on. Of many processes each has fewer of its heartbeats
-written, so that a large run costs no more than one of `HEARTBEATS_PER_SECOND` processes. A full disk does not stop the
-controller, which is its only writer.
+removed from it, and only every second one is written from then on. The more processes there are, the fewer heartbeats
+of each are written, so that a large run costs no more than one of `HEARTBEATS_PER_SECOND` processes. A full disk does
+not stop the controller, which is its only writer.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 TIMELINE_FILE = "timeline.jsonl"
 MAX_BYTES = 32 * 2**20
 HEARTBEATS_PER_SECOND = 100
-"""Most that are written per second, over all processes."""
+"""Most heartbeats that are written per second, over all processes."""
 PROCESSOR_SECONDS = "processor_seconds_total"
-"""The counter that each process has: where it falls, the process was started again."""
+"""A counter that each process has: where it decreases, the process was restarted."""
 CHILDREN_SECONDS = "children_processor_seconds_total"
 """The same counter for a process's children: reward processes, agents, a real SGLang server."""
 CLOSING_SECONDS = 5.0
@@ -39,9 +39,9 @@ class FrequentFailure(msgspec.Struct, frozen=True):
     """The error that has cost a process most groups, responses or held-out prompts since its start."""
 
     error: str
-    """The exception in one line, as it was raised first."""
+    """The first such exception, in one line."""
     count: int
-    """How often it was raised, or another one of its kind (`error_kind`)."""
+    """How often it or another one of its kind (`error_kind`) was raised."""
     example: str
     """The row that it was raised for first, its prompt and its answer, shortened."""
 
@@ -80,7 +80,7 @@ class HeartbeatEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"
     stats: dict[str, float]
     """Counters and gauges of the process by name."""
     waiting_for: str = ""
-    """What the process waits for; empty: it works."""
+    """The reason for which the process waits; empty: it works."""
     failure: FrequentFailure | None = None
     """None: no failure so far, or the process makes no groups."""
 
@@ -89,7 +89,7 @@ class PublicationEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kin
     """One attempt at a weight update. Times are in seconds since the epoch."""
 
     time: float
-    """When it ended."""
+    """Time of its end."""
     begin: float
     end: float
     pause: float
@@ -99,7 +99,7 @@ class PublicationEntry(msgspec.Struct, frozen=True, kw_only=True, tag_field="kin
     done: bool
     """False: it failed and was rolled back."""
     error: str
-    """Why it failed."""
+    """Reason of the failure."""
 
 
 TimelineEntry = HeartbeatEntry | PublicationEntry
@@ -112,10 +112,10 @@ class Timeline:
         self._file = LineFile(folder / TIMELINE_FILE)
         self._max_bytes = max_bytes
         self._limit = max_bytes
-        """Bytes at which it is thinned out next."""
+        """Size in bytes at which the file is thinned out next."""
         self._encoder = msgspec.json.Encoder()
         self._every = 1
-        """Every how many heartbeats of a process one is written."""
+        """One of this many heartbeats of each process is written."""
         self._heartbeats: Counter[tuple[str, int]] = Counter()
         self._next: dict[tuple[str, int], float] = {}
         """Process → earliest time at which its next heartbeat is written."""
@@ -124,11 +124,11 @@ class Timeline:
         self._thread.start()
 
     def add(self, entry: TimelineEntry) -> None:
-        """Have `entry` written; returns at once."""
+        """Queue `entry` for writing; returns at once."""
         self._entries.put(entry)
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until all entries are written, for at most `CLOSING_SECONDS`."""
         self._entries.put(None)
         self._thread.join(CLOSING_SECONDS)
 
@@ -163,7 +163,7 @@ class Timeline:
             log.warning("%s stays as long as it is: %s", self._file.path, error)
             with contextlib.suppress(OSError):
                 thinner.unlink(missing_ok=True)
-            self._limit = self._file.size + self._max_bytes // 32  # else all of it would be read for each line
+            self._limit = self._file.size + self._max_bytes // 32  # else the whole file would be read for each line
         else:
             self._every *= 2
             self._limit = self._max_bytes

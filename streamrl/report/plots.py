@@ -32,7 +32,7 @@ BUSY_COLOUR: Final = "#59a14f"
 PAUSE_COLOUR: Final = "#e15759"
 HELD_OUT_COLOUR: Final = "#f28e2b"
 TIMELINE_SECONDS = 120.0
-"""How much of a long run the timeline shows in its lower, enlarged part."""
+"""Length of the part of a long run that the timeline's lower plot enlarges."""
 STYLE: Final = {
     "axes.grid": True,
     "axes.spines.right": False,
@@ -98,7 +98,7 @@ def _draw_staleness(records: Records) -> Figure:
     if steps:
         shares = counts / counts.sum(axis=1, keepdims=True)
         colours = mpl.colormaps["viridis"](np.linspace(0.95, 0.1, oldest + 1))
-        wide = 1 + oldest // 12  # in the legend, not every age of many
+        wide = 1 + oldest // 12  # the legend names at most about a dozen ages
         labels = [f"{age}" if age % wide == 0 or age == oldest else "" for age in range(oldest + 1)]
         axes.stackplot(numbers, shares.T, colors=list(colours), labels=labels, step="mid", linewidth=0)
         axes.set(ylim=(0, 1), xlim=(numbers[0], max(numbers[-1], numbers[0] + 1)))
@@ -131,7 +131,7 @@ def _draw_throughput(records: Records) -> Figure:
         generated += np.interp(edges, seen, grown(entries, "tokens_generated_total"))
     axes.plot(middle, np.diff(generated) / width, color=BUSY_COLOUR, linewidth=1.8, label="generated")
     if times:
-        starts = [0.0, *(b.time - begin - seconds_between(a, b) for a, b in pairwise(told))]  # nothing while it is down
+        starts = [0.0, *(b.time - begin - seconds_between(a, b) for a, b in pairwise(told))]  # without down times
         reached = np.column_stack([np.append(0.0, trained[:-1]), trained])
         on_edges = np.interp(edges, np.column_stack([starts, times]).ravel(), reached.ravel())
         axes.plot(middle, np.diff(on_edges) / width, color="#4e79a7", linewidth=1.8, label="trained on")
@@ -142,7 +142,7 @@ def _draw_throughput(records: Records) -> Figure:
 
 
 def _draw_timeline(records: Records) -> Figure:
-    """Draw one lane for each gserver (share of time busy) and one for the trainer (what it did)."""
+    """Draw one lane for each gserver (share of time busy) and one for the trainer (its activities)."""
     begin, end = time_range(records.steps)
     servers = _gservers(records)
     lanes = 1 + len(servers)
@@ -173,7 +173,7 @@ def _draw_timeline(records: Records) -> Figure:
 
 
 def _draw_gserver(axes: Axes, entries: Sequence[HeartbeatEntry], *, begin: float, lane: int, name: str) -> None:
-    """Draw one lane; the height of the green is the share of time in which the engine computed."""
+    """Draw one lane; the height of the green area is the share of time in which the engine computed."""
     times = np.array([entry.time - begin for entry in entries])
     seconds = np.maximum(np.diff(times), 1e-6)
     bottom = lane + 0.4
@@ -191,7 +191,7 @@ def _draw_trainer(axes: Axes, steps: Sequence[StepReport], *, begin: float, lane
         for name, start, stop in step.spans:
             by_name.setdefault(name, []).append((start - begin, stop - start))
     for name, pieces in by_name.items():
-        # Weight updates run beside the computation of the next step: a strip of their own below it.
+        # Weight updates run during the computation of the next step: a strip of their own below it.
         place = (lane + 0.2, 0.2) if name == "publish" else (lane - 0.4, 0.55)
         axes.broken_barh(pieces, place, facecolors=SPAN_COLOUR.get(name, "#ff9da7"), linewidth=0)
 

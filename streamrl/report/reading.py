@@ -1,6 +1,6 @@
-"""A run's folder read back (`records/` has the formats), and figures of many steps or heartbeats.
+"""Read a run's folder (`records/` has the formats), and compute figures over many steps or heartbeats.
 
-Tolerant by purpose: a run that crashed is read as far as it got. What cannot be read is left out with a warning.
+Tolerant by purpose: a crashed run is read up to its crash. Unreadable parts are left out with a warning.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 
 class Records(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is readable in a run folder."""
+    """All readable records of a run's folder."""
 
     folder: Path
     config: Config | None
     steps: list[StepReport]
     """In order; of a step that was reported twice, the last report."""
     evaluations: list[EvaluationReport]
-    """By policy version; of one that was evaluated twice, the last report."""
+    """By policy version; of a version that was evaluated twice, the last report."""
     heartbeats: dict[str, list[HeartbeatEntry]]
     """`role/index` → its heartbeats in order of time."""
     publications: list[PublicationEntry]
@@ -52,11 +52,11 @@ class Records(msgspec.Struct, frozen=True, kw_only=True):
     final: Final | None
     """None: the run did not come to its end."""
     status: Status | None
-    """The controller's last status, out of `final`."""
+    """The controller's last status, from `final`."""
 
 
 def read_run(run_dir: Path) -> Records:
-    """Read what there is in `run_dir`; what is missing is empty or None."""
+    """Read the records in `run_dir`; missing ones are empty or None."""
     steps = {step.step: step for step in read_records(run_dir / METRICS_FILE, StepReport)}
     evaluations = {e.policy_version: e for e in read_records(run_dir / EVALUATIONS_FILE, EvaluationReport)}
     entries: list[TimelineEntry] = read_records(run_dir / TIMELINE_FILE, TimelineEntry)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def _final(file: Path) -> tuple[Final | None, Status | None]:
     except FileNotFoundError:
         return None, None
     except UNDECODABLE as error:
-        what = "the controller's figures in it" if final is not None else "it"  # another version's had others
+        what = "the controller's figures in it" if final is not None else "it"  # another version has others
         log.warning("%s: %s cannot be read: %s", file, what, error)
         return final, None
 
@@ -109,12 +109,12 @@ def _config(file: Path) -> Config | None:
 
 
 def figures(records: Records) -> RunFigures:
-    """Return what the health of a run is judged by: its latest figures."""
+    """Return the figures that the health of a run is judged by: its latest ones."""
     steps = records.steps
     state, message = records.final.ending if records.final is not None else ("", "")
     recent = steps[-WINDOW:]
     free, size = None, None
-    if records.final is None and records.folder.is_dir():  # one that is over needs no more room
+    if records.final is None and records.folder.is_dir():  # a finished run needs no more room
         disk = shutil.disk_usage(records.folder)
         free, size = disk.free, disk.total
     return RunFigures(
@@ -147,24 +147,26 @@ def figures(records: Records) -> RunFigures:
 
 
 def generation_busy(records: Records, *, since: float = 0.0) -> float | None:
-    """Return the share of the gservers' time in which they computed, without times before one was started again, when
-    it was away, or the whole run; `since`: seconds since the epoch."""
+    """Return the share of the gservers' time in which they computed; `since`: seconds since the epoch.
+
+    The interval between the heartbeats before and after a restart, of a gserver or of the whole run, is left out,
+    because the gserver was down in it.
+    """
     busy = seconds = 0.0
     for process, entries in records.heartbeats.items():
         recent = [entry for entry in entries if entry.time >= since]
         if process.startswith("gserver/") and len(recent) > 1:
-            there = ~(np.diff(_column(recent, PROCESSOR_SECONDS)) < 0)  # NaN: older runs do not tell
+            there = ~(np.diff(_column(recent, PROCESSOR_SECONDS)) < 0)  # NaN: older versions do not record it
             busy += float(np.diff(grown(recent, "busy_seconds_total"))[there].sum())
             seconds += float(np.diff([entry.time for entry in recent])[there].sum())
     return busy / seconds if seconds > 0 else None
 
 
 def generated_per_second(records: Records) -> float | None:
-    """Return how many tokens all gservers together made in a second, from the first step to the last; None: they told
-    too little.
+    """Return the tokens per second of all gservers together, from the first step to the last; None: not enough records.
 
-    Tokens and time are those between two heartbeats of a gserver that was there all the while. So what was lost when
-    the run was killed is in both, and the time in which it was down in neither.
+    Tokens and time are counted between two heartbeats of a gserver that ran throughout. So work that was lost when the
+    run was killed is in both, and the time in which it was down in neither.
     """
     begin, end = time_range(records.steps)
     tokens, covered = 0.0, [np.empty((0, 2))]
@@ -172,14 +174,14 @@ def generated_per_second(records: Records) -> float | None:
         if process.startswith("gserver/"):
             times = np.array([entry.time for entry in entries])
             made = np.diff(_column(entries, "tokens_generated_total"))
-            began_anew = np.diff(_column(entries, PROCESSOR_SECONDS)) < 0  # NaN: older runs do not tell
+            began_anew = np.diff(_column(entries, PROCESSOR_SECONDS)) < 0  # NaN: older versions do not record it
             there = (made >= 0) & ~began_anew & (times[:-1] >= begin) & (times[1:] <= end)
             tokens += float(made[there].sum())
             covered.append(np.column_stack([times[:-1], times[1:]])[there])
     spans = np.concatenate(covered)
     begins, ends = spans[np.argsort(spans[:, 0])].T
     reached = np.maximum.accumulate(ends)
-    before = np.append(-np.inf, reached[:-1])  # gservers that work at the same time count its seconds once
+    before = np.append(-np.inf, reached[:-1])  # the seconds of gservers that work at the same time count once
     seconds = float(np.maximum(reached - np.maximum(begins, before), 0.0).sum()) if len(reached) else 0.0
     return tokens / seconds if seconds else None
 
@@ -209,12 +211,12 @@ def total_ages(steps: Sequence[StepReport]) -> dict[int, int]:
 
 
 def grown(entries: Sequence[HeartbeatEntry], counter: str) -> Column:
-    """Return how much `counter` of a process had grown at each heartbeat, over all its starts."""
+    """Return the growth of a process's `counter` until each heartbeat, over all its starts."""
     return growth(_column(entries, counter))
 
 
 def total(entries: Sequence[HeartbeatEntry], counter: str) -> float:
-    """Return how much `counter` of a process grew in all, over all its starts."""
+    """Return the total growth of a process's `counter`, over all its starts."""
     return float(grown(entries, counter)[-1]) if entries else 0.0
 
 

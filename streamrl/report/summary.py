@@ -1,6 +1,6 @@
 """The report of a run, made from its folder: `summary.json`, `plots/`, and tables for the terminal.
 
-Works on a run that crashed, too, as far as it got.
+Works on a crashed run, too, up to its crash.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ MAX_CHANGES = 6
 
 
 TOLD_ELSEWHERE = ("end", "policy")
-"""Findings that other rows of the table tell."""
+"""Topics of findings that other rows of the table show."""
 
 
 class HealthChange(msgspec.Struct, frozen=True):
-    """A step after which the run's health was another than before."""
+    """A step after which the state of the run's health differed from the one before."""
 
     step: int
     state: HealthState
@@ -53,23 +53,23 @@ class HealthChange(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A run in figures. None: the run left no record of it.
+    """Figures of a run. None: the run left no record of it.
 
-    Conservation of groups: every sequence number that the ledger gave out is either given up on
-    purpose, on its way (under lease, or waiting to be given out again), trained on, or held by the
-    trainer at the end. What is missing in that sum is lost:
+    Conservation of groups: every sequence number that the ledger has given out is either given up on purpose, on its
+    way (under lease, or waiting to be given out again), trained on, or held by the trainer at the end. Groups missing
+    in that sum are lost:
 
         groups_lost = next_seq - rejected - running - returned - groups_trained - groups_held
 
-    It is 0 in a healthy run, above 0 when a finished group vanished, below 0 when one was trained twice.
-    It is None for a run that did not finish: the ledger had not heard of all groups that the trainer held.
+    It is 0 in a healthy run, above 0 if a finished group vanished, below 0 if one was trained on twice. It is None for
+    a run that did not finish, because the ledger did not know all groups that the trainer held.
     """
 
     run: str
     state: str
-    """`finished`, `failed`, `stopped` before its end, or `unknown` when the run left no last word."""
+    """`finished`, `failed`, `stopped` before its end, or `unknown` if the run recorded no end."""
     message: str
-    """Why it ended."""
+    """Reason of its end."""
     steps: int
     reward_first: float | None
     """Mean over the first tenth of the steps (at least one)."""
@@ -86,13 +86,13 @@ class Summary(msgspec.Struct, frozen=True):
     """Groups that arrived more than once; the copies were refused."""
     groups_rejected: int | None
     groups_given_up: int | None
-    """How many of the rejected groups were rejected because their workers died again and again."""
+    """Groups among the rejected ones that were rejected because their workers died again and again."""
     groups_dropped: int | None
     """Finished groups discarded as too old."""
     groups_shrunk: int
     """Groups finished without all of their siblings, because some failed."""
     siblings_retried: int
-    """How often a sibling that had failed was made again."""
+    """Number of times that a failed sibling was made again."""
     max_staleness: int | None
     over_age: str | None
     oldest_token_age: int | None
@@ -101,7 +101,7 @@ class Summary(msgspec.Struct, frozen=True):
     masked_share: float | None
     """Sampled tokens in training batches that were too old for the loss, as a share."""
     tokens_generated: int
-    """In all, with what was lost when the run was killed and what evaluations took."""
+    """All generated tokens, including evaluations and tokens that were lost when the run was killed."""
     tokens_trained: int
     tokens_generated_per_second: float | None
     """From the first step to the last, without times in which the run was down."""
@@ -119,32 +119,32 @@ class Summary(msgspec.Struct, frozen=True):
     """Mean difference of the gservers' and the trainer's log-probabilities, over all versions."""
     logprob_diff_max: float | None
     processor_seconds: float = 0.0
-    """Processor time of all processes of the run and the children that they had, up to their last heartbeats."""
+    """Processor time of all processes of the run and their children, up to their last heartbeats."""
     episodes: int = 0
-    """Agents' episodes that ended with something to train on; 0 where a workflow made the responses."""
+    """Agents' episodes that ended with something to train on; 0 if a workflow made the responses."""
     calls_per_episode: float | None = None
     """Mean number of calls to the policy in an episode."""
     turns_per_episode: float | None = None
     """Mean number of answers in an episode's longest conversation."""
     trajectories_per_episode: float | None = None
-    """Conversations that no other continues: 1 where histories only grow."""
+    """Mean number of conversations in an episode that no other continues: 1 if histories only grow."""
     agent_rewritten: int = 0
-    """Calls whose history has answers that the policy never gave, so that they begin a conversation anew: edited by the
+    """Calls that begin a new conversation because their history has answers that the policy never gave: edited by the
     agent, or written otherwise by its client."""
     agent_rerendered: int = 0
-    """Calls that begin a conversation anew because the model's template writes earlier turns in another way then."""
+    """Calls that begin a new conversation because the model's template now writes earlier turns in another way."""
     agent_drifted: int = 0
-    """How many answers would have other tokens if their text were tokenized again; they are trained on as sampled."""
+    """Answers that would have other tokens if their text were tokenized again; they are trained on as sampled."""
     agent_metrics: dict[str, float] = {}
-    """Figures of the agents' own: their means over the episodes that gave them."""
+    """The agents' own figures: means over the episodes that gave them."""
     agent_generation_share: float | None = None
     """Share of the episodes' time in which they waited for the policy; the rest is the agents' own, tools included."""
     agent_trained_share: float | None = None
     """Share of the tokens sampled for episodes that are under the loss; the rest never reached an agent."""
     agent_retries: int = 0
-    """Requests of agents that were answered with an earlier one's answer."""
+    """Requests of agents that received the reply of an earlier request."""
     health: list[HealthChange] = []
-    """When the run's health changed; empty if it was healthy all the time."""
+    """Changes of the run's health; empty if it was healthy all the time."""
     findings: list[Finding] = []
     """Problems found in the last figures, the most severe first."""
 
@@ -152,10 +152,10 @@ class Summary(msgspec.Struct, frozen=True):
 def write_report(run_dir: Path) -> Summary:
     """Write `summary.json` and, if the run took a step, `plots/*.png` into `run_dir`; return the summary.
 
-    Raises `OSError` when they cannot be written.
+    Raises `OSError` if they cannot be written.
     """
     records = read_run(run_dir)
-    summary = summarize(records, name=os.path.basename(os.path.abspath(run_dir)))  # of "." too
+    summary = summarize(records, name=os.path.basename(os.path.abspath(run_dir)))  # also for "."
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (run_dir / "summary.json").write_bytes(text + b"\n")
     if records.steps and (records.config is None or records.config.metrics.plots):
@@ -239,7 +239,7 @@ def summarize(records: Records, *, name: str) -> Summary:
 
 
 def health_changes(steps: Sequence[StepReport]) -> list[HealthChange]:
-    """Return the steps whose state differs from that of the step before; a run begins healthy."""
+    """Return the steps with another state than the step before; a run begins healthy."""
     before = [HEALTHY, *(step.health for step in steps)]
     return [
         HealthChange(step.step, step.health.state, step.health.signs, step.health.turn)
@@ -256,7 +256,7 @@ def groups_lost(final: Final, status: Status) -> int:
 
 
 def _ends_of(message: str) -> str:
-    """The first and the last line of a message that ends in a traceback; others as they are."""
+    """Return the first and the last line of a message that ends in a traceback; other messages unchanged."""
     first, *rest = message.splitlines() or [""]
     return message if len(rest) < 2 else f"{first}\n…\n{rest[-1]}"
 
@@ -342,8 +342,8 @@ def summary_table(summary: Summary) -> Table:
 
 
 def evaluation_table(evaluations: Sequence[EvaluationReport], *, rows: int = 20) -> Table:
-    """Return evaluations as a table. If there are more than `rows`, it has so many, spread evenly, the first and the
-    last among them, and its caption gives the number of all.
+    """Return evaluations as a table. If there are more than `rows`, it shows `rows` of them, spread evenly, with the
+    first and the last, and its caption gives the number of all.
 
     Column `by`: the policy versions that responded; `cut`: share of responses that reached the limit of tokens.
     """
@@ -383,7 +383,7 @@ def ratio(part: float, whole: float) -> float | None:
 
 
 def _counted(records: Records, role: str, name: str) -> float:
-    """Return how much the counter `name` has grown in all processes of `role`."""
+    """Return the growth of the counter `name` in all processes of `role`."""
     found = records.heartbeats.items()
     return sum(total(entries, name) for process, entries in found if process.startswith(f"{role}/"))
 
@@ -402,7 +402,7 @@ def _agent_metrics(records: Records) -> dict[str, float]:
         for name in (name.removeprefix(_METRIC_COUNT) for name in names):
             count = total = 0.0
             for entry in entries:
-                if (now := entry.stats.get(_METRIC_COUNT + name, 0.0)) < count:  # the process was started again
+                if (now := entry.stats.get(_METRIC_COUNT + name, 0.0)) < count:  # the process was restarted
                     totals[name] = totals.get(name, 0.0) + total
                     counts[name] = counts.get(name, 0.0) + count
                 count, total = now, entry.stats.get(_METRIC_TOTAL + name, 0.0)

@@ -1,12 +1,12 @@
-"""A run's timeline as a trace file, to be looked at in Perfetto (https://ui.perfetto.dev) or chrome://tracing.
+"""A run's timeline as a trace file for Perfetto (https://ui.perfetto.dev) or chrome://tracing.
 
 The format is Chrome's Trace Event Format, as JSON
 (https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU). It has one "process" for the trainer,
-one for the weight updates, and one for each process of the run, with tracks for what it did and curves for its figures.
-Times are in microseconds since the run's first sign of life.
+one for the weight updates, and one for each process of the run, with tracks for activities and curves for figures.
+Times are in microseconds since the run's first record.
 
-Spans of the trainer are exact. What other processes did is known from their heartbeats: what a heartbeat says holds
-until the next one.
+Spans of the trainer are exact. The activity of other processes is known from their heartbeats: the state in a heartbeat
+holds until the next one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from streamrl.report.reading import Records
 TRAINER, UPDATES, FIRST_PROCESS = 1, 2, 3
 """Numbers of the trace's processes."""
 ROLES = ("controller", "gserver", "rollout", "model_worker")
-"""In which order processes stand below each other; others come after them."""
+"""Order of the processes from top to bottom; other roles follow."""
 GAUGES = {
     "controller": ("ledger_room", "groups_running", "groups_untrained", "admissions_waiting", "groups_held"),
     "gserver": ("running", "queued"),
@@ -37,17 +37,17 @@ GAUGES = {
 CURVES = ("reward_mean", "effective_sample_size", "tokens_per_second")
 """Figures of the steps that are drawn as curves."""
 AWAY_BEATS = 8.0
-"""A process that is silent for this many usual pauses between its heartbeats was away."""
+"""A process was away if it is silent for this many usual intervals between its heartbeats."""
 GENERATES = 0.05
-"""Share of the time between two heartbeats from which a gserver that computed was generating."""
+"""A gserver was generating if it computed for more than this share of the time between two heartbeats."""
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One event of the format, whose names these are."""
+    """One event, with the format's field names."""
 
     name: str
     ph: str
-    """X: a slice; C: a value of a curve; i: something at one moment; M: metadata."""
+    """X: a slice; C: a value of a curve; i: an instant; M: metadata."""
     pid: int
     tid: int = 0
     ts: float | None = None
@@ -64,9 +64,9 @@ TRACE_FILE = "trace.json.gz"
 
 
 def write_trace(records: Records, file: Path) -> int:
-    """Write the trace of a run as `file`, compressed if it is called `.gz`; return how many events it has.
+    """Write the trace of a run as `file`, compressed if its name ends in `.gz`; return the number of events.
 
-    Raises `OSError` when that cannot be done.
+    Raises `OSError` if it cannot be written.
     """
     encoder = msgspec.json.Encoder()
     count = 0
@@ -114,7 +114,7 @@ def _track(pid: int, tid: int, name: str) -> Iterator[Event]:
 def _slices(
     pieces: Iterable[tuple[str, float, float, dict[str, Any]]], *, pid: int, tid: int, origin: float, category: str
 ) -> Iterator[Event]:
-    """Yield `(name, begin, end, args)` as slices of one track; one begins when the one before has ended."""
+    """Yield `(name, begin, end, args)` as slices of one track; each begins after the end of the one before."""
     reached = 0.0
     for name, begin, end, args in sorted(pieces, key=lambda piece: piece[1]):
         start = max(reached, _microseconds(begin, origin))
@@ -192,7 +192,7 @@ def _process(entries: Sequence[HeartbeatEntry], *, pid: int, origin: float) -> I
 
 
 def _waits(entries: Sequence[HeartbeatEntry]) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
-    """Yield what a process waited for, or that it worked; heartbeats that say the same are one piece."""
+    """Yield the waits and the work of a process; consecutive heartbeats with the same wait are one piece."""
     begin, longest = entries[0], _longest_pause(entries)
     for entry, after in pairwise([*entries, entries[-1]]):
         gap = after.time - entry.time > longest
@@ -232,24 +232,24 @@ def _share(name: str, busy: float, seconds: float) -> dict[str, Any]:
 
 
 def _grown(before: HeartbeatEntry, after: HeartbeatEntry, counter: str) -> float:
-    """Return how much a counter has grown; a process that was started again began at 0."""
+    """Return the growth of a counter between two heartbeats; a restarted process began at 0."""
     first, last = before.stats.get(counter, 0.0), after.stats.get(counter, 0.0)
     return last - first if last >= first else last
 
 
 def _longest_pause(entries: Sequence[HeartbeatEntry]) -> float:
-    """Seconds without a heartbeat after which a process was away."""
+    """Return the seconds without a heartbeat after which a process counts as away."""
     pauses = sorted(after.time - before.time for before, after in pairwise(entries))
     return AWAY_BEATS * max(1.0, pauses[len(pauses) // 2]) if pauses else float("inf")
 
 
 def _without_figures(text: str) -> str:
-    """`text` with # for its numbers, so that waits for the same thing have the same name."""
+    """Return `text` with # for its numbers, so that waits for the same thing have the same name."""
     return re.sub(r"\d+(?:\.\d+)?", "#", text)
 
 
 def _finite(figures: Any, names: Sequence[str]) -> dict[str, float]:
-    """Return those of `figures` that JSON can carry."""
+    """Return the named `figures` that JSON can represent: those with finite values."""
     return {name: figures[name] for name in names if abs(figures.get(name, float("inf"))) < float("inf")}
 
 

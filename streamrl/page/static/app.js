@@ -1,4 +1,4 @@
-// The frame: which runs, which view, and news as they come.
+// The frame: the choice of runs and view, and updates as they arrive.
 
 import { h, fill, empty, duration } from "./dom.js";
 import * as data from "./data.js";
@@ -99,7 +99,7 @@ function say(text) {
   notice.textContent = text;
 }
 
-/** Have the view show what is new; while it does, the latest wish waits. */
+/** Update the view; the latest request waits until the current update is done. */
 async function update(wish) {
   if (busy) {
     waiting = waiting === "data" ? "data" : wish;
@@ -167,7 +167,7 @@ function pressed(event) {
   } else if (view?.key?.(event)) event.preventDefault();
 }
 
-/** Take in the facts of all runs; whether the view shows anything that changed. */
+/** Store the facts of all runs; return whether the view shows any that changed. */
 function told(runs) {
   const before = new Map(state.runs.map((run) => [run.id, run]));
   const { news } = VIEWS[shownView] ?? overview;

@@ -1,4 +1,4 @@
-// A plot in a card: lines over the shared x axis, with a legend that tells the figures under the pointer.
+// A plot in a card: lines over the shared x axis, with a legend that shows the figures under the pointer.
 //
 // All plots zoom together (`state.zoom`), and a step under the pointer in one is marked in all.
 
@@ -7,11 +7,11 @@ import * as state from "./state.js";
 import { variable, theme } from "./colours.js";
 
 const HEIGHT = 190;
-/** Distances between ticks of an axis that has whole numbers only. */
+/** Distances between ticks of an axis with whole numbers only. */
 const WHOLE = Array.from({ length: 10 }, (_, power) => [1, 2, 5].map((figure) => figure * 10 ** power)).flat();
 const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
 
-/** What the x axis can be. */
+/** The possible x axes. */
 export const AXES = {
   step: { label: "step", whole: true, format: (value) => `step ${Math.round(value).toLocaleString("en-US")}`, tick: (value) => compact(value) },
   time: { label: "time since the begin", format: (value) => duration(value), tick: (value) => duration(value) },
@@ -39,7 +39,7 @@ function tickOf(value) {
 
 export class Chart {
   /**
-   * `title`, `unit` (of the y axis), `note` (a sentence for the curious); `percent`: y is a share; `zero`: the y axis
+   * `title`, `unit` (of the y axis), `note` (an explanation in a sentence); `percent`: y is a share; `zero`: the y axis
    * begins at 0; `log`: it is logarithmic; `most`: its end.
    */
   constructor({ title, unit = "", note = "", percent = false, zero = false, log = false, most = null, wide = false }) {
@@ -76,8 +76,8 @@ export class Chart {
   }
 
   /**
-   * Show `lines`: `{label, colour, dash, x, y, faint, dots, fill, tell}`. `faint`: values drawn behind, such as those
-   * that `y` smoothes; `tell`: what the legend says for an index instead of y; `fill`: the colour below the line.
+   * Show `lines`: `{label, colour, dash, x, y, faint, dots, fill, tell}`. `faint`: values drawn behind, such as the
+   * unsmoothed ones; `tell`: the legend's text for an index instead of y; `fill`: the colour below the line.
    */
   show(lines) {
     this.lines = lines.filter((line) => line.y && line.y.some((value) => value !== null && !Number.isNaN(value)));
@@ -206,7 +206,7 @@ export class Chart {
     if (to > from) state.set({ from: +from.toPrecision(8), to: +to.toPrecision(8) });
   }
 
-  /** The legend: figures under the pointer, or the last ones. */
+  /** Draw the legend: figures under the pointer, or the last ones. */
   tell() {
     const u = this.u;
     if (!u) return;
@@ -249,7 +249,7 @@ export class Chart {
   }
 }
 
-/** Of the places on a logarithmic axis those to name: powers of ten, and where they are few 2 and 5 of them. */
+/** The labelled places on a logarithmic axis: powers of ten, on shorter ranges also 2 and 5 times these, or all. */
 function decades(u, at) {
   const wide = Math.log10(u.scales.y.max / u.scales.y.min);
   const leading = wide > 2.2 ? [1] : wide > 0.7 ? [1, 2, 5] : [1, 2, 3, 4, 5, 6, 7, 8, 9];
@@ -269,7 +269,7 @@ function swatch(line) {
   return mark;
 }
 
-/** `values` smoothed by an exponential mean, without the bias of its begin; `weight` of the past, from 0 to 1. */
+/** `values` smoothed by an exponential mean, corrected for its initial bias; `weight` of the past, from 0 to 1. */
 export function smoothed(values, weight) {
   if (!(weight > 0)) return null;
   const found = new Array(values.length).fill(null);

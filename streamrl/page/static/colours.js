@@ -1,5 +1,5 @@
-// One colour for one thing, everywhere, in light and dark. Told apart by people who see no red or green: hues are from
-// blue to orange, neighbours differ in lightness, and no meaning is in a colour alone.
+// One colour for one thing, everywhere, in light and dark. People with red-green blindness can distinguish them: hues
+// are from blue to orange, neighbours differ in lightness, and no meaning depends on colour alone.
 
 const RUNS = {
   light: ["#0b6fb8", "#d9730d", "#0d8f86", "#a5479a", "#5a5fd0", "#86671c", "#3d4a5c", "#c2417a"],
@@ -18,31 +18,31 @@ const KINDS = {
   },
 };
 
-/** `light` or `dark`, as it is shown now. */
+/** The present theme: `light` or `dark`. */
 export function theme() {
   const chosen = document.documentElement.dataset.theme;
   if (chosen === "light" || chosen === "dark") return chosen;
   return matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 }
 
-/** Of run number `number`. */
+/** The colour of run number `number`. */
 export function ofRun(number) {
   const colours = RUNS[theme()];
   return colours[number % colours.length];
 }
 
-/** Of what a process does. */
+/** The colour of a kind of activity. */
 export function ofKind(kind) {
   const colours = KINDS[theme()];
   return colours[kind] ?? colours.other;
 }
 
-/** Of the `place`th of several series that belong to one run. */
+/** The colour of the `place`th of several series of one run. */
 export function ofSeries(place) {
   return RUNS[theme()][[0, 1, 2, 3][place % 4]];
 }
 
-/** Of an age: from fresh to old; `share` from 0 to 1. */
+/** The colour of an age: from fresh to old; `share` from 0 to 1. */
 export function ofAge(share) {
   const [fresh, middle, old] = theme() === "light"
     ? [[214, 231, 245], [76, 146, 205], [16, 42, 82]]
@@ -50,7 +50,7 @@ export function ofAge(share) {
   return mixed(share, fresh, middle, old);
 }
 
-/** From blue (0) by neutral (0.5) to orange (1), as the ground of text. */
+/** A background colour for text, from blue (0) through neutral (0.5) to orange (1). */
 export function diverging(share) {
   const [low, middle, high] = theme() === "light"
     ? [[122, 178, 226], [250, 250, 250], [246, 176, 100]]
@@ -58,7 +58,7 @@ export function diverging(share) {
   return mixed(share, low, middle, high);
 }
 
-/** From nothing (0) to strong (1), as the ground of text. */
+/** A background colour for text, from none (0) to strong (1). */
 export function sequential(share) {
   const [low, middle, high] = theme() === "light"
     ? [[255, 255, 255], [252, 224, 187], [240, 158, 72]]

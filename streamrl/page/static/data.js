@@ -1,12 +1,12 @@
-// Where figures come from: the server while it runs, or the file that this page is (written by `streamrl report`).
+// The source of figures: the server, or this page's own file (written by `streamrl report`).
 
 const embedded = document.getElementById("embedded");
 const KEPT = embedded ? JSON.parse(embedded.textContent) : null;
 
-/** Whether this page is a file of its own, with one run's figures in it. */
+/** Whether this page is a self-contained file with one run's figures in it. */
 export const isFile = KEPT !== null;
 
-/** The answer of the call `path` (below `api/`) as JSON. Throws an `Error` that says what was wrong. */
+/** The reply of the call `path` (below `api/`), decoded from JSON. Throws an `Error` with the reason of a failure. */
 export async function get(path, words = {}, { signal } = {}) {
   if (KEPT) return kept(path);
   return (await answer(path, words, signal)).json();
@@ -18,7 +18,7 @@ export async function steps(run, words, { signal } = {}) {
   return decoded(await (await answer(`runs/${run}/steps`, words, signal)).arrayBuffer());
 }
 
-/** Have `told` called with the facts of all runs whenever they change; `lost` when the server does not answer. */
+/** Call `told` with the facts of all runs whenever they change, and `lost` when the server does not respond. */
 export function follow(told, lost) {
   if (KEPT) return;
   let source = null;

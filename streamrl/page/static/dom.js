@@ -1,4 +1,4 @@
-// Elements made of text: nothing that comes from a run is ever parsed as HTML.
+// Elements made of text: no content of a run is ever parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -7,7 +7,7 @@ export function h(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
 
-/** The same in a drawing. */
+/** An element of a drawing (SVG). */
 export function s(tag, attributes = {}, ...children) {
   return filled(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -25,18 +25,18 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** Put `children` in the place of all that `element` has. */
+/** Replace all children of `element` by `children`. */
 export function fill(element, ...children) {
   element.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return element;
 }
 
-/** What to say where there is nothing to show, and why. */
+/** A message for a place with nothing to show, and the reason. */
 export function empty(title, text) {
   return h("div", { class: "empty" }, h("strong", { text: title }), h("p", { text }));
 }
 
-/** Run `work` once things have been quiet for `milliseconds`. */
+/** Return a function that runs `work` when it has not been called for `milliseconds`. */
 export function later(work, milliseconds) {
   let timer = 0;
   return (...words) => {
@@ -45,7 +45,7 @@ export function later(work, milliseconds) {
   };
 }
 
-/** A number for people: at most four figures that count. */
+/** A number for people: at most four significant figures. */
 export function number(value, unit = "") {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   const size = Math.abs(value);
@@ -60,7 +60,7 @@ export function number(value, unit = "") {
   return unit ? `${text} ${unit}` : text;
 }
 
-/** `count` things in words, for example `1 version`. */
+/** A count in words, for example `1 version`. */
 export function counted(count, thing) {
   return `${count.toLocaleString("en-US")} ${thing}${count === 1 ? "" : "s"}`;
 }

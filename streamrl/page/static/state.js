@@ -1,11 +1,11 @@
-// What the viewer has chosen, shared by all views and kept in the address, so that a link shows the same.
+// The viewer's choices, shared by all views and kept in the URL, so that a link shows the same.
 
 const DEFAULTS = { view: "overview", run: "0", shown: "", x: "step", smooth: "0.6", from: "", to: "", theme: "" };
 
 const chosen = { ...DEFAULTS };
 const listeners = new Set();
 
-/** The facts of all runs, as the server told them last. */
+/** The latest facts of all runs from the server. */
 export const runs = [];
 
 export function read() {
@@ -20,7 +20,7 @@ export function get(name) {
   return chosen[name] ?? "";
 }
 
-/** Change what is chosen, and tell all who listen. `silent`: tell none. */
+/** Change the choices, and call the listeners unless `silent`. */
 export function set(changes, { silent = false } = {}) {
   let changed = false;
   for (const [name, value] of Object.entries(changes)) {
@@ -38,13 +38,13 @@ export function set(changes, { silent = false } = {}) {
   if (!silent) for (const listener of listeners) listener(Object.keys(changes));
 }
 
-/** Have `listener` called with the names that changed; returns how to stop that. */
+/** Call `listener` with the names of changed choices; returns a function that ends this. */
 export function listen(listener) {
   listeners.add(listener);
   return () => listeners.delete(listener);
 }
 
-/** The run that views of one run show. */
+/** The run that views of a single run show. */
 export function run() {
   return runs.find((one) => one.id === Number(chosen.run)) ?? runs[0];
 }

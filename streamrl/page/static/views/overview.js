@@ -1,4 +1,4 @@
-// Is it learning, and is it healthy? Figures of all runs that are chosen, over steps, time or tokens.
+// Is it learning, and is it healthy? Figures of all chosen runs, over steps, time or tokens.
 
 import { h, fill, empty, number, counted, duration } from "../dom.js";
 import * as data from "../data.js";
@@ -8,7 +8,7 @@ import { ofRun, ofSeries, ofAge } from "../colours.js";
 
 export const title = "Overview";
 export const plots = true;
-/** Facts of a run whose change makes the view ask anew. */
+/** Facts of a run that make the view request its figures again when they change. */
 export const news = ["steps", "evaluations", "state"];
 
 const PLOTS = [
@@ -41,7 +41,7 @@ const FIGURES = [
 const NAMES = [...new Set([...PLOTS.flatMap((plot) => (plot.lines ?? []).map(([name]) => name)), ...FIGURES.map(([, name]) => name)])]
   .filter((name) => !name.startsWith("@"));
 
-/** Puts the view into `root`. Returns `update` (there is news, or another choice) and `remove`. */
+/** Puts the view into `root`. Returns `update` (for new data, or another choice) and `remove`. */
 export function mount(root) {
   const known = new Map();
   const health = h("div", { class: "findings" });
@@ -178,7 +178,7 @@ function tile(label, value, unit) {
   return h("div", {}, h("dt", { text: label }), h("dd", {}, value, unit ? h("small", { text: ` ${unit}` }) : null));
 }
 
-/** x of each row of a run's steps. */
+/** The x value of each row of a run's steps. */
 export function xOf(one) {
   const axis = state.get("x") in AXES ? state.get("x") : "step";
   if (axis === "step") return one.steps.columns.step;
@@ -230,9 +230,9 @@ function lastOf(one, name) {
   return name.endsWith("_max") ? Math.max(...last) : last.reduce((sum, value) => sum + value, 0) / last.length;
 }
 
-/** Seconds to the last step at the pace of the last ones; null where nobody knows. */
+/** Seconds to the last step at the pace of the last ones; null if unknown. */
 function remaining(one) {
-  const { time, step, run_seconds: ran = time } = one.steps.columns; // which pass only while the run is up
+  const { time, step, run_seconds: ran = time } = one.steps.columns; // run_seconds do not include down times
   if (!one.run.most_steps || step.length < 2) return null;
   const first = Math.max(0, step.length - 21);
   const pace = (ran[ran.length - 1] - ran[first]) / Math.max(1, step[step.length - 1] - step[first]);

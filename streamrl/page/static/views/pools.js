@@ -1,4 +1,4 @@
-// Who does what when: every process as a lane of time, and how each one stands.
+// The activities of every process as a lane of time, and the state of each process.
 
 import { h, s, fill, empty, number, duration, counted, later } from "../dom.js";
 import * as data from "../data.js";

@@ -1,4 +1,4 @@
-// What the policy writes: a table of all responses that are kept, and each group with its siblings, token by token.
+// The policy's responses: a table of all that are kept, and each group with its siblings, token by token.
 
 import { h, fill, empty, number, later } from "../dom.js";
 import * as data from "../data.js";
@@ -41,7 +41,7 @@ const FIGURES = [
 export function mount(root) {
   let asked = 0;
   let rows = [];
-  let searched = null; // what was found of a text so far, and in how many parts it was searched for
+  let searched = null; // the results of a text search so far, and the number of its parts
   let controller = null;
   const filter = h("input", { type: "search", placeholder: "reward>=0.5 finish=length step>100", "aria-label": "filter", spellcheck: "false", class: "mono wide-input" });
   const search = h("input", { type: "search", placeholder: "text in prompt or response", "aria-label": "search in text", spellcheck: "false" });
@@ -54,7 +54,7 @@ export function mount(root) {
   const changed = later(change, 300);
   for (const input of [filter, search]) {
     input.addEventListener("input", changed);
-    input.addEventListener("change", change); // as it is left: news would put back what was there before
+    input.addEventListener("change", change); // when it loses the focus: else an update would restore the former text
     input.addEventListener("keydown", (event) => event.key === "Escape" && input.blur());
   }
   fill(bar, h("label", {}, "filter ", filter), h("label", {}, "search ", search), told);
@@ -114,7 +114,7 @@ export function mount(root) {
     if (focused) body.querySelector(`[data-row="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  /** Show what is found of the text. A search that went on stays as it is: news would take it back to its first part. */
+  /** Show the results of the text search. A continued search is not repeated: that would take it back to its start. */
   async function searching(run, mine, signal, sort, descending) {
     const of = JSON.stringify([run.id, state.get("search"), state.get("filter")]);
     if (searched?.of !== of) searched = { of, parts: 0, wanted: 1, rows: [], goOn: null };
@@ -202,7 +202,7 @@ export function mount(root) {
   };
 }
 
-/** On one line of a table, without the marks of a chat template. */
+/** A text for one line of a table, without the marks of a chat template. */
 function flat(text) {
   return text.replace(/<\|[^|<>]{1,40}\|>(assistant\s*$)?/g, " ").trim().replaceAll("\n", "⏎");
 }
@@ -217,7 +217,7 @@ function cell(name, value) {
   return h("td", { class: kind, text: name === "advantage" ? signed(value) : number(value) });
 }
 
-/** A group: what its siblings share once, and the siblings side by side. */
+/** A group: the common beginning of its siblings once, and the siblings side by side. */
 function groupView(found, { key, close, next }) {
   const has = new Set(found.responses.flatMap((response) => Object.entries(response.figures).filter(([, values]) => values.some((v) => v !== null)).map(([name]) => name)));
   const offered = Object.entries(COLOURINGS).filter(([name, one]) => ["mask", "none"].includes(name) || has.has(one.of ?? name));
@@ -296,7 +296,7 @@ function groupView(found, { key, close, next }) {
   };
 }
 
-/** The conversations of each episode as a tree: one that branches off another one stands below it. */
+/** The conversations of each episode as a tree: one that branches off another one is placed below it. */
 function trees(responses, cards) {
   const below = (parent, episode, depth) => responses.filter((one) => one.parent === parent && one.episode === episode).flatMap((one) => {
     cards[one.index].element.style.setProperty("--depth", depth);
@@ -403,7 +403,7 @@ function count(many, what) {
   return `${many} ${what}${many === 1 ? "" : "s"}`;
 }
 
-/** Black or white, whichever can be read on `colour`. */
+/** Black or white: the one that is readable on `colour`. */
 function readable(colour) {
   const [r, g, b] = colour.match(/[\d.]+/g).map(Number);
   return 0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#10151b" : "#ffffff";

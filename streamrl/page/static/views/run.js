@@ -1,4 +1,4 @@
-// What was asked for: the resolved configuration and how runs differ in it; what was said: logs; the graph of calls.
+// The resolved configuration and how runs differ in it, the logs, and the graph of calls.
 
 import { h, s, fill, empty, later } from "../dom.js";
 import * as data from "../data.js";

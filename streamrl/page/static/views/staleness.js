@@ -1,4 +1,4 @@
-// How old the tokens are that are trained on, what became of those that were too old, and who waited for whom.
+// The age of the tokens trained on, the treatment of tokens that were too old, and the waits between the pools.
 
 import { h, fill, empty, counted, number } from "../dom.js";
 import * as data from "../data.js";

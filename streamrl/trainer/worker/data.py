@@ -256,7 +256,7 @@ class DataManager:
         otherwise the device; a daemon thread does not keep the process alive.
         """
         answers: list[Result] = []
-        failures: list[RuntimeError | PublicationError] = []
+        failures: list[Exception] = []
 
         def run() -> None:
             compute_with(1)
@@ -265,7 +265,7 @@ class DataManager:
                 answer = call()
                 torch.cuda.current_stream(self._device).synchronize()
                 answers.append(answer)
-            except (RuntimeError, PublicationError) as error:
+            except Exception as error:  # raised below, in the caller's thread
                 failures.append(error)
 
         thread = threading.Thread(target=run, name="transfer", daemon=True)

@@ -128,8 +128,6 @@ GSERVER_BODIES: Mapping[str, Any] = {
     "/destroy_weights_update_group": generation.DestroyWeightsUpdateGroup,
     "/begin_weight_update": generation.Empty,
     "/update_weights_from_distributed": generation.UpdateWeightsFromDistributed,
-    "/offer_weights": generation.OfferWeights,
-    "/send_weights": generation.SendWeights,
     "/end_weight_update": generation.Empty,
     "/update_weights_from_disk": generation.UpdateWeightsFromDisk,
     "/update_weight_version": generation.UpdateWeightVersion,
@@ -137,7 +135,7 @@ GSERVER_BODIES: Mapping[str, Any] = {
 }
 WORKERS_CALLS = {"POST /in_flight", "POST /reject", "POST /route"}
 """That a rollout worker may make in its own name."""
-LEFT_OUT = {"POST /admit", "POST /fail_run", "POST /leave", "POST /heartbeat", "GET /topology"}
+LEFT_OUT = {"POST /admit", "POST /keep", "POST /fail_run", "POST /leave", "POST /heartbeat", "GET /topology"}
 """What it may do as well, and what would change the run or take long."""
 HARMLESS = {*LOOKS, "GET /health"}
 

@@ -202,7 +202,7 @@ def test_a_killed_gserver_is_sent_the_weights_again_and_ctrl_c_ends_the_run(tmp_
     process = start(COPY_SCRATCH, overrides(tmp_path, "returned", **settings))
     wait_for_steps(run_dir, 5)
     process_of(run_dir, "gserver").kill()
-    wait_for_words(run_dir / "logs" / "controller-0.log", r"gserver/\d serves weights '0' instead of")
+    wait_for_words(run_dir / "logs" / "controller-0.log", r"gserver/\d serves weights 'default' instead of")
     wait_for_steps(run_dir, len(steps(run_dir)) + 5)
     process.signal(signal.SIGINT)
     assert process.exit_code(seconds=60) == 130, process.output[-4000:]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from aiohttp import web
+from aiohttp import ClientConnectionResetError, web
 from aiohttp.typedefs import Middleware
 
 from streamrl.errors import UNDECODABLE, ModelError, Refused, StreamRLError
@@ -601,6 +601,9 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
         return _json(_error(error), status=500)
     except web.HTTPException as error:
         return _json(_error(f"{request.method} {request.path}: {error.reason}"), status=error.status)
+    except ClientConnectionResetError:
+        log.debug("%s %s: the client has left", request.method, request.path)
+        raise
     except Exception as error:  # tolerance point: one request, not the server
         log.exception("%s %s failed", request.method, request.path)
         return _json(_error(f"fault of the gserver: {type(error).__name__}: {error}"), status=500)

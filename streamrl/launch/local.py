@@ -54,7 +54,6 @@ from streamrl.launch.supervise import (
     was_left_behind,
 )
 from streamrl.processor import avoid_broken_instructions
-from streamrl.records import progress, snapshots
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, hold, of_new_run
@@ -173,9 +172,6 @@ class Launcher:
                 finally:
                     self._display.note("stopping what is left" if self._children.running else "all processes have left")
                     await self._children.stop()
-                    # A dead controller may have left a snapshot in memory only.
-                    await asyncio.to_thread(progress.copy_latest_snapshot, self._config.run_dir)
-                    snapshots.remove(self._config.run_dir)
         finally:
             self._children.close()
             lock.close()

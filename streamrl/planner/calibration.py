@@ -155,6 +155,7 @@ def _short(config: Config, folder: Path) -> Config:
             save_every_epochs=0,
             save_every_steps=0,
             save_every_seconds=0.0,
+            snapshot_every_steps=0,
         ),
         evaluation=type(config.evaluation)(),
         metrics=replace(config.metrics, sinks=[], plots=False),

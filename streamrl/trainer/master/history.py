@@ -64,8 +64,9 @@ class RunControl:
         return self._evaluations.due(epoch=consumed // self.data_rows, step=step, now=now)
 
 
-SNAPSHOT_SHARE = 0.02
-"""Largest share of a run's time that snapshots take by default."""
+SNAPSHOT_SHARE = 0.01
+"""Largest share of a run's time in which training pauses for snapshots by default. A thread then writes the copy, which
+costs about as much again where the trainer computes on the CPU."""
 
 
 class SnapshotPace:

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 import msgspec
 
 from streamrl.config import Config
-from streamrl.errors import PeerLost, StreamRLError, first_error
+from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.process import Managing, managing
 from streamrl.machine import machine_identity, process_space
@@ -71,9 +71,12 @@ async def serve(
                 await serving.until_all_know_of_the_end()
                 await asyncio.wait({training})
                 beating.cancel()
-            if not serving.manager.finished:
-                await asyncio.to_thread(progress.copy_latest_snapshot, config.run_dir)
-            snapshots.remove(config.run_dir)
+            try:
+                if not serving.manager.finished:
+                    await asyncio.to_thread(progress.copy_latest_snapshot, config.run_dir)
+                snapshots.remove(config.run_dir)
+            except DataError as error:  # the reason of the run's end is raised below
+                log.error("%s", error)
     serving.manager.raise_early_end()
 
 
@@ -95,6 +98,10 @@ class _ControlledRun:
         while True:
             try:
                 self._check_budget(cause)
+                if cause:
+                    if not self._manager.trainer_is_here:  # model workers elsewhere cannot read a snapshot
+                        await asyncio.to_thread(progress.copy_latest_snapshot, config.run_dir)
+                    config = from_latest(self._config)
                 cause = await self._make_lineage(config, cause=cause)
             except Exception as error:  # tolerance point: any error ends the run with its reason
                 failure = first_error(error)
@@ -105,9 +112,6 @@ class _ControlledRun:
             if not cause:
                 return
             log.error("%s: the run goes back to its latest checkpoint", cause)
-            if not self._manager.trainer_is_here:
-                await asyncio.to_thread(progress.copy_latest_snapshot, config.run_dir)  # for model workers elsewhere
-            config = from_latest(self._config)
 
     async def beat(self) -> None:
         """Record the controller's own heartbeats, as long as it lives."""

@@ -25,7 +25,7 @@ import msgspec
 from streamrl.config import Config
 from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.disk import all_to_disk, to_disk
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DataError
 from streamrl.records import lineage as lineages
 from streamrl.records import snapshots
 from streamrl.records.collapse import CollapseWatch
@@ -205,17 +205,24 @@ def begin_lineage(config: Config, *, cause: str = "") -> Lineage:
 
 
 def copy_latest_snapshot(run_dir: Path) -> None:
-    """Copy the run's latest checkpoint to the disk if it is in memory."""
+    """Copy the run's latest checkpoint to the disk if it is in memory. Raises `DataError` if it cannot be written."""
     found = checkpoints(run_dir)
     if found and found[-1].parent == snapshots.folder_of(run_dir):
         target = run_dir / "checkpoints" / found[-1].name
         unfinished = target.with_name(target.name + UNFINISHED)
         shutil.rmtree(unfinished, ignore_errors=True)
-        shutil.copytree(found[-1], unfinished)
-        all_to_disk(unfinished)
-        if target.exists():
-            remove(target)
-        unfinished.rename(target)
+        try:
+            shutil.copytree(found[-1], unfinished)
+            all_to_disk(unfinished)
+            if target.exists():
+                remove(target)
+            unfinished.rename(target)
+        except (OSError, shutil.Error) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise DataError(
+                f"the snapshot {found[-1]} cannot be copied to {target} ({error}): make room there, then continue with "
+                "--resume; until then it stays in memory"
+            ) from error
         log.info("%s was copied from memory", target)
 
 

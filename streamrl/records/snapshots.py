@@ -110,9 +110,9 @@ def check_room(size: int, *, root: Path = SHARED_MEMORY) -> None:
 
 
 def _remove_if_abandoned(folder: Path) -> None:
-    if time.time() - folder.stat().st_mtime < ABANDONED_SECONDS:
-        return
     try:
+        if time.time() - folder.stat().st_mtime < ABANDONED_SECONDS:
+            return
         with (folder / OWNER).open("r+b") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)

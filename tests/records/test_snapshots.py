@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import time
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.errors import DataError
 from streamrl.records import lineage as lineages
 from streamrl.records import progress, snapshots
 from streamrl.records.progress import Progress
@@ -66,6 +68,20 @@ def test_the_latest_is_kept_when_the_memory_is_given_back(tmp_path: Path) -> Non
     assert progress.read(progress.checkpoints(run)[-1]).policy_version == 12
     assert not snapshots.folder_of(run).exists()
     progress.copy_latest_snapshot(run)
+
+
+def test_a_snapshot_stays_in_memory_if_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(progress, "all_to_disk", full)
+    run = tmp_path / "run"
+    with snapshots.kept(run):
+        snapshot = save(snapshots.folder_of(run), 12)
+        with pytest.raises(DataError, match=r"No space left on device.*make room there, then continue with --resume"):
+            progress.copy_latest_snapshot(run)
+    assert progress.checkpoints(run) == [snapshot]
+    assert list((run / "checkpoints").iterdir()) == []
 
 
 def test_memory_of_dead_runs_is_given_back(tmp_path: Path, memory: Path) -> None:

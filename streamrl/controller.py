@@ -99,9 +99,7 @@ class _ControlledRun:
             try:
                 self._check_budget(cause)
                 if cause:
-                    if not self._manager.trainer_is_here:  # model workers elsewhere cannot read a snapshot
-                        await asyncio.to_thread(progress.copy_latest_snapshot, config.run_dir)
-                    config = from_latest(self._config)
+                    config = await self._from_latest()
                 cause = await self._make_lineage(config, cause=cause)
             except Exception as error:  # tolerance point: any error ends the run with its reason
                 failure = first_error(error)
@@ -112,6 +110,12 @@ class _ControlledRun:
             if not cause:
                 return
             log.error("%s: the run goes back to its latest checkpoint", cause)
+
+    async def _from_latest(self) -> Config:
+        """Return the configuration that begins at the latest checkpoint. Raises `DataError` for a full disk."""
+        if not self._manager.trainer_is_here:  # model workers elsewhere cannot read a snapshot
+            await asyncio.to_thread(progress.copy_latest_snapshot, self._config.run_dir)
+        return from_latest(self._config)
 
     async def beat(self) -> None:
         """Record the controller's own heartbeats, as long as it lives."""
@@ -128,11 +132,8 @@ class _ControlledRun:
             await asyncio.sleep(self._config.manager.heartbeat_seconds)
 
     async def _make_lineage(self, config: Config, *, cause: str) -> str:
-        """Train from `run.resume_from` of `config` until the run is over or a model worker has died; return how it
-        died, or an empty string.
-
-        Raises any other error. `cause`: the death that made the run go back to that checkpoint.
-        """
+        """Train until the run is over or a model worker has died; return how it died, or an empty string. `cause`: the
+        death that made the run go back to `run.resume_from` of `config`. Raises any other error."""
         stored: asyncio.Queue[Stored] = asyncio.Queue()
         async with AsyncExitStack() as stack:
             channel = await self._open_channel(config, stack, stored)

@@ -45,10 +45,10 @@ NAME = re.compile(r"`(streamrl(?:\.\w+)+)`")
 IMPORT = re.compile(r"^from (streamrl[\w.]*) import (.+)$", re.MULTILINE)
 """In an example."""
 MOST_LINES = {
-    "A prompt, from its data source to the gradient": 1330,
+    "A prompt, from its data source to the gradient": 1320,
     "A weight update": 540,
     "A gserver dies": 340,
-    "A model worker dies, or the controller": 300,
+    "A model worker dies, or the controller": 290,
 }
 """Lines of code to read on each path of docs/paths.md. Who needs more looks first for what does not belong there."""
 

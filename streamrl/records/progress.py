@@ -184,12 +184,10 @@ def checkpoints(run_dir: Path, *, abandoned: bool = False) -> list[Path]:
 
 
 def begin_lineage(config: Config, *, cause: str = "") -> Lineage:
-    """Record that the run begins from `run.resume_from`, or with its first weights, and return its lineage. Without a
-    checkpoint and without records of earlier steps that is the first lineage.
+    """Record that the run begins from `run.resume_from`, or with its first weights; return its lineage.
 
     Checkpoints of later versions by earlier lineages are abandoned from now on. The caller then calls `rewind`. A run
-    that is killed before that begins here again. `cause`: the death that led to this rewind, if one did. Raises as
-    `of_run` does.
+    killed before that begins here again. `cause`: the death that led here, if one did. Raises as `of_run` does.
     """
     begun = of_run(config)
     steps = [step.step for step in read_records(config.run_dir / METRICS_FILE, StepReport)]

@@ -94,8 +94,7 @@ def redistribute(
 
     An array that several ranks hold is sent by the rank with the fewest bytes to send so far (list scheduling, Graham
     1966: loads differ by at most one array if all ranks hold all arrays). Arrays with the same source and destinations
-    form one transfer. Raises `TransferError` for a wanted array that is missing in `pieces`, occurs there twice, or has
-    no holder.
+    form one transfer. Raises `TransferError` if a wanted array is missing or twice in `pieces`, or has no holder.
     """
     described: dict[Name, ArrayFacts] = {}
     for piece in pieces:

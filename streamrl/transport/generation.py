@@ -430,12 +430,10 @@ class GenerationClient:
     async def generate_batch(
         self, url: str, requests: Sequence[GenerateRequest], on_reply: Callable[[int, GenerateReply], None]
     ) -> None:
-        """Generate one response to each of `requests`, which must agree on log-probabilities and experts and may differ
-        otherwise.
+        """Generate a response to each of `requests`, which must agree on log-probabilities and experts, by one call.
 
-        They travel as one HTTP request. `on_reply` is called with the index of a request and its response as soon as
-        that is finished. Raises `WireError` for an invalid reply, `PeerError` when the gserver fails, and `PeerLost`
-        when the connection does.
+        `on_reply` is called with the index of a request and its response as soon as it is finished. Raises `WireError`
+        for an invalid reply, `PeerError` if the gserver fails, and `PeerLost` if the connection does.
         """
         if len(requests) == 1:
             on_reply(0, await self.generate(url, requests[0]))

@@ -98,8 +98,7 @@ class Actor:
     ) -> None:
         """Take one optimizer step on this rank's share of `minibatch`, `items` with their `credits`. Collective.
 
-        The figures are added to `statistics`. `before_update` is called when gradients are ready and weights are about
-        to change.
+        The figures are added to `statistics`. `before_update` is called between the gradients and the new weights.
         """
         totals = Totals(tokens=minibatch.loss_tokens, episodes=minibatch.episodes, longest=self._longest)
         wanted = minibatch.compared
@@ -186,8 +185,7 @@ class Actor:
         return [items[i] for i in keep], [credits[i] for i in keep]
 
     def _inputs(self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]) -> TokensOf:
-        """Return the function for `micro`. The facts about its tokens are copied to the device here, before it
-        computes."""
+        """Return the function for `micro`. The facts about its tokens are copied to the device here, in advance."""
         groups = [item.group for item in items]
         keep = np.flatnonzero(at_targets(micro, [item.trainable for item in items]))
 

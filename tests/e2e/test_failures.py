@@ -103,7 +103,9 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
     began = kept[0]["time"] - kept[0]["metrics"]["step_seconds"]
     down = after[saved]["spans"][0][1] - stopped
     assert down > 0
-    assert summary(run_dir)["train_seconds"] < after[-1]["time"] - began - down + 0.5, "the time without a process counts"
+    assert summary(run_dir)["train_seconds"] < after[-1]["time"] - began - down + 0.5, (
+        "the time without a process counts"
+    )
 
     assert_rollouts(run_dir, groups=4)
     recorded = read_recording(run_dir)

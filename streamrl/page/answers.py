@@ -385,13 +385,13 @@ def _response(kept: KeptGroup, index: int, branch: Branch, shared: int) -> Respo
         "reference": kept.ref_logprobs,
         "advantage": kept.advantages,
         "value": kept.values,
-        "entropy": kept.entropy,
+        "entropy": kept.entropies,
     }
     return ResponseView(
         index=index,
         episode=int(kept.episodes[index]),
         reward=float(kept.rewards[index]),
-        reward_parts=kept.reward_parts[kept.episodes[index]] if kept.reward_parts else {},
+        reward_parts=kept.reward_parts[index] if kept.reward_parts else {},
         finish=kept.finish_reasons[index],
         parent=branch.parent,
         shared=branch.shared,

@@ -1,25 +1,17 @@
-"""`rollouts/`: samples of a run's training data, with every token; their format and reader.
+"""`rollouts/`: samples of a run's training data, with every token, as Parquet files; their columns and their reader.
 
-    run_dir/rollouts/rank-0/        groups that one data-parallel head kept
-        000007.rows                 one row of fixed width for each response (`ROW`), after a line that describes it
-        000007.zst                  two zstd frames for each group: `KeptGroup` as JSON without its arrays; its arrays
-        000001-000004.rows, .zst    older segments, thinned out and merged
-    run_dir/rollouts/rank-1/...     groups of the next data-parallel head
+    run_dir/rollouts/rank-0/000001.parquet      groups that one data-parallel head kept; one row for each response
+    run_dir/rollouts/rank-0/000002.parquet      later groups; a file appears at once, and does not change
+    run_dir/rollouts/rank-1/...                 groups of the next data-parallel head
 
-Files are only appended to, frames before the rows that point to them, and each start of a run begins a segment of its
-own. So a torn end has no row yet, and no file has to be repaired. Segments are replaced as a whole when the disk budget
-is used up: the oldest are thinned out first (`RolloutWriter`). docs/rollouts.md describes the format, with examples.
-
-The rows of a million responses are an array in memory, so tables are sorted and filtered in a moment; texts and arrays
-are read on demand.
+Any Parquet reader can open the folder (docs/rollouts.md). `Rollouts` reads the figures of all responses into memory, so
+that a million of them are sorted and filtered in a moment; texts and arrays are read on demand.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import operator
 import os
 import re
 import time
@@ -30,22 +22,24 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
-import zstandard
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from streamrl.errors import UNDECODABLE, DataError
+from streamrl.errors import DataError
 from streamrl.types import NO_VERSION
 
 log = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
-FORMAT = 1
-"""Version of the format; it changes when old code cannot read new files. New columns and arrays do not change it."""
-ROWS, FRAMES = ".rows", ".zst"
-MOST_BYTES_OF_FRAME = 2**30
-"""Most bytes in a decompressed frame; a larger frame is refused."""
+FORMAT_KEY, FORMAT = b"streamrl_rollouts", b"2"
+"""Entry of a file's metadata, and the version of the format. It changes when old code cannot read new files. New
+columns do not change it."""
 EXCERPT = 160
 """Characters of prompt and response in a row of a table."""
+MOST_TEXTS = 32
+"""Number of files whose texts stay in memory."""
 
 TOKEN_USES = ("trained", "prompt", "environment", "elsewhere", "over_age", "weight_limit", "no_contrast")
 """Use of a token in the policy's loss; `KeptGroup.token_uses` has the index.
@@ -58,62 +52,64 @@ same score.
 """
 TRAINED, PROMPT, ENVIRONMENT, ELSEWHERE, OVER_AGE, WEIGHT_LIMIT, NO_CONTRAST = range(len(TOKEN_USES))
 
-ROW = np.dtype(
+NUMBERS: dict[str, pa.DataType] = {
+    "step": pa.int32(),  # the policy version that the step made
+    "seq": pa.int64(),  # the group's sequence number
+    "index": pa.int32(),  # number of the response in its group
+    "episode": pa.int32(),  # number of the response's episode
+    "time": pa.float64(),  # time of the step, in seconds since the epoch
+    "reward": pa.float32(),
+    "advantage": pa.float32(),  # mean over sampled tokens
+    "length": pa.int32(),  # sampled tokens
+    "tokens": pa.int32(),  # all tokens, prompt included
+    "prompt_tokens": pa.int32(),  # tokens that the siblings share
+    "turns": pa.int32(),  # runs of sampled tokens
+    "special": pa.int32(),  # sampled special tokens that do not end a response: `Response.text` lacks them
+    "masked": pa.int32(),  # sampled tokens that are not in the loss
+    "age": pa.int32(),  # age of the oldest sampled token, in versions
+    "age_mean": pa.float32(),  # mean age of the sampled tokens
+    "logprob": pa.float32(),  # mean behaviour log-probability of the sampled tokens
+    "entropy": pa.float32(),  # mean over sampled tokens
+    "difference": pa.float32(),  # mean |proximal - behaviour| log-probability
+    "difference_max": pa.float32(),
+}
+"""Figures of a response; null if unknown."""
+NAMES: dict[str, pa.DataType] = {
+    "finish": pa.string(),  # why it ended
+    "worker": pa.string(),  # the rollout worker that made it
+    "gserver": pa.string(),  # the gserver that its group was sent to
+}
+TEXTS: dict[str, pa.DataType] = {"prompt": pa.string(), "response": pa.string()}
+"""All tokens of a response as text, special ones included: the tokens that the siblings share, and the others."""
+ARRAYS: dict[str, pa.DataType] = {
+    "input_ids": pa.int32(),
+    "text_ends": pa.int32(),
+    "behavior_logprobs": pa.float32(),
+    "policy_versions": pa.int32(),
+    "token_uses": pa.uint8(),
+    "advantages": pa.float32(),
+    "proximal_logprobs": pa.float32(),
+    "ref_logprobs": pa.float32(),
+    "values": pa.float32(),
+    "entropies": pa.float32(),
+}
+"""Lists with one value for each token; null if the group has none."""
+SCHEMA = pa.schema(
     [
-        ("step", "<i4"),  # the policy version that the step made
-        ("seq", "<i8"),  # the group's sequence number
-        ("index", "<i4"),  # number of the response in its group
-        ("episode", "<i4"),  # number of the response's episode
-        ("time", "<f8"),  # time of the step, in seconds since the epoch
-        ("reward", "<f4"),
-        ("advantage", "<f4"),  # mean over sampled tokens
-        ("length", "<i4"),  # sampled tokens
-        ("tokens", "<i4"),  # all tokens, prompt included
-        ("prompt_tokens", "<i4"),  # tokens that the siblings share
-        ("turns", "<i4"),  # runs of sampled tokens
-        ("special", "<i4"),  # sampled special tokens that do not end a response: `Response.text` lacks them
-        ("masked", "<i4"),  # sampled tokens that are not in the loss
-        ("age", "<i4"),  # age of the oldest sampled token, in versions
-        ("age_mean", "<f4"),  # mean age of the sampled tokens
-        ("logprob", "<f4"),  # mean behaviour log-probability of the sampled tokens
-        ("entropy", "<f4"),  # mean over sampled tokens; NaN: unknown
-        ("difference", "<f4"),  # mean |proximal - behaviour| log-probability; NaN: unknown
-        ("difference_max", "<f4"),
-        ("finish", "S12"),  # why it ended
-        ("worker", "S12"),  # the rollout worker that made it
-        ("gserver", "S12"),  # the gserver that its group was sent to
-        ("place", "<i8"),  # position of the group's frames in the segment's file
-        ("head_bytes", "<i4"),  # length of the first frame
-        ("body_bytes", "<i4"),  # length of the second frame
-    ]
+        *(NUMBERS | NAMES | TEXTS).items(),
+        ("score", pa.float64()),
+        ("reward_parts", pa.map_(pa.string(), pa.float64())),
+        *((name, pa.list_(kind)) for name, kind in ARRAYS.items()),
+    ],
+    metadata={FORMAT_KEY: FORMAT},
 )
-"""A row of the index. Names that are longer than their column are cut; `KeptGroup` has them whole."""
-_NAMES = ("finish", "worker", "gserver")
-_NUMBERS = tuple(name for name in ROW.names or () if name not in (*_NAMES, "place", "head_bytes", "body_bytes"))
-
-OF_RESPONSES: dict[str, str] = {"seqlens": "<i4", "rewards": "<f4", "episodes": "<i4"}
-OF_TOKENS: dict[str, str] = {
-    "input_ids": "<i4",
-    "text_ends": "<i4",
-    "behavior_logprobs": "<f4",
-    "policy_versions": "<i4",
-    "token_uses": "|u1",
-}
-MAY_LACK: dict[str, str] = {
-    "advantages": "<f4",
-    "proximal_logprobs": "<f4",
-    "ref_logprobs": "<f4",
-    "values": "<f4",
-    "entropy": "<f4",
-}
-DTYPES = OF_RESPONSES | OF_TOKENS | MAY_LACK
 
 
 # --- a group ---
 
 
-class GroupFacts(msgspec.Struct, kw_only=True):
-    """The description of a group: everything about it that is not an array."""
+class KeptGroup(msgspec.Struct, kw_only=True):
+    """One group as it was trained on. Arrays are of all responses one after another, as in `TrajectoryGroup`."""
 
     step: int
     """The policy version that the step made."""
@@ -135,14 +131,9 @@ class GroupFacts(msgspec.Struct, kw_only=True):
     special: list[int] = []
     """`[n]` sampled special tokens that do not end a response; empty: unknown."""
     reward_parts: list[dict[str, float]] = []
-    """Components of each episode's reward by name; empty: it has a single one."""
+    """`[n]` components of the reward of each response's episode, by name; empty: it has a single one."""
     scores: list[float] = []
-    """Score of each episode if its answers are rewarded one by one; empty: the score is the reward."""
-
-
-class KeptGroup(GroupFacts, kw_only=True):
-    """One group as it was trained on. Arrays are of all responses one after another, as in `TrajectoryGroup`."""
-
+    """`[n]` score of each response's episode if its answers are rewarded one by one; empty: the score is the reward."""
     seqlens: NDArray[np.int32]
     """`[n]` tokens of each response."""
     rewards: NDArray[np.float32]
@@ -169,7 +160,7 @@ class KeptGroup(GroupFacts, kw_only=True):
     """`[tokens]` under the reference policy; None: there is none."""
     values: NDArray[np.float32] | None = None
     """`[tokens]` the critic's values; None: there is no critic."""
-    entropy: NDArray[np.float32] | None = None
+    entropies: NDArray[np.float32] | None = None
     """`[tokens]` entropy of the policy's distribution in the training step's first forward pass, in nats; as
     `proximal_logprobs`."""
 
@@ -188,12 +179,6 @@ class KeptGroup(GroupFacts, kw_only=True):
         first, end = self.bounds(index)
         text = self.texts[index]
         return [text[a:b] for a, b in pairwise([0, *self.text_ends[first:end].tolist()])]
-
-    def turns(self, index: int) -> list[tuple[int, int]]:
-        """Return the runs of tokens of response `index` that the policy sampled under this response, as ranges within
-        it (first, last + 1)."""
-        first, end = self.bounds(index)
-        return _runs(self.policy_versions[first:end] != NO_VERSION)
 
     def branches(self) -> list[Branch]:
         """Return for each response its branch from the response of its episode with the longest common beginning."""
@@ -229,172 +214,157 @@ def _common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(differs[0]) if len(differs) else length
 
 
-def _runs(mask: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], mask, [False])).astype(np.int8)))
-    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+# --- rows ---
 
 
-# --- encoding ---
+def rows_of(group: KeptGroup) -> pa.RecordBatch:
+    """Return `group` as rows of `SCHEMA`, one for each response."""
+    offsets = pa.array(np.concatenate(([0], np.cumsum(group.seqlens))), pa.int32())
+    columns: dict[str, Any] = _figures(group) | {
+        "finish": group.finish_reasons,
+        "worker": [group.worker] * group.size,
+        "gserver": [group.gserver] * group.size,
+        "prompt": [text[: group.prompt_chars] for text in group.texts],
+        "response": [text[group.prompt_chars :] for text in group.texts],
+        "score": group.scores or None,
+        "reward_parts": [list(parts.items()) for parts in group.reward_parts] or None,
+    }
+    for name, kind in ARRAYS.items():
+        values = getattr(group, name)
+        columns[name] = None if values is None else pa.ListArray.from_arrays(offsets, pa.array(values, kind))
+    return pa.RecordBatch.from_arrays([_column(columns[f.name], f.type, group.size) for f in SCHEMA], schema=SCHEMA)
 
 
-class Head(GroupFacts, kw_only=True):
-    """The first frame of a group."""
-
-    arrays: list[tuple[str, str, int]]
-    """Contents of the second frame, in order: name, dtype, length. Numbers of several bytes are stored as byte planes,
-    first all first bytes, then all second ones, and so on, which compresses better."""
+def _column(values: Any, kind: pa.DataType, rows: int) -> pa.Array:
+    if values is None:
+        return pa.nulls(rows, kind)
+    return values if isinstance(values, pa.Array) else pa.array(values, kind, from_pandas=True)  # NaN becomes null
 
 
-_head_decoder = msgspec.json.Decoder(Head)
-
-
-def _unshuffled(content: memoryview, dtype: np.dtype[Any]) -> NDArray[Any]:
-    planes = np.frombuffer(content, np.uint8).reshape(dtype.itemsize, -1)
-    return np.ascontiguousarray(planes.T).reshape(-1).view(dtype)
-
-
-def rows_of(group: KeptGroup) -> NDArray[np.void]:
-    """Return the rows of `group`, `[n]` of `ROW`, without the places of its frames."""
-    rows = np.zeros(group.size, ROW)
+def _figures(group: KeptGroup) -> dict[str, Any]:
+    """Return the columns in `NUMBERS`; None if unknown."""
     starts = np.cumsum(group.seqlens) - group.seqlens
     sampled = group.policy_versions != NO_VERSION
     lengths = np.add.reduceat(sampled, starts, dtype=np.int64)
-    count = np.maximum(lengths, 1)
 
-    def mean(values: NDArray[Any]) -> NDArray[Any]:
-        return np.add.reduceat(np.where(sampled, values, 0), starts, dtype=np.float64) / count
+    def mean(values: NDArray[Any] | None) -> NDArray[Any] | None:
+        if values is None:
+            return None
+        return np.add.reduceat(np.where(sampled, values, 0), starts, dtype=np.float64) / np.maximum(lengths, 1)
 
     age = np.where(sampled, group.step - 1 - group.policy_versions, 0)
     begins = sampled & ~np.concatenate(([False], sampled[:-1]))
     begins[starts] = sampled[starts]
-    unknown = np.full(group.size, np.nan)
-    rows["step"], rows["seq"], rows["time"] = group.step, group.seq, group.time
-    rows["index"], rows["episode"], rows["reward"] = np.arange(group.size), group.episodes, group.rewards
-    rows["advantage"] = unknown if group.advantages is None else mean(group.advantages)
-    rows["length"], rows["tokens"], rows["prompt_tokens"] = lengths, group.seqlens, group.prompt_length
-    rows["turns"] = np.add.reduceat(begins, starts, dtype=np.int64)
-    rows["special"] = group.special or 0
-    rows["masked"] = np.add.reduceat(sampled & (group.token_uses != TRAINED), starts, dtype=np.int64)
-    rows["age"], rows["age_mean"] = np.maximum.reduceat(age, starts), mean(age)
-    rows["logprob"] = mean(group.behavior_logprobs)
-    rows["entropy"] = unknown if group.entropy is None else mean(group.entropy)
-    if group.proximal_logprobs is None:
-        rows["difference"] = rows["difference_max"] = unknown
-    else:
+    difference = None
+    if group.proximal_logprobs is not None:
         difference = np.where(sampled, np.abs(group.proximal_logprobs - group.behavior_logprobs), 0)
-        rows["difference"], rows["difference_max"] = mean(difference), np.maximum.reduceat(difference, starts)
-    rows["finish"] = [cut_name(reason, "finish") for reason in group.finish_reasons]
-    rows["worker"], rows["gserver"] = cut_name(group.worker, "worker"), cut_name(group.gserver, "gserver")
-    return rows
+    return {
+        "step": np.full(group.size, group.step),
+        "seq": np.full(group.size, group.seq),
+        "index": np.arange(group.size),
+        "episode": group.episodes,
+        "time": np.full(group.size, group.time),
+        "reward": group.rewards,
+        "advantage": mean(group.advantages),
+        "length": lengths,
+        "tokens": group.seqlens,
+        "prompt_tokens": np.full(group.size, group.prompt_length),
+        "turns": np.add.reduceat(begins, starts, dtype=np.int64),
+        "special": group.special or None,
+        "masked": np.add.reduceat(sampled & (group.token_uses != TRAINED), starts, dtype=np.int64),
+        "age": np.maximum.reduceat(age, starts),
+        "age_mean": mean(age),
+        "logprob": mean(group.behavior_logprobs),
+        "entropy": mean(group.entropies),
+        "difference": mean(difference),
+        "difference_max": None if difference is None else np.maximum.reduceat(difference, starts),
+    }
 
 
-def cut_name(name: str, column: str) -> bytes:
-    """Return `name` in as many bytes as `column` has, without half a character at its end."""
-    return name.encode()[: ROW[column].itemsize].decode(errors="ignore").encode()
+def group_of(rows: pa.Table) -> KeptGroup:
+    """Return the group with these rows of `SCHEMA`."""
+    facts = rows.select([name for name in SCHEMA.names if name not in ARRAYS]).to_pydict()
+    arrays = {name: _flat(rows[name]) for name in ARRAYS}
+    return KeptGroup(
+        step=facts["step"][0],
+        seq=facts["seq"][0],
+        time=facts["time"][0],
+        worker=facts["worker"][0],
+        gserver=facts["gserver"][0],
+        prompt_length=facts["prompt_tokens"][0],
+        prompt_chars=len(facts["prompt"][0]),
+        finish_reasons=facts["finish"],
+        texts=[prompt + response for prompt, response in zip(facts["prompt"], facts["response"], strict=True)],
+        special=_known(facts["special"]),
+        reward_parts=[dict(parts) for parts in _known(facts["reward_parts"])],
+        scores=_known(facts["score"]),
+        seqlens=rows["tokens"].to_numpy(),
+        rewards=rows["reward"].to_numpy(),
+        episodes=rows["episode"].to_numpy(),
+        **cast(dict[str, Any], arrays),
+    )
 
 
-def first_line(dtype: np.dtype[Any]) -> bytes:
-    """Return the first line of a file of rows."""
-    return json.dumps({"streamrl_rollouts": FORMAT, "row": dtype.descr}).encode() + b"\n"
+def _known(values: list[Any]) -> list[Any]:
+    return [] if values[0] is None else values
 
 
-def read_rows(
-    file: Path, *, skip: int = 0, dtype: np.dtype[Any] | None = None
-) -> tuple[NDArray[np.void], int, np.dtype[Any]]:
-    """Return the complete rows of `file` after the first `skip` of them as `ROW`, the length of its first line, and the
-    dtype that it describes.
-
-    `dtype`: the returned dtype of an earlier call. Raises `DataError` for a file of a newer format, and `OSError`.
-    """
-    with file.open("rb") as opened:
-        line = opened.readline(65536)
-        own = dtype if dtype is not None else _described(line, file)
-        begin = opened.seek(skip * own.itemsize, os.SEEK_CUR)  # beyond its end if it was truncated since
-        left = max(0, os.fstat(opened.fileno()).st_size - begin)
-        found = np.fromfile(opened, own, count=left // own.itemsize)
-    if own == ROW:
-        return found, len(line), own
-    rows = np.zeros(len(found), ROW)
-    for name in set(ROW.names or ()).intersection(own.names or ()):
-        rows[name] = found[name]
-    return rows, len(line), own
+def _flat(column: pa.ChunkedArray) -> NDArray[Any] | None:
+    """Return all values of a column of lists; None if it is null."""
+    if column.null_count:
+        return None
+    values: NDArray[Any] = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+    return values
 
 
-def _described(line: bytes, file: Path) -> np.dtype[Any]:
+def numbered(folder: Path) -> dict[int, Path]:
+    """Return the files of rows in one rank's `folder` by number, ascending; empty if there is no such folder. Raises
+    `DataError` if it has files of the format before Parquet."""
+    entries = _entries(folder)
+    if any(name.endswith(".rows") for name in entries):
+        raise DataError(
+            f"{folder} has rollouts of an earlier version (*.rows, *.zst), which this version cannot read: move "
+            f"{folder.parent} out of the run's folder, or remove it"
+        )
+    return dict(sorted((int(match[1]), folder / match[0]) for name in entries if (match := _FILE.fullmatch(name))))
+
+
+def _entries(folder: Path) -> list[str]:
     try:
-        facts = json.loads(line)
-        found, dtype = facts["streamrl_rollouts"], np.dtype([(name, kind) for name, kind in facts["row"]])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{file}: its first line does not describe rows of rollouts ({error!r})") from error
-    if found != FORMAT:
-        raise DataError(f"{file}: rollouts of format {found}; this version of streamrl reads {FORMAT}")
-    return dtype
+        return os.listdir(folder)
+    except OSError:  # it does not exist yet, it was removed, or a file server has lost it
+        return []
 
 
-# --- segments ---
+_FILE = re.compile(r"(\d{6,})\.parquet")
 
 
-class SegmentName(NamedTuple):
-    """The numbers of the first and the last original segment in a file."""
-
-    first: int
-    last: int
-
-    def file(self, folder: Path, ending: str) -> Path:
-        name = f"{self.first:06d}" if self.first == self.last else f"{self.first:06d}-{self.last:06d}"
-        return folder / (name + ending)
-
-
-_SEGMENT = re.compile(r"(\d{6,})(?:-(\d{6,}))?\.rows")
-
-
-def segments_in(folder: Path) -> list[SegmentName]:
-    """Return the names of the segments in `folder`, oldest first, without segments that another one has replaced."""
-    found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        for entry in os.listdir(folder):
-            if match := _SEGMENT.fullmatch(entry):
-                found.append(SegmentName(int(match[1]), int(match[2] or match[1])))
-    found.sort(key=lambda name: (name.first, -name.last))
-    kept: list[SegmentName] = []
-    for name in found:
-        if not kept or name.first > kept[-1].last:
-            kept.append(name)
-    return kept
+def read(file: Path, columns: Iterable[str] = SCHEMA.names) -> pa.Table:
+    """Return `columns` of a file; those that it lacks are null. Raises `DataError` for a damaged file or one of another
+    format, and `FileNotFoundError`."""
+    try:
+        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+            found = (opened.schema_arrow.metadata or {}).get(FORMAT_KEY, b"none").decode()
+            if found != FORMAT.decode():
+                raise DataError(f"{file}: rollouts of format {found}; this version of streamrl reads {FORMAT.decode()}")
+            known = set(opened.schema_arrow.names)
+            table = opened.read([name for name in columns if name in known], use_threads=False)
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: damaged names
+        raise DataError(f"{file}: rollouts cannot be read: {error}") from error
+    kinds = [SCHEMA.field(name).type for name in columns]
+    arrays = [table[n] if n in known else pa.nulls(len(table), k) for n, k in zip(columns, kinds, strict=True)]
+    return pa.table(arrays, names=list(columns))
 
 
 # --- reading ---
 
-
-class Rollout(msgspec.Struct, frozen=True, kw_only=True):
-    """One response in a table; figures as in `ROW`, but None instead of NaN."""
-
-    step: int
-    seq: int
-    index: int
-    episode: int
-    time: float
-    reward: float
-    advantage: float | None
-    length: int
-    tokens: int
-    prompt_tokens: int
-    turns: int
-    special: int
-    masked: int
-    age: int
-    age_mean: float
-    logprob: float
-    entropy: float | None
-    difference: float | None
-    difference_max: float | None
-    finish: str
-    worker: str
-    gserver: str
-    prompt: str = ""
-    """The last `EXCERPT` characters of the prompt."""
-    response: str = ""
-    """The first `EXCERPT` characters after the prompt."""
+Row = dict[str, Any]
+"""One response in a table: `NUMBERS` and `NAMES` (None: unknown), and under `prompt` and `response` the last `EXCERPT`
+characters of the prompt and the first ones after it; empty if they cannot be read."""
+_INDEX = [*NUMBERS, *NAMES]
+_IDENTITY = ["step", "seq", "index"]
 
 
 class RowsFound(msgspec.Struct, frozen=True):
@@ -402,79 +372,87 @@ class RowsFound(msgspec.Struct, frozen=True):
 
     total: int
     """Number of all rows that pass it."""
-    rows: list[Rollout]
+    rows: list[Row]
 
 
-class Found(msgspec.Struct, frozen=True):
+class SearchResult(msgspec.Struct, frozen=True):
     """Results of a search so far."""
 
-    rows: list[Rollout]
+    rows: list[Row]
     """Newest first."""
     groups: int
     """Number of groups that were searched."""
-    go_on: tuple[int, int] | None
-    """Step and sequence number, for `search(..., before=go_on)`; None: all groups were searched."""
+    resume_at: tuple[int, int] | None
+    """Step and sequence number, for `search(..., before=resume_at)`; None: all groups were searched."""
 
 
-class _Loaded(msgspec.Struct):
-    """The rows of a segment that have been read."""
+class _File(msgspec.Struct):
+    """The figures in one file."""
 
-    folder: Path
-    name: SegmentName
-    dtype: np.dtype[Any]
-    rows: NDArray[np.void]
-    stamp: tuple[int, int]
-    """Size of the file of rows, and the time of its last change, in nanoseconds."""
+    path: Path
+    stamp: tuple[int, int, int]
+    """Inode, size, and time of the last change in nanoseconds: a resumed run replaces files."""
+    rows: pa.Table
 
 
 class Rollouts:
     """The rollouts that a run has kept, readable during the run and after its end or crash. Not thread-safe.
 
-    No method raises because a run is being written, thinned out or removed at the same time; `group` raises `DataError`
-    if the requested group is gone or damaged.
+    No method raises because a run writes or removes files at the same time; `group` raises `DataError` if the requested
+    group is gone or damaged. All raise it for a folder in the format before Parquet.
     """
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
-        self._loaded: dict[tuple[str, SegmentName], _Loaded] = {}
+        self._files: dict[Path, _File] = {}
+        self._firsts = np.zeros(0, np.int64)
+        """Position in `rows` of the first row of each file."""
         self._unreadable: set[Path] = set()
-        self._rows: NDArray[np.void] | None = np.zeros(0, ROW)
-        """The rows of all segments; None: they are concatenated at the next access."""
         self._orders: dict[tuple[str, bool, str], NDArray[np.intp]] = {}
-        self._zstd = zstandard.ZstdDecompressor()
+        self._texts: dict[Path, pa.Table] = {}
+        self.rows: pa.Table = SCHEMA.empty_table().select(_INDEX)
+        """`[responses]` the figures of all responses, for computing with them; read-only."""
         self.refresh()
 
     def __len__(self) -> int:
         """Number of responses."""
-        return sum(len(found.rows) for found in self._loaded.values())
-
-    @property
-    def rows(self) -> NDArray[np.void]:
-        """`[responses]` of `ROW`: the figures of all responses, for computing with them; read-only."""
-        if self._rows is None:
-            self._rows = np.concatenate([found.rows for found in self._loaded.values()])
-            first = 0
-            for found in self._loaded.values():  # views, so that rows are in memory only once
-                found.rows = self._rows[first : first + len(found.rows)]
-                first += len(found.rows)
-        return self._rows
+        return len(self.rows)
 
     def refresh(self) -> bool:
-        """Read new segments and rows, and forget removed ones; return whether there were any."""
-        before = self._loaded
-        present = {
-            (rank, name): self._folder / rank for rank in self._ranks() for name in segments_in(self._folder / rank)
-        }
+        """Read new files, and forget removed ones; return whether there were any."""
         loaded = {}
-        for key, folder in present.items():
-            if (found := self._load(folder, key[1], before.get(key))) is not None:
-                loaded[key] = found
-        self._loaded = loaded
-        changed = list(before) != list(loaded) or any(loaded[key].rows is not before[key].rows for key in loaded)
+        for rank in sorted(name for name in _entries(self._folder) if name.startswith("rank-")):
+            for path in numbered(self._folder / rank).values():
+                if (found := self._load(path)) is not None:
+                    loaded[path] = found
+        changed = list(self._files.values()) != list(loaded.values())
         if changed:
-            self._rows = None if loaded else np.zeros(0, ROW)
+            self._files = loaded
+            self.rows = pa.concat_tables([self.rows.slice(0, 0), *(file.rows for file in loaded.values())])
+            self.rows = self.rows.combine_chunks()
+            self._firsts = np.cumsum([0, *(len(file.rows) for file in loaded.values())])
+            for file, first in zip(loaded.values(), self._firsts.tolist(), strict=False):
+                file.rows = self.rows.slice(first, len(file.rows))  # rows are in memory only once
             self._orders.clear()
+            self._texts.clear()
         return changed
+
+    def _load(self, path: Path) -> _File | None:
+        """Return the figures in a file, those in memory if it is unchanged. None: gone or unreadable."""
+        try:
+            state = path.stat()
+            stamp = state.st_ino, state.st_size, state.st_mtime_ns
+            before = self._files.get(path)
+            if before is not None and stamp == before.stamp:
+                return before
+            return _File(path, stamp, read(path, _INDEX))
+        except FileNotFoundError:
+            return None
+        except (OSError, DataError) as error:
+            if path not in self._unreadable:
+                log.warning("rollouts are left out: %s", error)
+            self._unreadable.add(path)
+            return None
 
     def table(
         self,
@@ -488,27 +466,28 @@ class Rollouts:
     ) -> RowsFound:
         """Return up to `limit` rows, from number `offset` on, of the rows that pass `filter`, sorted by a column.
 
-        Rows with equal values are in the order of steps. `filter`: conditions such as `reward>=0.5 finish=length
-        step>100`, all of which have to hold; names are compared exactly. `texts`: with excerpts of prompt and response.
-        Raises `DataError` for a column or a condition that does not exist.
+        Rows with equal values are in the order of steps; unknown values come last. `filter`: conditions such as
+        `reward>=0.5 finish=length step>100`, all of which have to hold; names are compared exactly. `texts`: with
+        excerpts of prompt and response. Raises `DataError` for a column or a condition that does not exist.
         """
         order = self._order(sort, descending, filter)
         return RowsFound(len(order), self._described(order[offset : offset + limit], texts=texts))
 
     def group(self, step: int, seq: int) -> KeptGroup:
         """Return group `seq` of `step` with all responses and their arrays; raises `DataError` if it is not there."""
-        for attempt in (1, 2):
-            positions = np.flatnonzero((self.rows["seq"] == seq) & (self.rows["step"] == step))
+        for _ in range(2):
+            mask = pc.and_(pc.equal(self.rows["seq"], seq), pc.equal(self.rows["step"], step))
+            positions = np.flatnonzero(mask.to_numpy())
             if len(positions):
-                try:
-                    return self._read(int(positions[0]))
-                except FileNotFoundError:  # thinned out since
-                    pass
-            if attempt == 1:
-                self.refresh()
+                path, first = self._place(int(positions[0]))
+                with contextlib.suppress(FileNotFoundError):
+                    rows = read(path).slice(first, len(positions))
+                    if rows["step"].unique().to_pylist() == [step] and rows["seq"].unique().to_pylist() == [seq]:
+                        return group_of(rows)
+            self.refresh()  # the file was removed or replaced since, or the group is new
         raise DataError(
             f"{self._folder}: group {seq} of step {step} is not among the rollouts that were kept; it was not sampled "
-            "(metrics.rollouts_per_step), or has been thinned out since (metrics.rollouts_mb)"
+            "(metrics.rollouts_per_step), or was removed since (metrics.rollouts_mb)"
         )
 
     def search(
@@ -519,170 +498,91 @@ class Rollouts:
         limit: int = 50,
         before: tuple[int, int] | None = None,
         seconds: float = 2.0,
-    ) -> Found:
+    ) -> SearchResult:
         """Return responses with `text` in prompt or response, in upper or lower case, newest first.
 
-        Ends after `limit` responses or `seconds`, between two groups; `Found.go_on` is the position to continue from.
+        Ends after `limit` responses or `seconds`, between two groups; `resume_at` is the position to continue from.
         Raises `DataError` as `table` does.
         """
         deadline = time.monotonic() + seconds
-        wanted = text.casefold()
-        chosen = self._order("step", True, filter)
-        keys = self.rows[["step", "seq"]][chosen]
-        if before is not None:
-            chosen = chosen[(keys["step"] < before[0]) | ((keys["step"] == before[0]) & (keys["seq"] < before[1]))]
-        groups = _groups_in(self.rows, chosen)
-        found: list[Rollout] = []
+        found: list[Row] = []
+        hits: dict[Path, NDArray[np.bool_]] = {}
+        groups = self._groups(self._order("step", True, filter), before)
         for number, positions in enumerate(groups, start=1):
-            head = self._head_or_none(int(positions[0]))
-            if head is not None:
-                hits = [p for p in positions.tolist() if wanted in head.texts[self.rows["index"][p]].casefold()]
-                found += [_rollout(self.rows[position], head) for position in hits]
+            path, first = self._place(int(positions[0]))
+            if path not in hits:
+                hits[path] = self._matching(path, text)
+            chosen = positions[hits[path][positions - positions[0] + first]]
+            found += self._described(chosen, texts=True)
             if number < len(groups) and (len(found) >= limit or time.monotonic() > deadline):
-                last = self.rows[int(positions[0])]
-                return Found(found, number, (int(last["step"]), int(last["seq"])))
-        return Found(found, len(groups), None)
+                last = self._value("step", positions[0]), self._value("seq", positions[0])
+                return SearchResult(found, number, last)
+        return SearchResult(found, len(groups), None)
 
-    def _ranks(self) -> list[str]:
-        try:
-            return sorted(entry for entry in os.listdir(self._folder) if entry.startswith("rank-"))
-        except OSError:  # it does not exist yet, it was removed, or a file server has lost it
+    def _matching(self, path: Path, text: str) -> NDArray[np.bool_]:
+        """Return for each row of a file whether `text` is in its prompt or response."""
+        texts = self._texts_of(path)
+        if texts is None:
+            return np.zeros(len(self._files[path].rows), np.bool_)
+        whole = pc.binary_join_element_wise(texts["prompt"], texts["response"], "")
+        mask: NDArray[np.bool_] = pc.match_substring(whole, text, ignore_case=True).to_numpy()
+        return mask
+
+    def _groups(self, positions: NDArray[np.intp], before: tuple[int, int] | None) -> list[NDArray[np.intp]]:
+        """Return `positions` of rows in pieces of one group each, ascending, the newest group first; `before`: only
+        groups before this step and sequence number."""
+        positions = np.sort(positions)
+        steps, seqs = (self.rows[name].to_numpy()[positions] for name in ("step", "seq"))
+        order = np.lexsort((positions, -seqs, -steps.astype(np.int64)))
+        if before is not None:
+            earlier = (steps < before[0]) | ((steps == before[0]) & (seqs < before[1]))
+            order = order[earlier[order]]
+        if not len(order):
             return []
+        steps, seqs = steps[order], seqs[order]
+        return np.split(positions[order], np.flatnonzero((np.diff(steps) != 0) | (np.diff(seqs) != 0)) + 1)
 
-    def _load(self, folder: Path, name: SegmentName, before: _Loaded | None) -> _Loaded | None:
-        """Return the segment with all of its rows; rows in `before` are not read again. None: gone or unreadable."""
-        file = name.file(folder, ROWS)
-        try:
-            state = file.stat()
-            stamp = state.st_size, state.st_mtime_ns
-            if before is not None and stamp == before.stamp:
-                return before
-            if before is not None and len(before.rows):
-                last, *_ = read_rows(file, skip=len(before.rows) - 1, dtype=before.dtype)
-                # Else a resumed run has removed steps, and perhaps made another segment of this name since.
-                if last[:1].tobytes() == before.rows[-1:].tobytes():
-                    rows = np.concatenate((before.rows, last[1:])) if len(last) > 1 else before.rows
-                    return msgspec.structs.replace(before, rows=rows, stamp=stamp)
-            rows, _, dtype = read_rows(file)
-            return _Loaded(folder, name, dtype, rows, stamp)
-        except FileNotFoundError:
-            return None
-        except (OSError, DataError) as error:
-            if file not in self._unreadable:
-                log.warning("rollouts are left out: %s", error)
-            self._unreadable.add(file)
-            return None
+    def _value(self, column: str, position: int) -> Any:
+        return self.rows[column][int(position)].as_py()
 
     def _order(self, sort: str, descending: bool, filter: str) -> NDArray[np.intp]:
         key = (sort, descending, filter)
         if key not in self._orders:
-            if sort not in (*_NUMBERS, *_NAMES):
-                raise DataError(f"rollouts have no column {sort!r}; they have {', '.join((*_NUMBERS, *_NAMES))}")
+            if sort not in _INDEX:
+                raise DataError(f"rollouts have no column {sort!r}; they have {', '.join(_INDEX)}")
             if len(self._orders) > 8:
                 self._orders.clear()
             self._orders[key] = _sorted(self.rows, conditions(filter), sort=sort, descending=descending)
         return self._orders[key]
 
-    def _described(self, positions: NDArray[np.intp], *, texts: bool) -> list[Rollout]:
-        heads: dict[tuple[int, int], Head | None] = {}
-        described = []
-        for position in positions.tolist():
-            row = self.rows[position]
-            group = int(row["step"]), int(row["seq"])
-            if texts and group not in heads:
-                heads[group] = self._head_or_none(position)
-            described.append(_rollout(row, heads.get(group)))
-        return described
+    def _described(self, positions: NDArray[np.intp], *, texts: bool) -> list[Row]:
+        rows: list[Row] = self.rows.take(positions).to_pylist()
+        for row, position in zip(rows, positions.tolist(), strict=True):
+            path, place = self._place(position)
+            found = self._texts_of(path) if texts else None
+            row["prompt"] = "" if found is None else found["prompt"][place].as_py()[-EXCERPT:]
+            row["response"] = "" if found is None else found["response"][place].as_py()[:EXCERPT]
+        return rows
 
-    def _head_or_none(self, position: int) -> Head | None:
-        try:
-            return self._head(position)
-        except (OSError, DataError) as error:
-            log.info("the text of a rollout cannot be read: %s", error)
-            return None
+    def _place(self, position: int) -> tuple[Path, int]:
+        """Return the file of a row, and the row's number in it."""
+        number = int(np.searchsorted(self._firsts, position, side="right")) - 1
+        return list(self._files)[number], position - int(self._firsts[number])
 
-    def _segment_of(self, position: int) -> _Loaded:
-        for found in self._loaded.values():
-            if position < len(found.rows):
-                return found
-            position -= len(found.rows)
-        raise AssertionError("rows and segments are read together")
-
-    def _head(self, position: int) -> Head:
-        row = self.rows[position]
-        found = self._segment_of(position)
-        file = found.name.file(found.folder, FRAMES)
-        content = _read_part(file, int(row["place"]), int(row["head_bytes"]))
-        try:
-            head = _head_decoder.decode(self._decompressed(content, file))
-        except UNDECODABLE as error:
-            raise DataError(f"{file}: a group's description cannot be read: {error}") from error
-        if (head.step, head.seq) != (row["step"], row["seq"]) or row["index"] >= len(head.texts):
-            raise DataError(f"{file}: at {row['place']} is another group than {row['seq']} of step {row['step']}")
-        return head
-
-    def _read(self, position: int) -> KeptGroup:
-        row = self.rows[position]
-        found = self._segment_of(position)
-        file = found.name.file(found.folder, FRAMES)
-        head = self._head(position)
-        content = memoryview(
-            self._decompressed(
-                _read_part(file, int(row["place"]) + int(row["head_bytes"]), int(row["body_bytes"])), file
-            )
-        )
-        arrays: dict[str, Any] = {}
-        begin = 0
-        try:
-            for name, kind, length in head.arrays:
-                dtype = np.dtype(kind)
-                end = begin + length * dtype.itemsize
-                if name in DTYPES:
-                    arrays[name] = _unshuffled(content[begin:end], dtype)
-                begin = end
-            facts = {name: getattr(head, name) for name in Head.__struct_fields__ if name != "arrays"}
-            return KeptGroup(**facts, **arrays)
-        except (TypeError, ValueError) as error:
-            raise DataError(
-                f"{file}: the arrays of group {head.seq} of step {head.step} make no sense: {error}"
-            ) from error
-
-    def _decompressed(self, content: bytes, file: Path) -> bytes:
-        try:
-            if zstandard.frame_content_size(content) > MOST_BYTES_OF_FRAME:
-                raise DataError(f"{file}: a frame of more than {MOST_BYTES_OF_FRAME} bytes")
-            return self._zstd.decompress(content, max_output_size=MOST_BYTES_OF_FRAME)
-        except zstandard.ZstdError as error:
-            raise DataError(f"{file}: a frame is damaged: {error}") from error
-
-
-def _read_part(file: Path, place: int, length: int) -> bytes:
-    with file.open("rb") as opened:
-        opened.seek(place)
-        return opened.read(length)
-
-
-def _rollout(row: np.void, head: Head | None) -> Rollout:
-    numbers = {name: row[name].item() for name in _NUMBERS}
-    known: dict[str, Any] = {name: None if value != value else value for name, value in numbers.items()}
-    names = {name: row[name].decode(errors="replace") for name in _NAMES}
-    prompt = response = ""
-    if head is not None:
-        text = head.texts[numbers["index"]]
-        prompt = text[: head.prompt_chars][-EXCERPT:]
-        response = text[head.prompt_chars :][:EXCERPT]
-    return Rollout(**known, **names, prompt=prompt, response=response)
-
-
-def _groups_in(rows: NDArray[np.void], positions: NDArray[np.intp]) -> list[NDArray[np.intp]]:
-    """Return `positions` of rows in pieces of one group each, in descending order of step and sequence number."""
-    if not len(positions):
-        return []
-    steps, seqs = rows["step"][positions], rows["seq"][positions]
-    order = np.lexsort((positions, -seqs, -steps.astype(np.int64)))
-    steps, seqs = steps[order], seqs[order]
-    changes = np.flatnonzero((np.diff(steps) != 0) | (np.diff(seqs) != 0)) + 1
-    return np.split(positions[order], changes)
+    def _texts_of(self, path: Path) -> pa.Table | None:
+        """Return the texts of a file's rows; None if it was removed or replaced since the last `refresh`."""
+        if path not in self._texts:
+            try:
+                texts = read(path, [*_IDENTITY, *TEXTS])
+            except (OSError, DataError) as error:
+                log.info("the text of a rollout cannot be read: %s", error)
+                return None
+            if not texts.select(_IDENTITY).equals(self._files[path].rows.select(_IDENTITY)):
+                return None
+            while len(self._texts) >= MOST_TEXTS:
+                del self._texts[next(iter(self._texts))]
+            self._texts[path] = texts
+        return self._texts[path]
 
 
 # --- filters ---
@@ -695,20 +595,18 @@ class Condition(NamedTuple):
     operator: str
     value: float | str
 
-    def holds(self, rows: NDArray[np.void]) -> NDArray[np.bool_]:
-        """Return the mask `[rows]` of the rows for which it holds. NaN is unlike every number."""
-        compare = _OPERATORS[self.operator]
-        value = self.value.encode() if isinstance(self.value, str) else self.value
-        return cast(NDArray[np.bool_], compare(rows[self.column], value))
+    def holds(self, rows: pa.Table) -> pa.ChunkedArray:
+        """Return the mask `[rows]` of the rows for which it holds. An unknown value is unlike every other."""
+        return pc.fill_null(_OPERATORS[self.operator](rows[self.column], self.value), self.operator == "!=")
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "!=": operator.ne,
-    "=": operator.eq,
-    ">": operator.gt,
-    "<": operator.lt,
+    ">=": pc.greater_equal,
+    "<=": pc.less_equal,
+    "!=": pc.not_equal,
+    "=": pc.equal,
+    ">": pc.greater,
+    "<": pc.less,
 }
 _CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|!=|==|=|<|>)\s*([^\s,<>=!]+)(?:\s*,|\s+and\b|\s+|$)", re.IGNORECASE)
 
@@ -728,35 +626,30 @@ def conditions(filter: str) -> list[Condition]:
 
 
 def _value(column: str, compare: str, text: str, filter: str) -> float | str:
-    if column in _NAMES:
+    if column in NAMES:
         if compare not in ("=", "!="):
             raise DataError(f"filter {filter!r}: {column} is a name, which can only be = or != another")
-        return cut_name(text, column).decode()
-    if column not in _NUMBERS:
-        raise DataError(
-            f"filter {filter!r}: there is no column {column!r}; there are {', '.join((*_NUMBERS, *_NAMES))}"
-        )
+        return text
+    if column not in NUMBERS:
+        raise DataError(f"filter {filter!r}: there is no column {column!r}; there are {', '.join(_INDEX)}")
     try:
         return float(text)
     except ValueError as error:
         raise DataError(f"filter {filter!r}: {text!r} is not a number to compare {column} with") from error
 
 
-def _sorted(rows: NDArray[np.void], wanted: Iterable[Condition], *, sort: str, descending: bool) -> NDArray[np.intp]:
+def _sorted(rows: pa.Table, wanted: list[Condition], *, sort: str, descending: bool) -> NDArray[np.intp]:
     """Return the positions of the rows for which all of `wanted` hold, sorted. Rows that are equal in `sort` are in the
-    order of steps, which `descending` reverses, too. NaN comes last."""
+    order of steps, which `descending` reverses, too. Unknown values come last."""
     keep = np.ones(len(rows), np.bool_)
     for condition in wanted:
-        keep &= condition.holds(rows)
+        keep &= condition.holds(rows).to_numpy()
     positions = np.flatnonzero(keep)
-    positions = positions[np.argsort(rows["step"][positions], kind="stable")]
+    positions = positions[np.argsort(rows["step"].to_numpy()[positions], kind="stable")]
     if descending:
         positions = positions[::-1]
     if sort == "step":
         return positions
-    values = rows[sort][positions]
-    if values.dtype.kind == "S":
-        _, values = np.unique(values, return_inverse=True)
-    if descending:
-        values = -values
-    return positions[np.argsort(values, kind="stable")]
+    column = pc.rank(rows[sort], tiebreaker="dense").cast(pa.int64()) if sort in NAMES else rows[sort]
+    values = column.to_numpy()[positions]
+    return positions[np.argsort(-values if descending else values, kind="stable")]

@@ -304,14 +304,14 @@ def assert_rollouts(run_dir: Path, *, groups: int) -> None:
     """Of each step so many `groups` were kept, which it was trained on, and all of them can be read."""
     kept = Rollouts(run_dir)
     of_steps = {step["step"]: step for step in steps(run_dir)}
-    found = {(int(row["step"]), int(row["seq"])) for row in kept.rows}
+    found = {(row["step"], row["seq"]) for row in kept.rows.select(["step", "seq"]).to_pylist()}
     assert Counter(step for step, _ in found) == dict.fromkeys(of_steps, groups)
     for step, seq in found:
         assert seq in of_steps[step]["seqs"]
         group = kept.group(step, seq)
         assert all("".join(group.pieces(index)) == group.texts[index] for index in range(group.size))
         assert int((group.policy_versions != NO_VERSION).sum()) == sum(
-            row.length for row in kept.table(filter=f"step={step} seq={seq}", texts=False).rows
+            row["length"] for row in kept.table(filter=f"step={step} seq={seq}", texts=False).rows
         )
 
 

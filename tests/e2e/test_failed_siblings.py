@@ -82,7 +82,8 @@ def test_shrunk_groups_are_trained_on_recorded_and_kept(tmp_path: Path) -> None:
     assert_rollouts(run_dir, groups=GROUPS)
     recording = read_recording(run_dir)
     loaded = [len(group.seqlens) for step in range(1, 7) for rank in recording.load(step) for group in rank.groups]
-    sizes = Counter(Counter((int(row["step"]), int(row["seq"])) for row in Rollouts(run_dir).rows).values())
+    kept = Rollouts(run_dir).rows.select(["step", "seq"]).to_pylist()
+    sizes = Counter(Counter((row["step"], row["seq"]) for row in kept).values())
     assert set(sizes) <= set(range(4, SIBLINGS + 1))
     assert sum(count for size, count in sizes.items() if size < SIBLINGS) == of_steps
     assert Counter(loaded) == sizes

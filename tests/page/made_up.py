@@ -89,7 +89,7 @@ def made_up_run(folder: Path, *, steps: int = 40, hostile: bool = False) -> Path
     for step in range(1, steps + 1):
         answers = [HOSTILE if hostile else f"The answer is {3 + 4 + n}, I think." for n in range(4)]
         writer.append(made_up_group(step, step, answers, rewards=[1.0, 0.0, 0.0, 0.25]))
-    writer.close()
+    writer.write()
     if hostile:
         lines = (folder / "timeline.jsonl").read_text()
         (folder / "timeline.jsonl").write_text(lines.replace("3 groups", msgspec.json.encode(HOSTILE).decode()[1:-1]))
@@ -129,7 +129,9 @@ def long_run(folder: Path, *, steps: int = 10_000, responses: int = 1_000_000) -
     for step in range(1, steps + 1):
         group.step, group.seq, group.time = step, step, EPOCH + 2.0 * step
         writer.append(group)
-    writer.close()
+        if writer.full:
+            writer.write()
+    writer.write()
     return folder
 
 

@@ -147,7 +147,7 @@ async def test_colours_and_branches(tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "run", steps=4)
     writer = RolloutWriter(run / FOLDER / "rank-1", most_bytes=2**20, policy_version=0)
     writer.append(branching_group(4, 99))
-    writer.close()
+    writer.write()
     async with serving(run) as page, browser() as tab:
         await tab.open(f"{page.url}#/rollouts?group=4/99")
         await says(tab, "begins like response 0, for 2 tokens")
@@ -263,7 +263,7 @@ async def test_a_group_of_very_many_tokens(tmp_path: Path) -> None:
     run = made_up_run(tmp_path / "run", steps=1)
     writer = RolloutWriter(run / FOLDER / "rank-1", most_bytes=2**28, policy_version=0)
     writer.append(made_up_group(1, 99, ["abc" * 50_000] * 4, rewards=[1.0, 0.0, 0.0, 1.0]))
-    writer.close()
+    writer.write()
     async with serving(run) as page, browser() as tab:
         await tab.open(f"{page.url}#/rollouts?group=1/99")
         await until(tab, "all('.response').length == 4")

@@ -171,13 +171,13 @@ def test_logs_are_merged_by_time(tmp_path: Path) -> None:
 def test_all_conversations_of_an_episode_have_the_parts_of_its_reward(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1)
     group = branching_group(1, 5)
-    group.reward_parts = [{"function": 1.0, "overlong": -0.5}]  # of its one episode
+    group.reward_parts = [{"function": 1.0, "overlong": -0.5}] * 3  # of its one episode
     writer = RolloutWriter(folder / FOLDER / "rank-0", most_bytes=2**20, policy_version=0)
     writer.append(group)
-    writer.close()
+    writer.write()
     run = Run(folder)
     run.refresh()
-    assert [one.reward_parts for one in answers.group(run, step=1, seq=5).responses] == 3 * group.reward_parts
+    assert [one.reward_parts for one in answers.group(run, step=1, seq=5).responses] == group.reward_parts
 
 
 def test_nobody_waits_while_the_run_is_down(tmp_path: Path) -> None:

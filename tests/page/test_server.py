@@ -373,7 +373,7 @@ async def test_branches_of_an_episode(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=2)
     writer = RolloutWriter(run / FOLDER / "rank-0", most_bytes=2**20, policy_version=0)
     writer.append(branching_group(1, 1))
-    writer.close()
+    writer.write()
     async with serving(run) as page:
         responses = (await page.json("api/runs/0/rollouts/1/1"))["responses"]
         assert [(one["parent"], one["shared"]) for one in responses] == [(-1, 0), (0, 7), (0, 6)]

@@ -2,17 +2,18 @@
 
     run_dir/record/from-000000/           one part for each start of the run: the policy version that it began with
         rank-0/part.json                  `RankRecording`: settings, first weights, environment that affects rounding
-        rank-0/step-000001.safetensors    `RecordedStep`: calls and data of rank 0 in the step that made version 1
+        rank-0/step-000001.parquet        `RecordedStep`: calls and data of rank 0 in the step that made version 1
         rank-0/stopped.txt                why later steps are missing, if any are
         rank-1/...                        of the next data-parallel head
 
 Each data-parallel head writes its own groups in a separate thread; no recorded data passes through the master.
 Invariants: the file of a step appears at once or not at all, and a rank's files have no gaps; a full or slow disk never
-ends the run. The files are safetensors, so other programs can read them: docs/replay.md has the format.
+ends the run. Any Parquet reader can open the files (docs/replay.md).
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import logging
 import shutil
@@ -25,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
 from streamrl import config as configuration
 from streamrl.config import Config
@@ -38,7 +39,7 @@ from streamrl.trainer.calls import DataTransfer, Function, Hook, Inference, Trai
 from streamrl.trainer.graph import ROLLOUT, Graph
 from streamrl.trainer.layout import layout_of
 from streamrl.transport.codec import ARRAYS, group_bytes
-from streamrl.types import ARRAY_FIELDS, GroupFacts, TrajectoryGroup
+from streamrl.types import GroupFacts, TrajectoryGroup
 
 if TYPE_CHECKING:
     from streamrl.trainer.worker.data import WorkerData
@@ -47,7 +48,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "record"
 FACTS = "part.json"
-FORMAT = "4"
+FORMAT = "5"
 """Version of the file format; changes when older files can no longer be read."""
 MOST_ON_THEIR_WAY = 2
 """Maximal number of steps in the writing thread's queue; training waits before it adds another one."""
@@ -56,8 +57,19 @@ MOST_WAITING_BYTES = 64 * 2**20
 NOTE_BYTES = 512
 """Size of `stopped.txt` in bytes, reserved at the start: a full disk has no room for it later."""
 
-HEADER, CHECKSUM, FORMAT_KEY = "header", "crc32", "streamrl_record"
-"""The tensor with all content that is not an array, and the entries of a file's metadata."""
+HEADER, CHECKSUM, FORMAT_KEY = b"header", b"crc32", b"streamrl_record"
+"""Entries of a file's metadata."""
+FACTS_COLUMNS: dict[str, pa.DataType] = {
+    "worker": pa.string(),
+    "prompt_length": pa.int32(),
+    "finish_reasons": pa.list_(pa.string()),
+    "generation_seconds": pa.float64(),
+    "scores": pa.list_(pa.float64()),
+    "gserver": pa.string(),
+    "reward_parts": pa.list_(pa.map_(pa.string(), pa.float64())),
+    "retries": pa.int32(),
+}
+"""The columns of a group's `GroupFacts`; its arrays (`ARRAYS`) and `RecordedStep.given` have columns of lists."""
 
 BatchCall = Inference | Function | TrainStep
 """A call on a training batch."""
@@ -108,74 +120,79 @@ class RecordedStep(msgspec.Struct):
 
 
 class _Header(msgspec.Struct, frozen=True):
-    """Content of a `RecordedStep` that is not an array; msgpack in the tensor `header`."""
+    """Content of a `RecordedStep` that is not in columns; base64 of msgpack in the file's metadata."""
 
     step: int
     rank: int
     calls: list[BatchCall]
     answers: list[Trained]
-    seqs: list[int]
-    """Sequence numbers of the groups, in the order of their arrays."""
-    sizes: list[int]
-    routes: list[int]
-    """`routes` of each group, as in `TrajectoryGroup`."""
-    facts: list[GroupFacts]
-    given: list[str]
-    """Keys of `RecordedStep.given`."""
 
 
 def write_step(file: Path, step: RecordedStep) -> None:
-    """Write `step` as `file`, which appears at once; raises `OSError`, and leaves no file, if that fails."""
-    tensors = {name: _joined([getattr(group, name) for group in step.groups], kind) for name, kind in ARRAYS.items()}
-    tensors |= {key: _joined(arrays, "<f4") for key, arrays in step.given.items()}
-    header = _Header(
-        step=step.step,
-        rank=step.rank,
-        calls=step.calls,
-        answers=step.answers,
-        seqs=[group.seq for group in step.groups],
-        sizes=[group.size for group in step.groups],
-        routes=[group.routes for group in step.groups],
-        facts=[group.facts for group in step.groups],
-        given=list(step.given),
+    """Write `step` as `file`, one row for each group; it appears at once. Raises `OSError`, and leaves no file, if that
+    fails."""
+    header = base64.b64encode(msgspec.msgpack.encode(_Header(step.step, step.rank, step.calls, step.answers)))
+    arrays = {name: [getattr(group, name) for group in step.groups] for name in ARRAYS} | step.given
+    joined = {name: _joined(values, ARRAYS.get(name, "<f4")) for name, values in arrays.items()}
+    columns = {"seq": pa.array([group.seq for group in step.groups], pa.int64())}
+    columns |= {name: _facts_column(name, kind, step.groups) for name, kind in FACTS_COLUMNS.items()}
+    for name, values in arrays.items():
+        ends = np.cumsum([0, *map(len, values)])
+        columns[name] = pa.ListArray.from_arrays(pa.array(ends, pa.int32()), pa.array(joined[name]))
+    checksum = _checksum(joined, header).encode()
+    metadata = {FORMAT_KEY: FORMAT.encode(), HEADER: header, CHECKSUM: checksum}
+    sink = pa.BufferOutputStream()
+    pq.write_table(
+        pa.table(columns, metadata=metadata), sink, compression="zstd", write_page_checksum=True, write_statistics=False
     )
-    tensors[HEADER] = np.frombuffer(msgspec.msgpack.encode(header), np.uint8)
-    _appear(file, save(tensors, metadata={FORMAT_KEY: FORMAT, CHECKSUM: _checksum(tensors)}))
+    _appear(file, sink.getvalue().to_pybytes())
+
+
+def _facts_column(name: str, kind: pa.DataType, groups: Sequence[TrajectoryGroup]) -> pa.Array:
+    values = [getattr(group, name) for group in groups]
+    if name == "reward_parts":
+        values = [[list(parts.items()) for parts in of_group] for of_group in values]
+    return pa.array(values, kind)
 
 
 def read_step(file: Path) -> RecordedStep:
     """Return the step that `write_step` wrote; raises `DataError`, which names `file`, unless the file is complete and
     intact."""
     try:
-        with safe_open(file, framework="numpy") as opened:
-            facts = opened.metadata() or {}
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
-    except (OSError, SafetensorError) as error:
+        with pq.ParquetFile(file, page_checksum_verification=True) as opened:
+            table = opened.read(use_threads=False)
+    except (OSError, pa.ArrowException, ValueError) as error:
         raise DataError(f"{file}: the recorded step cannot be read: {error}") from error
-    if facts.get(FORMAT_KEY) != FORMAT:
-        found = facts.get(FORMAT_KEY, "none")
+    metadata = table.schema.metadata or {}
+    found = metadata.get(FORMAT_KEY, b"none").decode()
+    if found != FORMAT:
         raise DataError(f"{file}: a record of format {found}; this version of streamrl reads {FORMAT}")
-    if facts.get(CHECKSUM) != _checksum(tensors):
-        raise DataError(f"{file}: the recorded step is damaged: its bytes are not those that were written")
     try:
-        return _put_together(tensors)
-    except (KeyError, ValueError, msgspec.MsgspecError) as error:
-        raise DataError(f"{file}: the recorded step makes no sense: {error}") from error
+        return _step_of(table, metadata)
+    except (KeyError, ValueError, TypeError, pa.ArrowException, msgspec.MsgspecError) as error:
+        raise DataError(f"{file}: the recorded step is damaged: {error}") from error
 
 
-def _put_together(tensors: dict[str, NDArray[Any]]) -> RecordedStep:
-    header = msgspec.msgpack.decode(tensors[HEADER].tobytes(), type=_Header)
-    tokens = [int(lengths.sum()) for lengths in _cut(tensors["seqlens"], header.sizes)]
-    shapes = list(zip(header.sizes, tokens, header.routes, strict=True))
-    packed = {
-        field.name: _cut(tensors[field.name], [field.length(size=s, tokens=t, routes=r) for s, t, r in shapes])
-        for field in ARRAY_FIELDS
-    }
-    groups = [
-        TrajectoryGroup.of(seq, facts, {name: arrays[place] for name, arrays in packed.items()})
-        for place, (seq, facts) in enumerate(zip(header.seqs, header.facts, strict=True))
-    ]
-    given = {key: _cut(tensors[key], header.sizes if key == "rewards" else tokens) for key in header.given}
+def _step_of(table: pa.Table, metadata: Mapping[bytes, bytes]) -> RecordedStep:
+    """Raises `ValueError`, among others, if the checksum is not that of the content."""
+    header = msgspec.msgpack.decode(base64.b64decode(metadata[HEADER]), type=_Header)
+    arrays = {}
+    joined = {}
+    for name in table.column_names:
+        if name != "seq" and name not in FACTS_COLUMNS:
+            column = table[name].combine_chunks()
+            joined[name] = column.flatten().to_numpy(zero_copy_only=False).copy()
+            ends = np.cumsum(column.value_lengths().to_numpy())
+            arrays[name] = np.split(joined[name], ends[:-1]) if len(ends) else []
+    if metadata[CHECKSUM].decode() != _checksum(joined, metadata[HEADER]):
+        raise ValueError("its bytes are not those that were written")
+    facts = table.select(list(FACTS_COLUMNS)).to_pylist()
+    groups = []
+    for place, (seq, of_group) in enumerate(zip(table["seq"].to_pylist(), facts, strict=True)):
+        of_group["reward_parts"] = [dict(parts) for parts in of_group["reward_parts"]]
+        own = {name: arrays[name][place] for name in ARRAYS}
+        groups.append(TrajectoryGroup.of(seq, GroupFacts(**of_group), own))
+    given = {name: values for name, values in arrays.items() if name not in ARRAYS}
     return RecordedStep(header.step, header.rank, header.calls, header.answers, groups, given)
 
 
@@ -184,18 +201,10 @@ def _joined(arrays: Sequence[NDArray[Any]], kind: str) -> NDArray[Any]:
     return np.concatenate(arrays, dtype=dtype) if arrays else np.zeros(0, dtype)
 
 
-def _cut(array: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """Return `array` cut into pieces of `lengths`; raises `ValueError` unless they add up to its length."""
-    if sum(lengths) != len(array):
-        raise ValueError(f"pieces of {sum(lengths)} entries from an array of {len(array)}")
-    ends = np.cumsum(lengths, dtype=np.int64)
-    return np.split(array, ends[:-1]) if lengths else []
-
-
-def _checksum(tensors: Mapping[str, NDArray[Any]]) -> str:
-    found = 0
-    for name in sorted(tensors):
-        found = zlib.crc32(np.ascontiguousarray(tensors[name]).view(np.uint8).data, zlib.crc32(name.encode(), found))
+def _checksum(arrays: Mapping[str, NDArray[Any]], header: bytes) -> str:
+    found = zlib.crc32(header)
+    for name in sorted(arrays):
+        found = zlib.crc32(np.ascontiguousarray(arrays[name]).view(np.uint8).data, zlib.crc32(name.encode(), found))
     return f"{found:08x}"
 
 
@@ -214,7 +223,7 @@ def _part_name(begins_at: int) -> str:
 
 
 def _step_name(step: int) -> str:
-    return f"step-{step:06d}.safetensors"
+    return f"step-{step:06d}.parquet"
 
 
 def _numbered(folder: Path, pattern: str) -> dict[int, Path]:
@@ -312,13 +321,13 @@ class RecordWriter:
                 write_step(file, self._waiting[0])
                 self._written.append(file)
                 self._waiting.popleft()
-        except (OSError, SafetensorError) as error:  # tolerance point: a full disk must not end a run
+        except (OSError, pa.ArrowException) as error:  # tolerance point: a full disk must not end a run
             reason = f"step {self._waiting[0].step} cannot be written: {error}"
             if sum(waiting.nbytes for waiting in self._waiting) > MOST_WAITING_BYTES:
                 self._waiting.clear()
                 self._give_up(f"the record ends for good, {reason}")
             elif not failed_before:
-                log.warning("the record in %s: %s; it waits, and the run goes on", self._folder, reason)
+                log.warning("the record in %s: %s; it waits, and the run continues", self._folder, reason)
             self._say_why(reason)
         else:
             if failed_before:
@@ -327,7 +336,7 @@ class RecordWriter:
 
     def _give_up(self, reason: str) -> None:
         self._over = True
-        log.error("%s; the run goes on without", reason)
+        log.error("%s; the run continues without", reason)
 
     def _say_why(self, reason: str) -> None:
         """Write `reason` into the reserved `stopped.txt` in place, which needs no more room."""
@@ -411,7 +420,7 @@ def cut(run_dir: Path, *, policy_version: int) -> None:
             shutil.rmtree(part)
             continue
         for rank in _numbered(part, "rank-*").values():
-            for step, file in _numbered(rank, "step-*.safetensors").items():
+            for step, file in _numbered(rank, "step-*.parquet").items():
                 if step > policy_version:
                     file.unlink()
 
@@ -481,7 +490,7 @@ def _read_part(folder: Path) -> PartOnDisk:
         raise DataError(f"{folder} lacks rank-{missing[0]}: is it on that rank's host? Bring all of them together here")
     lasts, stopped = [], []
     for number, rank in ranks.items():
-        steps = list(_numbered(rank, "step-*.safetensors"))
+        steps = list(_numbered(rank, "step-*.parquet"))
         lasts.append(facts[0].begins_at + len(steps))
         if steps and steps[-1] != lasts[-1]:
             lost = sorted(set(range(facts[0].begins_at + 1, steps[-1])) - set(steps))
@@ -497,7 +506,10 @@ def _read_facts(file: Path) -> RankRecording:
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise DataError(f"{file}: this part of the record cannot be read: {error}") from error
     if part.format != FORMAT:
-        raise DataError(f"{file}: a record of format {part.format}; this version of streamrl reads {FORMAT}")
+        raise DataError(
+            f"{file}: a record of format {part.format}; this version of streamrl reads {FORMAT}: replay it with the "
+            "version that wrote it, or remove its folder"
+        )
     return part
 
 

@@ -168,6 +168,8 @@ class Computation:
             progress.figures_to_disk(self._config.run_dir)
         if self._recorder is not None:
             self._recorder.to_disk()
+        if self._keeper is not None:
+            self._keeper.write()
 
     def _begin_keeping(self) -> RolloutKeeper:
         config, begun = self._config, progress.of_run(self._config)

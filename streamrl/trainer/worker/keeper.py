@@ -1,14 +1,16 @@
 """Samples of the trained groups (`records/rollouts.py`), written in parallel with training and without delaying it.
 
 The compute thread passes references to arrays that do not change any more. A separate thread turns tokens into text,
-finds out how each token was used, compresses and writes. Samples for which the thread is too slow, or the disk has no
-room, are left out and counted: no step ever waits for the thread, and no failure in it ends the run.
+finds out how each token was used, and writes files of several groups. Samples for which the thread is too slow, or the
+disk has no room, are left out and counted: no step ever waits for the thread, and no failure in it ends the run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
+import math
 import queue
 import threading
 import time
@@ -44,8 +46,10 @@ log = logging.getLogger(__name__)
 
 MOST_WAITING = 64
 """Maximal number of groups in the thread's queue; further groups are left out."""
-CLOSING_SECONDS = 10.0
-"""Longest wait at the end for samples that are still to be written, in seconds."""
+WRITE_SECONDS = 10.0
+"""Longest wait for samples that are still to be written, at a checkpoint and at the end, in seconds."""
+LEAST_DELAY, MOST_DELAY = 1.0, 60.0
+"""Bounds of `write_delay`, in seconds."""
 
 
 class Sample(NamedTuple):
@@ -89,7 +93,7 @@ class RolloutKeeper:
         self._algorithm = algorithm
         self._texts = texts
         self._folder = folder
-        self._waiting: queue.Queue[Sample | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[Sample | threading.Event | None] = queue.Queue(MOST_WAITING)
         self._kept = 0
         self._lost = 0
         self._processor_seconds = 0.0
@@ -120,43 +124,77 @@ class RolloutKeeper:
             "rollouts_processor_seconds_total": self._processor_seconds,
         }
 
+    def write(self) -> None:
+        """Wait until the samples so far are written, for `WRITE_SECONDS` at most. From any thread."""
+        request = threading.Event()
+        with contextlib.suppress(queue.Full):
+            self._waiting.put(request, timeout=WRITE_SECONDS)
+        if not self._over.is_set() and not request.wait(WRITE_SECONDS):
+            log.warning("the last rollouts are not written yet: %s does not take them", self._folder)
+
     def close(self) -> None:
-        """Wait until all samples are written, for `CLOSING_SECONDS` at most."""
+        """Wait until all samples are written, for `WRITE_SECONDS` at most."""
         try:
-            self._waiting.put(None, timeout=CLOSING_SECONDS)
-            self._thread.join(CLOSING_SECONDS)
+            self._waiting.put(None, timeout=WRITE_SECONDS)
+            self._thread.join(WRITE_SECONDS)
         except queue.Full:
             pass
         if self._thread.is_alive():
             log.warning("the last rollouts are not written: %s does not take them", self._folder)
 
     def _work(self, most_bytes: int, policy_version: int) -> None:
+        item: Sample | threading.Event | None = None
         try:
             writer = RolloutWriter(self._folder, most_bytes=most_bytes, policy_version=policy_version)
-            while (sample := self._waiting.get()) is not None:
-                group = kept_group(sample, algorithm=self._algorithm, texts=self._texts, special=self._special)
-                self._write(writer, group)
+            began, due = time.monotonic(), math.inf
+            while (item := self._next(due)) is not None:
+                now = time.monotonic()
+                if isinstance(item, Sample):
+                    writer.append(kept_group(item, algorithm=self._algorithm, texts=self._texts, special=self._special))
+                    due = min(due, now + write_delay(now - began))
+                if isinstance(item, threading.Event) or writer.full or now >= due:
+                    self._write(writer)
+                    due = math.inf
+                if isinstance(item, threading.Event):
+                    item.set()
                 self._processor_seconds = time.thread_time()
-            writer.close()
+            self._write(writer)
         except Exception:  # tolerance point: samples are for people to look at, and must not end a run
-            log.exception("no more rollouts are kept in %s; the run goes on", self._folder)
+            log.exception("no more rollouts are kept in %s; the run continues", self._folder)
             self._over.set()
+            if isinstance(item, threading.Event):
+                item.set()
 
-    def _write(self, writer: RolloutWriter, group: KeptGroup) -> None:
+    def _next(self, due: float) -> Sample | threading.Event | None:
+        """Return the next item of the queue; a request to write if there is none until `due`, in monotonic seconds."""
         try:
-            writer.append(group)
+            return self._waiting.get(timeout=None if due == math.inf else max(0.0, due - time.monotonic()))
+        except queue.Empty:
+            return threading.Event()
+
+    def _write(self, writer: RolloutWriter) -> None:
+        groups = writer.pending
+        try:
+            writer.write()
         except OSError as error:
-            self._lost += 1
+            self._lost += groups
             if not self._failing:
                 log.warning(
-                    "rollouts cannot be written to %s (%s): they are left out, and the run goes on", self._folder, error
+                    "rollouts cannot be written to %s (%s): they are left out, and the run continues",
+                    *(self._folder, error),
                 )
             self._failing = True
-        else:
-            self._kept += 1
-            if self._failing:
-                log.warning("rollouts are written to %s again", self._folder)
+            return
+        self._kept += groups
+        if self._failing and groups:
+            log.warning("rollouts are written to %s again", self._folder)
             self._failing = False
+
+
+def write_delay(age: float) -> float:
+    """Return for how many seconds a sample may wait for others of the same file, `age` seconds after the beginning: the
+    longer a run, the fewer files for each minute, so that a long run has few enough to read."""
+    return min(MOST_DELAY, max(LEAST_DELAY, age / 30))
 
 
 # --- content of a sample ---
@@ -176,8 +214,8 @@ def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts, spec
         time=sample.time,
         worker=group.worker,
         gserver=group.gserver,
-        reward_parts=group.reward_parts,
-        scores=group.scores,
+        reward_parts=[group.reward_parts[episode] for episode in group.episodes] if group.reward_parts else [],
+        scores=[group.scores[episode] for episode in group.episodes] if group.scores else [],
         prompt_length=group.prompt_length,
         prompt_chars=prompt_chars,
         finish_reasons=group.finish_reasons,
@@ -195,7 +233,7 @@ def kept_group(sample: Sample, *, algorithm: AlgorithmConfig, texts: Texts, spec
         proximal_logprobs=proximal,
         ref_logprobs=item.ref_logprobs,
         values=item.values,
-        entropy=outputs.entropy if outputs is not None else None,
+        entropies=outputs.entropy if outputs is not None else None,
     )
 
 

@@ -115,7 +115,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, data: st.DataObject) -> No
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
 def test_no_damage_goes_unnoticed(tmp_path: Path, data: st.DataObject) -> None:
-    file = tmp_path / "step-000001.safetensors"
+    file = tmp_path / "step-000001.parquet"
     step = make_step()
     write_step(file, step)
     content = bytearray(file.read_bytes())
@@ -139,7 +139,7 @@ def test_a_file_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(recording, "FORMAT", "99")
     write_step(tmp_path / "new", make_step())
     monkeypatch.undo()
-    with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 4"):
+    with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 5"):
         read_step(tmp_path / "new")
     rank = write_part(tmp_path, range(1, 2))
     part = msgspec.json.decode((rank / "part.json").read_bytes(), type=RankRecording)
@@ -156,7 +156,7 @@ def test_a_record_has_the_steps_that_all_ranks_have(tmp_path: Path) -> None:
     two = {"trainer": {"data_parallel": 2}}
     write_part(tmp_path, range(1, 5), rank=0, **two)
     other = write_part(tmp_path, range(1, 4), rank=1, **two)
-    (other / "step-000004.safetensors.unfinished").write_bytes(b"half")
+    (other / "step-000004.parquet.unfinished").write_bytes(b"half")
     found = read_recording(tmp_path / "run")
     assert (found.parts[0].begins_at, found.parts[0].last) == (0, 3)
     steps = found.load(3)
@@ -170,13 +170,13 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has kept no record .* run\.record"):
         read_recording(tmp_path)
     rank = write_part(tmp_path, range(1, 5))
-    (rank / "step-000002.safetensors").rename(tmp_path / "away")
+    (rank / "step-000002.parquet").rename(tmp_path / "away")
     with pytest.raises(DataError, match="rank-0: the file of step 2 is missing"):
         read_recording(tmp_path / "run")
-    (tmp_path / "away").rename(rank / "step-000002.safetensors")
-    (rank / "step-000003.safetensors").write_bytes((rank / "step-000004.safetensors").read_bytes())
+    (tmp_path / "away").rename(rank / "step-000002.parquet")
+    (rank / "step-000003.parquet").write_bytes((rank / "step-000004.parquet").read_bytes())
     found = read_recording(tmp_path / "run")
-    with pytest.raises(DataError, match=r"step-000003\.safetensors: this is step 4"):
+    with pytest.raises(DataError, match=r"step-000003\.parquet: this is step 4"):
         found.load(3)
     write_part(tmp_path / "two", range(1, 3), trainer={"data_parallel": 2})
     with pytest.raises(DataError, match="lacks rank-1: is it on that rank's host"):
@@ -218,7 +218,7 @@ def test_a_full_disk_costs_nothing_if_there_is_room_again_soon(
         writer._on_their_way.popleft().result(30)
     assert note.read_text().strip() == "step 2 cannot be written: [Errno 28] No space left on device"
     assert note.stat().st_size == size, "a full disk has no room for the note but what it had"
-    assert [record.message for record in caplog.records if "the run goes on" in record.message] != []
+    assert [record.message for record in caplog.records if "the run continues" in record.message] != []
     stopped = read_recording(tmp_path / "run").parts[0]
     assert (stopped.last, stopped.stopped) == (1, f"rank 0: {note.read_text().strip()}")
     disk.full = False
@@ -263,7 +263,7 @@ def test_a_slow_disk_holds_two_steps_up_and_then_training_for_so_long(
     assert "waits" not in caplog.text
     writer.keep(make_step(3))
     assert "training waits for the record" in caplog.text
-    assert "did not take a step in time; the run goes on without" in caplog.text
+    assert "did not take a step in time; the run continues without" in caplog.text
     disk.go_on.set()
     writer.close()
     assert read_recording(tmp_path / "run").parts[0].last <= 2
@@ -287,7 +287,7 @@ def test_a_disk_that_is_full_or_slow_does_not_keep_a_checkpoint_from_being_there
     writer.keep(make_step(2))
     writer.to_disk()
     (folder,) = (tmp_path / "run" / "record").glob("from-*/rank-0")
-    for path in (folder / "part.json", *(folder / f"step-{step:06d}.safetensors" for step in (1, 2)), folder):
+    for path in (folder / "part.json", *(folder / f"step-{step:06d}.parquet" for step in (1, 2)), folder):
         assert path.stat().st_ino in on_disk
     monkeypatch.setattr(os, "fsync", failing)
     writer.keep(make_step(3))

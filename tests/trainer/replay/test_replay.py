@@ -408,7 +408,7 @@ def test_why_a_record_ends(tmp_path: Path) -> None:
     found = stretch(read_recording(tmp_path / "run"))
     assert found == (1, 3, "steps 4 to 5 were not recorded (rank 0: step 4 cannot be written: no room)")
     for step in (1, 2, 3):
-        (tmp_path / f"run/record/from-000000/rank-0/step-{step:06d}.safetensors").unlink()
+        (tmp_path / f"run/record/from-000000/rank-0/step-{step:06d}.parquet").unlink()
     with pytest.raises(DataError, match=r"the record has no whole step .*no room"):
         stretch(read_recording(tmp_path / "run"))
 

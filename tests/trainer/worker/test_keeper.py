@@ -200,7 +200,7 @@ def test_special_tokens_are_counted_in_each_response(tmp_path):
     kept.keep([Sample(5, 0.0, item_of(group, version=5), np.zeros(group.tokens, np.float32), outputs_of(group))])
     kept.close()
     assert Rollouts(tmp_path).group(5, 0).special == [2, 3, 0]
-    assert [row.special for row in Rollouts(tmp_path).table(sort="index", descending=False).rows] == [2, 3, 0]
+    assert [row["special"] for row in Rollouts(tmp_path).table(sort="index", descending=False).rows] == [2, 3, 0]
 
 
 def test_what_the_thread_is_too_slow_for_is_counted(tmp_path, monkeypatch):
@@ -216,38 +216,63 @@ def test_what_the_thread_is_too_slow_for_is_counted(tmp_path, monkeypatch):
         texts.allowed.release()
     kept.close()
     assert (kept.stats()["rollouts_kept_total"], kept.stats()["rollouts_lost_total"]) == (10 - lost, lost)
-    assert len(np.unique(Rollouts(tmp_path).rows["seq"])) == 10 - lost
+    assert len(np.unique(Rollouts(tmp_path).rows["seq"].to_numpy())) == 10 - lost
 
 
 def test_a_full_disk_and_a_mistake_do_not_end_the_run(tmp_path, monkeypatch, caplog):
     texts = Plainly()
     for _ in range(100):
         texts.allowed.release()
-    append = RolloutWriter.append
-    errors = [
-        None,
-        OSError(28, "No space left on device"),
-        OSError(28, "No space left on device"),
-        None,
-        ValueError("?"),
-    ]
+    write = RolloutWriter.write
+    no_room = OSError(28, "No space left on device")
+    errors = [None, no_room, no_room, None, ValueError("?")]
 
-    def failing(self, group):
-        if error := errors.pop(0):
+    def failing(self):
+        if self.pending and (error := errors.pop(0)):
+            self._pending.clear()
             raise error
-        append(self, group)
+        write(self)
 
-    monkeypatch.setattr(RolloutWriter, "append", failing)
+    monkeypatch.setattr(RolloutWriter, "write", failing)
     kept = RolloutKeeper(
         tmp_path / FOLDER / "rank-0", most_bytes=2**30, policy_version=0, algorithm=AlgorithmConfig(), texts=texts
     )
-    kept.keep(samples(*range(5)))
+    for seq in range(5):
+        kept.keep(samples(seq))
+        kept.write()
     kept.close()
     kept.keep(samples(5))
     assert caplog.text.count("No space left on device") == 1
     assert "are written to" in caplog.text
     assert "no more rollouts are kept" in caplog.text
-    assert np.unique(Rollouts(tmp_path).rows["seq"]).tolist() == [0, 3]
+    assert np.unique(Rollouts(tmp_path).rows["seq"].to_numpy()).tolist() == [0, 3]
+    assert (kept.stats()["rollouts_kept_total"], kept.stats()["rollouts_lost_total"]) == (2, 3)
+
+
+def test_samples_are_written_soon_though_the_run_continues(tmp_path):
+    texts = Plainly()
+    texts.allowed.release()
+    kept = RolloutKeeper(
+        tmp_path / FOLDER / "rank-0", most_bytes=2**30, policy_version=0, algorithm=AlgorithmConfig(), texts=texts
+    )
+    kept.keep(samples(7))
+    until = time.monotonic() + 60
+    found = Rollouts(tmp_path)
+    while not found.refresh() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert found.group(1, 7).seq == 7
+    kept.close()
+
+
+def test_a_long_run_writes_fewer_files_a_minute():
+    delays = [keeper.write_delay(age) for age in range(0, 20_000, 10)]
+    assert (delays[0], delays[-1]) == (1.0, 60.0)
+    assert delays == sorted(delays)
+    written = at = 0.0
+    while at < 24 * 3600:
+        at += keeper.write_delay(at)
+        written += 1
+    assert written < 2000
 
 
 def logprobs_of(folder, ids):
@@ -274,7 +299,7 @@ def test_a_training_step_keeps_the_trainers_logprobs(tmp_path):
     worker.computation.carry_out(TrainStep("actor_train", 1, 0, [batch], kept=[0, 2]))
     worker.computation.close()
     found = Rollouts(tmp_path / "kept")
-    assert np.unique(found.rows["seq"]).tolist() == [0, 2]
+    assert np.unique(found.rows["seq"].to_numpy()).tolist() == [0, 2]
     first = found.group(2, 0)
     assert (first.gserver, first.reward_parts) == ("gserver/3", [{"function": 1.0}] * 4)
     assert found.table(limit=1, filter="gserver=gserver/3").total == 4

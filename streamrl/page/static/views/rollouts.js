@@ -124,7 +124,7 @@ export function mount(root) {
       const [step, seq] = on ? searched.goOn : [];
       const found = await data.get(`runs/${run.id}/rollouts/search`, { text: state.get("search"), filter: state.get("filter"), step, seq }, { signal });
       if (mine !== asked) return;
-      searched = { of, parts: wanted, wanted, rows: on ? [...searched.rows, ...found.rows] : found.rows, goOn: found.go_on };
+      searched = { of, parts: wanted, wanted, rows: on ? [...searched.rows, ...found.rows] : found.rows, goOn: found.resume_at };
     }
     const { goOn } = searched;
     rows = searched.rows;

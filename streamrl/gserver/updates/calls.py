@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,41 @@ FORMING_MARGIN_SECONDS = 5.0
 """Most seconds by which the manager's deadline for forming a weight group exceeds the gserver's own."""
 PROBE_SECONDS = 5.0
 """Deadline, in seconds, of a query to which a live gserver replies at once."""
+CALLS_PER_TURN = 8
+"""Calls that start in one turn of the event loop; a call costs about 0.3 ms of processor time."""
+
+
+class Pace:
+    """Spreads calls that are made at the same moment over turns of the event loop.
+
+    A step of an update calls every gserver. Hundreds of calls in one turn would delay the replies to admissions.
+    """
+
+    def __init__(self) -> None:
+        self._left = CALLS_PER_TURN
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._next: asyncio.Handle | None = None
+
+    async def turn(self) -> None:
+        """Wait for a turn of the event loop in which a call may start, in order of arrival."""
+        loop = asyncio.get_running_loop()
+        if self._next is None:
+            self._next = loop.call_soon(self._turn_begins)
+        if self._left:
+            self._left -= 1
+            return
+        begins = loop.create_future()
+        self._waiting.append(begins)
+        await begins
+
+    def _turn_begins(self) -> None:
+        self._left = CALLS_PER_TURN
+        while self._waiting and self._left:
+            begins = self._waiting.popleft()
+            if not begins.done():  # its call may have been cancelled
+                begins.set_result(None)
+                self._left -= 1
+        self._next = asyncio.get_running_loop().call_soon(self._turn_begins) if self._waiting else None
 
 
 class WeightCalls:
@@ -64,6 +100,7 @@ class WeightCalls:
         self._timeout = timeout
         self._probe_timeout = min(PROBE_SECONDS, timeout)
         self._background: set[asyncio.Task[None]] = set()
+        self._pace = Pace()
 
     async def close(self) -> None:
         """Cancel the calls in progress in the background."""
@@ -259,6 +296,7 @@ class WeightCalls:
     async def _post(
         self, gserver: Gserver, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
     ) -> None:
+        await self._pace.turn()
         outcome = await self._client.update(gserver.address, path, body, timeout=timeout or self._timeout)
         if not outcome.success:
             raise PublicationError(f"{gserver.name} refused {path}: {outcome.message or 'no reason given'}")

@@ -74,8 +74,9 @@ figures: $(INSTALLED_FIGURES) $(SGLANG_VENV)/.installed $(VLLM_VENV)/.installed
 	$(BIN)/python benchmarks/figures.py
 
 # On a machine with GPUs: what only they can show, in under eight minutes; the results are kept, docs/scale.md shows them.
+# `make gpu ARGS=--dry-run` tries every step on a CPU.
 gpu: $(INSTALLED_DEV)
-	$(BIN)/python benchmarks/gpu.py; measured=$$?; $(BIN)/python benchmarks/figures.py --keep gpu && exit $$measured
+	$(BIN)/python benchmarks/gpu.py $(ARGS); measured=$$?; case "$(ARGS)" in *--dry-run*) ;; *) $(BIN)/python benchmarks/figures.py --keep gpu ;; esac; exit $$measured
 
 # Real SGLang for machines without a GPU, in an environment of its own; docs/operations.md says how to use it.
 sglang-cpu: $(SGLANG_VENV)/.installed

@@ -1,7 +1,7 @@
 """The tests and figures that need a GPU, in one command and under eight minutes, without network.
 
     python benchmarks/gpu.py [--only STEP …] [--seconds N] [--sglang-python PATH]
-    python benchmarks/gpu.py --device cpu --tiny       # try the steps themselves, on a machine without a GPU
+    python benchmarks/gpu.py --dry-run                 # try the steps themselves, on a machine without a GPU
 
 First the tests marked `cuda`, then figures with random weights in the shape of a model of 1 billion weights, and of 7
 where they fit:
@@ -11,8 +11,8 @@ where they fit:
   the sake of memory is not counted;
 - *training, batches of a run*: the same of groups of ragged responses as runs have them, packed and trained on by the
   policy's own step, and of full rows; and a profile of one step of each, as a text in the folder of the results;
-- *generation*: tokens per second of the embedded engine, by requests at once; *transformers* and *sglang*, where it is
-  installed: the same prompts by others;
+- *generation*: tokens per second of the embedded engine, by requests at once, with a profile of some decoding steps;
+  *transformers* and *sglang*, where it is installed: the same prompts by others;
 - *publication*: seconds of a weight update, and its bytes per second as a share of a bare copy on the device;
 - *async*: groups per second of whole runs with `max_staleness` 4, relative to 0. A response ends at each token by the
   same chance, so lengths have a real tail.
@@ -35,8 +35,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -312,6 +313,8 @@ OLDEST = 4
 """Policy versions that the tokens of a batch are behind at most."""
 LISTED = 25
 """Kernels in a profile."""
+PROFILED_TOKENS = 4
+"""New tokens of each prompt in a profile of decoding: a prefill and three decoding steps."""
 
 
 def training_of_runs(place: Place, name: str) -> list[Row]:
@@ -325,9 +328,10 @@ def training_of_runs(place: Place, name: str) -> list[Row]:
         items = items_of(ragged_groups(place, shape) if batch == "run" else full_groups(place, shape), policy)
         found = measure_steps(place, shape, policy, items, bare_tflops=bare)
         file = latest(f"gpu-profile-{name}-{batch.replace(' ', '-')}.txt".lower())
-        text, figures = profile(place, lambda items=items: policy_step(policy, items))  # type: ignore[misc]
-        file.write_text(f"one step of {name}, batch: {batch}\n{text}")
-        rows.append({"model": name, "batch": batch, **found, **figures, "profile": file.name})
+        with profiled(place) as step:
+            policy_step(policy, items)
+        file.write_text(f"one step of {name}, batch: {batch}\n{step.text}")
+        rows.append({"model": name, "batch": batch, **found, **step.figures, "profile": file.name})
     policy.model.close()
     return rows
 
@@ -441,17 +445,29 @@ def measure_steps(place: Place, shape: Shape, policy: Any, items: Sequence[Any],
     }
 
 
-def profile(place: Place, work: Callable[[], object]) -> tuple[str, Row]:
-    """A text about one call of `work`: where the device spends its time, and what the host calls; and figures of it. On
-    a CPU, operators in place of kernels, each with those that it calls."""
+@dataclass
+class Profile:
+    """Where a piece of work spends its time; filled when the work has ended."""
+
+    text: str = ""
+    """The kernels with most time, and the calls of the host; operators with those that they call on a CPU."""
+    figures: Row = field(default_factory=dict)
+    """Seconds, the share in which the device is busy, kernel launches, synchronizations."""
+
+
+@contextmanager
+def profiled(place: Place) -> Iterator[Profile]:
+    """Profile the work of all threads in the body of the `with` statement."""
+    from torch._C._profiler import _ExperimentalConfig
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if place.device == "cuda" else [])
+    found = Profile()
     wait_for_device(place)
-    with record(activities=kinds) as recorded:
+    with record(activities=kinds, experimental_config=_ExperimentalConfig(profile_all_threads=True)) as recorded:
         began = time.perf_counter()
-        work()
+        yield found
         wait_for_device(place)
         seconds = time.perf_counter() - began
     with tempfile.TemporaryDirectory() as folder:
@@ -461,13 +477,16 @@ def profile(place: Place, work: Callable[[], object]) -> tuple[str, Row]:
     on_device = ("kernel", "gpu_memcpy", "gpu_memset") if place.device == "cuda" else ("cpu_op",)
     kernels = [event for event in events if event.get("cat") in on_device]
     calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
-    figures: Row = {"profiled_seconds": seconds, "busy_share": covered(kernels) / 1e6 / seconds}
-    figures["kernel_launches"] = sum("launch" in event["name"].lower() for event in calls)
-    figures["synchronizations"] = sum("synchronize" in event["name"].lower() for event in calls)
-    lines = [f"{key} {short(value)}" for key, value in figures.items()]
-    for title, found in (("on the device", kernels), ("calls of the host", calls)):
-        lines += ["", f"{title}: milliseconds, calls, name", *most_time(found)]
-    return "\n".join(lines) + "\n", figures
+    found.figures = {
+        "profiled_seconds": seconds,
+        "busy_share": covered(kernels) / 1e6 / seconds,
+        "kernel_launches": sum("launch" in event["name"].lower() for event in calls),
+        "synchronizations": sum("synchronize" in event["name"].lower() for event in calls),
+    }
+    lines = [f"{key} {short(value)}" for key, value in found.figures.items()]
+    for title, listed in (("on the device", kernels), ("calls of the host", calls)):
+        lines += ["", f"{title}: milliseconds, calls, name", *most_time(listed)]
+    found.text = "\n".join(lines) + "\n"
 
 
 def covered(events: Sequence[Row]) -> float:
@@ -609,7 +628,12 @@ def generation(place: Place, name: str) -> list[Row]:
             for number, count in enumerate(at_once(place)):
                 await one(count, 4, 1000 + number)  # what is made once
                 found = await one(count, new_tokens(place), number)
-                rows.append({"model": name, "engine": "streamrl", "at_once": count, "tokens_per_second": found})
+                with profiled(place) as decoding:
+                    await one(count, PROFILED_TOKENS, 2000 + number)
+                file = latest(f"gpu-profile-{name}-decoding-{count}.txt".lower())
+                file.write_text(f"{PROFILED_TOKENS} tokens for {count} prompts at once, {name}\n{decoding.text}")
+                row = {"model": name, "engine": "streamrl", "at_once": count, "tokens_per_second": found}
+                rows.append(row | decoding.figures | {"profile": file.name})
             return rows
         finally:
             await engine.close()
@@ -941,14 +965,29 @@ def tail(text: str) -> str:
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
 
 
-def answer_step(step: Step, place: Place, answer: Path) -> None:
-    """In the step's own process: measure, and write what was found."""
+def measured(step: Step, place: Place) -> Row:
+    """Return the rows of a step under `rows`, or the reason why the machine cannot make it under `skipped`."""
     assert step.measure is not None
-    found: Row = {"rows": [], "skipped": ""}
     try:
-        found["rows"] = step.measure(place)
+        return {"rows": step.measure(place), "skipped": ""}
     except Skipped as reason:
-        found["skipped"] = str(reason)
+        return {"rows": [], "skipped": str(reason)}
+
+
+def try_step(step: Step, place: Place) -> list[Row]:
+    """Make a step in this process, so that torch is imported once; return its rows as `run_step` does. Errors pass
+    through. Tests are left to pytest."""
+    began = time.perf_counter()
+    found = measured(step, place) if step.measure else {"rows": [], "skipped": f"pytest runs {step.tests}"}
+    whole: Row = {"step": step.name, "seconds": time.perf_counter() - began}
+    if found["skipped"]:
+        return [whole | {"ok": None, "note": found["skipped"]}]
+    return [whole | {"ok": True} | row for row in found["rows"]]
+
+
+def answer_step(step: Step, place: Place, answer: Path) -> None:
+    """In the step's own process: measure, and write the result to the file `answer`."""
+    found = measured(step, place)
     draft = answer.with_suffix(".draft")
     draft.write_text(json.dumps(found))
     draft.rename(answer)
@@ -961,7 +1000,7 @@ def device_name(place: Place) -> str:
     script = "import torch; print(torch.cuda.get_device_name(0) if torch.cuda.is_available() else '')"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     if not done.stdout.strip():
-        raise SystemExit("torch finds no CUDA device: see `streamrl doctor`, or try the steps with --device cpu --tiny")
+        raise SystemExit("torch finds no CUDA device: see `streamrl doctor`, or try the steps with --dry-run")
     return re.sub(r"[^a-z0-9]+", "-", done.stdout.strip().lower().removeprefix("nvidia ")).strip("-")
 
 
@@ -978,6 +1017,9 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="models of no size: tries the steps, measures nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="every step's code on the CPU with models of no size, in two minutes"
+    )
     parser.add_argument("--only", nargs="+", metavar="STEP", help="steps whose names begin so")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all steps together")
     parser.add_argument("--sglang-python", default="", help="an interpreter that has SGLang for this device")
@@ -986,6 +1028,8 @@ def main() -> None:
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.dry_run:
+        options.device, options.tiny = "cpu", True
     if options.step:
         place = Place(options.device, options.tiny, options.folder, options.sglang_python, options.sglang_args)
         answer_step(next(step for step in STEPS if step.name == options.step), place, options.answer)
@@ -1004,7 +1048,9 @@ def main() -> None:
         rows: list[Row] = []
         for step in chosen:
             left = end_at - time.monotonic()
-            if left < 10:
+            if options.dry_run:
+                made = try_step(step, place)
+            elif left < 10:
                 made = [{"step": step.name, "seconds": 0.0, "ok": None, "note": "no time was left (--seconds)"}]
             else:
                 made = run_step(step, place, seconds=min(step.seconds, left))

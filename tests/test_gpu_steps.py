@@ -148,4 +148,4 @@ def test_without_a_device_it_says_what_to_do():
         [sys.executable, str(BENCHMARKS / "gpu.py")], capture_output=True, text=True, env={**os.environ}, timeout=120
     )
     assert done.returncode == 1
-    assert "--device cpu --tiny" in done.stderr
+    assert "--dry-run" in done.stderr

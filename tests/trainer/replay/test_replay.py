@@ -323,6 +323,7 @@ def expected_loss(config: Config) -> float:
                     ages=(0,),
                     comparable=torch.zeros(count, dtype=torch.bool),
                     comparable_tokens=0,
+                    weight=torch.ones(count),
                 ),
                 config.algorithm,
                 kl_coef=0.0,

@@ -23,7 +23,7 @@ from streamrl.trainer.backends.optimizer import OPTIMIZER
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.roles.actor import Actor
+from streamrl.trainer.roles.actor import Actor, sample
 from streamrl.trainer.roles.items import Minibatch, StepStatistics, TrainItem
 from streamrl.transport.collective import join_world, open_store
 from tests.forked import Forked
@@ -552,3 +552,50 @@ def test_two_ranks_with_unequal_groups_or_with_rows_in_common_equal_one(tmp_path
             assert first == (coefficient if coefficient is None else pytest.approx(coefficient, rel=1e-5))
             if coefficient is not None:
                 assert coefficient != SPREAD[kind].kl_coef
+
+
+@pytest.mark.parametrize(("groups", "computed"), [(1, 1), (4, 1), (5, 2), (8, 2)])
+def test_a_sample_of_the_groups_without_contrast_stands_for_all_of_them(tmp_path, groups, computed):
+    """The loss of the pull keeps its size on average: over all choices of the sample its mean is that of all groups."""
+    policy = make_backend(save_model(tmp_path / "model"), algorithm=AlgorithmConfig(behavior_kl_coef=0.1))
+    items = [make_item(group) for group in make_groups(groups)]
+    for item in items:
+        item.group.rewards[:] = 0.1
+        item.age[:] = 2
+    credits = policy.begin_step(items, policy_version=2, given=False)
+    found = policy._teaching(items, credits, None)
+    assert len(found) == computed
+    assert [factor for _, _, factor in found] == [groups / computed] * computed
+
+
+def test_every_group_is_in_a_sample_equally_often():
+    counts = np.zeros(8, dtype=int)
+    for batch in range(2000):
+        seqs = [batch * 8 + place for place in range(8)]
+        for seq in sample(seqs, 0.25):
+            counts[seq % 8] += 1
+    assert counts.sum() == 2000 * 2
+    assert abs(counts / 2000 - 0.25).max() < 0.05
+
+
+def test_a_group_of_weight_four_counts_as_four(tmp_path, monkeypatch):
+    """With a sample of one group, gradient and figures are those of four copies of this group."""
+    algorithm = AlgorithmConfig(behavior_kl_coef=0.1)
+    folder = save_model(tmp_path / "model")
+    group = make_groups(1)[0]
+    group.rewards[:] = 0.1
+    items = [make_item(msgspec.structs.replace(group, seq=seq)) for seq in range(4)]
+    for item in items:
+        item.age[:] = 2
+    tokens = 4 * int(group.packed_loss_mask.sum())
+    found = {}
+    for share in (0.25, 1.0):
+        monkeypatch.setattr("streamrl.trainer.roles.actor.PULL_SHARE", share)
+        policy = make_backend(folder, algorithm=algorithm)
+        found[share] = policy.train(items, loss_tokens=tokens, episodes=16, before_update=lambda: None)
+    sampled, every = found[0.25], found[1.0]
+    assert every.maxima["grad_norm"] > 0
+    assert sampled.maxima["grad_norm"] == pytest.approx(every.maxima["grad_norm"], rel=1e-5)
+    for name in ("loss", "tokens", "behavior_kl", "sequences", "sequence_weight"):
+        assert sampled.sums[name] == pytest.approx(every.sums[name], rel=1e-5), name
+    assert sampled.sums["computed_tokens"] * 4 == pytest.approx(every.sums["computed_tokens"], rel=0.5)

@@ -20,6 +20,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from statistics import fmean, median
 from types import MappingProxyType
@@ -35,9 +36,10 @@ from streamrl.config import Config, load
 from streamrl.models import ensure_checkpoint
 from streamrl.records.collapse import CollapseWatch
 from streamrl.rollout.reward.functions import Response
-from streamrl.rollout.tasks import copy_digits, copy_reward
+from streamrl.rollout.tasks import copy_digits, copy_reward, sort_digits
 from streamrl.trainer.algorithms.advantages import group_advantages
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
+from streamrl.trainer.roles.actor import PULL_SHARE, sample
 from streamrl.types import Prompt
 
 EXAMPLE = EXAMPLES / "copy_scratch.toml"
@@ -66,6 +68,8 @@ class Variant(NamedTuple):
     """Coefficient of the mean of (log ρ)²."""
     slow: bool = False
     """Whether `algorithm.on_collapse` is "slow"."""
+    pull_share: float = PULL_SHARE
+    """Share of the groups without contrast that are pulled to the older policy, each in place of several."""
 
 
 def age_widened(tokens: Tokens) -> Tensor:
@@ -125,13 +129,18 @@ def increment_digits(index: int, seed: int) -> dict[str, Any]:
 
 Task = Callable[[int, int], dict[str, Any]]
 """Makes the row of data of an index and a seed."""
-TASKS: dict[str, Task] = {"copy": copy_digits, "increment": increment_digits}
+TASKS: dict[str, Task] = {
+    "copy": copy_digits,
+    "increment": increment_digits,
+    "sort": partial(sort_digits, digits=2),
+}
 ALONE = {"behavior_kl_coef": 0.0}
 LONG = (0.9, 0.999)
 """Streamrl's betas. Where a variant does not say so, Adam has the shorter memory with which stale runs were seen to
 fall."""
 VARIANTS = {
     "default": Variant(betas=LONG),
+    "every group pulled": Variant(betas=LONG, pull_share=1.0),
     "default, beta2 0.99": Variant(betas=(0.9, 0.99)),
     "default, beta2 0.95": Variant(),
     "default, beta2 0.95, clipped to 3 medians": Variant(clip_to_median=3.0),
@@ -181,7 +190,7 @@ def main() -> None:
     for task, delay, name, seed in product(options.tasks, options.delays, options.variants, options.seeds):
         if (task, name, delay, seed) not in there:
             rows.append(run(task, name, delay=delay, seed=seed, steps=options.steps))
-            shown = ("task", "variant", "delay", "seed", "learned", "worst", "end", "area", "seconds")
+            shown = ("task", "variant", "delay", "seed", "learned", "worst", "end", "area", "error", "seconds")
             print(json.dumps({key: rows[-1][key] for key in shown}), flush=True)
             write_results("delay", {"steps": options.steps, "example": EXAMPLE.name}, rows, row_per_line=True)
 
@@ -209,6 +218,7 @@ def run(task: str, name: str, *, delay: int, seed: int, steps: int, afterwards: 
         "worst": None if learned is None else round(min(smooth[learned:]), 3),
         "end": round(smooth[-1], 3),
         "area": round(fmean(rewards), 3),
+        "error": round(1 - fmean(rewards[-len(rewards) // 3 :]), 4),
         "seconds": round(time.perf_counter() - began, 1),
         **{key: [round(figures[key], 4) for figures in found] for key in found[0]},
     }
@@ -402,7 +412,18 @@ class Loop:
             ages=(age,),
             comparable=torch.zeros_like(responses, dtype=torch.bool),
             comparable_tokens=0,
+            weight=self._weights(batch)[responses // siblings],
         )
+
+    def _weights(self, batch: Batch) -> Tensor:
+        """Return `[groups]`: how many groups each one stands for."""
+        groups = self._config.trainer.batch_groups
+        contrast = batch.advantages.view(groups, -1).any(1)
+        uniform = (~contrast).nonzero()[:, 0].tolist()
+        first = self._index - groups
+        chosen = {seq - first for seq in sample([first + place for place in uniform], self._variant.pull_share)}
+        factor = len(uniform) / max(1, len(chosen))
+        return torch.tensor([1.0 if contrast[i] else factor * (i in chosen) for i in range(groups)])
 
 
 if __name__ == "__main__":

@@ -19,21 +19,20 @@ three are unchanged:
 
 `--any-code` accepts rows of other code as finished, too. A run that fails is named, and leaves no row.
 
-The figures of a run, in terms of the reward of a step, which is the mean over its training batch:
+The figures of runs:
 
-- a reward is *smoothed* by the mean over `WINDOW` steps, the last of them being the step itself;
-- a run has *learned* from the first step with a smoothed reward of `LEARNED`; *steps to 0.9* count up to the first
-  smoothed reward of `NEARLY`;
-- the *worst reward after it was learned* is the least smoothed reward from there to the end. A run *fell* if it is
-  below `NEARLY`;
-- *area per token* is the mean reward over the tokens of the training batches (over-age ones included), divided by the
-  same figure of the synchronous run of the default objective with the same task and seed, over the tokens that both
-  have; *area per second* is the same over the seconds of training;
+- a *curve* is the reward of each policy version: that of the training batch which the version wrote. Runs keep the mean
+  age of each batch, so a batch of step i and age a was written by version i − 1 − a. All curves of a task end at the
+  same version, the last one that the stalest run has;
+- *area* is the mean of the curve, relative to the mean of the synchronous runs of the task; *plateau error* is 1 minus
+  the reward over the last third;
+- the claims about area, plateau error and collapses, with their bounds, are in `benchmarks/criterion.py`;
+- *steps to 0.9* count up to the first reward of `NEARLY`, smoothed by the mean over `WINDOW` steps;
 - *tokens per response* are the tokens that entered a loss, by the responses in training batches; *generated* are the
   tokens of all finished responses, dropped ones included.
 
 With `--jobs` several runs of small models share the machine. Learning does not suffer, except that pools which wait for
-a core shift the ages within their bound; seconds do, so tables name the number of runs at once.
+a core shift the ages within their bound. No claim is about seconds.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ import tempfile
 import time
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import fmean
@@ -58,6 +57,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from common import KEPT, ROOT, commit, latest, parser_of, read_results, show, write_results
+from criterion import DROP, Claim, claims, collapses, errors, largest_drop
+from numpy.typing import NDArray
 from rich.console import Console
 
 from streamrl.config import load
@@ -67,6 +68,10 @@ TASK_CODE = "streamrl.rollout.tasks"
 WINDOW = 3
 """Steps over which a reward is smoothed."""
 LEARNED, NEARLY = 0.95, 0.9
+STALEST = 8
+"""Largest η of the claims: a run has written rewards for this many versions less than it has steps."""
+CLAIMED = (1, 2, 4, 8)
+"""The η of the claims."""
 EVERY = 5
 """Steps that share one figure in a kept curve, except for the reward and the time, which each step has."""
 NOT_CODE = ("launch/", "cli.py", "report.py", "plots.py", "records.py", "records/", "__main__.py")
@@ -164,6 +169,9 @@ SMALL_ETAS = (0, 1, 2, 4, 8)
 POLICY_ETAS = (1, 2, 4)
 """Where the over-age policies are compared."""
 SEEDS = (0, 1, 2)
+MORE_SEEDS = (3, 4, 5, 6, 7)
+"""Further seeds of the default objective at `DECIDING_ETAS`: three decide little (`benchmarks/criterion.py`)."""
+DECIDING_ETAS = (0, 1, 4, 8)
 
 
 class Cell(NamedTuple):
@@ -201,6 +209,10 @@ def study() -> list[Cell]:
                 for objective in others
                 for eta in CLOSE_ETAS
             ],
+        ),
+        (
+            MORE_SEEDS,
+            [(task, "default", eta, "mask") for task in TASKS if task != NOT_LEARNED for eta in DECIDING_ETAS],
         ),
     ]
     return [Cell(*kind, seed) for seeds, part in parts for seed in seeds for kind in part]
@@ -437,28 +449,28 @@ def worst_after_learned(rewards: Sequence[float]) -> float | None:
     return None if learned is None else min(smoothed(rewards)[learned - 1 :])
 
 
-def area(rewards: Sequence[float], until: Sequence[float], end: float) -> float:
-    """The mean reward from 0 to `end`, where step i has its reward from `until[i - 1]` (or 0) to `until[i]`."""
-    edges = np.minimum(np.concatenate([[0.0], np.asarray(until, dtype=float)]), end)
-    return float(np.asarray(rewards) @ np.diff(edges) / edges[-1])
+def by_version(row: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Return the reward of each policy version: `[versions]`, `STALEST + 1` fewer than the run has steps."""
+    rewards = np.asarray(row["curve"]["reward"], dtype=float)
+    steps = np.arange(len(rewards))
+    ages = np.interp(steps, steps[::EVERY][: len(row["curve"]["age"])], row["curve"]["age"])
+    writers = np.maximum.accumulate(steps - ages)
+    return np.interp(steps[: max(1, len(steps) - STALEST - 1)], writers, rewards)
 
 
-def tokens_until(curve: Mapping[str, Any]) -> list[float]:
-    """Tokens of all training batches up to each step, interpolated: a curve has them at the end of `EVERY` steps."""
-    steps = len(curve["reward"])
-    known = [0, *(min(steps, (number + 1) * EVERY) for number in range(len(curve["tokens"])))]
-    return [float(value) for value in np.interp(np.arange(1, steps + 1), known, [0, *curve["tokens"]])]
+def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[NDArray[np.float64]]]:
+    """Return the curves of `rows` by task; each point is the mean of `EVERY` versions, so of at least 40 prompts."""
+    found: dict[str, list[NDArray[np.float64]]] = defaultdict(list)
+    for row in rows:
+        curve = by_version(row)
+        whole = max(EVERY, len(curve) // EVERY * EVERY)
+        found[row["task"]].append(np.resize(curve, whole).reshape(-1, EVERY).mean(axis=1))
+    return found
 
 
-def area_ratio(row: Mapping[str, Any], synchronous: Mapping[str, Any], *, by: str) -> float:
-    """Mean reward over the `tokens` or `seconds` that both runs have, relative to the synchronous one."""
-    sides = []
-    for each in (row, synchronous):
-        curve = each["curve"]
-        sides.append((curve["reward"], tokens_until(curve) if by == "tokens" else curve["seconds"]))
-    end = min(until[-1] for _, until in sides)
-    mine, theirs = (area(rewards, until, end) for rewards, until in sides)
-    return mine / theirs
+def rows_of(rows: Sequence[Mapping[str, Any]], *, eta: int, objective: str = "default") -> list[Mapping[str, Any]]:
+    """Return the rows of an objective at `eta`, without other policies for over-age tokens."""
+    return [row for row in rows if (row["eta"], row["objective"], row["over_age"]) == (eta, objective, "mask")]
 
 
 class Spread(NamedTuple):
@@ -482,14 +494,6 @@ class Spread(NamedTuple):
         return f"{text}, {missing} never" if missing else text
 
 
-def conditions(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence about the other load of the machine while `rows` were measured; empty if there was none."""
-    most = max((row["jobs"] for row in rows), default=1)
-    said = [f"up to {most} runs at once"] if most > 1 else []
-    said += sorted({row["note"] for row in rows if row["note"]})
-    return f"Seconds are of a machine with {', '.join(said)}." if said else ""
-
-
 class Kind(NamedTuple):
     """Runs that differ only in the seed."""
 
@@ -504,20 +508,16 @@ class Summary(NamedTuple):
 
     kind: Kind
     runs: int
-    fell: int
-    """Number of runs that had `LEARNED` and then less than `NEARLY`."""
+    collapsed: int
     steps_to_nearly: Spread
-    seconds_to_nearly: Spread
     worst: Spread
     """Least smoothed reward after it was learned."""
-    final: Spread
-    """Mean reward of the last tenth of the steps."""
-    area_per_token: Spread
-    """Against the synchronous run of the same seed."""
-    area_per_second: Spread
+    area: Spread
+    """Against the mean of the synchronous runs of the task."""
+    error: Spread
+    """1 minus the mean reward over the last third of the versions."""
     sample_size: Spread
     """Effective sample size, the least of any step, as a share of the tokens."""
-    mean_age: Spread
     rejected: Spread
     """Masked tokens and dropped groups, as a share."""
     length_ratio: Spread
@@ -526,7 +526,7 @@ class Summary(NamedTuple):
 
 def summaries(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
     """One for each kind, in the order of the study."""
-    by_cell = {cell_of(row): row for row in rows}
+    synchronous = curves(rows_of(rows, eta=0))
     order = {cell[:4]: number for number, cell in enumerate(study())}
     kinds: dict[Kind, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
@@ -535,130 +535,59 @@ def summaries(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
     def place(kind: Kind) -> tuple[int, int, int]:
         return list(TASKS).index(kind.task) if kind.task in TASKS else len(TASKS), order.get(tuple(kind), 0), kind.eta
 
-    return [_summary(kind, kinds[kind], by_cell) for kind in sorted(kinds, key=place)]
+    return [_summary(kind, kinds[kind], synchronous.get(kind.task, [])) for kind in sorted(kinds, key=place)]
 
 
-def _summary(kind: Kind, rows: Sequence[Mapping[str, Any]], by_cell: Mapping[Cell, Mapping[str, Any]]) -> Summary:
+def _summary(kind: Kind, rows: Sequence[Mapping[str, Any]], synchronous: Sequence[NDArray[np.float64]]) -> Summary:
     def spread(values: Sequence[float | None]) -> Spread:
         return Spread([value for value in values if value is not None], len(rows))
 
     rewards = [row["curve"]["reward"] for row in rows]
-    nearly = [first_at(each, NEARLY) for each in rewards]
-    worst = [worst_after_learned(each) for each in rewards]
-    pairs = [
-        (row, by_cell[yardstick])
-        for row in rows
-        if (yardstick := Cell(kind.task, "default", 0, "mask", row["seed"])) in by_cell
-    ]
+    mine = curves(rows)[kind.task]
+    threshold = max([DROP, *map(largest_drop, synchronous)])
+    yardstick = fmean(curve.mean() for curve in synchronous) if synchronous else None
     return Summary(
         kind=kind,
         runs=len(rows),
-        fell=sum(value is not None and value < NEARLY for value in worst),
-        steps_to_nearly=spread(nearly),
-        seconds_to_nearly=spread(
-            [step and row["curve"]["seconds"][step - 1] for step, row in zip(nearly, rows, strict=True)]
-        ),
-        worst=spread(worst),
-        final=spread([fmean(each[-max(1, len(each) // 10) :]) for each in rewards]),
-        area_per_token=Spread([area_ratio(*pair, by="tokens") for pair in pairs], len(pairs)),
-        area_per_second=Spread([area_ratio(*pair, by="seconds") for pair in pairs], len(pairs)),
+        collapsed=sum(collapses(curve, threshold) for curve in mine),
+        steps_to_nearly=spread([first_at(each, NEARLY) for each in rewards]),
+        worst=spread([worst_after_learned(each) for each in rewards]),
+        area=spread([float(curve.mean()) / yardstick if yardstick else None for curve in mine]),
+        error=spread([float(errors(curve)) for curve in mine]),
         sample_size=spread(
             [min((v for v in row["curve"]["effective_sample_size"] if v is not None), default=None) for row in rows]
         ),
-        mean_age=spread([row["mean_token_age"] for row in rows]),
         rejected=spread([row["masked_share"] + row["dropped_share"] for row in rows]),
         length_ratio=spread([row["response_tokens_trained"] / row["response_tokens_generated"] for row in rows]),
     )
 
 
-AREA_WANTED = {1: 0.95, 2: 0.95, 4: 0.95, 8: 0.9}
-"""By η: least mean area per token, relative to synchronous."""
+def found_claims(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, Claim]]:
+    """Return the claims at each η of `CLAIMED`, about the tasks that the synchronous runs learn."""
+    synchronous = curves(rows_of(rows, eta=0))
+    learned = {row["task"] for row in rows_of(rows, eta=0) if max(smoothed(row["curve"]["reward"])) >= LEARNED}
+    found = []
+    for eta in CLAIMED:
+        stale = {task: runs for task, runs in curves(rows_of(rows, eta=eta)).items() if task in learned}
+        if stale:
+            found += [(eta, claim) for claim in claims(synchronous, stale, eta=eta)]
+    return found
 
 
 def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return in words whether the criterion holds for the default objective, and by how much.
-
-    At η = 1, 2, 4 and 8 no run of any task and seed falls below 0.9 after it had 0.95, and the mean area per token is
-    at least `AREA_WANTED`. Runs of the study that are missing, and runs that never had 0.95, keep it from holding.
-    """
-    wanted = [cell for cell in study() if cell.objective == "default" and cell.eta in AREA_WANTED]
-    kinds = {Kind(*cell[:4]) for cell in wanted}
-    found = [summary for summary in summaries(rows) if summary.kind in kinds]
-    here = [row for row in rows if cell_of(row) in set(wanted)]
-    fell = sum(summary.fell for summary in found)
-    never = sum(summary.runs - len(summary.worst.values) for summary in found)
-    compared = [summary for summary in found if summary.area_per_token.values]
-    short_of = [summary for summary in compared if summary.area_per_token.mean < AREA_WANTED[summary.kind.eta]]
-    missing = len(wanted) - len(here)
-    if fell or short_of or never:
-        first = "**The criterion does not hold.**"
-    elif missing or len(compared) < len(kinds):
-        first = "**Not decided yet: runs of the study are missing.** In those that there are the criterion holds."
-    else:
-        first = "**The criterion holds.**"
-    said = [
-        f"With the default objective at η = 1, 2, 4 and 8, {fell} of {len(here)} runs fell below {NEARLY} after they "
-        f"had {LEARNED}{_named_falls(here)}, and {never} never had it."
-    ]
-    tasks = {cell.task for cell in wanted}
-    synchronous = [row for row in rows if row["task"] in tasks and row["objective"] == "default" and row["eta"] == 0]
-    if (fell or never) and synchronous:
-        lows = [worst_after_learned(row["curve"]["reward"]) for row in synchronous]
-        said.append(
-            f"Of the {len(lows)} synchronous runs {sum(low is not None and low < NEARLY for low in lows)} fell"
-            f"{_named_falls(synchronous)}, and {lows.count(None)} never had it."
-        )
-    for name, etas in (("η ≤ 4", (1, 2, 4)), ("η = 8", (8,))):
-        mine = [summary for summary in compared if summary.kind.eta in etas]
+    """Return in one paragraph which claims about the default objective hold, fail, or are not decided."""
+    answers = [(eta, claim.name, claim.answer) for eta, claim in found_claims(rows)]
+    parts = []
+    for answer in ("holds", "fails", "not decided"):
+        mine = [f"{name} at η = {eta}" for eta, name, given in answers if given == answer]
         if mine:
-            low = min(mine, key=lambda summary: summary.area_per_token.mean)
-            said.append(
-                f"The area per token is at least {low.area_per_token.mean:.3f} at {name} "
-                f"({low.kind.task}, η {low.kind.eta}; required: {AREA_WANTED[etas[0]]})."
-            )
-        else:
-            said.append(f"The area per token at {name} has not been measured.")
+            parts.append(f"**{answer.capitalize()}:** {', '.join(mine)}.")
+    wanted = [cell for cell in study() if cell.objective == "default" and cell.over_age == "mask"]
+    there = {cell_of(row) for row in rows}
+    missing = sum(cell not in there for cell in wanted)
     if missing:
-        said.append(f"In this part of the study {len(here)} of {len(wanted)} runs are there.")
-    if fell or short_of:
-        said.append(_best(rows))
-    return "\n".join([f"{first}\n", *(f"- {part}" for part in said if part)])
-
-
-def _named_falls(rows: Sequence[Mapping[str, Any]], most: int = 3) -> str:
-    """The runs that fell, the deepest first."""
-    falls = [
-        (worst, cell_of(row)) for row in rows if (worst := worst_after_learned(row["curve"]["reward"])) is not None
-    ]
-    falls = sorted(fall for fall in falls if fall[0] < NEARLY)
-    if not falls:
-        return ""
-    names = [
-        f"{cell.task}, η {cell.eta}, {cell.over_age}, seed {cell.seed}: {worst:.2f}" for worst, cell in falls[:most]
-    ]
-    return f" ({'; '.join(names)}{'; …' if len(falls) > most else ''})"
-
-
-def _best(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Name the objective that loses least in the runs of all objectives at the criterion's η; empty without any."""
-    worst: dict[str, dict[tuple[Any, ...], float | None]] = defaultdict(dict)
-    for row in rows:
-        if row["eta"] in AREA_WANTED:
-            place = tuple(row[name] for name in ("task", "eta", "over_age", "seed"))
-            worst[row["objective"]][place] = worst_after_learned(row["curve"]["reward"])
-    common = set.intersection(*map(set, worst.values())) if worst else set()
-    if not common or len(worst) < 2:
-        return ""
-    failed = {
-        objective: sum((value := found[place]) is None or value < NEARLY for place in common)
-        for objective, found in worst.items()
-    }
-    best = min(failed, key=lambda objective: failed[objective])
-    counts = ", ".join(f"{objective} {count}" for objective, count in sorted(failed.items(), key=lambda item: item[1]))
-    return (
-        f"The best objective is {best}. Runs that fell or never had {LEARNED}, out of the {len(common)} runs that each "
-        f"objective has at these η: {counts}."
-    )
+        parts.append(f"{missing} of the {len(wanted)} runs of this part of the study are missing.")
+    return " ".join(parts) if answers else "Nothing has been measured."
 
 
 # --- plot ----------------------------------------------------------------------------------------
@@ -690,7 +619,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         panels[1],
         (
             ("worst reward after it was learned", lambda s: s.worst),
-            ("area per token, relative to synchronous", lambda s: s.area_per_token),
+            ("area, relative to synchronous", lambda s: s.area),
             ("least effective sample size", lambda s: s.sample_size),
         ),
         strict=False,
@@ -702,8 +631,8 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             if mine:
                 etas = [ETAS.index(eta) if eta in ETAS else eta for eta, _ in mine]
                 means = np.array([spread.mean for _, spread in mine])
-                low = means - [min(spread.values) for _, spread in mine]
-                high = np.array([max(spread.values) for _, spread in mine]) - means
+                low = np.maximum(means - [min(spread.values) for _, spread in mine], 0)
+                high = np.maximum([max(spread.values) for _, spread in mine] - means, 0)
                 panel.errorbar(etas, means, yerr=[low, high], marker="o", ms=3, capsize=2, label=objective)
         panel.set(title=f"{SIDE_BY_SIDE}: {title}", xlabel="η (versions)", ylim=(0, 1.05))
         panel.title.set_fontsize(9)

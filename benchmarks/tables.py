@@ -488,65 +488,83 @@ def fuzz(results: Results) -> str:
 
 # --- staleness -----------------------------------------------------------------------------------
 
-OF_A_KIND: dict[str, Callable[[staleness.Summary], str]] = {
-    "task": lambda s: s.kind.task,
-    "η": lambda s: f"{s.kind.eta}",
-    "objective": lambda s: s.kind.objective,
-    "over-age tokens": lambda s: f"`{s.kind.over_age}`",
-    "runs": lambda s: f"{s.runs}",
-    "fell": lambda s: f"{s.fell}",
-    "steps to 0.9": lambda s: s.steps_to_nearly.said(".0f"),
-    "seconds to 0.9": lambda s: s.seconds_to_nearly.said(".0f"),
-    "area per token": lambda s: s.area_per_token.said(),
-    "area per second": lambda s: s.area_per_second.said(),
-    "worst after it was learned": lambda s: s.worst.said(),
-    "reward at the end": lambda s: s.final.said(),
-    "effective sample size, least": lambda s: s.sample_size.said(),
-    "mean age of a token": lambda s: s.mean_age.said(".1f"),
-    "masked or dropped": lambda s: s.rejected.said(".1%"),
-    "tokens per response in the loss / generated": lambda s: s.length_ratio.said(".3f"),
-}
-"""Columns about the runs of one kind."""
-
-
-def of_kinds(columns: str, found: Iterable[staleness.Summary]) -> str:
-    """A table with a line for each kind of runs."""
-    header = columns.split(" | ")
-    rows = [[OF_A_KIND[name](summary) for name in header] for summary in found]
-    return markdown(header, rows) if rows else NOT_MEASURED
-
 
 def staleness_verdict(results: Results) -> str:
     return staleness.verdict(results["rows"])
 
 
+def staleness_claims(results: Results) -> str:
+    """The claims with their bounds."""
+    rows = [
+        [
+            str(eta),
+            claim.name,
+            f"{claim.estimate:.3f}",
+            f"{claim.low:.3f} to {claim.high:.3f}",
+            claim.wanted,
+            claim.answer,
+        ]
+        for eta, claim in staleness.found_claims(results["rows"])
+    ]
+    return (
+        markdown(["η", "claim", "estimate", "one-sided 95% bounds", "wanted", "answer"], rows) if rows else NOT_MEASURED
+    )
+
+
 def staleness_default(results: Results) -> str:
-    """The default objective by task and η."""
-    columns = "task | η | runs | fell | steps to 0.9 | seconds to 0.9 | area per token | area per second"
-    columns += " | worst after it was learned | effective sample size, least | mean age of a token"
-    found = staleness.summaries(results["rows"])
-    table = of_kinds(columns, [s for s in found if s.kind.objective == "default" and s.kind.over_age == "mask"])
-    return f"{table}\n\n{staleness.conditions(results['rows'])}".rstrip()
+    """The default objective: area by task and η, and the runs that collapsed."""
+    found = [s for s in staleness.summaries(results["rows"]) if s.kind.objective == "default"]
+    by_place = {(s.kind.task, s.kind.eta): s for s in found if s.kind.over_age == "mask"}
+    etas = (0, *staleness.CLAIMED)
+    rows = [
+        [task, *(area_and_collapses(by_place.get((task, eta))) for eta in etas)]
+        for task in staleness.TASKS
+        if any(place[0] == task for place in by_place)
+    ]
+    return markdown(["task", *(f"η = {eta}" for eta in etas)], rows) if rows else NOT_MEASURED
+
+
+def area_and_collapses(found: staleness.Summary | None) -> str:
+    """A cell: the mean area, the plateau error, and the runs that collapsed if there are any."""
+    if found is None or not found.area.values:
+        return MISSING
+    fell = f"; {found.collapsed} of {found.runs} collapsed" if found.collapsed else ""
+    return f"{found.area.mean:.2f}, error {found.error.mean:.3f}{fell}"
 
 
 def staleness_objectives(results: Results) -> str:
-    """All objectives where there is more than the default."""
-    columns = "task | η | objective | runs | fell | worst after it was learned | reward at the end"
-    columns += " | steps to 0.9 | area per token | effective sample size, least"
-    found = [s for s in staleness.summaries(results["rows"]) if s.kind.over_age == "mask"]
-    compared = {(s.kind.task, s.kind.eta) for s in found if s.kind.objective != "default"}
-    tasks, objectives = list(staleness.TASKS), list(staleness.OBJECTIVES)
-    found.sort(key=lambda s: (tasks.index(s.kind.task), s.kind.eta, objectives.index(s.kind.objective)))
-    return of_kinds(columns, [s for s in found if (s.kind.task, s.kind.eta) in compared])
+    """All objectives on the task where each has all η."""
+    found = {
+        (s.kind.objective, s.kind.eta): s
+        for s in staleness.summaries(results["rows"])
+        if s.kind.task == staleness.SIDE_BY_SIDE and s.kind.over_age == "mask"
+    }
+    etas = [eta for eta in staleness.CLAIMED if any(place[1] == eta for place in found)]
+    rows = [
+        [objective, *(area_and_collapses(found.get((objective, eta))) for eta in etas)]
+        for objective in staleness.OBJECTIVES
+        if any(place[0] == objective for place in found)
+    ]
+    return markdown(["objective", *(f"η = {eta}" for eta in etas)], rows) if rows else NOT_MEASURED
 
 
 def staleness_over_age(results: Results) -> str:
     """The tokens that the policies for over-age tokens train on, where answers differ in length."""
-    columns = "η | over-age tokens | runs | masked or dropped | tokens per response in the loss / generated"
-    columns += " | steps to 0.9 | area per token | worst after it was learned"
     found = staleness.summaries(results["rows"])
-    lengths = [s for s in found if s.kind.task == staleness.LENGTH_TASK and s.kind.objective == "default"]
-    return of_kinds(columns, lengths)
+    rows = [
+        [
+            str(s.kind.eta),
+            f"`{s.kind.over_age}`",
+            s.rejected.said(".1%"),
+            s.length_ratio.said(".3f"),
+            s.steps_to_nearly.said(".0f"),
+            s.area.said(),
+        ]
+        for s in found
+        if s.kind.task == staleness.LENGTH_TASK and s.kind.objective == "default" and s.kind.eta
+    ]
+    header = ["η", "over-age tokens", "masked or dropped", "length in the loss / generated", "steps to 0.9", "area"]
+    return markdown(header, rows) if rows else NOT_MEASURED
 
 
 def delay(results: Results) -> str:
@@ -672,6 +690,7 @@ TABLES = (
     Table("docs/page.md", "page-views", "bench_page", page_views),
     Table("docs/page.md", "page-cost", "bench_page", page_cost),
     Table("docs/staleness.md", "staleness-verdict", "staleness", staleness_verdict),
+    Table("docs/staleness.md", "staleness-claims", "staleness", staleness_claims),
     Table("docs/staleness.md", "staleness-default", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness-objectives", "staleness", staleness_objectives),
     Table("docs/staleness.md", "staleness-over-age", "staleness", staleness_over_age),

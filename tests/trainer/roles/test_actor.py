@@ -557,7 +557,7 @@ def test_two_ranks_with_unequal_groups_or_with_rows_in_common_equal_one(tmp_path
 @pytest.mark.parametrize(("groups", "computed"), [(1, 1), (4, 1), (5, 2), (8, 2)])
 def test_a_sample_of_the_groups_without_contrast_stands_for_all_of_them(tmp_path, groups, computed):
     """The loss of the pull keeps its size on average: over all choices of the sample its mean is that of all groups."""
-    policy = make_backend(save_model(tmp_path / "model"), algorithm=AlgorithmConfig(behavior_kl_coef=0.1))
+    policy = make_backend(save_model(tmp_path / "model"), algorithm=AlgorithmConfig(behavior_kl_coef=0.1)).actor
     items = [make_item(group) for group in make_groups(groups)]
     for item in items:
         item.group.rewards[:] = 0.1

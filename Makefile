@@ -69,7 +69,7 @@ lint: $(INSTALLED_DEV)
 # The pages as a site in site/; fails on a dead link, a page without a place, or a page of reference that is out of date.
 docs: $(INSTALLED_DEV)
 	$(BIN)/python tools/reference.py --check
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # All that a machine without network needs, in parts, in the folder bundle; ARGS describes that machine, see tools/bundle.py.
 bundle: $(INSTALLED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 from streamrl.gserver.updates.calls import CALLS_PER_TURN, Pace
 
@@ -21,7 +22,7 @@ async def test_calls_start_in_order_and_few_in_each_turn():
         await asyncio.sleep(0)
         counts.append(len(started))
     assert started == [number for number in range(len(tasks)) if number != CALLS_PER_TURN + 1]
-    assert max(after - before for before, after in zip(counts, counts[1:], strict=False)) <= CALLS_PER_TURN
+    assert max(after - before for before, after in itertools.pairwise(counts)) <= CALLS_PER_TURN
 
 
 async def test_a_single_call_does_not_wait():

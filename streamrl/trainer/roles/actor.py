@@ -173,10 +173,9 @@ class Actor:
     ) -> list[tuple[TrainItem, Credit, float]]:
         """Return the items that are computed, each with its credit and the factor of its loss.
 
-        A group with equal scores for all siblings has no gradient, unless there is a KL or an entropy term, or a pull
-        back to the older policy that wrote it; it is left out of the computation (not of the normalisation). A sample
-        of `PULL_SHARE` of the groups with a pull alone stands for all of them. The item of `wanted` is always computed.
-        If no item has a gradient, one is computed for the figures.
+        A group with equal scores has a gradient only if there is a KL or an entropy term, or a pull back to the older
+        policy that wrote it; else it is left out (not of the normalisation). A sample of `PULL_SHARE` of the groups
+        with a pull alone stands for all of them. The item of `wanted`, or at least one, is computed for the figures.
         """
         pairs = list(zip(items, credits, strict=True))
         if self._compares or self._algorithm.entropy_coef > 0:
@@ -184,12 +183,11 @@ class Actor:
         pulled = [item.group.seq for item, credit in pairs if not credit.advantages.any() and self._pulls(item)]
         sampled = sample(pulled, PULL_SHARE)
         weights = {seq: len(pulled) / len(sampled) if seq in sampled else 0.0 for seq in pulled}
+        kept = sampled | ({wanted.seq} if wanted is not None else set())
         found = [
             (item, credit, weights.get(item.group.seq, 1.0))
             for item, credit in pairs
-            if credit.advantages.any()
-            or item.group.seq in sampled
-            or (wanted is not None and item.group.seq == wanted.seq)
+            if credit.advantages.any() or item.group.seq in kept
         ]
         return found or [(*pair, 1.0) for pair in pairs[:1]]
 

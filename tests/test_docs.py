@@ -45,7 +45,7 @@ NAME = re.compile(r"`(streamrl(?:\.\w+)+)`")
 IMPORT = re.compile(r"^from (streamrl[\w.]*) import (.+)$", re.MULTILINE)
 """In an example."""
 MOST_LINES = {
-    "A prompt, from its data source to the gradient": 1320,
+    "A prompt, from its data source to the gradient": 1325,
     "A weight update": 540,
     "A gserver dies": 340,
     "A model worker dies, or the controller": 290,

@@ -63,7 +63,7 @@ def config_for(folder: str, *, room: int) -> Config:
             "trainer": {"batch_groups": batch},
             "staleness": {"max_staleness": room // batch - 1},
             "stream": {"capacity_groups": room},
-            "manager": {"heartbeat_seconds": 1.0, "lease_seconds": 600.0},
+            "limits": {"heartbeat_seconds": 1.0, "silence_seconds": 600.0},
         }
     )
 

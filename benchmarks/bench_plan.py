@@ -38,7 +38,7 @@ RATE_TOLERANCE, AGE_TOLERANCE = 0.1, 0.5
 QUIET: Mapping[str, object] = {
     "run.stop_at_reward": 2,
     **NO_FILES,
-    "evaluation.every_steps": 0,
+    "evaluation.every": "never",
     "evaluation.at_start": "false",
     "evaluation.at_end": "false",
 }

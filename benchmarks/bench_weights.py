@@ -173,7 +173,7 @@ class Point:
             numbers=0,
         )
         self._publisher = Publisher(
-            client=client, config=config.weights, carriers=carriers, in_thread=asyncio.to_thread
+            client=client, config=config, carriers=carriers, in_thread=asyncio.to_thread
         )
 
     async def publish(self, version: int, weights: Weights) -> dict[str, float]:
@@ -270,7 +270,7 @@ async def measure(size: str, count: int, mode: Mode, *, engine: str, repeats: in
                 "rollout": {"sampling": {"max_new_tokens": 64}},
                 "gserver": {"engine": engine, "count": count, "max_context": 256, "max_running": 4, "dtype": dtype},
                 "weights": {"mode": mode},
-                "manager": {"heartbeat_seconds": 0.5},
+                "limits": {"heartbeat_seconds": 0.5},
             }
         )
         model_dir = ensure_checkpoint(config, cache=folder / "cache")

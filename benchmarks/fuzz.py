@@ -88,7 +88,7 @@ SETTINGS = {
     "staleness.over_age": "wait",
     "metrics.sinks": "[]",
     "metrics.plots": "false",
-    "manager.port": 0,
+    "run.port": 0,
     "weights.mode": "collective",
     "trainer.data_parallel": 2,
 }
@@ -96,7 +96,7 @@ SGLANG = {
     "gserver.engine": "sglang",
     "gserver.dtype": "float32",
     "weights.pause_mode": "retract",
-    "weights.timeout_seconds": 60,
+    "limits.update_seconds": 60,
 }
 START_SECONDS = 600.0
 AT_ONCE = 4

@@ -706,7 +706,7 @@ def sglang(place: Place, name: str) -> list[Row]:
                 "max_context": 512,
                 "max_running": max(at_once(place)),
                 "prefix_cache_mb": 0,
-                "sglang": {"python": python, "args": list(place.sglang_args), "start_timeout_seconds": 120.0},
+                "sglang": {"python": python, "args": list(place.sglang_args)},
             },
         }
     )
@@ -759,7 +759,7 @@ async def _publication(place: Place, folder: Path, way: str) -> Row:
                 "rollout": {"sampling": {"max_new_tokens": 64}},
                 "gserver": {"max_context": 256, "max_running": 4},
                 "weights": {"mode": mode, **({"backend": backend} if backend else {})},
-                "manager": {"heartbeat_seconds": 0.5},
+                "limits": {"heartbeat_seconds": 0.5},
             }
         )
         weights_here = {n: tensor.to(torch_device(place)) for n, tensor in read_weights(folder).items()}
@@ -828,7 +828,7 @@ def asynchronous(place: Place, name: str, engine: str = "embedded", weights: str
                 "engine": engine,
                 "max_running": 8 if place.tiny else 128,
                 "max_context": 64 if place.tiny else 1152,
-                "sglang": {"python": python, "args": list(place.sglang_args), "start_timeout_seconds": 150.0},
+                "sglang": {"python": python, "args": list(place.sglang_args)},
             },
             "weights": {"mode": mode, **({"backend": backend} if backend else {})},
             "trainer": {"batch_groups": 2 if place.tiny else 8, "lr": 1e-7},

@@ -102,7 +102,7 @@ def _scratch(function: str, *, steps: int, seconds: float = 120.0, **settings: A
     return Task("copy_scratch.toml", {"data.path": f"{TASK_CODE}:{function}", **others}, steps, seconds)
 
 
-NO_EVALUATION = {"evaluation.every_steps": 0, "evaluation.at_start": "false", "evaluation.at_end": "false"}
+NO_EVALUATION = {"evaluation.every": "never", "evaluation.at_start": "false", "evaluation.at_end": "false"}
 
 TASKS: dict[str, Task] = {
     "copy": _scratch("copy_digits", steps=200),
@@ -256,7 +256,7 @@ def settings_of(cell: Cell, *, steps: int) -> dict[str, Any]:
         "staleness.max_staleness": cell.eta,
         "staleness.over_age": cell.over_age,
         "trainer.save_at_end": "false",
-        "trainer.save_every_seconds": 0,
+        "trainer.save_every": "never",
         "metrics.plots": "false",
         "metrics.sinks": "[]",
         **{f"algorithm.{name}": value for name, value in OBJECTIVES[cell.objective].items()},

@@ -174,9 +174,9 @@ def examples(
 def controller(
     config: ConfigFile,
     overrides: Overrides = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen at, instead of manager.host.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen at, instead of run.host.")] = None,
     port: Annotated[
-        int | None, typer.Option(min=0, max=65535, help="Port, instead of manager.port; 0: any free one.")
+        int | None, typer.Option(min=0, max=65535, help="Port, instead of run.port; 0: any free one.")
     ] = None,
     advertise: Advertise = "",
     resume: Resume = False,

@@ -87,7 +87,7 @@ class _ControlledRun:
     def __init__(self, config: Config, serving: Managing) -> None:
         self._config = config
         self._manager = serving.manager
-        self._listening = serving.reach.listening(config.stream.host)
+        self._listening = serving.reach.listening
         self._encrypted = encrypts(config, self._listening.at)
         self._master: Master | None = None
         self._leaving = False
@@ -129,7 +129,7 @@ class _ControlledRun:
                 self._leaving = True
                 if master is not None:
                     master.leave()
-            await asyncio.sleep(self._config.manager.heartbeat_seconds)
+            await asyncio.sleep(self._config.limits.heartbeat_seconds)
 
     async def _make_lineage(self, config: Config, *, cause: str) -> str:
         """Train until the run is over or a model worker has died; return how it died, or an empty string. `cause`: the
@@ -170,14 +170,14 @@ class _ControlledRun:
 
     def _check_budget(self, cause: str) -> None:
         """Raise `StreamRLError` if the run has gone back too often recently."""
-        trainer = self._config.trainer
-        since = time.time() - trainer.restart_window_seconds
+        restarts = self._config.restarts
+        since = time.time() - restarts.window_seconds
         recent = [lineage for lineage in lineages.read(self._config.run_dir) if lineage.cause and lineage.time > since]
-        if cause and len(recent) >= trainer.restarts:
+        if cause and len(recent) >= restarts.number:
             first = f"; the first time because {recent[0].cause}" if recent else ""
             raise StreamRLError(
-                f"{cause}; the run went back {len(recent)} times within {trainer.restart_window_seconds:g} s already "
-                f"(trainer.restarts){first}"
+                f"{cause}; the run went back {len(recent)} times within {restarts.window_seconds:g} s already "
+                f"(restarts.number){first}"
             )
 
     async def _open_channel(

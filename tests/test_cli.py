@@ -134,11 +134,11 @@ def test_check_shows_what_differs_and_what_would_be_started(config: Path) -> Non
 
 
 def test_check_tries_what_a_run_would(config: Path) -> None:
-    done = streamrl("check", str(config), "rollout.reward.function=streamrl.rollout.tasks:nope", "gserver.host=8.8.8.8")
+    done = streamrl("check", str(config), "rollout.reward.function=streamrl.rollout.tasks:nope", "run.host=8.8.8.8")
     assert done.returncode == 1
     assert "is valid" not in done.stdout
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert ['gserver.host = "8.8.8.8"' in errors[0], "has no nope" in errors[1]] == [True, True]
+    assert ['run.host = "8.8.8.8"' in errors[0], "has no nope" in errors[1]] == [True, True]
 
 
 @pytest.mark.parametrize(

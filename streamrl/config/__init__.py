@@ -17,7 +17,7 @@ import msgspec
 
 from streamrl import example_files
 from streamrl.config.checks import found_in
-from streamrl.config.fields import Section
+from streamrl.config.fields import EVERY_FORM, Section
 from streamrl.config.sections import PACE_SIGMA as PACE_SIGMA
 from streamrl.config.sections import AgentConfig as AgentConfig
 from streamrl.config.sections import Config as Config
@@ -25,10 +25,11 @@ from streamrl.config.sections import DataConfig as DataConfig
 from streamrl.config.sections import EvaluationConfig as EvaluationConfig
 from streamrl.config.sections import EvaluationDataConfig as EvaluationDataConfig
 from streamrl.config.sections import GserverConfig as GserverConfig
+from streamrl.config.sections import LimitsConfig as LimitsConfig
 from streamrl.config.sections import LoraConfig as LoraConfig
-from streamrl.config.sections import ManagerConfig as ManagerConfig
 from streamrl.config.sections import MetricsConfig as MetricsConfig
 from streamrl.config.sections import ModelConfig as ModelConfig
+from streamrl.config.sections import RestartsConfig as RestartsConfig
 from streamrl.config.sections import RewardConfig as RewardConfig
 from streamrl.config.sections import RolloutConfig as RolloutConfig
 from streamrl.config.sections import RunConfig as RunConfig
@@ -54,14 +55,49 @@ from streamrl.errors import ConfigError
 FEW = 8
 """Most keys of a section that are listed if no key resembles an unknown one."""
 RENAMED = {
+    "evaluation.end_timeout_seconds": "limits.evaluation_seconds",
+    "evaluation.every_epochs": 'evaluation.every = "2 epochs"',
+    "evaluation.every_seconds": 'evaluation.every = "15m"',
+    "evaluation.every_steps": 'evaluation.every = "100 steps"',
+    "gserver.host": "run.host, and the option --advertise of `streamrl gserver`",
+    "gserver.max_restarts": "restarts.number",
+    "gserver.restart_delay_seconds": "restarts.delay_seconds",
+    "gserver.restart_window_seconds": "restarts.window_seconds",
+    "gserver.sglang.start_timeout_seconds": "limits.start_seconds",
+    "gserver.stuck_seconds": "limits.stuck_seconds",
+    "launch.restarts": "restarts.number",
+    "manager.drain_seconds": "limits.drain_seconds",
+    "manager.heartbeat_seconds": "limits.heartbeat_seconds",
+    "manager.host": "run.host",
+    "manager.join_timeout_seconds": "limits.start_seconds",
+    "manager.lease_seconds": "limits.silence_seconds",
+    "manager.port": "run.port",
     "metrics.tensorboard": 'metrics.sinks; ["tensorboard"], the default, is what true was, [] what false was',
-    "rollout.reward.on_error": 'rollout.on_failed_sibling, whose "reject", "zero" and "stop" hold for agents, too',
+    "rollout.agent.host": "run.host, and the option --advertise of `streamrl rollout`",
     "rollout.agent.on_error": 'rollout.on_failed_sibling, whose "reject" and "zero" hold for reward functions, too',
+    "rollout.request_timeout_seconds": "limits.request_seconds",
+    "rollout.restart_delay_seconds": "restarts.delay_seconds",
+    "rollout.restart_window_seconds": "restarts.window_seconds",
+    "rollout.restarts": "restarts.number",
+    "rollout.reward.on_error": 'rollout.on_failed_sibling, whose "reject", "zero" and "stop" hold for agents, too',
+    "stream.host": "run.host, and the option --advertise of `streamrl trainer`",
+    "trainer.restart_delay_seconds": "restarts.delay_seconds",
+    "trainer.restart_window_seconds": "restarts.window_seconds",
+    "trainer.restarts": "restarts.number",
+    "trainer.save_every_epochs": 'trainer.save_every = "2 epochs"',
+    "trainer.save_every_seconds": 'trainer.save_every = "15m"',
+    "trainer.save_every_steps": 'trainer.save_every = "100 steps"',
+    "trainer.save_on_stop_seconds": "limits.save_seconds",
+    "trainer.step_timeout_seconds": "limits.call_seconds",
+    "trainer.wait_warning_seconds": "limits.warning_seconds",
+    "weights.host": "run.host, and the option --advertise of `streamrl trainer`",
+    "weights.timeout_seconds": "limits.update_seconds",
 }
 """Keys of earlier versions, and their replacements."""
 REMOVED = {
-    "weights.senders": "the first model worker sends all weights, since each gserver's link limits a broadcast",
+    "stream.resend_seconds": "a third of limits.silence_seconds",
     "weights.delta": "weights are always sent whole",
+    "weights.senders": "the first model worker sends all weights, since each gserver's link limits a broadcast",
 }
 """Keys of earlier versions without a replacement, and the reason."""
 
@@ -161,10 +197,7 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
     for name, value in tree.items():
         key = f"{path}.{name}" if path else name
         if name not in fields:
-            if key in RENAMED:
-                raise ConfigError(f"{where}: {key} is now {RENAMED[key]}")
-            if key in REMOVED:
-                raise ConfigError(f"{where}: {key} was removed ({REMOVED[key]}): delete it")
+            _refuse_former(key, value, where=where)
             raise ConfigError(f"{where}: unknown key {_unknown(key, value, siblings=list(fields))}")
         kinds = [fields[name].type, *getattr(fields[name].type, "__args__", ())]
         nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
@@ -178,6 +211,16 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
                     _refuse_unknown(table, nested, path=f"{key}.{entry}", where=where)
         elif nested:
             _refuse_unknown(value, nested, path=key, where=where)
+
+
+def _refuse_former(key: str, value: Any, *, where: str) -> None:
+    """Raise `ConfigError` if `key`, or a key of the table `value`, is a key of an earlier version."""
+    if key in RENAMED:
+        raise ConfigError(f"{where}: {key} is now {RENAMED[key]}")
+    if key in REMOVED:
+        raise ConfigError(f"{where}: {key} was removed ({REMOVED[key]}): delete it")
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        _refuse_former(f"{key}.{name}", inner, where=where)
 
 
 def _no_section(value: Any, section: type[Section] | None, *, path: str, where: str) -> ConfigError:
@@ -232,6 +275,8 @@ def _readable(error: msgspec.ValidationError) -> str:
     if not at:
         return text
     path = path.rstrip("`")
+    if path.endswith("every"):
+        return f"{path}: {message}; write it as {EVERY_FORM}"
     choices = _choices(path)
     return f"{path}: {message}" + (f"; choose one of {', '.join(map(repr, choices))}" if choices else "")
 

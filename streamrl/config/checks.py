@@ -126,7 +126,7 @@ def _shrinking_problems(config: Config) -> list[str]:
 
 
 _SGLANG_OWN_FLAGS = {
-    "--host": "gserver.host",
+    "--host": "the address that the controller reaches",
     "--port": "any free port",
     "--model-path": "[model]",
     "--model": "[model]",

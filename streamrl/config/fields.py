@@ -6,6 +6,7 @@ and one minute is due at the steps 10, 20, ... and also every minute. Pure: posi
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated, Literal
 
@@ -35,17 +36,17 @@ class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 # --- frequencies ---
 
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+EVERY = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>steps?|epochs?|[smhd])")
+EVERY_FORM = '"100 steps", "2 epochs", "15m" (s, m, h or d), several of them with commas, or "never"'
+
 
 class Every(msgspec.Struct, frozen=True):
-    """A frequency in the configuration; 0 turns one of the three periods off."""
+    """A frequency; 0 turns one of the three periods off."""
 
     epochs: int = 0
     steps: int = 0
     seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        if min(self.epochs, self.steps, self.seconds) < 0:
-            raise ValueError(f"{self}: none of the three may be below 0")
 
     @property
     def ever(self) -> bool:
@@ -57,9 +58,18 @@ class Every(msgspec.Struct, frozen=True):
         return Frequency(self, epoch=epoch, step=step, now=now)
 
 
-def every(*, epochs: int = 0, steps: int = 0, seconds: float = 0.0) -> Every:
-    """Return an `Every`, for example `every(steps=10, seconds=60.0)`."""
-    return Every(epochs=epochs, steps=steps, seconds=seconds)
+def every(text: str, *, key: str = "every") -> Every:
+    """Return the frequency `text` in the form `EVERY_FORM`; raises `ValueError`, which names `key`, for another form."""
+    periods: dict[str, float] = {}
+    for part in () if text == "never" else text.split(","):
+        found = EVERY.fullmatch(part.strip())
+        name = {"s": "steps", "e": "epochs"}[found["unit"][0]] if found and len(found["unit"]) > 1 else "seconds"
+        if not found or name in periods or ("." in found["number"] and name != "seconds"):
+            raise ValueError(f"{key} = {text!r}: write it as {EVERY_FORM}")
+        periods[name] = float(found["number"]) * UNIT_SECONDS.get(found["unit"], 1)
+    return Every(
+        epochs=int(periods.get("epochs", 0)), steps=int(periods.get("steps", 0)), seconds=periods.get("seconds", 0.0)
+    )
 
 
 class Frequency:

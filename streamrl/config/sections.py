@@ -15,7 +15,6 @@ from streamrl.config.fields import (
     DataSource,
     Device,
     DType,
-    Every,
     Finite,
     NonEmpty,
     NonNegative,
@@ -27,6 +26,7 @@ from streamrl.config.fields import (
     Share,
     SinkName,
     TopP,
+    every,
 )
 from streamrl.config.sharing import SAME_IN_THEM, Settings, changed, differences, digest_of, shared_settings
 from streamrl.config.trainer import AlgorithmConfig, CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
@@ -54,6 +54,11 @@ class RunConfig(Section, frozen=True):
     """Passes over the data set; None: no limit. The run ends at the first of the two limits that it reaches."""
     total_train_steps: Positive | None = None
     """Training steps; None: no limit, or 100 if epochs are not limited either."""
+    host: str = "127.0.0.1"
+    """Address at which the controller listens. For processes on other machines: an address that they can reach, or
+    `0.0.0.0`. Other processes listen at the address by which they reach the controller, or at `--advertise`."""
+    port: Port = 0
+    """Port of the controller. 0: any free port (`streamrl run` only)."""
     device: Device = "auto"
     """`auto`: CUDA if there is a device, else the CPU."""
     stop_at_reward: Finite | None = None
@@ -209,10 +214,8 @@ class AgentConfig(Section, frozen=True):
     """The Python interpreter of another environment, for a `function` or `verifiers`; it needs the package msgspec.
     Empty: the interpreter that runs streamrl."""
     remote: bool = False
-    """Agents run elsewhere and request tasks from the rollout workers with `POST /episodes`."""
-    host: str = ""
-    """Address at which a rollout worker serves its agents. Empty: the loopback address for its own agents, and for
-    `remote` ones the address by which others reach this worker."""
+    """Agents run elsewhere and request tasks from the rollout workers with `POST /episodes`. Without it, only programs
+    on the machine of a rollout worker reach its server."""
     port: Port = 0
     """Port of rollout worker 0; worker 1 has the next one, and so on. 0: any free ports."""
     api_key_env: str = ""
@@ -271,16 +274,8 @@ class RolloutConfig(Section, frozen=True):
     make groups. Groups lost to the same death of an agent's process count as one."""
     drop_uniform_groups: bool = False
     """Give up groups in which all responses scored the same, since they teach nothing, and make others instead."""
-    request_timeout_seconds: PositiveFloat = 600.0
-    """Longest time of one generation request."""
     tokens_per_request: Positive = 4096
     """A longer response is requested in parts, so that the death of its gserver costs at most one part."""
-    restarts: NonNegative = 3
-    """How often `streamrl run` replaces a rollout worker that died within `restart_window_seconds`. After that the run
-    continues without it for a while if there are other workers, or else stops."""
-    restart_window_seconds: PositiveFloat = 3600.0
-    restart_delay_seconds: PositiveFloat = 1.0
-    """Delay before the first replacement; it doubles with each further one, up to a minute."""
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = WorkflowConfig()
     agent: AgentConfig = AgentConfig()
@@ -321,8 +316,6 @@ class SglangConfig(Section, frozen=True):
     """Ranks of the model in a server that streamrl starts, each on its own GPU, or on `gserver.threads` cores."""
     addresses: list[str] = []
     """URLs of running servers, one for each gserver; streamrl then starts none."""
-    start_timeout_seconds: PositiveFloat = 300.0
-    """Longest time from the start of a server to its first reply."""
 
 
 QUANTIZATION_FLAGS = ("--quantization",)
@@ -336,9 +329,6 @@ class GserverConfig(Section, frozen=True):
     """streamrl's own engine, real SGLang servers, or no model at all."""
     count: Positive = 1
     """Number of gservers that `streamrl run` starts."""
-    host: str = ""
-    """Address at which each gserver listens. Empty: the address by which others reach it, or a loopback address if the
-    manager has one (docs/clusters.md)."""
     dtype: DType = "auto"
     """`auto`: bfloat16 if the processor computes in it, else float32."""
     threads: Positive = 1
@@ -349,15 +339,6 @@ class GserverConfig(Section, frozen=True):
     """Most requests that wait in addition to the running ones; a further request receives the status 503."""
     max_context: Positive = 2048
     """Longest prompt and response together, in tokens."""
-    max_restarts: NonNegative = 3
-    """How often `streamrl run` restarts a gserver that died within `restart_window_seconds`. After that the run
-    continues without it for a while if there are others, or else stops."""
-    restart_window_seconds: PositiveFloat = 600.0
-    restart_delay_seconds: PositiveFloat = 1.0
-    """Delay before the first restart; it doubles with each further one, up to a minute."""
-    stuck_seconds: PositiveFloat = 60.0
-    """An engine with work that finishes no step for this long, or an SGLang server that does not reply for this long,
-    counts as hung, and its gserver ends. Must be longer than the computation of the longest prompt."""
     deterministic: bool = False
     """The embedded engine computes each request in separate forward passes (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on other requests, and neither do those of `ref_inf` and
@@ -384,20 +365,49 @@ class GserverConfig(Section, frozen=True):
         return self.simulated_int8 or not flags.isdisjoint(QUANTIZATION_FLAGS)
 
 
-class ManagerConfig(Section, frozen=True):
-    """The gserver manager."""
+class LimitsConfig(Section, frozen=True):
+    """Deadlines and periods, in seconds. Each process may have its own."""
 
-    host: str = "127.0.0.1"
-    """Address at which it listens. For processes on other machines: an address that they can reach, or `0.0.0.0`."""
-    port: Port = 0
-    """0: any free port (`streamrl run` only)."""
-    lease_seconds: PositiveFloat = 30.0
-    """A worker that is silent for this long loses its groups to others."""
+    silence_seconds: PositiveFloat = 30.0
+    """A process that is silent for this long counts as lost: its groups and requests move to others."""
     heartbeat_seconds: PositiveFloat = 1.0
-    join_timeout_seconds: PositiveFloat = 300.0
-    """How long a run waits for its processes to register."""
+    """Period of the heartbeats to the controller, and resolution of the figures in them."""
+    start_seconds: PositiveFloat = 300.0
+    """How long a run waits for its processes to register, and a gserver for SGLang's first reply."""
     drain_seconds: PositiveFloat = 60.0
     """Time for requests to finish on a gserver that is about to leave; the rest continue elsewhere."""
+    request_seconds: PositiveFloat = 600.0
+    """Longest time of one generation request."""
+    stuck_seconds: PositiveFloat = 60.0
+    """An engine with work that finishes no step for this long, or an SGLang server that does not reply for this long,
+    counts as hung, and its gserver ends. Must be longer than the computation of the longest prompt."""
+    update_seconds: PositiveFloat = 120.0
+    """Longest time of each wait in a weight update."""
+    call_seconds: PositiveFloat = 1800.0
+    """Longest time of one model function call."""
+    warning_seconds: PositiveFloat = 30.0
+    """A longer wait for data is named in the log."""
+    save_seconds: NonNegativeFloat = 60.0
+    """Deadline of the checkpoint that the first Ctrl-C or SIGTERM triggers. 0: no checkpoint."""
+    evaluation_seconds: PositiveFloat = 900.0
+    """Longest time that the run waits for the evaluation at its end."""
+
+    @property
+    def resend_seconds(self) -> float:
+        """A group that has not been acknowledged for this long is sent again."""
+        return self.silence_seconds / 3
+
+
+class RestartsConfig(Section, frozen=True):
+    """Restarts of processes that died, separately for each process."""
+
+    number: NonNegative = 5
+    """Most restarts of one process within `window_seconds`. The death of a model worker or of the controller takes the
+    run back to its latest checkpoint, and stops it after that many. Without a gserver or rollout worker that died more
+    often, the run continues for a while if it has others, or else stops. A cluster restarts a whole run as often."""
+    window_seconds: PositiveFloat = 3600.0
+    delay_seconds: PositiveFloat = 1.0
+    """Delay before the first restart; it doubles with each further one, up to a minute."""
 
 
 class SecurityConfig(Section, frozen=True):
@@ -450,13 +460,9 @@ class WeightsConfig(Section, frozen=True):
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Backend of the weight broadcast. `auto`: NCCL if the trainer is on GPUs, unless it shares them with gservers that
     `streamrl run` starts: NCCL allows one rank on each GPU."""
-    host: str = ""
-    """Address at which the publisher listens for the weight group; empty: the address by which others reach it."""
     bucket_mb: PositiveFloat = 256.0
     """Size of the buckets in which weights are broadcast, in MiB; a larger weight is a bucket of its own. Each bucket
-    has to arrive within `timeout_seconds`."""
-    timeout_seconds: PositiveFloat = 120.0
-    """Longest time of each wait in a weight update."""
+    has to arrive within `limits.update_seconds`."""
     attempts: Positive = 3
     """How often an update is tried before the run stops."""
 
@@ -464,15 +470,10 @@ class WeightsConfig(Section, frozen=True):
 class StreamConfig(Section, frozen=True):
     """The stream of groups from rollout workers to DP heads."""
 
-    host: str = ""
-    """Address at which the controller listens for model workers, and model workers listen for groups; empty: the
-    address by which others reach them."""
     capacity_groups: Positive = 4096
     """Most groups that a DP head holds; beyond that, senders get no credit."""
     max_group_mb: PositiveFloat = 256.0
     """Largest size of the arrays of one group, in MiB (2^20 bytes)."""
-    resend_seconds: PositiveFloat = 10.0
-    """A group that has not been acknowledged for this long is sent again."""
 
     @property
     def max_group_bytes(self) -> int:
@@ -496,20 +497,14 @@ class EvaluationDataConfig(Section, frozen=True):
 
 
 class EvaluationConfig(Section, frozen=True):
-    """Evaluation on held-out prompts during training; off by default.
+    """Evaluation on held-out prompts during training; off by default."""
 
-    Epochs, steps and seconds count independently of each other; 0 turns one off.
-    """
-
-    every_epochs: NonNegative = 0
-    every_steps: NonNegative = 0
-    every_seconds: NonNegativeFloat = 0.0
+    every: str = "never"
+    """Period of evaluations, as in `trainer.save_every`."""
     at_start: bool = False
     """Evaluate the initial policy of the run."""
     at_end: bool = False
     """Evaluate the final policy before the run ends."""
-    end_timeout_seconds: PositiveFloat = 900.0
-    """Longest time that the run waits for the evaluation at its end."""
     data: EvaluationDataConfig = EvaluationDataConfig()
     seed: NonNegative | None = None
     """Seed of the held-out prompts; None: `run.seed + 2**30`, far from the rows of the training data (a generator may
@@ -528,15 +523,13 @@ class EvaluationConfig(Section, frozen=True):
     pass_reward: Finite = 1.0
     """A response with at least this reward counts as a pass in pass@k."""
 
-    @property
-    def every(self) -> Every:
-        """The frequency of evaluations, in addition to start and end."""
-        return Every(epochs=self.every_epochs, steps=self.every_steps, seconds=self.every_seconds)
+    def __post_init__(self) -> None:
+        every(self.every)
 
     @property
     def enabled(self) -> bool:
         """Whether the run has any evaluation."""
-        return self.every.ever or self.at_start or self.at_end
+        return every(self.every).ever or self.at_start or self.at_end
 
 
 class SlurmNodesConfig(Section, frozen=True):
@@ -581,8 +574,6 @@ class KubernetesConfig(Section, frozen=True):
 class LaunchConfig(Section, frozen=True):
     """Runs that a cluster starts (`streamrl launch`, docs/clusters.md)."""
 
-    restarts: NonNegative = 3
-    """How often the run is restarted from its latest checkpoint after its trainer or its controller was lost."""
     slurm: SlurmConfig = SlurmConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
 
@@ -610,7 +601,8 @@ class Config(Section, frozen=True):
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
     gserver: GserverConfig = GserverConfig()
-    manager: ManagerConfig = ManagerConfig()
+    limits: LimitsConfig = LimitsConfig()
+    restarts: RestartsConfig = RestartsConfig()
     security: SecurityConfig = SecurityConfig()
     staleness: StalenessConfig = StalenessConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -689,8 +681,8 @@ class Config(Section, frozen=True):
         raise ConfigError(
             f"{who} has another configuration than the controller: {found or 'is it another version of streamrl?'} "
             f"(fingerprints {digest} and {self.digest()}); start all processes of a run with the same "
-            "file and the same overrides; hosts, ports, paths, counts and the sections [run], [manager], [security], "
-            f"[metrics] and [launch] may differ, except {', '.join(SAME_IN_THEM)}"
+            "file and the same overrides; hosts, ports, paths, counts and the sections [run], [limits], [restarts], "
+            f"[security], [metrics] and [launch] may differ, except {', '.join(SAME_IN_THEM)}"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, field
 
-from streamrl.config.fields import DType, Every, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section, Share
+from streamrl.config.fields import DType, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section, Share, every
 
 ASYNCHRONOUS, SYNCHRONOUS = "asynchronous", "synchronous"
 """Graphs that come with streamrl."""
@@ -87,33 +87,24 @@ class TrainerConfig(Section, frozen=True):
     """Compute the common beginning of a group's trajectories once: the prompt, and an agent's turns."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, instead of keeping them."""
-    save_every_epochs: NonNegative = 0
-    """Epochs between checkpoints. Epochs, steps and seconds count independently of each other; 0 turns one off."""
-    save_every_steps: NonNegative = 0
-    save_every_seconds: NonNegativeFloat = 900.0
+    save_every: str = "15m"
+    """Period of checkpoints, for example "15m", "100 steps", "2 epochs", "1h, 500 steps" or "never". Several periods
+    count independently of each other."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints that are kept, in addition to the final one."""
     snapshot_every_steps: NonNegative | None = None
     """Training steps between snapshots: checkpoints in the memory of model worker 0's host, from which the run
     continues after a death. None: as often as costs at most 2% of the time; 0: no snapshots."""
     save_at_end: bool = True
-    save_on_stop_seconds: NonNegativeFloat = 60.0
-    """Deadline, in seconds, of the checkpoint that the first Ctrl-C or SIGTERM triggers. 0: no checkpoint."""
-    restarts: NonNegative = 5
-    """How often, within `restart_window_seconds`, the run goes back to its latest checkpoint after the death of the
-    controller or a model worker; after that the run stops."""
-    restart_window_seconds: PositiveFloat = 3600.0
-    restart_delay_seconds: PositiveFloat = 1.0
-    step_timeout_seconds: PositiveFloat = 1800.0
-    """Longest time of one model function call."""
-    wait_warning_seconds: PositiveFloat = 30.0
-    """A longer wait for data is named in the log."""
     logprob_diff_warning: PositiveFloat | None = None
     """Mean difference between the log-probabilities of a gserver and of the trainer that triggers a warning, in nats.
     It is about 1e-6 in float32, and about 0.02 in bfloat16. None: 0.05, or 0.2 if gservers quantise their weights."""
     logprob_diff_limit: PositiveFloat | None = None
     """Mean difference that stops the run, in nats."""
     optimizer: OptimizerConfig = OptimizerConfig()
+
+    def __post_init__(self) -> None:
+        every(self.save_every, key="save_every")
 
     @property
     def synchronous(self) -> bool:
@@ -124,11 +115,6 @@ class TrainerConfig(Section, frozen=True):
     def workers(self) -> int:
         """Number of model workers."""
         return self.data_parallel * self.context_parallel * self.tensor_parallel * self.pipeline_parallel
-
-    @property
-    def save_every(self) -> Every:
-        """The frequency of checkpoints, in addition to the final one."""
-        return Every(epochs=self.save_every_epochs, steps=self.save_every_steps, seconds=self.save_every_seconds)
 
 
 class ReferenceConfig(Section, frozen=True):

@@ -191,15 +191,8 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
         file = Path(config.security.secret_file).expanduser()
         if not config.security.secret_file or file.exists():  # a controller creates a missing file
             secret.given(config)
-    for setting, host, port in (
-        ("manager", config.manager.host, config.manager.port),
-        ("gserver", config.gserver.host, 0),
-        ("stream", config.stream.host, 0),
-        ("weights", config.weights.host, 0),
-    ):
-        if host:  # if empty, the address by which other machines reach this one
-            with found.part("ports"):
-                _listen(setting, host, port)
+    with found.part("ports"):
+        _listen(config.run.host, config.run.port)
     folders = {"run.dir": config.run_dir, "STREAMRL_CACHE": cache_home()}
     if config.weights.dir:
         folders["weights.dir"] = Path(config.weights.dir)
@@ -216,7 +209,7 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
                 found.tried.append(_find_sglang(config.gserver.sglang.python or sys.executable))
 
 
-def _listen(setting: str, host: str, port: int) -> None:
+def _listen(host: str, port: int) -> None:
     try:
         at = everywhere(host) if is_wildcard(host) else host  # "*" is no address
         family, kind, protocol, _, address = socket.getaddrinfo(at, port, type=socket.SOCK_STREAM)[0]
@@ -225,7 +218,7 @@ def _listen(setting: str, host: str, port: int) -> None:
             listening.bind(address)
             listening.listen()
     except OSError as error:
-        where = f"{setting}.port = {port} at {host}" if port else f'{setting}.host = "{host}"'
+        where = f"run.port = {port} at {host}" if port else f'run.host = "{host}"'
         raise ConfigError(
             f"{where}: nothing can listen there ({error.strerror or error}); give an address of this machine"
             + (", and a port that is free (0: any)" if port else "")

@@ -401,7 +401,7 @@ def _ports() -> DoctorLine:
     except OSError as error:
         with suppress(OSError):
             found = f"{_free_port(LOOPBACK_IPV6.at)}; nothing can listen at {LOOPBACK.at}"
-            return DoctorLine(name="ports", ok=False, found=found, do='set manager.host = "::1"')
+            return DoctorLine(name="ports", ok=False, found=found, do='set run.host = "::1"')
         return DoctorLine(
             name="ports",
             ok=False,

@@ -24,12 +24,12 @@ from streamrl.transport.secret import VARIABLE, Secret
 Manifest = dict[str, Any]
 
 PORT = 7000
-"""Port of the controller if `manager.port` is not set."""
+"""Port of the controller if `run.port` is not set."""
 CONFIG_FOLDER = "/etc/streamrl"
 RUN_FOLDER = "/streamrl"
 """Mount point of the claim; relative paths of the configuration begin there."""
 LEAVE_SECONDS = 30
-"""Grace period of a pod in addition to `manager.drain_seconds` and `trainer.save_on_stop_seconds`."""
+"""Grace period of a pod in addition to `limits.drain_seconds` and `limits.save_seconds`."""
 LONGEST_NAME = 40
 APPLY_SECONDS = 120.0
 
@@ -74,7 +74,7 @@ class _Made:
         self._config = config
         self._settings = config.launch.kubernetes
         self._run = name_of(config)
-        self.port = config.manager.port or PORT
+        self.port = config.run.port or PORT
 
     @property
     def url(self) -> str:
@@ -100,7 +100,7 @@ class _Made:
         """Return the Job of a pool that ends; failed pods are restarted."""
         pods = of_job.get("completions", 1)
         spec = {
-            "backoffLimit": self._config.launch.restarts * pods,
+            "backoffLimit": self._config.restarts.number * pods,
             **of_job,
             "template": self._pod(name, processes, options, restart="Never"),
         }
@@ -160,7 +160,7 @@ class _Made:
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
             "terminationGracePeriodSeconds": math.ceil(
-                max(self._config.manager.drain_seconds, self._config.trainer.save_on_stop_seconds)
+                max(self._config.limits.drain_seconds, self._config.limits.save_seconds)
             )
             + LEAVE_SECONDS,
             "containers": [container],

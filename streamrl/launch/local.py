@@ -148,7 +148,7 @@ class Launcher:
         """Handler of the first Ctrl-C."""
         self.manager_url = ""
         self._model_dir: Path | None = None
-        self._restarts: Mapping[PlanRole, Restarts] = {role: restarts_of(config, role) for role in WORK_GOES_ON}
+        self._restarts: Mapping[PlanRole, Restarts] = {role: restarts_of(config) for role in WORK_GOES_ON}
         self._came_up: set[str] = set()
         """Names of processes that have joined the run at least once."""
         self._coming: set[str] = set()
@@ -202,7 +202,7 @@ class Launcher:
         controller, *others = self._plan
         self._display.note("starting the controller")
         words = command(controller, config_file=self._config_file, components=self._components)
-        timeout = self._config.manager.join_timeout_seconds
+        timeout = self._config.limits.start_seconds
         self.manager_url = await children.ask(controller, words, timeout=timeout)
         self._display.note(f"controller at {self.manager_url}; starting {len(others)} processes")
         starting = [asyncio.create_task(self._start(children, process)) for process in others]

@@ -109,7 +109,7 @@ async def run_trainer(
                 threads=config.trainer.threads,
             )
         client = ControlClient.of(config, manager_url, timeout=STATUS_SECONDS)
-        restarts = restarts_of(config, "model_worker")
+        restarts = restarts_of(config)
         coming: set[asyncio.Task[None]] = set()
 
         async def start(process: ProcessPlan, *, after: float = 0.0, resume: bool = False) -> None:
@@ -189,7 +189,7 @@ class Pool:
         self._manager_url = manager_url
         self._advertise = advertise
         self._components = components
-        self._restarts: Restarts = restarts_of(config, role)
+        self._restarts: Restarts = restarts_of(config)
         self._children: Children | None = None
         self._model_dir: Path | None = None
         self._finding = asyncio.Lock()
@@ -279,7 +279,7 @@ class Pool:
     async def _place(self, client: ControlClient) -> int:
         config = self._config
         message = AskPlace(role=self._role, config_digest=config.digest(), settings=config.shared_changes())
-        return await client.place(message, patience=config.manager.join_timeout_seconds)
+        return await client.place(message, patience=config.limits.start_seconds)
 
     async def _start(self, process: ProcessPlan) -> None:
         assert self._children is not None

@@ -120,9 +120,9 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     If there are several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns.
     """
     planner = _Planner(config, gpus)
-    port = str(config.manager.port) if config.manager.port else "free port"
+    port = str(config.run.port) if config.run.port else "free port"
     return [
-        planner.one("controller", 0, address=url_of(config.manager.host, port)),
+        planner.one("controller", 0, address=url_of(config.run.host, port)),
         *planner.gservers(range(config.gserver.count)),
         *planner.model_workers(range(config.trainer.workers)),
         *(planner.one("rollout", index) for index in range(config.rollout.workers)),
@@ -218,11 +218,11 @@ class _Planner:
     def gservers(self, indices: Iterable[int]) -> Iterator[ProcessPlan]:
         ranks = _ranks_of_a_gserver(self._config)
         for index in indices:
-            yield self.one("gserver", index, address=self._shown("http", self._config.gserver.host), ranks=ranks)
+            yield self.one("gserver", index, address=self._shown("http"), ranks=ranks)
 
     def model_workers(self, indices: Iterable[int]) -> Iterator[ProcessPlan]:
         for index in indices:
-            yield self.one("model_worker", index, address=self._shown("tcp", self._config.stream.host), ranks=1)
+            yield self.one("model_worker", index, address=self._shown("tcp"), ranks=1)
 
     def one(self, role: PlanRole, index: int, *, address: str = "-", ranks: int = 0) -> ProcessPlan:
         """Return the plan of one process; `ranks`: number of GPUs that it can use."""
@@ -239,9 +239,9 @@ class _Planner:
             address=address,
         )
 
-    def _shown(self, scheme: str, host: str) -> str:
-        controller = self._config.manager.host
-        return url_of(host or ("own address" if is_wildcard(controller) else controller), "free port", scheme=scheme)
+    def _shown(self, scheme: str) -> str:
+        controller = self._config.run.host
+        return url_of("own address" if is_wildcard(controller) else controller, "free port", scheme=scheme)
 
 
 def fitted(config: Config, *, gpus: Sequence[str]) -> Config:

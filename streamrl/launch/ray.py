@@ -248,7 +248,7 @@ class KeptChildren(Children):
 
     def __init__(self, config: Config, places: Places, logs: Path, secret: Secret) -> None:
         super().__init__(logs=logs, secret=secret)
-        self._patience = config.manager.join_timeout_seconds
+        self._patience = config.limits.start_seconds
         self._places = places
         self._folder = logs
         settings = configuration.to_toml(config)
@@ -308,7 +308,7 @@ def run_on_ray(
     """Carry out the run in `config.run_dir` (claimed before) on the Ray cluster at `address`; return the exit code.
 
     As `run_locally`, but after the death of a model worker or the controller the run is restarted from its latest
-    checkpoint, at most `launch.restarts` times. Raises `ConfigError` if there is no such cluster, `DeadlineExceeded` if
+    checkpoint, at most `restarts.number` times. Raises `ConfigError` if there is no such cluster, `DeadlineExceeded` if
     it has no room.
     """
     where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
@@ -346,7 +346,7 @@ def table(config: Config) -> Table:
 
 
 class _Restarted:
-    """A run that is restarted as often as `launch.restarts` allows."""
+    """A run that is restarted as often as `restarts.number` allows."""
 
     def __init__(self, config: Config, *, display: Callable[[Config], Display], components: Mapping[str, str]) -> None:
         self._config = config
@@ -360,9 +360,9 @@ class _Restarted:
         processes = planned(self._config, gpus=ray.cluster_resources().get("GPU", 0) > 0)
         places = Places(self._config, processes)
         try:
-            await places.until_ready(seconds=self._config.manager.join_timeout_seconds)
+            await places.until_ready(seconds=self._config.limits.start_seconds)
             config = self._config
-            for attempt in range(self._config.launch.restarts + 1):
+            for attempt in range(self._config.restarts.number + 1):
                 self._launcher = Launcher(
                     config,
                     processes=processes,
@@ -374,7 +374,7 @@ class _Restarted:
                 try:
                     return await self._launcher.run()
                 except ProcessDied as error:
-                    if attempt == self._config.launch.restarts or not progress.checkpoints(config.run_dir):
+                    if attempt == self._config.restarts.number or not progress.checkpoints(config.run_dir):
                         raise
                     log.error("%s", error)
                     config = resumed(self._config)

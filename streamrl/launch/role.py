@@ -46,7 +46,7 @@ def free_place(config: Config, *, manager_url: str, role: Role) -> int:
         client = ControlClient.of(config, manager_url)
         try:
             message = AskPlace(role=role, config_digest=config.digest(), settings=config.shared_changes())
-            return await client.place(message, patience=config.manager.join_timeout_seconds)
+            return await client.place(message, patience=config.limits.start_seconds)
         finally:
             await client.close()
 
@@ -111,7 +111,7 @@ async def ask_from_where(config_file: Path, overrides: Sequence[str], *, manager
     config = configuration.load(config_file, overrides)
     client = ControlClient.of(config, manager_url)
     try:
-        point = await client.resume_point(patience=config.manager.join_timeout_seconds)
+        point = await client.resume_point(patience=config.limits.start_seconds)
     finally:
         await client.close()
     if not point.checkpoint:
@@ -191,8 +191,8 @@ def run_controller(
             on_ready(url)
 
         return {
-            "host": config.manager.host if host is None else host,
-            "port": config.manager.port if port is None else port,
+            "host": config.run.host if host is None else host,
+            "port": config.run.port if port is None else port,
             "advertise": advertise,
             "died": died,
             "on_ready": listening,
@@ -232,7 +232,7 @@ def run_member(
     number = index if index is not None else _ask_place(role, config_file, overrides, manager_url=manager_url)
 
     def arguments(config: Config) -> dict[str, Any]:
-        patience = config.manager.join_timeout_seconds
+        patience = config.limits.start_seconds
         reach = reach_towards(manager_url, advertise=advertise, patience=patience)
         use_interface_of(reach.local)  # before the component makes a process group
         folder = _make_checkpoint(config, manager_url=manager_url) if model_dir is None else model_dir

@@ -107,7 +107,7 @@ def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
     if not found:
         raise ConfigError(
             f"{config.run_dir} has no checkpoint to resume from: there is none before the first "
-            "trainer.save_every_steps, save_every_seconds or save_every_epochs, or Ctrl-C; start without --resume"
+            "trainer.save_every, or Ctrl-C; start without --resume"
         )
     begun = found[-1]
     if _sets(overrides, "run.resume_from"):

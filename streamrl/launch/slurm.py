@@ -107,7 +107,7 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
         f"logs={shlex.quote(str(logs))}",
         'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
         "address=$(scontrol show node \"$first\" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)",
-        f"port={config.manager.port or '$((20000 + SLURM_JOB_ID % 20000))'}",
+        f"port={config.run.port or '$((20000 + SLURM_JOB_ID % 20000))'}",
         "case $address in *:*) manager=http://[$address]:$port ;; *) manager=http://$address:$port ;; esac  # IPv6",
         "",
         "# A node that goes away takes its own processes with it, and nothing else.",
@@ -138,7 +138,7 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
         "# Slurm's own count of restarts has those after the end of the job's time in it, which are no failures.",
         'failures="$logs/failures-$SLURM_JOB_ID"',
         'if [ "$code" != 0 ] && [ "$state" = RUNNING ] && '
-        f'[ "$(cat "$failures" 2> /dev/null | wc -l)" -lt {config.launch.restarts} ]; then',
+        f'[ "$(cat "$failures" 2> /dev/null | wc -l)" -lt {config.restarts.number} ]; then',
         '    echo "the controller ended with code $code" >> "$failures"',
         '    begin_again "the controller ended with code $code"',
         "fi",

@@ -34,7 +34,7 @@ from streamrl.children import (
     reading,
     wait_for_group,
 )
-from streamrl.config import Config, GserverConfig, RolloutConfig, TrainerConfig
+from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, ProcessDied, RunStopped, StreamRLError
 from streamrl.launch.files import last_lines
 from streamrl.launch.process import EXIT_FAILED, STACKS_SIGNAL, Departure
@@ -315,16 +315,10 @@ class Restarts:
         return max(0.0, begin - now)
 
 
-def restarts_of(config: Config, role: PlanRole) -> Restarts:
-    """Return the restart limits of processes of `role`."""
-    settings: GserverConfig | RolloutConfig | TrainerConfig = config.trainer
-    if role in ("gserver", "rollout"):
-        settings = config.gserver if role == "gserver" else config.rollout
-    return Restarts(
-        most=settings.max_restarts if isinstance(settings, GserverConfig) else settings.restarts,
-        window=settings.restart_window_seconds,
-        delay=settings.restart_delay_seconds,
-    )
+def restarts_of(config: Config) -> Restarts:
+    """Return the counts of restarts of one role's processes, with the limits of `config`."""
+    limits = config.restarts
+    return Restarts(most=limits.number, window=limits.window_seconds, delay=limits.delay_seconds)
 
 
 # --- the run ---
@@ -371,9 +365,9 @@ def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departu
     gives it no time.
 
     `manager_url` returns an empty string while there is no controller. The work raises `StreamRLError` if the request
-    fails, and `DeadlineExceeded` if the run has not ended within `trainer.save_on_stop_seconds`.
+    fails, and `DeadlineExceeded` if the run has not ended within `limits.save_seconds`.
     """
-    seconds = config.trainer.save_on_stop_seconds
+    seconds = config.limits.save_seconds
 
     async def work() -> None:
         if not (url := manager_url()):
@@ -384,7 +378,7 @@ def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departu
         finally:
             await client.close()
         await asyncio.sleep(seconds)
-        raise DeadlineExceeded(f"trainer.save_on_stop_seconds = {seconds:g} have passed")
+        raise DeadlineExceeded(f"limits.save_seconds = {seconds:g} have passed")
 
     return [Departure(work, f"writing a checkpoint, for at most {seconds:g} s")] if seconds else []
 

@@ -67,7 +67,7 @@ FAILING = 0.01
 MOSTLY_UNSCORED = 0.5
 """Share of unscored responses above which rewards are useless."""
 OFTEN_RESTARTED = 3
-"""Restarts of one process, as many as `gserver.max_restarts` and `rollout.restarts` allow in a row by default."""
+"""Restarts of one process, that deserve a warning."""
 LEAST_DISK = 2**30
 LEAST_DISK_SHARE = 0.03
 """Free bytes, and share of the disk, below which the next checkpoint may not fit."""
@@ -246,7 +246,7 @@ def _engines(run: RunFigures) -> Iterator[Finding]:
             "warning",
             "weight updates",
             f"{run.failed_updates} weight updates failed and were rolled back",
-            ["weights.timeout_seconds, or weights.mode"],
+            ["limits.update_seconds, or weights.mode"],
         )
 
 
@@ -427,7 +427,7 @@ def _went_back(run: RunFigures) -> Iterator[Finding]:
             "went back",
             f"the run went back to a checkpoint {_times(len(deaths))}, and made {lost} steps again{without}; the last "
             f"time to step {deaths[-1].policy_version}, because {deaths[-1].cause}",
-            ["trainer.save_every_steps"] if lost > OFTEN_RESTARTED * len(deaths) else [],
+            ["trainer.save_every"] if lost > OFTEN_RESTARTED * len(deaths) else [],
         )
 
 

@@ -38,7 +38,7 @@ from streamrl.transport.secret import of_run_at
 from streamrl.transport.tls import client_context, server_context
 
 PATIENCE_REQUESTS = 2
-"""A response is given up after this many times `rollout.request_timeout_seconds` without a token."""
+"""A response is given up after this many times `limits.request_seconds` without a token."""
 
 
 class RunOver(Exception):
@@ -87,7 +87,7 @@ async def serve_until_over(
             stats=activity.stats,
             failure=activity.frequent_failure,
         )
-        await membership.join(patience=config.manager.join_timeout_seconds)
+        await membership.join(patience=config.limits.start_seconds)
         at_exit.push_async_callback(membership.leave)
         joined = Joined(control=control, membership=membership, reach=reach, activity=activity, at_exit=at_exit)
         await membership.until_over(work(joined))
@@ -115,7 +115,7 @@ class Workshop:
             self.client,
             sampling=config.rollout.sampling,
             seed=config.run.seed,
-            patience=PATIENCE_REQUESTS * config.rollout.request_timeout_seconds,
+            patience=PATIENCE_REQUESTS * config.limits.request_seconds,
             tokens_per_request=config.rollout.tokens_per_request,
             decode=self.chat.decode,
             eos_token_ids=eos_token_ids(self.model_dir),
@@ -152,7 +152,7 @@ async def open_workshop(config: Config, *, joined: Joined, model_dir: Path) -> t
     chat, prompts = loading.result()
     workflow = await _open_workflow(config, joined=joined, chat=chat, model_dir=model_dir)
     client = GenerationClient(
-        timeout=config.rollout.request_timeout_seconds,
+        timeout=config.limits.request_seconds,
         key=joined.membership.granted.gserver_key,
         tls=client_context(of_run_at(joined.control.url, config), config.security),
     )
@@ -190,8 +190,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer,
     model = Path(config.model.path).name
     own = config.rollout.sampling
     sampling = Sampling(own.temperature, own.top_p, own.top_k, own.min_p)
-    reach = joined.reach if agent.remote or agent.host else joined.reach.of_this_machine
-    listening = reach.listening(agent.host)
+    listening = (joined.reach if agent.remote else joined.reach.of_this_machine).listening
     if agent.remote and not is_loopback(listening.at) and not agent.api_key_env:
         raise ConfigError(
             f"agents are served at {listening.at}, which is open to others: rollout.agent needs an api_key_env, or "
@@ -206,7 +205,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer,
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
         listening=listening,
         port=agent.port + joined.membership.index if agent.port else 0,  # each worker of one machine needs its own port
-        hosts=Hosts([agent.host, listening.announced, *config.security.host_names]),
+        hosts=Hosts([listening.announced, *config.security.host_names]),
         tls=server_context(None, config.security) if config.security.certificate and agent.remote else None,
     )
     joined.at_exit.push_async_callback(gateway.close)

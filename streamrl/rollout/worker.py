@@ -69,21 +69,21 @@ async def _open_pusher(config: Config, joined: Joined) -> GroupPusher:
     """Connect to the model workers that store groups, once all of them have registered."""
     joined.membership.waiting_for = "the model workers to register"
     workers = await joined.control.topology(
-        "model_worker", config.trainer.workers, patience=config.manager.join_timeout_seconds
+        "model_worker", config.trainer.workers, patience=config.limits.start_seconds
     )
     return GroupPusher(
         worker=joined.membership.name,
         heads=[worker for worker in workers if worker.address],  # only DP heads have one
         shown=joined.membership.shows("model_worker"),
         max_group_bytes=config.stream.max_group_bytes,
-        resend_seconds=config.stream.resend_seconds,
-        warn_seconds=config.trainer.wait_warning_seconds,
+        resend_seconds=config.limits.resend_seconds,
+        warn_seconds=config.limits.warning_seconds,
     )
 
 
 async def _open_calls(config: Config, joined: Joined, worker: RolloutWorker) -> SynchronousRollout:
     """Connect to the master, once it has registered, to take its calls."""
-    controllers = await joined.control.topology("controller", 1, patience=config.manager.join_timeout_seconds)
+    controllers = await joined.control.topology("controller", 1, patience=config.limits.start_seconds)
     return SynchronousRollout(
         config,
         index=joined.membership.index,

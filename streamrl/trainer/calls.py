@@ -80,7 +80,7 @@ MasterHook = SaveHook | EvaluateHook
 MOST_COMPARED = 256
 """Maximal number of a response's sampled tokens that are compared with the gservers'."""
 PUBLICATION_STEPS = 7
-"""Number of waits of `weights.timeout_seconds` in one attempt of `Publish`."""
+"""Number of waits of `limits.update_seconds` in one attempt of `Publish`."""
 
 
 class Spec(msgspec.Struct, frozen=True, tag=True):

@@ -54,30 +54,14 @@ class Reach(NamedTuple):
 
     announced: str
     local: str
-    """An address of this machine. The process listens there unless a setting says otherwise, and process groups meet
-    at its interface."""
+    """An address of this machine. The process listens there, and process groups meet at its interface."""
     told: bool = False
     """Whether `announced` was given by `--advertise`."""
 
-    def listening(self, setting: str) -> Listening:
-        """Return where a socket listens with the setting `setting` (`gserver.host` and the like), which may be empty.
-
-        Raises `ConfigError` if it is not an address of this machine.
-        """
-        if not setting:
-            return Listening(at=self.local, announced=self.announced)
-        if is_wildcard(setting):
-            return Listening(at=everywhere(self.local), announced=self.announced)
-        try:
-            family, *_, address = socket.getaddrinfo(setting, 0, type=socket.SOCK_STREAM)[0]
-            with socket.socket(family) as trying:
-                trying.bind(address)
-        except OSError as error:
-            raise ConfigError(
-                f"nothing can listen at {setting} ({error.strerror}): gserver.host, stream.host, weights.host and "
-                "rollout.agent.host are addresses of the machine itself, 0.0.0.0 for all that it has, or empty"
-            ) from error
-        return Listening(at=setting, announced=self.announced if self.told else setting)
+    @property
+    def listening(self) -> Listening:
+        """The address at which the sockets of this process listen, and the one that it announces."""
+        return Listening(at=self.local, announced=self.announced)
 
     @property
     def loopback(self) -> bool:

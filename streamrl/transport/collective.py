@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.distributed import distributed_c10d as c10d
 
 from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
-from streamrl.config import WeightsConfig
+from streamrl.config import Config, WeightsConfig
 from streamrl.device import SideStream
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.transport.addresses import LOOPBACK, Listening, meeting_interface
@@ -324,7 +324,7 @@ class Broadcaster:
 
     def __init__(
         self,
-        config: WeightsConfig,
+        config: Config,
         *,
         listening: Listening = LOOPBACK,
         backend: Literal["gloo", "nccl"],
@@ -333,12 +333,13 @@ class Broadcaster:
     ) -> None:
         """`listening`: where the gservers meet the publisher."""
         self.dtype = dtype
-        self._config = config
+        self._config = config.weights
+        self._timeout = config.limits.update_seconds
         self._listening = listening
         self._backend: Literal["gloo", "nccl"] = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         """Device from which weights are sent."""
-        self._watched_seconds = config.timeout_seconds if backend == "nccl" else None
+        self._watched_seconds = self._timeout if backend == "nccl" else None
         self._beside = SideStream(device)
         self._store: Any = None
         self._group: Any = None
@@ -411,7 +412,7 @@ class Broadcaster:
                 world_size=begin.world_size,
                 name=begin.group_name,
                 backend=self._backend,
-                timeout=self._config.timeout_seconds,
+                timeout=self._timeout,
                 store=self._store,
             )
         self._group_name = begin.group_name

@@ -106,7 +106,7 @@ def fetched_model(config: Config, *, manager_url: str, cache: Path | None = None
 async def _fetched(config: Config, manager_url: str, cache: Path) -> Path:
     client = ControlClient.of(config, manager_url, timeout=CALL_SECONDS)
     try:
-        listing = await client.model(patience=config.manager.join_timeout_seconds)
+        listing = await client.model(patience=config.limits.start_seconds)
     finally:
         await client.close()
 

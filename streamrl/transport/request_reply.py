@@ -554,7 +554,7 @@ class ReplyChannel(Generic[Call]):
             if waited >= WELCOME_SECONDS:
                 raise PeerLost(
                     f"the master at {self._address} has not answered for {waited:.0f} s: either it cannot be reached "
-                    "from here (stream.host, firewalls), or it turns this process away, because another one has taken "
+                    "from here (--advertise, firewalls), or it turns this process away, because another one has taken "
                     "its place; look at the logs of the master and the manager, end the other one, and start again"
                 )
             log.warning("the master at %s has not answered for %.0f s; connecting again", self._address, waited)

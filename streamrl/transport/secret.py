@@ -191,8 +191,8 @@ def await_secret(url: str, config: Config) -> None:
     """Wait for the secret of the run with the manager at `url`: a process that is started by hand may be first.
 
     Return when the secret is known, when that manager listens and has not written it, or at the latest after
-    `manager.join_timeout_seconds`. Raises `ConfigError` as `read_file` does."""
-    given_up_at = time.monotonic() + config.manager.join_timeout_seconds
+    `limits.start_seconds`. Raises `ConfigError` as `read_file` does."""
+    given_up_at = time.monotonic() + config.limits.start_seconds
     parts = urlsplit(url)
     warned = False
     while (_is_to_be_made(config) or given(config) is None) and time.monotonic() < given_up_at:

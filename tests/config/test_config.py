@@ -64,7 +64,9 @@ def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Sect
         ("trainer.roles.critic.backend", "fsdp", r"trainer.roles\[...\].backend: Invalid enum value 'fsdp'"),
         ("staleness.max_staleness", -1, "staleness.max_staleness: Expected `int` >= 0"),
         ("staleness.over_age", "keep", "staleness.over_age: Invalid enum value 'keep'; choose one of 'mask'"),
-        ("manager.port", 70000, "manager.port: Expected `int` <= 65535"),
+        ("trainer.save_every", 100, 'trainer.save_every: Expected `str`, got `int`; write it as "100 steps", '),
+        ("evaluation.every", "often", "evaluation: every = 'often': write it as "),
+        ("run.port", 70000, "run.port: Expected `int` <= 65535"),
         ("rollout.agent.port", 70000, "rollout.agent.port: Expected `int` <= 65535"),
         ("rollout.sampling.top_p", 1.5, "rollout.sampling.top_p: Expected `float` <= 1"),
         ("trainer", 3, "trainer = 3: trainer is a section; set its keys, for example trainer.data_parallel=3"),
@@ -98,6 +100,9 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["rollout.reward.on_error=zero"], "rollout.reward.on_error is now rollout.on_failed_sibling"),
         (["rollout.agent.on_error=zero"], "rollout.agent.on_error is now rollout.on_failed_sibling"),
         (["weights.senders=2"], "weights.senders was removed"),
+        (["manager.lease_seconds=9"], "manager.lease_seconds is now limits.silence_seconds"),
+        (["gserver.sglang.start_timeout_seconds=9"], "is now limits.start_seconds"),
+        (["trainer.save_every_steps=9"], "trainer.save_every_steps is now trainer.save_every"),
         (["weights.delta=true"], "weights.delta was removed"),
         (["rollout.reward.overlong_tokens=9999"], "must not exceed rollout.sampling.max_new_tokens"),
         (
@@ -175,8 +180,8 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.temperature above 0"),
         (["evaluation.at_end=true", "evaluation.max_new_tokens=2048"], "evaluation.max_new_tokens must be smaller"),
         (["evaluation.at_end=true", "evaluation.data.max_prompt_tokens=2048"], "evaluation.data.max_prompt_tokens"),
-        (["evaluation.every_steps=1", "data.source=jsonl", "data.path=a.jsonl"], "must name held-out data"),
-        (["evaluation.every_seconds=1", "evaluation.seed=0"], "evaluation.seed must differ from run.seed"),
+        (["evaluation.every=1 step", "data.source=jsonl", "data.path=a.jsonl"], "must name held-out data"),
+        (["evaluation.every=1s", "evaluation.seed=0"], "evaluation.seed must differ from run.seed"),
     ],
 )
 def test_values_that_do_not_fit_together_are_refused(tmp_path: Path, overrides: list[str], says: str) -> None:
@@ -324,7 +329,7 @@ def test_processes_of_one_run_share_a_digest_whatever_may_differ_between_them() 
     digest = Config().digest()
     for tree in (
         {"run": {"name": "other", "dir": "elsewhere", "stop_at_reward": 0.5}},
-        {"manager": {"port": 8000}},
+        {"run": {"port": 8000}},
         {"metrics": {"plots": False}},
     ):
         assert from_dict(tree).digest() == digest
@@ -343,9 +348,9 @@ def test_processes_of_one_run_share_a_digest_whatever_may_differ_between_them() 
 def test_an_evaluation_is_off_unless_it_is_said_when() -> None:
     assert not Config().evaluation.enabled
     for setting in (
-        {"every_epochs": 1},
-        {"every_steps": 1},
-        {"every_seconds": 1},
+        {"every": "1 epoch"},
+        {"every": "1 step"},
+        {"every": "1.5s"},
         {"at_start": True},
         {"at_end": True},
     ):

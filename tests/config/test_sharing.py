@@ -26,13 +26,13 @@ def differing(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
-        ({"gserver": {"host": "0.0.0.0", "count": 4, "threads": 8}}, {"gserver": {"host": "10.0.0.1"}}),
-        ({"stream": {"host": "10.0.0.2"}, "weights": {"host": "10.0.0.2", "dir": "", "backend": "gloo"}}, {}),
+        ({"run": {"host": "0.0.0.0"}, "gserver": {"count": 4, "threads": 8}}, {"run": {"host": "10.0.0.1"}}),
+        ({"limits": {"call_seconds": 5}, "restarts": {"number": 0}, "weights": {"dir": "", "backend": "gloo"}}, {}),
         ({"model": {"path": "/data/m"}}, {"model": {"path": "/scratch/models/m"}}),
         ({"data": {"source": "jsonl", "path": "/a.jsonl"}}, {"data": {"source": "jsonl", "path": "/b.jsonl"}}),
         ({"critic": {"path": "/a"}}, {"critic": {"path": "/b"}}),
         ({"rollout": {"workers": 9, "reward": {"processes": 3}}}, {"rollout": {"max_concurrent_groups": 5}}),
-        ({"run": {"name": "a", "device": "cpu"}, "manager": {"host": "0.0.0.0"}}, {}),
+        ({"run": {"name": "a", "device": "cpu"}, "run": {"host": "0.0.0.0"}}, {}),
     ],
 )
 def test_what_belongs_to_a_machine_may_differ(theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -68,8 +68,8 @@ def test_an_agent_learns_to_use_its_tool_from_its_own_episodes_alone(tmp_path: P
 def test_a_rollout_worker_killed_in_mid_episode_loses_and_doubles_nothing(tmp_path: Path) -> None:
     settings = EASY | {
         "rollout__workers": 2,
-        "rollout__restart_delay_seconds": 0.1,
-        "manager__lease_seconds": 2,
+        "restarts__delay_seconds": 0.1,
+        "limits__silence_seconds": 2,
         "trainer__batch_groups": 8,
         "run__total_train_steps": 30,
         "run__stop_at_reward": 2.0,

@@ -21,7 +21,7 @@ def test_a_run_that_falls_apart_is_stopped_and_says_where_to_go_on(tmp_path: Pat
         trainer__batch_groups=16,
         trainer__lr=0.03,
         trainer__optimizer__warmup_steps=300,
-        trainer__save_every_steps=10,
+        trainer__save_every="10 steps",
         trainer__keep_checkpoints=1,
         run__total_train_steps=200,
         run__stop_at_reward=2.0,

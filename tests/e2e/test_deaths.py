@@ -37,15 +37,11 @@ SETTINGS: dict[str, Any] = SMALL | {
     "trainer__data_parallel": 2,
     "trainer__snapshot_every_steps": 2,
     "trainer__save_at_end": "false",
-    "trainer__restarts": 100,
-    "trainer__restart_delay_seconds": 0.01,
+    "restarts__number": 100,
+    "restarts__delay_seconds": 0.01,
     "gserver__count": 2,
-    "gserver__max_restarts": 100,
-    "gserver__restart_delay_seconds": 0.01,
     "rollout__workers": 2,
-    "rollout__restarts": 100,
-    "rollout__restart_delay_seconds": 0.01,
-    "manager__lease_seconds": 4,
+    "limits__silence_seconds": 4,
     "run__stop_at_reward": 2.0,
 }
 

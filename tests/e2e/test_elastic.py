@@ -107,7 +107,7 @@ def test_pools_grow_and_shrink_without_loss(tmp_path: Path, by_hand: ByHand) -> 
 def test_half_of_the_pools_is_taken_away_twice_and_given_back(tmp_path: Path, by_hand: ByHand) -> None:
     """As a cluster does it: at once, launchers and processes together, in the middle of their work."""
     run_dir = tmp_path / "taken"
-    settings = {**SETTINGS, "manager__lease_seconds": 2}
+    settings = {**SETTINGS, "limits__silence_seconds": 2}
     process = start(COPY_SCRATCH, overrides(tmp_path, "taken", **settings))
 
     def joined(status: Status) -> dict[str, float]:

@@ -37,12 +37,12 @@ def test_a_run_of_epochs_is_evaluated_from_its_start_to_its_end(tmp_path: Path) 
         run__total_train_epochs=2,
         evaluation__at_start="true",
         evaluation__at_end="true",
-        evaluation__every_steps=2,
+        evaluation__every="2 steps",
         evaluation__prompts=16,
         evaluation__samples=4,
         evaluation__temperature=1.0,
         evaluation__pass_reward=0.2,
-        trainer__save_every_epochs=1,
+        trainer__save_every="1 epoch",
         trainer__keep_checkpoints=9,
     )
     said = run(COPY_SCRATCH, settings)
@@ -101,11 +101,11 @@ def test_an_evaluation_survives_its_rollout_worker_and_a_resumed_run_goes_on_eva
         "resumed",
         **SMALL,
         run__total_train_steps=40,
-        manager__lease_seconds=2,
-        evaluation__every_steps=10,
+        limits__silence_seconds=2,
+        evaluation__every="10 steps",
         evaluation__at_end="true",
         evaluation__prompts=64,
-        trainer__save_every_steps=10,
+        trainer__save_every="10 steps",
     )
     process = start(COPY_SCRATCH, settings)
     wait_for_steps(run_dir, 3)

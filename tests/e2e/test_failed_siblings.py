@@ -97,7 +97,7 @@ def test_a_worker_that_is_lost_in_the_middle_of_a_retry_loses_and_doubles_nothin
     more = {
         "rollout__workers": 2,
         "rollout__reward__timeout_seconds": 600,
-        "manager__lease_seconds": 2,
+        "limits__silence_seconds": 2,
         "run__total_train_steps": 12,
         "staleness__over_age": "wait",
     }

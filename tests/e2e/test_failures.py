@@ -39,8 +39,8 @@ from tests.e2e.harness import (
 from tests.e2e.lies import checkpoints_take_long, gserver_1_keeps_its_weights
 
 FOR_EVER: dict[str, Any] = QUICK | {"run__total_train_steps": 4000}
-TWO_WORKERS: dict[str, Any] = QUICK | {"rollout__workers": 2, "manager__lease_seconds": 2}
-SOON_BACK = {"gserver__restart_delay_seconds": 0.1}
+TWO_WORKERS: dict[str, Any] = QUICK | {"rollout__workers": 2, "limits__silence_seconds": 2}
+SOON_BACK = {"restarts__delay_seconds": 0.1}
 
 
 def compared(run_dir: Path) -> float:
@@ -72,7 +72,7 @@ def test_a_killed_launcher_leaves_no_process_and_its_run_goes_on_with_another_nu
         "resumed",
         **TWO_WORKERS,
         run__total_train_steps=34,
-        trainer__save_every_steps=4,
+        trainer__save_every="4 steps",
         staleness__over_age="wait",
         run__record="true",
     )
@@ -132,7 +132,7 @@ def test_groups_that_were_under_way_are_kept_when_a_model_worker_dies(tmp_path: 
         | PACED
         | {
             "run__total_train_steps": 20,
-            "trainer__save_every_steps": 1,
+            "trainer__save_every": "1 step",
             "trainer__save_at_end": "false",
             "staleness__max_staleness": 4,
         }
@@ -155,7 +155,7 @@ def test_a_run_that_goes_back_gives_the_losses_of_one_that_did_not_bit_for_bit(t
     """Synchronous, with one deterministic gserver; two rollout workers race each other, and the KL is steered."""
     exact = SMALL | {
         "run__total_train_steps": 24,
-        "trainer__save_every_steps": 2,
+        "trainer__save_every": "2 steps",
         "trainer__save_at_end": "false",
         "trainer__batch_groups": 6,
         "rollout__workers": 2,
@@ -268,7 +268,7 @@ def test_a_stopped_gserver_is_ended_and_replaced_and_what_it_ran_goes_on(tmp_pat
     """The only one. Its connections stay open: nobody but the controller can notice that it does nothing."""
     run_dir = tmp_path / "stopped"
     settings = QUICK | SOON_BACK | {"run__total_train_steps": 20, "staleness__over_age": "wait"}
-    settings |= {"weights__mode": "disk", "manager__lease_seconds": 5}
+    settings |= {"weights__mode": "disk", "limits__silence_seconds": 5}
     process = start(COPY_SCRATCH, overrides(tmp_path, "stopped", **settings))
     wait_for_steps(run_dir, 4)
     process_of(run_dir, "gserver").suspend()

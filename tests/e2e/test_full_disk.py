@@ -38,7 +38,7 @@ def fill(filler: Path) -> None:
 def test_a_run_goes_on_while_its_disk_is_full_and_says_so(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    settings = QUICK | {"run__total_train_steps": 4000, "run__stop_at_reward": 2.0, "trainer__save_every_steps": 5}
+    settings = QUICK | {"run__total_train_steps": 4000, "run__stop_at_reward": 2.0, "trainer__save_every": "5 steps"}
     mounted = ["unshare", "-rm", "sh", "-c", OWN_DISK.format(disk), "sh"]
     process = start(COPY_SCRATCH, overrides(disk, "full", **settings), within=mounted)
 

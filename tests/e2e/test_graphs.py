@@ -49,7 +49,7 @@ def test_synchronous_ppo_is_the_masters_from_generation_on_though_a_rollout_work
         algorithm__ref_update_every=2,
         algorithm__minibatches=2,
         critic__lr=1e-3,
-        manager__lease_seconds=2,
+        limits__silence_seconds=2,
     )
     process = start(COPY_SCRATCH, settings)
     wait_for_steps(tmp_path / "ppo", 1)

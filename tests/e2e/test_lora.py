@@ -85,7 +85,7 @@ def test_at_staleness_zero_each_request_to_sglang_names_the_adapter_that_is_serv
         staleness__max_staleness=0,
         gserver__engine="sglang",
         gserver__sglang__python=sglang_python() or "",
-        evaluation__every_steps=1,
+        evaluation__every="1 step",
         evaluation__prompts=4,
     )
     run(COPY_SCRATCH, settings, seconds=500)

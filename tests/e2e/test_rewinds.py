@@ -29,8 +29,8 @@ SETTINGS: dict[str, Any] = SMALL | {
     "run__total_train_steps": STEPS,
     "run__stop_at_reward": 2.0,
     "staleness__over_age": "wait",
-    "trainer__save_every_steps": 2,
-    "trainer__restart_delay_seconds": 0.01,
+    "trainer__save_every": "2 steps",
+    "restarts__delay_seconds": 0.01,
     "trainer__save_at_end": "false",
 }
 CRITIC: dict[str, Any] = {

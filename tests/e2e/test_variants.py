@@ -48,7 +48,7 @@ def test_two_of_everything_with_all_mfcs(tmp_path: Path) -> None:
         weights__mode="collective",
         weights__pause_mode="abort",
         weights__bucket_mb=0.2,
-        trainer__save_every_steps=3,
+        trainer__save_every="3 steps",
     )
     run_dir = tmp_path / "two"
     with watching_sockets(run_dir) as listened:

@@ -57,8 +57,7 @@ def small_config(folder: Path, **sections: dict[str, Any]) -> Config:
         "gserver": {"count": 1},
         "trainer": {"batch_groups": 2},
         "staleness": {"max_staleness": 1},
-        "weights": {"timeout_seconds": 0.5},
-        "manager": {"lease_seconds": 30.0, "heartbeat_seconds": 0.05},
+        "limits": {"update_seconds": 0.5, "heartbeat_seconds": 0.05},
     }
     for name, section in sections.items():
         tree[name] = tree.get(name, {}) | section

@@ -70,13 +70,13 @@ class RunningSglang:
         config = configuration.from_dict(
             {
                 "model": SCRATCH,
+                "limits": {"start_seconds": START_SECONDS, "update_seconds": GROUP_SECONDS},
                 "gserver": {
                     "engine": "sglang",
                     "max_context": MAX_CONTEXT,
                     "max_running": MAX_RUNNING,
                     "sglang": {
                         "python": sglang_python() or "",
-                        "start_timeout_seconds": START_SECONDS,
                         "tensor_parallel": tensor_parallel,
                     },
                 },
@@ -84,6 +84,7 @@ class RunningSglang:
         )
         return sglang_server(
             config.gserver,
+            config.limits,
             index=index,
             model_dir=ensure_checkpoint(config, cache=self._folder / "cache"),
             device="cpu",
@@ -91,6 +92,5 @@ class RunningSglang:
             seed=1,
             weight_version="of nobody",
             prompt_cache=True,
-            group_seconds=GROUP_SECONDS,
             keys=GserverKeys(KEY, KEY),
         )

@@ -65,12 +65,15 @@ async def serving(folder: Path, *, weights: Mapping[str, Any] | None = None, **g
         yield Client(session, url, engine)
 
 
-def config_of(*, weights: Mapping[str, Any] | None = None, **gserver: Any) -> Config:
+def config_of(
+    *, weights: Mapping[str, Any] | None = None, limits: Mapping[str, float] | None = None, **gserver: Any
+) -> Config:
     return from_dict(
         {
             "run": {"device": "cpu"},
             "gserver": {"dtype": "float32", "max_running": 8, "max_context": 1024, **gserver},
             "data": {"max_prompt_tokens": 100},
-            "weights": {"timeout_seconds": 20.0, **(weights or {})},
+            "weights": weights or {},
+            "limits": {"update_seconds": 20.0, **(limits or {})},
         }
     )

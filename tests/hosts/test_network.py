@@ -52,7 +52,7 @@ def test_hosts_differ_and_can_be_cut_off(hosts: Hosts) -> None:
 
 @IPV6
 def test_sockets_of_the_run_may_be_at_a_name_that_has_an_ipv6_address_alone(hosts: Hosts) -> None:
-    """As with `stream.host`."""
+    """A name as the announced address."""
     hosts.without_ipv4(0)
     found = on(hosts, 0, BY_NAME)
     assert found.stdout == "heard\n", found.stderr

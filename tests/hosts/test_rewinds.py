@@ -25,8 +25,8 @@ STEPS = 40
 SETTINGS: dict[str, Any] = SMALL | {
     "run__total_train_steps": STEPS,
     "run__stop_at_reward": 2.0,
-    "trainer__save_every_steps": 2,
-    "trainer__wait_warning_seconds": 4,
+    "trainer__save_every": "2 steps",
+    "limits__warning_seconds": 4,
 }
 
 

@@ -67,7 +67,7 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
     """With weights by broadcast: the last host has one of two gservers and one of two rollout workers. It is cut off
     for a `moment`, then for longer than the `lease` (both in seconds), then for good."""
     cluster.settings = SMALL | {"run__total_train_steps": 100000, "run__stop_at_reward": 2.0}
-    cluster.settings |= {"manager__lease_seconds": lease}
+    cluster.settings |= {"limits__silence_seconds": lease}
     hosts, run_dir = cluster.hosts, cluster.run_dir
     # in no particular order: who comes first waits
     near_gserver = cluster.start(2, "gserver")
@@ -149,8 +149,8 @@ def test_real_sglang_servers_on_two_other_hosts(cluster: Cluster) -> None:
         "gserver__count": 2,  # nothing starts before both are there
         "gserver__sglang__python": sglang_python(),
         "weights__pause_mode": "retract",
-        "weights__timeout_seconds": 60,
-        "manager__lease_seconds": 30,
+        "limits__update_seconds": 60,
+        "limits__silence_seconds": 30,
         "run__total_train_steps": 8,
     }
     controller = cluster.start(0, "controller", "--host", "10.77.0.1")
@@ -171,8 +171,7 @@ def test_a_machine_without_an_ipv4_address_makes_a_run(hosts: Hosts, tmp_path: P
     """With two model workers, weights by broadcast to two gservers, and groups that go to a name."""
     hosts.without_ipv4(0)
     settings = SMALL | {
-        "manager__host": "::1",
-        "stream__host": "six",
+        "run__host": "::1",
         "gserver__count": 2,
         "weights__mode": "collective",
         "run__total_train_steps": 3,

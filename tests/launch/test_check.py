@@ -70,8 +70,7 @@ MEGATRON = {"backend": "megatron", "tensor_parallel": 2}
         ("trainer", {"graph": f"{HERE}:absent"}, "trainer.graph = .* has no absent"),
         ("run", {"dir": f"{__file__}/runs"}, "run.dir: .* cannot be made: .*test_check.py is a file"),
         ("run", {"device": "cuda"}, 'run.device = "cuda", and this machine has no GPU'),
-        ("manager", {"host": "203.0.113.7"}, 'manager.host = "203.0.113.7": nothing can listen there'),
-        ("stream", {"host": "203.0.113.7"}, 'stream.host = "203.0.113.7": nothing can listen there'),
+        ("run", {"host": "203.0.113.7"}, 'run.host = "203.0.113.7": nothing can listen there'),
         ("gserver", {"api_key_env": "NOT_SET_HERE"}, "NOT_SET_HERE"),
         ("critic", {"path": "nowhere"}, "critic.path: .*nowhere.* is no folder"),
         ("gserver", {"engine": "sglang", "sglang": {"python": "nopython"}}, "there is no such program"),
@@ -206,8 +205,8 @@ def test_rows_without_answers_and_agents_are_not_warned_of(tmp_path: Path) -> No
 def test_a_port_in_use(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (wrong,) = rehearsed(tmp_path, manager={"port": port}).wrong
-    assert f"manager.port = {port} at 127.0.0.1: nothing can listen there (Address already in use)" in wrong
+        (wrong,) = rehearsed(tmp_path, run={"port": port}).wrong
+    assert f"run.port = {port} at 127.0.0.1: nothing can listen there (Address already in use)" in wrong
 
 
 def test_too_few_gpus(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_machine_without_an_ipv4_address(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(socket, "create_server", only_ipv6)
     ports = named(doctor.network())["ports"]
     assert not ports.needed
-    assert (ports.do, ports.found.split(",")[0]) == ('set manager.host = "::1"', "free ones at ::1")
+    assert (ports.do, ports.found.split(",")[0]) == ('set run.host = "::1"', "free ones at ::1")
 
 
 def test_compilers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ async def test_a_controller_that_begins_anew_takes_all_others_with_it(tmp_path: 
 
 async def test_nobody_goes_on_from_where_a_run_that_is_over_began(tmp_path: Path) -> None:
     """The next one may go on from another checkpoint: it is waited for."""
-    config = small_config(tmp_path, manager={"join_timeout_seconds": 0.3, "lease_seconds": 30.0})
+    config = small_config(tmp_path, limits={"start_seconds": 0.3, "silence_seconds": 30.0})
     async with managed(config) as run:
         await run.register("rollout")  # a member without the news keeps the controller there
         await run.client.finish_run(FinishRun(reason="enough"))
@@ -178,7 +178,7 @@ async def test_a_pool_begins_where_the_run_does_each_time_that_it_starts_a_proce
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The checkpoint of before may have been removed by the trainer of a run that was begun again."""
-    config = small_config(tmp_path, manager={"join_timeout_seconds": 0.2})
+    config = small_config(tmp_path, limits={"start_seconds": 0.2})
     file = file_of(config, tmp_path)
     older, newer = written(config, 4), written(config, 8)
     asked: list[list[str]] = []

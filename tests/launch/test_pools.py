@@ -116,7 +116,7 @@ def test_a_trainer_pool_that_is_stopped_or_breaks(start: Start, tmp_path: Path) 
 def test_a_pool_starts_several_and_again_those_that_die(start: Start, tmp_path: Path) -> None:
     config = configuration(tmp_path, "finish")
     controller, url = start_controller(start, config)
-    words = ("data.args.gserver=die-once", "gserver.restart_delay_seconds=0.1", "--manager", url, "--count", "2")
+    words = ("data.args.gserver=die-once", "restarts.delay_seconds=0.1", "--manager", url, "--count", "2")
     pool = start("gserver", config, *words)
     starts = tmp_path / "runs" / "trial" / "gserver-starts.txt"
     until(lambda: starts.exists() and len(starts.read_text().split()) >= 3, "another start", seconds=PATIENCE)
@@ -210,7 +210,7 @@ class _OtherRun:
 async def test_a_process_whose_number_another_has_is_started_again_under_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load(configuration(tmp_path, "wait"), ["gserver.restart_delay_seconds=0.05"])
+    config = load(configuration(tmp_path, "wait"), ["restarts.delay_seconds=0.05"])
     pool = Pool(config, role="gserver", count=1, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
     pool._children, pool._model_dir = (children := Children(logs=None)), tmp_path
     started: list[int] = []

@@ -74,7 +74,7 @@ def test_every_process_once_and_gpus_in_turn(gservers: int, model_workers: int, 
 
 
 def test_ipv6_addresses_are_shown_as_urls_have_them() -> None:
-    processes = plan(from_dict({"manager": {"host": "::1"}}))
+    processes = plan(from_dict({"run": {"host": "::1"}}))
     shown = {process.address for process in processes} - {"-"}
     assert shown == {"http://[::1]:free port", "tcp://[::1]:free port"}
 

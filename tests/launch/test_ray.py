@@ -42,12 +42,11 @@ CORES = 8
 """That each node claims to have."""
 SETTINGS = PACED | {
     "gserver__count": 2,
-    "gserver__restart_delay_seconds": 0.1,
+    "restarts__delay_seconds": 0.1,
     "rollout__workers": 2,
     "rollout__group_size": 4,
-    "rollout__restart_delay_seconds": 0.1,
-    "manager__lease_seconds": 4,
-    "trainer__save_every_steps": 2,
+    "limits__silence_seconds": 4,
+    "trainer__save_every": "2 steps",
     "run__total_train_steps": 10000,
     "staleness__over_age": "wait",
 }
@@ -172,7 +171,7 @@ def until_back(run_dir: Path, taken: Mapping[str, psutil.Process]) -> None:
 
 
 def test_a_cluster_without_room_is_told_by_what_is_missing(cluster: Cluster, tmp_path: Path) -> None:
-    command = launch(cluster, tmp_path, gserver__threads=20, manager__join_timeout_seconds=2)
+    command = launch(cluster, tmp_path, gserver__threads=20, limits__start_seconds=2)
     assert command.exit_code() == 1, command.output
     assert "find room for the placement groups of gserver in vain: CPU: the run needs 46, the cluster's" in command.said
     assert "Traceback" not in command.output

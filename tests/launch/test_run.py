@@ -142,7 +142,7 @@ def starts(run: Launched, name: str = "starts.txt") -> int:
 
 
 def test_a_gserver_that_dies_is_started_again_until_it_was_too_often(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={controller="wait"}', "gserver.max_restarts=2", "gserver.restart_delay_seconds=0.1")
+    run = launch('data.args={controller="wait"}', "restarts.number=2", "restarts.delay_seconds=0.1")
     for count in (1, 2, 3):
         until(lambda count=count: starts(run, "gserver-starts.txt") == count, run)  # type: ignore[misc]
         pids = run.until_all_run()
@@ -156,7 +156,7 @@ def test_a_gserver_that_dies_is_started_again_until_it_was_too_often(launch: Cal
 
 
 def test_a_pool_that_still_has_members_goes_on_smaller(launch: Callable[..., Launched]) -> None:
-    settings = ("gserver.max_restarts=1", "rollout.restarts=1", "gserver.restart_delay_seconds=0.1")
+    settings = ("restarts.number=1", "restarts.delay_seconds=0.1")
     run = launch('data.args={controller="wait"}', "gserver.count=2", "rollout.workers=2", *settings)
     everyone = {*MEMBERS, "gserver1", "rollout1"}
     until(lambda: set(run.pids()) == everyone and all(run.pids().values()), run)
@@ -219,7 +219,7 @@ def test_failed_checkpoint_in_a_folder_of_its_own(launch: Callable[..., Launched
 
 @pytest.mark.parametrize("victim", MEMBERS)
 def test_records_name_who_was_killed_whoever_it_was(launch: Callable[..., Launched], victim: str) -> None:
-    never = ("gserver.max_restarts=0", "rollout.restarts=0", "trainer.restarts=0")
+    never = ("restarts.number=0",)
     run = launch('data.args={controller="wait"}', *never)
     pids = run.until_all_run()
     os.kill(pids[victim], signal.SIGKILL)
@@ -232,14 +232,14 @@ def test_records_name_who_was_killed_whoever_it_was(launch: Callable[..., Launch
 
 
 def test_rollout_worker_is_replaced(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={rollout="die-once"}', "rollout.restart_delay_seconds=0.01")
+    run = launch('data.args={rollout="die-once"}', "restarts.delay_seconds=0.01")
     assert run.ends() == 0, run.said()
     assert len((run.run_dir / "starts.txt").read_text().split()) == 2
     assert "started again (1 of 3, in 0.01 s)" in " ".join(run.said().split())
 
 
 def test_rollout_worker_that_dies_again_and_again_stops_the_run(launch: Callable[..., Launched]) -> None:
-    run = launch('data.args={controller="wait", rollout="die"}', "rollout.restarts=2")
+    run = launch('data.args={controller="wait", rollout="die"}', "restarts.number=2")
     assert run.ends() == 1
     assert len((run.run_dir / "starts.txt").read_text().split()) == 3
     assert "rollout 0: something broke" in run.said()

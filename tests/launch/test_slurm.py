@@ -37,8 +37,8 @@ SETTINGS = PACED | {
     "gserver__count": 2,
     "rollout__workers": 2,
     "rollout__group_size": 4,
-    "manager__lease_seconds": 4,
-    "trainer__save_every_steps": 2,
+    "limits__silence_seconds": 4,
+    "trainer__save_every": "2 steps",
     "run__total_train_steps": STEPS,
 }
 ENDS = (
@@ -298,7 +298,8 @@ def test_the_script_is_one_that_bash_reads() -> None:
             "run": {"name": "it's", "device": "cuda"},
             "trainer": {"data_parallel": 8},
             "evaluation": {"at_end": True},
-            "launch": {"restarts": 5, "slurm": {"options": ["--time=1:00:00"], "trainer": {"nodes": 2}}},
+            "restarts": {"number": 5},
+            "launch": {"slurm": {"options": ["--time=1:00:00"], "trainer": {"nodes": 2}}},
         }
     )
     text = script(config, config_file=Path("a folder/c.toml"), folder=Path("/some where"))
@@ -316,7 +317,7 @@ def carried_out(folder: Path, *, restarts: int = 0, failed_before: int = 0, **st
     for name, line in {"squeue": "echo RUNNING", **stand_ins}.items():
         (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)
-    config = from_dict({"run": {"dir": str(folder), "name": "run"}, "launch": {"restarts": restarts}})
+    config = from_dict({"run": {"dir": str(folder), "name": "run"}, "restarts": {"number": restarts}})
     file, logs = folder / "job.sh", folder / "run" / "logs"
     file.write_text(script(config, config_file=Path("c.toml"), folder=folder))
     logs.mkdir(parents=True)

@@ -104,7 +104,7 @@ def test_a_resumed_run_has_restarted_nobody():
 def test_a_run_that_went_back_says_why_and_what_it_cost():
     deaths = [Lineage(n, policy_version=8, cause=f"model_worker/{n} died", steps_lost=20) for n in (1, 2, 3)]
     (found,) = findings(healthy(lineages=[Lineage(0), *deaths]))
-    assert (found.severity, found.topic, found.turn) == ("warning", "went back", ["trainer.save_every_steps"])
+    assert (found.severity, found.topic, found.turn) == ("warning", "went back", ["trainer.save_every"])
     assert "3 times, and made 60 steps again; the last time to step 8, because model_worker/3 died" in found.text
     (once,) = findings(healthy(lineages=[Lineage(1, cause="controller/0 died", steps_lost=1, groups_kept=7)]))
     assert (once.severity, once.turn) == ("note", [])
@@ -166,7 +166,7 @@ def test_a_healthy_run_has_nothing_to_tell():
             with_steps(gservers_compared=0.0, gservers_not_compared=2.0),
             *("note", "engine against trainer", "none of 2 gservers was compared", ""),
         ),
-        (healthy(failed_updates=3), "warning", "weight updates", "3 weight updates failed", "weights.timeout_seconds"),
+        (healthy(failed_updates=3), "warning", "weight updates", "3 weight updates failed", "limits.update_seconds"),
         (
             with_steps(groups_with_contrast=4.0),
             *("warning", "contrast", "in 88% of the groups all siblings scored the same at a mean reward of 0.80"),

@@ -31,13 +31,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(folder: Path, *, data: dict[str, Any] | None = None, **evaluation: Any) -> Config:
-    chosen = {"every_steps": 1, "samples": 3, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 11}
+    chosen = {"every": "1 step", "samples": 3, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 11}
     return from_dict(
         {
             "run": {"dir": str(folder), "seed": 5},
             "data": {"source": "python", "path": "tests.rollout.user_code:row", "size": 20, **(data or {})},
             "rollout": {"reward": {"function": "tests.rollout.user_code:length_reward"}, "sibling_retries": 0},
-            "manager": {"heartbeat_seconds": 0.05},
+            "limits": {"heartbeat_seconds": 0.05},
             "evaluation": {**chosen, "max_concurrent": 2, "pass_reward": 3.0, **evaluation},
         }
     )
@@ -96,7 +96,7 @@ async def test_a_held_out_prompt_names_the_adapter_that_is_served_whatever_heart
     tmp_path: Path, model_dir: Path
 ) -> None:
     config = with_named_adapters(configure(tmp_path))
-    config = msgspec.structs.replace(config, manager=msgspec.structs.replace(config.manager, heartbeat_seconds=60.0))
+    config = msgspec.structs.replace(config, limits=msgspec.structs.replace(config.limits, heartbeat_seconds=60.0))
     async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
         await on.run.until(lambda status: any(p.role == "rollout" for p in status.processes), timeout=30)
         on.run.manager.ledger.advance(7)
@@ -277,7 +277,7 @@ async def test_the_prompts_of_a_worker_that_dies_are_made_by_another(tmp_path: P
         return say(request, number)
 
     config = configure(tmp_path, prompts=5)
-    config = msgspec.structs.replace(config, manager=msgspec.structs.replace(config.manager, lease_seconds=2.0))
+    config = msgspec.structs.replace(config, limits=msgspec.structs.replace(config.limits, silence_seconds=2.0))
     async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
         beating = asyncio.create_task(keep_beating(on.run, "gserver", "model_worker"))
         on.ask()

@@ -30,8 +30,8 @@ def configure(folder: Path, engine: str, **evaluation: Any) -> Config:
                 "max_context": 32,
                 "simulation": {"token_seconds": 0.001, "mean_length": 3.0},
             },
-            "manager": {"heartbeat_seconds": 0.05},
-            "evaluation": {"every_steps": 1, "prompts": 8, "pass_reward": 0.5} | evaluation,
+            "limits": {"heartbeat_seconds": 0.05},
+            "evaluation": {"every": "1 step", "prompts": 8, "pass_reward": 0.5} | evaluation,
         }
     )
 

@@ -263,7 +263,7 @@ def saving_graph(config: Config) -> list[MFC]:
 
 def test_the_masters_hooks_are_due_after_their_versions():
     settings = {"trainer": {"graph": "tests.trainer.test_graph:saving_graph"}}
-    graph = graph_of(configured(evaluation={"every_steps": 100}, **settings))
+    graph = graph_of(configured(evaluation={"every": "100 steps"}, **settings))
     assert [v for v in range(1, 8) if graph.due(SaveHook, policy_version=v)] == [2, 4, 6]
     assert [v for v in range(1, 8) if graph.due(EvaluateHook, policy_version=v)] == [3, 6]
     with pytest.raises(ConfigError, match="actor_train has an EvaluateHook, but no frequency is set"):

@@ -44,7 +44,7 @@ OWN = [
 def test_a_process_is_reached_where_it_reaches_the_manager_from(address: str) -> None:
     reach = reach_towards(f"http://{address}:7000")
     assert reach == Reach(announced=address, local=address)
-    assert reach.listening("") == Listening(address, address)
+    assert reach.listening == Listening(address, address)
 
 
 def test_of_a_name_with_addresses_of_both_kinds_the_one_counts_at_which_zmq_can_listen(
@@ -63,32 +63,18 @@ def test_of_a_name_with_addresses_of_both_kinds_the_one_counts_at_which_zmq_can_
 @pytest.mark.parametrize("everywhere", ["0.0.0.0", "::", "*"])
 def test_a_wildcard_is_never_announced(everywhere: str) -> None:
     assert is_wildcard(everywhere)
-    assert LOCAL.listening(everywhere) == Listening("0.0.0.0", "127.0.0.1")
-    told = Reach(announced="10.0.0.7", local="10.0.0.7", told=True)
-    assert told.listening(everywhere) == Listening("0.0.0.0", "10.0.0.7")
-    ipv6 = Reach(announced="fd00::7", local="fd00::7")
-    assert ipv6.listening(everywhere) == Listening("::", "fd00::7"), "a server of one kind does not hear the other"
     assert not is_wildcard(reach_of_manager(everywhere).announced)
     with pytest.raises(ConfigError, match=r"--advertise .* no other process reaches it"):
         reach_towards("http://127.0.0.1:1", advertise=everywhere)
 
 
-def test_a_setting_says_where_to_listen_and_advertise_what_others_are_told() -> None:
-    assert LOCAL.listening("127.0.0.5") == Listening("127.0.0.5", "127.0.0.5")
+def test_advertise_replaces_the_announced_address() -> None:
     elsewhere = reach_towards("http://127.0.0.1:1", advertise="198.51.100.9")
     assert elsewhere == Reach(announced="198.51.100.9", local="127.0.0.1", told=True), "not an address of this machine"
-    assert elsewhere.listening("") == Listening("127.0.0.1", "198.51.100.9")
-    assert elsewhere.listening("127.0.0.5") == Listening("127.0.0.5", "198.51.100.9")
+    assert elsewhere.listening == Listening("127.0.0.1", "198.51.100.9")
     assert reach_towards("http://127.0.0.1:1", advertise="127.0.0.3").local == "127.0.0.3"
     named = reach_towards("http://127.0.0.1:1", advertise=socket.gethostname())
     assert named.local == "127.0.0.1", "what a machine's own name stands for there need not lead to others"
-
-
-@pytest.mark.parametrize("setting", ["203.0.113.7", "no.such.host.invalid"])
-def test_where_nothing_can_listen_is_told_at_once(setting: str) -> None:
-    """And not when the first weights are to be sent (`weights.host`)."""
-    with pytest.raises(ConfigError, match=rf"nothing can listen at {setting} \(.*stream\.host, weights\.host"):
-        LOCAL.listening(setting)
 
 
 @IPV6
@@ -164,7 +150,7 @@ def test_addresses_of_both_families() -> None:
     assert url_of("::1", 80) == "http://[::1]:80"
     assert url_of("10.0.0.1", 80, scheme="tcp") == "tcp://10.0.0.1:80"
     assert [host_of(text) for text in ("tcp://[::1]:80", "http://a:1/b", "")] == ["::1", "a", ""]
-    assert LOCAL.listening("") == LOOPBACK
+    assert LOCAL.listening == LOOPBACK
 
 
 def test_torch_is_not_loaded_for_it() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from streamrl.config import WeightsConfig
+from streamrl.config import Config
 from streamrl.errors import PublicationError
 from streamrl.transport.collective import Broadcaster, broadcast, destroy_group, form_group, open_store
 from streamrl.transport.control import PublishBeginReply
@@ -132,7 +132,7 @@ class OneWeight:
 
 @CLOSING
 def test_the_store_of_weight_groups_is_open_only_while_one_forms() -> None:
-    sender = Broadcaster(WeightsConfig(), backend="gloo", dtype=torch.float32, device=torch.device("cpu"))
+    sender = Broadcaster(Config(), backend="gloo", dtype=torch.float32, device=torch.device("cpu"))
 
     def announced(version: int) -> int:
         sender.prepare(version, OneWeight(float(version)))

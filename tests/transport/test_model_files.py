@@ -65,7 +65,7 @@ async def test_it_is_fetched_from_a_manager_that_encrypts_nothing(
 ) -> None:
     monkeypatch.setenv("STREAMRL_SECRET", "0123456789abcdef")
     made = ensure_checkpoint(from_dict({"model": SCRATCH}), cache=tmp_path / "made")
-    config = at(small_config(tmp_path, security={"encryption": "off"}, manager={"join_timeout_seconds": 5}), made)
+    config = at(small_config(tmp_path, security={"encryption": "off"}, limits={"start_seconds": 5}), made)
     async with managed(config) as run:
         elsewhere = run.url.replace("127.0.0.1", "0.0.0.0")  # the same socket, by an address that is no loopback one
         here = at(config, tmp_path / "nowhere")
@@ -74,7 +74,7 @@ async def test_it_is_fetched_from_a_manager_that_encrypts_nothing(
 
 
 async def test_where_the_managers_host_lacks_it_too_it_is_said(tmp_path: Path) -> None:
-    config = at(small_config(tmp_path, manager={"join_timeout_seconds": 5}), tmp_path / "nowhere")
+    config = at(small_config(tmp_path, limits={"start_seconds": 5}), tmp_path / "nowhere")
     async with managed(config) as run:
         with pytest.raises(PeerError, match=r"the manager's host does not have the model either: .*nowhere"):
             await asyncio.to_thread(fetched_model, config, manager_url=run.url, cache=tmp_path / "cache")

@@ -167,7 +167,7 @@ def test_a_manager_that_leaves_no_secret_here_is_not_waited_for(monkeypatch: pyt
         manager.listen()
         began = time.monotonic()
         await_secret(f"http://127.0.0.1:{manager.getsockname()[1]}", from_dict({}))
-        assert time.monotonic() - began < from_dict({}).manager.join_timeout_seconds / 2
+        assert time.monotonic() - began < from_dict({}).limits.start_seconds / 2
 
 
 def test_a_child_is_given_it_by_a_pipe_and_gives_it_to_none_of_its_own() -> None:

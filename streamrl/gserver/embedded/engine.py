@@ -281,7 +281,7 @@ class EmbeddedEngine:
             looks, began = looks + 1 if same else 0, self._step_began
         frame = sys._current_frames().get(self._thread.ident or 0)
         log.error("the engine's thread is stuck here:\n%s", "".join(traceback.format_stack(frame)))
-        self._break(f"it has finished no step for {self._stuck_seconds:g} s (gserver.stuck_seconds)")
+        self._break(f"it has finished no step for {self._stuck_seconds:g} s (limits.stuck_seconds)")
 
     async def _swap(self, staged: Staged) -> str:
         """Serve the staged weights, which are complete; return a description."""

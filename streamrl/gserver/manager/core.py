@@ -78,7 +78,7 @@ class Manager:
         long_poll_seconds: float = LONG_POLL_SECONDS,
         trainer_patience_seconds: float = TRAINER_PATIENCE_SECONDS,
     ) -> None:
-        lease = config.manager.lease_seconds
+        lease = config.limits.silence_seconds
         self._config = config
         self._client = client
         self._secret = secret
@@ -102,8 +102,8 @@ class Manager:
         )
         calls = WeightCalls(
             client,
-            timeout=config.weights.timeout_seconds,
-            request_seconds=config.rollout.request_timeout_seconds,
+            timeout=config.limits.update_seconds,
+            request_seconds=config.limits.request_seconds,
         )
         self._checks = GserverChecks(
             calls=calls,
@@ -111,7 +111,7 @@ class Manager:
             on_checked=self._gserver_checked,
         )
         self.weights = WeightUpdates(
-            config=config.weights,
+            config=config,
             ledger=self.ledger,
             fleet=self._fleet,
             changed=signals.gservers,
@@ -174,7 +174,7 @@ class Manager:
         self._death: asyncio.Future[str] | None = None
         """Description of the death of a model worker of this lineage, once one has died."""
         self._trainer_machines: set[str] = set()
-        self._join_deadline: float | None = time.monotonic() + config.manager.join_timeout_seconds
+        self._join_deadline: float | None = time.monotonic() + config.limits.start_seconds
         self._last_step: StepReport | None = None
         self._architecture: Architecture | None = None
 
@@ -439,7 +439,7 @@ class Manager:
         self.groups.start()
         missing = waits_for_members(self._registry, self._config)
         if missing:
-            log.warning("after %.0f s the run still waits for %s", self._config.manager.join_timeout_seconds, missing)
+            log.warning("after %.0f s the run still waits for %s", self._config.limits.start_seconds, missing)
 
     def _version_served(self, version: int) -> None:
         self.comparisons.next_version(version)

@@ -1,7 +1,7 @@
 """Elastic pools: indices for processes that join a running run, and the procedure by which processes leave it.
 
 A rollout worker that is to leave starts no further group and finishes its own. A gserver is given no further group and
-leaves when nothing runs there. After `manager.drain_seconds`, or if it lacks the current weights, its requests are
+leaves when nothing runs there. After `limits.drain_seconds`, or if it lacks the current weights, its requests are
 aborted, which hands them over with their tokens: the gserver stays paused, and another one continues them.
 
 Invariant: a gserver is requested to leave only while no weight update is in progress, and then takes part in none.
@@ -81,7 +81,7 @@ class ElasticPools:
                 f"all {configured} rollout workers are there (rollout.workers): in a synchronous graph the master "
                 "deals groups to a fixed set of them; a new one may take the place of one that is silent"
             )
-        kept_until = now + self._config.manager.join_timeout_seconds
+        kept_until = now + self._config.limits.start_seconds
         self._promised[message.role, index] = kept_until, self._registry.get(message.role, index)
         return Place(index)
 
@@ -147,7 +147,7 @@ class ElasticPools:
 
     async def _empty(self, gserver: Gserver) -> None:
         """Let `gserver` finish or hand over its requests before it leaves."""
-        until, seconds = self._signals.gservers.until, self._config.manager.drain_seconds
+        until, seconds = self._signals.gservers.until, self._config.limits.drain_seconds
         try:
             await until(
                 lambda: not gserver.load.routed.requests or gserver.state is not MemberState.DRAINING, timeout=seconds

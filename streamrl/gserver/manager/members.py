@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 class Members:
     """The membership calls of a run.
 
-    A process counts as silent when it has sent nothing for a lease (`manager.lease_seconds`), a process of the trainer
+    A process counts as silent when it has sent nothing for a lease (`limits.silence_seconds`), a process of the trainer
     not before `trainer_patience_seconds`.
 
     `open_to_others`: whether other machines can reach the manager; every member must then be reachable from them.
@@ -90,10 +90,10 @@ class Members:
         """Fingerprint of the run's first weights, and the name of the member that reported it."""
         self._elastic = not config.trainer.synchronous
         """Whether any live rollout worker may receive groups, not only a fixed set of them."""
-        self._heartbeat_seconds = config.manager.heartbeat_seconds
+        self._heartbeat_seconds = config.limits.heartbeat_seconds
         self._registry = registry
         self._access = access
-        self._lease = config.manager.lease_seconds
+        self._lease = config.limits.silence_seconds
         self._trainer_patience = max(self._lease, trainer_patience_seconds)
         self._state = state
         self._timeline = timeline

@@ -63,7 +63,7 @@ async def managing(config: Config, *, host: str, port: int, advertise: str = "")
     reach = reach_of_manager(host, advertise=advertise)
     async with AsyncExitStack() as stack:
         client = GenerationClient(
-            timeout=config.weights.timeout_seconds,
+            timeout=config.limits.update_seconds,
             key=generation_key(config, secret),
             tls=client_context(secret, config.security),
         )
@@ -94,17 +94,16 @@ async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls
         address, bound = await server.listen(everywhere(reach.local) if is_wildcard(host) else host, port, tls=tls)
     except OSError as error:
         advice = (
-            "is another one running there? choose another manager.port, or 0 for any"
+            "is another one running there? choose another run.port, or 0 for any"
             if error.errno == errno.EADDRINUSE
-            else "manager.host is an address of this machine (::1 where it has none of IPv4), or 0.0.0.0 or :: for all "
-            "that it has"
+            else "run.host is an address of this machine (::1 if it has none of IPv4), or 0.0.0.0 or :: for all of them"
         )
         raise StreamRLError(
             f"the controller cannot listen at {host}:{port} ({error.strerror or error}); {advice}"
         ) from error
     if is_loopback(address) and not is_loopback(host):
         log.warning(
-            "manager.host = %r stands for %s here, which no other machine reaches: give an address", host, address
+            "run.host = %r stands for %s here, which no other machine reaches: give an address", host, address
         )
     told = reach.announced if reach.told or is_wildcard(host) else address
     return url_of(told, bound, scheme="http" if tls is None else "https")

@@ -50,7 +50,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     `advertise`: the address by which others reach this process; if empty, the one from which it reaches the manager.
     """
     reach = reach_towards(manager_url, advertise=advertise)
-    listening = reach.listening(config.gserver.host)
+    listening = reach.listening
     secret = of_run_at(manager_url, config)
     if secret is None:
         raise ConfigError(
@@ -76,7 +76,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
                 stats=engine.stats,
                 gpu=_gpu_of_weights(config, index),
             )
-            await membership.join(patience=config.manager.join_timeout_seconds)
+            await membership.join(patience=config.limits.start_seconds)
             try:
                 log.info("%s serves %s with the %s engine at %s", membership.name, model_dir, engine.name, url)
                 await membership.until_over(engine.failed(), membership.leaving.wait())
@@ -144,9 +144,9 @@ async def running(
             weight_version=_initial_version(config),
             max_context=config.gserver.max_context,
             prompt_cache=prompt_cache,
-            load_seconds=config.gserver.sglang.start_timeout_seconds,
-            stuck_seconds=config.gserver.stuck_seconds,
-            update_seconds=config.weights.timeout_seconds,
+            load_seconds=config.limits.start_seconds,
+            stuck_seconds=config.limits.stuck_seconds,
+            update_seconds=config.limits.update_seconds,
             key=read_key(config.gserver.api_key_env, setting="gserver.api_key_env"),
             lora=lora,
             adapter=adapter,
@@ -158,6 +158,7 @@ async def running(
         encrypted = secret is not None and encrypts(config, listening.at)
         async with sglang_server(
             config.gserver,
+            config.limits,
             listening=listening,
             encryption=(secret, config.security) if secret is not None and encrypted else None,
             index=index,
@@ -167,7 +168,6 @@ async def running(
             seed=_seed(config, index),
             weight_version=_initial_version(config),
             prompt_cache=prompt_cache,
-            group_seconds=config.weights.timeout_seconds,
             keys=keys,
             lora=lora,
             adapter=adapter,
@@ -194,7 +194,7 @@ async def _embedded(
     try:
         runner = web.AppRunner(
             server.application(
-                keys=keys, hosts=Hosts([config.gserver.host, listening.announced, *config.security.host_names])
+                keys=keys, hosts=Hosts([listening.announced, *config.security.host_names])
             ),
             handler_cancellation=True,
             access_log=None,
@@ -226,7 +226,7 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
             max_context=settings.max_context,
             seed=seed,
             version=version,
-            update_timeout=config.weights.timeout_seconds,
+            update_timeout=config.limits.update_seconds,
         )
     keep_freed_memory()
     device = resolve_device(config.run.device, index=index)
@@ -241,8 +241,8 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         max_context=settings.max_context,
         seed=seed,
         version=version,
-        update_timeout=config.weights.timeout_seconds,
-        stuck_seconds=settings.stuck_seconds,
+        update_timeout=config.limits.update_seconds,
+        stuck_seconds=config.limits.stuck_seconds,
         deterministic=settings.deterministic,
         prefill_tokens=settings.prefill_tokens,
         prefix_cache_bytes=int(settings.prefix_cache_mb * 2**20),

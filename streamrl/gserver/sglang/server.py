@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 
 from streamrl.children import HeldLifeline, describe_exit, end_group, reading, wait_for_group
-from streamrl.config import GserverConfig, LoraConfig, SecurityConfig
+from streamrl.config import GserverConfig, LimitsConfig, LoraConfig, SecurityConfig
 from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
 from streamrl.gserver.sglang.command import Launch, command, environment
 from streamrl.gserver.sglang.entry import LIFELINE, STACKS_SIGNAL
@@ -53,6 +53,7 @@ STACKS_SECONDS = 0.5
 @asynccontextmanager
 async def sglang_server(
     settings: GserverConfig,
+    limits: LimitsConfig,
     *,
     listening: Listening = LOOPBACK,
     index: int,
@@ -62,7 +63,6 @@ async def sglang_server(
     seed: int,
     weight_version: str,
     prompt_cache: bool,
-    group_seconds: float,
     keys: GserverKeys,
     routed_experts: bool = False,
     encryption: tuple[Secret, SecurityConfig] | None = None,
@@ -72,8 +72,7 @@ async def sglang_server(
     """Start a server, wait until it replies, and end it when the context ends.
 
     Arguments as in `Launch`; `listening`: the address at which it listens, and the one announced to others; `index`:
-    the gserver's; `group_seconds`: the longest wait for the other members of a weight group; `keys`: the keys that
-    callers must present; `encryption`: for TLS, the material of its certificate. Raises the errors of `until_ready`,
+    the gserver's; `keys`: the keys that callers must present; `encryption`: for TLS, the material of its certificate. Raises the errors of `until_ready`,
     and `ModelError` if SGLang cannot be started.
     """
     stack = ExitStack()
@@ -102,7 +101,7 @@ async def sglang_server(
         threads=settings.threads,
         index=index,
         ranks=settings.sglang.tensor_parallel,
-        group_seconds=group_seconds,
+        group_seconds=limits.update_seconds,
         keys=keys,
     )
     scheme = "http" if tls is None else "https"
@@ -112,17 +111,16 @@ async def sglang_server(
         stack.close()
         raise
     try:
-        near = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(listening.at, listening.at)
         async with monitoring(
-            url_of(near, launch.port, scheme=scheme),
+            url_of(listening.at, launch.port, scheme=scheme),
             key=keys.generation,
             tls=tls,
-            stuck_seconds=settings.stuck_seconds,
-            update_seconds=group_seconds,
+            stuck_seconds=limits.stuck_seconds,
+            update_seconds=limits.update_seconds,
         ) as monitor:
             server = SglangServer(process, monitor, url=url_of(listening.announced, launch.port, scheme=scheme))
             began = time.monotonic()
-            await server.until_ready(timeout=settings.sglang.start_timeout_seconds)
+            await server.until_ready(timeout=limits.start_seconds)
             log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)
             async with monitor.polling():
                 yield server
@@ -188,7 +186,7 @@ class SglangServer:
                 died.result()
             if not ready.done():
                 raise DeadlineExceeded(
-                    f"SGLang was not ready within {timeout:g} s (gserver.sglang.start_timeout_seconds); "
+                    f"SGLang was not ready within {timeout:g} s (limits.start_seconds); "
                     f"its last line: {self.process.last_line}"
                 )
         finally:

@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.config import WeightsConfig
+from streamrl.config import Config
 from streamrl.errors import PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.member_states import MemberEvent, MemberState
@@ -54,7 +54,7 @@ class WeightUpdates:
     def __init__(
         self,
         *,
-        config: WeightsConfig,
+        config: Config,
         ledger: Ledger,
         fleet: Fleet,
         changed: Wakeup,
@@ -119,7 +119,7 @@ class WeightUpdates:
         nothing: the returned group has only the publisher as a member.
 
         Raises `PublicationError` if the version is not newer than the served one, if no gserver replies within
-        `weights.timeout_seconds`, or if none of them can read the snapshot.
+        `limits.update_seconds`, or if none of them can read the snapshot.
         """
         async with self._beginning:
             await self.abort("the publisher began another update")
@@ -166,12 +166,12 @@ class WeightUpdates:
         """
         self._changed.notify()
         heard = [g for g in self._fleet.all() if not g.silent]
-        failed = [g for g in heard if g.state is MemberState.EVICTED and g.failed_resyncs >= self._config.attempts]
+        failed = [g for g in heard if g.state is MemberState.EVICTED and g.failed_resyncs >= self._config.weights.attempts]
         if not self.under_way and heard and len(failed) == len(heard):
             names = ", ".join(g.name for g in failed)
             self._on_unrecoverable(
                 f"no gserver serves weights v{self._ledger.policy_version}, and {names} could not be brought to them "
-                f"in {self._config.attempts} attempts each; see the controller's log"
+                f"in {self._config.weights.attempts} attempts each; see the controller's log"
             )
 
     async def close(self) -> None:
@@ -224,7 +224,7 @@ class WeightUpdates:
     def _lacking(self) -> list[Gserver]:
         """Return the live gservers that do not serve the policy version and may be resynced to it."""
         evicted = [g for g in self._fleet.all() if g.state is MemberState.EVICTED]
-        return [gserver for gserver in evicted if gserver.failed_resyncs < self._config.attempts]
+        return [gserver for gserver in evicted if gserver.failed_resyncs < self._config.weights.attempts]
 
     async def _members_to_resync(self, message: PublishBegin) -> list[Gserver]:
         """Return the gservers that lack the served version, can read it, and reply; possibly none.
@@ -247,7 +247,7 @@ class WeightUpdates:
         version, served = message.version, self._ledger.policy_version
         if version <= served:
             raise PublicationError(f"version {version} cannot be published: the gservers are at {served}")
-        deadline = time.monotonic() + self._config.timeout_seconds
+        deadline = time.monotonic() + self._config.limits.update_seconds
         seen = self._fleet.news
         while True:
             candidates, problem = _readers(message.weights, self._fleet.candidates(version))
@@ -263,7 +263,7 @@ class WeightUpdates:
             if left <= 0 or not await self._changed.until(partial(self._fleet.has_news_since, seen), timeout=left):
                 raise PublicationError(
                     f"weights v{version} have nowhere to go: no gserver answered within "
-                    f"{self._config.timeout_seconds:g} s; start one, or look at the gservers' logs"
+                    f"{self._config.limits.update_seconds:g} s; start one, or look at the gservers' logs"
                 )
             seen = self._fleet.news
 

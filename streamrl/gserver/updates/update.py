@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from streamrl import essential
-from streamrl.config import WeightsConfig
+from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, PeerLost, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, serves
 from streamrl.gserver.manager.member_states import MemberEvent
@@ -92,7 +92,7 @@ class WeightUpdate:
         group: WeightGroup,
         joined: bool,
         calls: WeightCalls,
-        config: WeightsConfig,
+        config: Config,
         ledger: Ledger,
         on_swapped: Callable[[int], None],
     ) -> None:
@@ -112,7 +112,8 @@ class WeightUpdate:
         self._old_version = ledger.policy_version
         self._weights = weights
         self._calls = calls
-        self._config = config
+        self._pause_mode = config.weights.pause_mode
+        self._timeout = config.limits.update_seconds
         self._on_swapped = on_swapped
         self._states: UpdateStates[Gserver] = UpdateStates(
             {
@@ -120,13 +121,13 @@ class WeightUpdate:
                     way=_way(weights),
                     staged=stages_weights(gserver),
                     joined=joined,
-                    verified=config.checksum,
-                    cut=config.pause_mode == "abort",
+                    verified=config.weights.checksum,
+                    cut=config.weights.pause_mode == "abort",
                 )
                 for gserver in group.members
             }
         )
-        self._resume_timeout = config.timeout_seconds
+        self._resume_timeout = self._timeout
         self._received: dict[Gserver, int] = {}
         """Number of buckets that each gserver has received."""
         self._tasks: dict[Action[Gserver], asyncio.Task[None]] = {}
@@ -222,7 +223,7 @@ class WeightUpdate:
         self._alarm_for = awaits
         if self._alarm is not None:
             self._alarm.cancel()
-        limit = self._config.timeout_seconds
+        limit = self._timeout
         seconds = limit if awaits == "commit" else min(GRACE_SECONDS, limit)
         reason = f"the publisher did not commit within {limit:g} s after the last gserver was ready"
         if awaits:
@@ -274,8 +275,8 @@ class WeightUpdate:
                 await self._calls.verify(gserver, self._checksums)
             case Step.PAUSE:
                 self._paused_at[gserver] = time.monotonic()
-                await self._calls.pause(gserver, self._config.pause_mode)
-                if self._config.pause_mode == "abort" and self._writes_over(gserver):
+                await self._calls.pause(gserver, self._pause_mode)
+                if self._pause_mode == "abort" and self._writes_over(gserver):
                     # SGLang has replied to its requests, but may still run them, and would not flush its cache.
                     await self._calls.pause(gserver, "retract")
             case Step.MARK:
@@ -341,7 +342,7 @@ class WeightUpdate:
 
         SGLang refuses that while requests stay in place; a gserver that stages weights drops outdated entries itself.
         """
-        return not stages_weights(gserver) and self._config.pause_mode != "in_place"
+        return not stages_weights(gserver) and self._pause_mode != "in_place"
 
     def _writes_over(self, gserver: Gserver) -> bool:
         """Whether `gserver` writes new weights over those that it serves."""

@@ -1,6 +1,6 @@
 """The master's side of evaluations: requests due evaluations, and records their reports.
 
-Invariant: the run waits for an evaluation only at its end, and no longer than `evaluation.end_timeout_seconds`.
+Invariant: the run waits for an evaluation only at its end, and no longer than `limits.evaluation_seconds`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class EvaluationRequests:
 
     async def wait_for(self, version: int) -> str:
         """Wait for the report of `version`; return an addition to the reason of the run's end, empty if it arrived."""
-        seconds = self._config.evaluation.end_timeout_seconds
+        seconds = self._config.limits.evaluation_seconds
         try:
             async with asyncio.timeout(seconds):
                 while version not in self._reported:
@@ -69,7 +69,7 @@ class EvaluationRequests:
         except TimeoutError:
             missed = (
                 f"the evaluation of version {version} was not finished within "
-                f"evaluation.end_timeout_seconds = {seconds:g}"
+                f"limits.evaluation_seconds = {seconds:g}"
             )
             if (status := self._pool.status().evaluation) is not None:
                 done = f"{status.prompts_done} of {status.prompts} prompts are done"

@@ -15,7 +15,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 
 import msgspec
 
-from streamrl.config import Config, TrainerConfig
+from streamrl.config import Config
 from streamrl.trainer.calls import (
     CallDone,
     DataTransfer,
@@ -61,7 +61,7 @@ class ModelFunctionCall:
         channel: Requests,
         buffer: AsyncIOSequenceBuffer,
         former: BatchFormer,
-        trainer: TrainerConfig,
+        config: Config,
         policy_version: int,
         kept_per_step: int = 0,
     ) -> None:
@@ -70,8 +70,8 @@ class ModelFunctionCall:
         self._channel = channel
         self._buffer = buffer
         self._former = former
-        self._layout = layout_of(trainer, mfc.role)
-        self._timeout = trainer.step_timeout_seconds
+        self._layout = layout_of(config.trainer, mfc.role)
+        self._timeout = config.limits.call_seconds
         self._kept_per_step = kept_per_step
         self._pre_hooks, self._post_hooks = hooks_of(mfc, policy_version=policy_version)
 
@@ -160,20 +160,19 @@ class FunctionExecutor:
         `weights_at_rest` is held while no other task may change weights or begin to publish them, as in
         `execute_step`."""
         self._weights_at_rest = weights_at_rest
-        trainer = config.trainer
         self._history = history
         self._graph = graph
         self._buffer = buffer
         self._workers = workers
         self._stored = stored
-        self._batch_groups = trainer.batch_groups
+        self._batch_groups = config.trainer.batch_groups
         self._calls = {
             mfc.name: ModelFunctionCall(
                 mfc,
                 channel=channel,
                 buffer=buffer,
                 former=former,
-                trainer=trainer,
+                config=config,
                 policy_version=history.policy_version,
                 kept_per_step=config.metrics.rollouts_per_step,
             )

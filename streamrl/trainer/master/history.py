@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 
 from streamrl.config import Config
+from streamrl.config.fields import every
 from streamrl.ledger import Ledger
 from streamrl.records import progress
 from streamrl.records.collapse import CollapseWatch
@@ -35,8 +36,8 @@ class RunControl:
         self._run = config.run
         self.data_rows = data_rows
         epoch = consumed // data_rows
-        self._saves = config.trainer.save_every.since(epoch=epoch, step=step, now=now)
-        self._evaluations = config.evaluation.every.since(epoch=epoch, step=step, now=now)
+        self._saves = every(config.trainer.save_every).since(epoch=epoch, step=step, now=now)
+        self._evaluations = every(config.evaluation.every).since(epoch=epoch, step=step, now=now)
 
     def epochs(self, consumed: int) -> float:
         """Return the number of passes over the data set."""

@@ -81,7 +81,7 @@ class Master:
         self._former = BatchFormer(config)
         begun = progress.of_run(config)
         self._buffer = AsyncIOSequenceBuffer(
-            self._graph, pool.ledger, wait_warning_seconds=config.trainer.wait_warning_seconds
+            self._graph, pool.ledger, wait_warning_seconds=config.limits.warning_seconds
         )
         self._history = History(config, begun, lineage=lineage)
         self._weights_at_rest = asyncio.Lock()
@@ -239,7 +239,7 @@ class Master:
         """Wait for the size of the data set, begin to count epochs, checkpoints and evaluations, and request the first
         evaluation if it is due."""
         self.waiting_for = "a rollout worker to report the size of the data set"
-        with warned_of(lambda: self.waiting_for, after=self._config.trainer.wait_warning_seconds, log=log):
+        with warned_of(lambda: self.waiting_for, after=self._config.limits.warning_seconds, log=log):
             data = await self._pool.data()
         self.waiting_for = ""
         self._data = data
@@ -335,7 +335,7 @@ class Master:
         remedy = (
             f"continue from the last healthy checkpoint, run.resume_from={healthy.absolute()}"
             if healthy is not None
-            else "it wrote no checkpoint while it was healthy (trainer.save_every_steps): start again"
+            else "it wrote no checkpoint while it was healthy (trainer.save_every): start again"
         )
         raise TrainingError(
             f'step {self.policy_version}: {self._history.watch.health}; stopped by algorithm.on_collapse = "stop"'

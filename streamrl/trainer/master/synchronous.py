@@ -44,7 +44,7 @@ class SynchronousGeneration:
         self._buffer = buffer
         self._workers = [FIRST_ROLLOUT_WORKER + index for index in range(config.rollout.workers)]
         self._names = {mfc.interface: mfc.name for mfc in graph.of_rollout}
-        self._timeout = config.trainer.step_timeout_seconds
+        self._timeout = config.limits.call_seconds
 
     async def make(self, groups: int) -> list[Span]:
         """Have groups generated, scored and stored until a batch of `groups` is complete; return the spans of these

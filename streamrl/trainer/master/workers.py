@@ -58,12 +58,12 @@ class ModelWorkers:
 
     async def connected(self) -> None:
         """Wait until all workers have connected. Raises `DeadlineExceeded` if one does not."""
-        patience, warn_after = self._config.manager.join_timeout_seconds, self._config.trainer.wait_warning_seconds
+        patience, warn_after = self._config.limits.start_seconds, self._config.limits.warning_seconds
         await self._channel.wait_for(set(self._workers), patience=patience, warn_after=warn_after)
 
     async def initialize(self) -> None:
         """Have the workers connect to each other and load the models."""
-        patience = self._config.manager.join_timeout_seconds
+        patience = self._config.limits.start_seconds
         store = StoreOpened(host="", port=0)
         if len(self._workers) > 1 or self._needs_world():
             store = await self._channel.call(0, OpenStore(), StoreOpened, timeout=patience)
@@ -92,7 +92,7 @@ class ModelWorkers:
     async def clear(self, held: Mapping[int, list[int]], *, come_again: bool) -> None:
         """Have each worker discard the groups that it holds. `come_again`: they may be stored once more."""
         calls: dict[int, Call] = {worker: ClearDataCache(seqs, come_again) for worker, seqs in held.items()}
-        await self._channel.request(calls, CallDone, timeout=self._config.trainer.step_timeout_seconds)
+        await self._channel.request(calls, CallDone, timeout=self._config.limits.call_seconds)
 
     async def have_scored(self, response: Sibling, *, version: int, worker: int) -> list[int]:
         """Have `worker`, which holds the group, request scores of `response` from the gservers that serve `version`;
@@ -102,8 +102,8 @@ class ModelWorkers:
 
     async def publish(self, version: int, *, resync: bool = False) -> Published:
         """Send the policy's weights to the gservers as `version`; `resync`: only to those without this version."""
-        weights = self._config.weights
-        limit = weights.attempts * PUBLICATION_STEPS * weights.timeout_seconds
+        config = self._config
+        limit = config.weights.attempts * PUBLICATION_STEPS * config.limits.update_seconds
         return (await self._channel.request(self._all(Publish(version, resync=resync)), Published, timeout=limit))[0]
 
     def _all(self, call: Call) -> dict[int, Call]:
@@ -125,7 +125,7 @@ class Checkpoints:
         if begun == (self._folder / FINAL).resolve():
             self._final_version = progress.read(begun).policy_version
         self._workers = range(config.trainer.workers)
-        self._limit = config.trainer.step_timeout_seconds
+        self._limit = config.limits.call_seconds
         self._channel = channel
         self._seconds = 0.0
         self._unwritten = 0

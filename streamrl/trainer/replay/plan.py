@@ -55,7 +55,8 @@ OF_THE_REPLAY = (
     "metrics.",
     "algorithm.on_collapse",
     "trainer.save_at_end",
-    "trainer.step_timeout_seconds",
+    "limits.",
+    "restarts.",
 )
 """Prefixes of settings that may differ without an effect on any number: the first weights are compared with the
 recorded ones."""

@@ -106,7 +106,7 @@ class Rank:
                 rank=index,
                 world_size=self._world,
                 backend="nccl" if self._device.type == "cuda" else "gloo",
-                timeout=config.trainer.step_timeout_seconds,
+                timeout=config.limits.call_seconds,
                 store=FileStore(str(meeting_place), self._world),
             )
         graph = graph_of(config)

@@ -200,7 +200,7 @@ class Assembly:
         )
         make = _BACKENDS[role_config(trainer, role).backend]
         with without_garbage_collection():
-            return make(spec, self.layout(role), self.rank, trainer.step_timeout_seconds)
+            return make(spec, self.layout(role), self.rank, config.limits.call_seconds)
 
 
 def give_weights(source: ParallelModel, target: ParallelModel, *, share: float, world: int) -> None:

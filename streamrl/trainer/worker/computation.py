@@ -75,7 +75,7 @@ class Computation:
         self._assembly = assembly
         self._data = data
         self._weights_free = weights_free
-        together = Together(rank, config.trainer.workers, seconds=config.trainer.step_timeout_seconds)
+        together = Together(rank, config.trainer.workers, seconds=config.limits.call_seconds)
         self._writer = CheckpointWriter(
             together,
             keep=config.trainer.keep_checkpoints,
@@ -123,7 +123,7 @@ class Computation:
         if isinstance(call, Save):
             return self._save(call)
         if isinstance(call, FinishSave):
-            return Saved(self._writer.finish(limit=self._config.trainer.step_timeout_seconds))
+            return Saved(self._writer.finish(limit=self._config.limits.call_seconds))
         for hook in call.pre_hooks:
             self._run_hook(hook)
         match call:
@@ -156,8 +156,8 @@ class Computation:
         writer = RecordWriter(
             config.run_dir,
             part,
-            warn_seconds=config.trainer.wait_warning_seconds,
-            limit_seconds=config.trainer.step_timeout_seconds,
+            warn_seconds=config.limits.warning_seconds,
+            limit_seconds=config.limits.call_seconds,
         )
         return Recorder(graph, self._data, writer, rank=self._rank)
 
@@ -286,7 +286,7 @@ class Computation:
         """Wait until no publication reads the actor's weights: before they change, or are gathered for another
         purpose."""
         started = time.monotonic()
-        limit = self._config.trainer.step_timeout_seconds
+        limit = self._config.limits.call_seconds
         if not self._weights_free.wait(limit):
             raise DeadlineExceeded(f"the publication of the last version took more than {limit:.0f} s")
         self._blocked += time.monotonic() - started
@@ -358,7 +358,7 @@ class Computation:
         return self._rank in self._assembly.layout(role).heads
 
     def _save(self, call: Save) -> Saved:
-        limit = self._config.trainer.step_timeout_seconds
+        limit = self._config.limits.call_seconds
         self._wait_for_publication()
         unwritten = self._writer.finish(limit=limit)
         with self._here(*roles_to_save(self._assembly)):

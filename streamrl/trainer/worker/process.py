@@ -109,7 +109,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         door = None
         if index in layout_of(config.trainer, "actor").heads:
             version = begun.policy_version if begun else 0
-            listening = reach.listening(config.stream.host)
+            listening = reach.listening
             encrypted = encrypts(config, listening.at)
             door = Door(
                 config,
@@ -140,13 +140,13 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             encrypted=encrypted,
             begins_from=progress.identity(config),
         )
-        await membership.join(patience=config.manager.join_timeout_seconds)
+        await membership.join(patience=config.limits.start_seconds)
         if door is not None:
             door.puller.start(membership.verifier())
         stack.push_async_callback(membership.leave)
 
         async def work() -> None:
-            controllers = await client.topology("controller", 1, patience=config.manager.join_timeout_seconds)
+            controllers = await client.topology("controller", 1, patience=config.limits.start_seconds)
             channel: ReplyChannel[Call] = ReplyChannel(
                 master=controllers[0], worker=index, shown=membership.shows("controller"), call_type=Call
             )
@@ -200,7 +200,7 @@ class Door:
                 routes=routes,
                 experts=experts,
             ),
-            resend_seconds=config.stream.resend_seconds,
+            resend_seconds=config.limits.resend_seconds,
         )
         self.open_for(policy_version)
 
@@ -386,7 +386,7 @@ class ModelWorker:
                 rank=self._index,
                 world_size=world,
                 backend=backend,
-                timeout=config.trainer.step_timeout_seconds,
+                timeout=config.limits.call_seconds,
                 store=self._store,
             )
         if world > 1:
@@ -395,7 +395,7 @@ class ModelWorker:
                 world_size=world,
                 host=call.store_host,
                 port=call.store_port,
-                timeout_seconds=config.trainer.step_timeout_seconds,
+                timeout_seconds=config.limits.call_seconds,
                 backend=backend,
                 device=self._device,
             )
@@ -409,7 +409,7 @@ class ModelWorker:
         self._source = WeightSource(
             assembly.published(),
             world=world,
-            timeout_seconds=PUBLICATION_STEPS * weights.attempts * weights.timeout_seconds,
+            timeout_seconds=PUBLICATION_STEPS * weights.attempts * config.limits.update_seconds,
             dtype=dtype,
         )
         if self._index == 0:
@@ -418,13 +418,13 @@ class ModelWorker:
                 backend=carried_by,
                 dtype=dtype,
                 device=self._device,
-                listening=self._reach.listening(weights.host),
+                listening=self._reach.listening,
                 numbers=sum(math.prod(shape) for _, shape in self._source.specs()),
                 gpu=gpu_identity(self._device),
                 gpu_memory=lambda: torch.cuda.mem_get_info(self._device)[0],
             )
             self._publisher = Publisher(
-                client=self._client, config=weights, carriers=carriers, in_thread=self._in_publishing
+                client=self._client, config=config, carriers=carriers, in_thread=self._in_publishing
             )
         self._computation = Computation(
             config, rank=self._index, graph=graph, assembly=assembly, data=self._data, weights_free=self._weights_free

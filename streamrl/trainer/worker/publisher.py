@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from streamrl import checksum
-from streamrl.config import Config, WeightsConfig
+from streamrl.config import Config
 from streamrl.errors import ConfigError, PublicationError
 from streamrl.lora import adapter_settings
 from streamrl.machine import GPUS_OF_WINDOWS, SHARED_MEMORY, machine_identity
@@ -137,10 +137,11 @@ class Publisher:
     """Publisher of one version after another."""
 
     def __init__(
-        self, *, client: ControlClient, config: WeightsConfig, carriers: Carriers, in_thread: RunInThread
+        self, *, client: ControlClient, config: Config, carriers: Carriers, in_thread: RunInThread
     ) -> None:
         self._client = client
-        self._config = config
+        self._attempts = config.weights.attempts
+        self._timeout = config.limits.update_seconds
         self._carriers = carriers
         self._in_thread = in_thread
 
@@ -165,7 +166,7 @@ class Publisher:
                 reading = False
                 await self._in_thread(source.end)
                 on_read()
-            while len(problems) < self._config.attempts:
+            while len(problems) < self._attempts:
                 pause, problem = await self._attempt(carrier, version, resync=resync)
                 if not problem:
                     break
@@ -193,7 +194,7 @@ class Publisher:
 
     async def _attempt(self, carrier: Carrier, version: int, *, resync: bool) -> tuple[float, str]:
         """Make one attempt; return the pause in seconds, and the reason of a failure or an empty string."""
-        limit = self._config.timeout_seconds
+        limit = self._timeout
         weights = await self._in_thread(carrier.announce)
         message = PublishBegin(version=version, weights=weights, resync=resync)
         begin = await self._client.publish_begin(message, timeout=limit + COMMIT_MARGIN_SECONDS)
@@ -253,7 +254,7 @@ def carriers_for(
         if device.type != "cuda":
             raise ConfigError(f'weights.mode = "cuda_ipc" needs a trainer on a GPU, and it is on {device}')
         return Carriers(in_gpu_memory())
-    broadcaster = Broadcaster(weights, listening=listening, backend=backend, dtype=dtype, device=device)
+    broadcaster = Broadcaster(config, listening=listening, backend=backend, dtype=dtype, device=device)
     if weights.mode == "collective":
         return Carriers(broadcaster)
     if gpu:

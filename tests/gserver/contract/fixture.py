@@ -277,7 +277,7 @@ def publisher_for(config: Config, control: ControlClient, way: Way) -> Publisher
     config = msgspec.structs.replace(config, weights=msgspec.structs.replace(config.weights, mode=way))
     return Publisher(
         client=control,
-        config=config.weights,
+        config=config,
         carriers=carriers_for(
             config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
         ),
@@ -322,11 +322,10 @@ def contract_config(
             "api_key_env": KEY_VARIABLE if joins else "",
             "sglang": {
                 "python": sglang_python() or "",
-                "start_timeout_seconds": START_SECONDS,
                 "addresses": list(joins),
                 "tensor_parallel": tensor_parallel,
             },
         },
-        weights={"mode": "collective", "timeout_seconds": 30.0, "bucket_mb": 0.05, "pause_mode": pause_mode},
-        manager={"heartbeat_seconds": 0.2},
+        weights={"mode": "collective", "bucket_mb": 0.05, "pause_mode": pause_mode},
+        limits={"update_seconds": 30.0, "heartbeat_seconds": 0.2, "start_seconds": START_SECONDS},
     )

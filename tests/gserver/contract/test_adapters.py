@@ -168,7 +168,7 @@ async def test_requests_have_the_adapter_that_they_name_whatever_comes_meanwhile
         )
         publisher = Publisher(
             client=gserver.control,
-            config=msgspec.structs.replace(gserver.run.config.weights, attempts=1),
+            config=overridden(gserver.run.config, ["weights.attempts=1"]),
             carriers=Carriers(damaged),
             in_thread=asyncio.to_thread,
         )

@@ -97,7 +97,7 @@ async def test_a_member_speaks_in_its_own_name_alone(tmp_path: Path) -> None:
 async def test_a_second_claimant_of_a_place_is_refused_and_named_unless_the_first_is_gone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with managed(small_config(tmp_path, manager={"lease_seconds": 1.0})) as run:
+    async with managed(small_config(tmp_path, limits={"silence_seconds": 1.0})) as run:
         me = Register("rollout", 0, "tcp://a", run.config.digest(), os.getpid(), HERE, machine=machine_identity())
         async with run.member() as first, run.member() as second:
             token = (await first.register(me, patience=5.0)).token
@@ -119,7 +119,7 @@ async def test_a_second_claimant_of_a_place_is_refused_and_named_unless_the_firs
 
 
 async def test_the_place_of_a_process_that_has_ended_is_free_at_once(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path, manager={"lease_seconds": 600.0})) as run:
+    async with managed(small_config(tmp_path, limits={"silence_seconds": 600.0})) as run:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=asyncio.subprocess.PIPE)
         place = {"machine": machine_identity(), "process_space": process_space()}
         message = Register("rollout", 0, "", run.config.digest(), process.pid, HERE, **place)
@@ -135,7 +135,7 @@ async def test_a_number_of_another_container_says_nothing_of_its_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It shares the network and the memory of this one, not the numbers of processes."""
-    async with managed(small_config(tmp_path, manager={"lease_seconds": 1.0})) as run:
+    async with managed(small_config(tmp_path, limits={"silence_seconds": 1.0})) as run:
         place = {"machine": machine_identity(), "process_space": "pid:[1]"}
         message = Register("rollout", 0, "", run.config.digest(), NO_PROCESS, HERE, **place)
         async with run.member() as first, run.member() as second:

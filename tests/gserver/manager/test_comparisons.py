@@ -87,7 +87,7 @@ async def test_one_that_joins_later_is_asked_too(tmp_path: Path) -> None:
 
 
 async def test_one_that_does_not_answer_holds_nobody_up_and_is_named(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, weights={"timeout_seconds": 30.0})
+    config = small_config(tmp_path, gserver={"count": 2}, limits={"update_seconds": 30.0})
     async with managed(config) as run, scripted(2) as gservers:
         await join(run, *gservers)
         gservers[1].faults["/generate"] = ["stall"]

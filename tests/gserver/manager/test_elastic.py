@@ -46,7 +46,7 @@ async def test_newcomers_get_numbers_beyond_the_configured_ones(tmp_path: Path) 
 
 async def test_workers_of_a_synchronous_graph_get_the_numbers_that_its_master_calls(tmp_path: Path) -> None:
     synchronous = {"trainer": {"graph": "synchronous"}, "staleness": {"max_staleness": 0}}
-    config = small_config(tmp_path, rollout={"workers": 2}, manager={"lease_seconds": 0.5}, **synchronous)
+    config = small_config(tmp_path, rollout={"workers": 2}, limits={"silence_seconds": 0.5}, **synchronous)
     ask = AskPlace(role="rollout", config_digest=config.digest())
     async with managed(config) as run:
         assert [await run.client.place(ask, patience=1.0) for _ in range(2)] == [0, 1]
@@ -105,7 +105,7 @@ async def test_a_drained_gserver_leaves_when_nothing_runs_there_and_no_update_is
 
 
 async def test_what_does_not_finish_is_handed_over(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, manager={"drain_seconds": 0.1})
+    config = small_config(tmp_path, gserver={"count": 2}, limits={"drain_seconds": 0.1})
     async with managed(config) as run, scripted(2) as (first, second):
         await joined(run, first, second)
         await run.admit(2)
@@ -117,7 +117,7 @@ async def test_what_does_not_finish_is_handed_over(tmp_path: Path) -> None:
 
 
 async def test_one_that_misses_an_update_while_it_drains_hands_over_at_once(tmp_path: Path) -> None:
-    """Its requests would continue under old weights for the rest of `manager.drain_seconds`."""
+    """Its requests would continue under old weights for the rest of `limits.drain_seconds`."""
     async with managed(small_config(tmp_path, gserver={"count": 2})) as run, scripted(2) as (first, second):
         await joined(run, first, second)
         await run.admit(2)
@@ -133,7 +133,7 @@ async def test_one_that_misses_an_update_while_it_drains_hands_over_at_once(tmp_
 
 
 async def test_one_that_falls_silent_while_it_drains_is_asked_to_leave_when_it_returns(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, manager={"lease_seconds": 2.0})
+    config = small_config(tmp_path, gserver={"count": 2}, limits={"silence_seconds": 2.0})
     async with managed(config) as run, scripted(2) as gservers:
         await joined(run, *gservers)
         await run.admit(2)
@@ -146,7 +146,7 @@ async def test_one_that_falls_silent_while_it_drains_is_asked_to_leave_when_it_r
 
 
 async def test_a_silent_gserver_is_drained_at_once(tmp_path: Path) -> None:
-    config = small_config(tmp_path, manager={"lease_seconds": 0.2})
+    config = small_config(tmp_path, limits={"silence_seconds": 0.2})
     async with managed(config) as run, scripted() as (gserver,):
         await run.register("gserver", address=gserver.url)  # on a busy machine it may fall silent before it is live
         await run.until(lambda status: {p.state for p in status.processes if p.role == "gserver"} == {"silent"})

@@ -59,7 +59,7 @@ async def test_groups_are_not_rerouted_once_the_run_is_over(tmp_path: Path) -> N
 
 
 async def test_the_manager_does_not_wait_for_the_silent(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.3})) as run:
+    async with managed(small_config(tmp_path, limits={"silence_seconds": 0.3})) as run:
         await everyone(run)
         run.manager.finish("done", stopped=False)
         assert (await run.beat("model_worker")).stop  # the trainer may take longer
@@ -127,7 +127,7 @@ async def test_the_silence_of_a_model_worker_counts_as_its_death(
 ) -> None:
     """Its machine is gone without a word, and the trainer waits for groups that would have come to it."""
     limit_trainer_patience(monkeypatch, 2.0)
-    config = small_config(tmp_path, trainer={"data_parallel": 2}, manager={"lease_seconds": 2.0})
+    config = small_config(tmp_path, trainer={"data_parallel": 2}, limits={"silence_seconds": 2.0})
     async with managed(config) as run:
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout", "model_worker"))
         await everyone(run)

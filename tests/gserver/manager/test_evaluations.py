@@ -54,7 +54,7 @@ class Played:
     """Evaluations on a fleet, with a clock that the test sets."""
 
     def __init__(self, *, gservers: int = 1, most_requests: int = 0, rows: int = 10, **evaluation: Any) -> None:
-        self.config = EvaluationConfig(**{"every_steps": 1, "max_concurrent": 4} | evaluation)
+        self.config = EvaluationConfig(**{"every": "1 step", "max_concurrent": 4} | evaluation)
         self.fleet = Fleet()
         for index in range(gservers):
             self.fleet.join(gserver_of(index, most_requests=most_requests))
@@ -451,7 +451,7 @@ def test_the_figures_of_an_evaluation_are_those_of_plain_counting(
 
 
 def evaluating(folder: Path, **sections: dict[str, Any]) -> Config:
-    return small_config(folder, **({"evaluation": {"every_steps": 1, "prompts": 3}} | sections))
+    return small_config(folder, **({"evaluation": {"every": "1 step", "prompts": 3}} | sections))
 
 
 ROWS = DataFacts(rows=9)
@@ -569,7 +569,7 @@ async def test_a_prompt_whose_reply_was_lost_is_given_again_under_its_ticket(tmp
 
 
 async def test_prompts_and_groups_share_the_gservers_and_move_when_one_fails(tmp_path: Path) -> None:
-    config = evaluating(tmp_path, gserver={"count": 2}, evaluation={"every_steps": 1})
+    config = evaluating(tmp_path, gserver={"count": 2}, evaluation={"every": "1 step"})
     async with managed(config) as run, scripted(2) as gservers:
         for index, gserver in enumerate(gservers):
             await run.register("gserver", index, address=gserver.url)
@@ -594,7 +594,7 @@ async def test_prompts_and_groups_share_the_gservers_and_move_when_one_fails(tmp
 
 @pytest.mark.parametrize("how", ["replaced", "silent", "left"])
 async def test_the_prompts_of_a_worker_that_is_gone_go_to_another(tmp_path: Path, how: str) -> None:
-    lease = {"manager": {"lease_seconds": 0.5}} if how == "silent" else {}
+    lease = {"limits": {"silence_seconds": 0.5}} if how == "silent" else {}
     async with managed(evaluating(tmp_path, **lease)) as run, scripted() as (gserver,):
         await run.register("gserver", address=gserver.url)
         await run.register("rollout", pid=1)

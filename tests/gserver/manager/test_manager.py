@@ -403,7 +403,7 @@ async def test_nothing_is_admitted_before_all_gservers_have_joined(tmp_path: Pat
 
 
 async def test_a_gserver_that_never_joins_does_not_hold_the_others_up_for_ever(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, manager={"join_timeout_seconds": 0.3})
+    config = small_config(tmp_path, gserver={"count": 2}, limits={"start_seconds": 0.3})
     async with managed(config) as run, scripted() as (gserver,):
         await join(run, gserver)
         assert await result_of(asyncio.ensure_future(run.admit_seqs(2))) == [0, 1]
@@ -534,7 +534,7 @@ async def test_a_call_that_still_waits_is_admitted_nothing_once_another_process_
 
 
 async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.8})) as run, scripted() as (gserver,):
+    async with managed(small_config(tmp_path, limits={"silence_seconds": 0.8})) as run, scripted() as (gserver,):
         await join(run, gserver, workers=2)
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout"))
         assert await run.admit_seqs(worker=1) == [0, 1]
@@ -550,7 +550,7 @@ async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> N
 async def test_while_the_manager_stands_still_nobody_falls_silent_and_no_lease_runs_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = small_config(tmp_path, manager={"lease_seconds": 2.0})
+    config = small_config(tmp_path, limits={"silence_seconds": 2.0})
     async with managed(config) as run, scripted() as (gserver,):
         await join(run, gserver)
         assert await run.admit_seqs() == [0, 1, 2, 3]
@@ -564,7 +564,7 @@ async def test_while_the_manager_stands_still_nobody_falls_silent_and_no_lease_r
 
 
 async def test_heartbeats_keep_leases(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path, manager={"lease_seconds": 0.8})) as run, scripted() as (gserver,):
+    async with managed(small_config(tmp_path, limits={"silence_seconds": 0.8})) as run, scripted() as (gserver,):
         await join(run, gserver)
         await run.admit()
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout"))
@@ -574,7 +574,7 @@ async def test_heartbeats_keep_leases(tmp_path: Path) -> None:
 
 
 async def test_a_silent_gserver_leaves_routing_and_returns(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, manager={"lease_seconds": 0.8})
+    config = small_config(tmp_path, gserver={"count": 2}, limits={"silence_seconds": 0.8})
     async with managed(config) as run, scripted(2) as (first, second):
         await join(run, first, second)
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout"))

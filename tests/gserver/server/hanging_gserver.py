@@ -22,7 +22,7 @@ FIRST, SECOND = "model.norm.weight", "model.layers.0.input_layernorm.weight"
 
 async def main(folder: Path) -> None:
     async with (
-        running(config_of(weights={"timeout_seconds": 600.0}), index=0, model_dir=folder) as (_, url),
+        running(config_of(limits={"update_seconds": 600.0}), index=0, model_dir=folder) as (_, url),
         aiohttp.ClientSession() as session,
     ):
         say("serving")

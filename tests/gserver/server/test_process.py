@@ -130,7 +130,7 @@ async def test_a_hung_engine_is_told_and_ends_the_gserver(
     manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     let_go = threading.Event()
-    serving = asyncio.create_task(serve(config_of(stuck_seconds=0.5), manager_url=manager.url, model_dir=folder))
+    serving = asyncio.create_task(serve(config_of(limits={"stuck_seconds": 0.5}), manager_url=manager.url, model_dir=folder))
     member = await asyncio.wait_for(manager.registered.get(), 20)
     client = GenerationClient(timeout=20, key=generation_key(config_of(), Secret(SECRET, origin="here")))
     try:
@@ -140,7 +140,7 @@ async def test_a_hung_engine_is_told_and_ends_the_gserver(
         monkeypatch.setattr(Scheduler, "step", lambda self: let_go.wait())
         with pytest.raises(PeerError, match=r"no step for 0\.5 s"):
             await client.generate(member.address, GenerateRequest(input_ids=[1, 2, 3]))
-        with pytest.raises(ModelError, match=r"no step for 0.5 s \(gserver.stuck_seconds\)"):
+        with pytest.raises(ModelError, match=r"no step for 0.5 s \(limits.stuck_seconds\)"):
             await asyncio.wait_for(serving, 20)
     finally:
         let_go.set()

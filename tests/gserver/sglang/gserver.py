@@ -11,7 +11,7 @@ from tests.gserver.serving import config_of
 
 
 async def main(folder: Path) -> None:
-    config = config_of(engine="sglang", sglang={"start_timeout_seconds": 60.0})
+    config = config_of(engine="sglang", limits={"start_seconds": 60.0})
     async with running(config, index=0, model_dir=folder) as (_, url):
         sys.stdout.write(f"{url}\n")
         sys.stdout.flush()

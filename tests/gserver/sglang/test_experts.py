@@ -28,7 +28,7 @@ LAYERS, TOP_K = 3, 2
 async def test_it_tells_the_experts_that_transformers_chooses(tmp_path: Path) -> None:
     """Of prompt and response, also of what it has in its cache."""
     model = make_model("qwen3-moe", max_position=8192, mlp_only_layers=[])
-    sglang = {"python": sglang_python() or "", "start_timeout_seconds": START_SECONDS}
+    sglang = {"python": sglang_python() or ""}
     settings = from_dict({"gserver": {"engine": "sglang", "max_running": 4, "sglang": sglang}})
     client = GenerationClient(timeout=60.0)
     async with sglang_server(

@@ -75,8 +75,9 @@ async def elsewhere(**how: Any) -> AsyncIterator[tuple[Elsewhere, web.AppRunner]
 
 
 def joining(url: str, *, pause_mode: str = "retract", stuck_seconds: float = 60.0, **sections: Any) -> Config:
-    gserver = {"engine": "sglang", "sglang": {"addresses": [url + "/"]}, "stuck_seconds": stuck_seconds}
-    return from_dict({"gserver": gserver, "weights": {"pause_mode": pause_mode}} | sections)
+    gserver = {"engine": "sglang", "sglang": {"addresses": [url + "/"]}}
+    limits = {"stuck_seconds": stuck_seconds}
+    return from_dict({"gserver": gserver, "limits": limits, "weights": {"pause_mode": pause_mode}} | sections)
 
 
 @pytest.fixture

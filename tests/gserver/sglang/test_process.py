@@ -45,14 +45,15 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sglang_config(
-    *, args: tuple[str, ...] = (), stuck_seconds: float = 60.0, update_seconds: float = 20.0, **sglang: Any
+    *,
+    args: tuple[str, ...] = (),
+    stuck_seconds: float = 60.0,
+    update_seconds: float = 20.0,
+    start_seconds: float = 60.0,
+    **sglang: Any,
 ) -> Config:
-    return config_of(
-        engine="sglang",
-        stuck_seconds=stuck_seconds,
-        weights={"timeout_seconds": update_seconds},
-        sglang={"args": list(args), "start_timeout_seconds": 60.0, **sglang},
-    )
+    limits = {"stuck_seconds": stuck_seconds, "update_seconds": update_seconds, "start_seconds": start_seconds}
+    return config_of(engine="sglang", limits=limits, sglang={"args": list(args), **sglang})
 
 
 def started(config: Config, folder: Path) -> AbstractAsyncContextManager[Any]:
@@ -173,8 +174,8 @@ async def test_a_server_that_cannot_start(folder: Path) -> None:
         async with started(sglang_config(python="/no/such/python"), folder):
             pass
     began = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match="start_timeout_seconds"):
-        async with started(sglang_config(args=("--hang",), start_timeout_seconds=1.0), folder):
+    with pytest.raises(DeadlineExceeded, match="start_seconds"):
+        async with started(sglang_config(args=("--hang",), start_seconds=1.0), folder):
             pass
     assert time.monotonic() - began < 15
 

@@ -44,8 +44,8 @@ TIMEOUT = 1.5
 
 
 @asynccontextmanager
-async def fleet(folder: Path, count: int = 2, *, staged: bool = True, **weights: Any) -> AsyncIterator[Any]:
-    config = small_config(folder, gserver={"count": count}, weights={"timeout_seconds": TIMEOUT} | weights)
+async def fleet(folder: Path, count: int = 2, *, staged: bool = True, timeout: float = TIMEOUT, **weights: Any) -> AsyncIterator[Any]:
+    config = small_config(folder, gserver={"count": count}, weights=weights, limits={"update_seconds": timeout})
     async with managed(config) as run, scripted(count, staged=staged) as gservers:
         for index, gserver in enumerate(gservers):
             await run.register("gserver", index, address=gserver.url, pid=100 + index)
@@ -263,7 +263,7 @@ async def test_a_gserver_that_fails_in_the_swap_is_evicted_and_the_update_stands
 
 @pytest.mark.parametrize("fault", ["stall", "die"])
 async def test_a_swap_does_not_wait_for_a_gserver_that_hangs(tmp_path: Path, fault: Fault) -> None:
-    async with fleet(tmp_path, timeout_seconds=120.0) as (run, (good, bad)):
+    async with fleet(tmp_path, timeout=120.0) as (run, (good, bad)):
         bad.faults[END] = [fault]
         begin = await begin_publication(run, 1)
         commit = asyncio.create_task(commit_publication(run, 1, begin.group_name))
@@ -326,7 +326,7 @@ async def test_all_gservers_failing_alike_evicts_nobody(tmp_path: Path) -> None:
 
 async def test_a_transfer_may_take_long_as_long_as_it_goes_on(tmp_path: Path) -> None:
     """The deadline is on what comes next, so it is the same for a small model and for a large one."""
-    async with fleet(tmp_path, timeout_seconds=2.5) as (run, gservers):
+    async with fleet(tmp_path, timeout=2.5) as (run, gservers):
         for gserver in gservers:
             gserver.bucket_seconds = [0.5] * 6
         begin = await begin_publication(run, 1, buckets=6)
@@ -348,7 +348,7 @@ async def test_a_gserver_that_stops_in_the_middle_of_a_transfer_is_given_up(tmp_
 
 
 async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:
-    async with fleet(tmp_path, timeout_seconds=60.0) as (run, gservers):
+    async with fleet(tmp_path, timeout=60.0) as (run, gservers):
         for gserver in gservers:
             gserver.faults[RECEIVE] = ["stall"]
         begin = await begin_publication(run, 1)
@@ -385,7 +385,7 @@ async def test_a_publisher_that_never_commits_is_not_waited_for(tmp_path: Path) 
 
 
 async def test_a_publisher_that_begins_again_rolls_its_own_update_back(tmp_path: Path) -> None:
-    async with fleet(tmp_path, timeout_seconds=30.0) as (run, gservers):
+    async with fleet(tmp_path, timeout=30.0) as (run, gservers):
         gservers[0].faults[RECEIVE] = ["stall"]
         await begin_publication(run, 1)
         await run.until(lambda s: RECEIVE in gservers[0].calls)
@@ -434,7 +434,7 @@ async def test_who_could_not_be_reached_is_asked_again_where_there_is_no_other(t
 
 
 async def test_an_update_waits_for_a_gserver_to_join(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1, timeout_seconds=30.0) as (run, (dead,)), scripted() as (fresh,):
+    async with fleet(tmp_path, 1, timeout=30.0) as (run, (dead,)), scripted() as (fresh,):
         await dead.die()
         publication = asyncio.create_task(publish(run, 1))
         done, _ = await asyncio.wait({publication}, timeout=0.1)
@@ -454,7 +454,7 @@ async def test_an_update_without_any_gserver_is_refused(tmp_path: Path) -> None:
 async def test_an_update_is_refused_in_time_though_a_gserver_that_answers_nothing_goes_on_beating(
     tmp_path: Path,
 ) -> None:
-    async with fleet(tmp_path, 1, timeout_seconds=0.5) as (run, (gserver,)):
+    async with fleet(tmp_path, 1, timeout=0.5) as (run, (gserver,)):
         gserver.faults["/server_info"] = ["stall"] * 1000
         beating = asyncio.create_task(keep_beating(run, "gserver"))
         async with asyncio.timeout(5):
@@ -464,7 +464,7 @@ async def test_an_update_is_refused_in_time_though_a_gserver_that_answers_nothin
 
 
 async def test_a_cancelled_manager_resumes_whom_it_paused(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1, timeout_seconds=30.0) as (run, (gserver,)):
+    async with fleet(tmp_path, 1, timeout=30.0) as (run, (gserver,)):
         gserver.faults[END] = ["stall"]
         begin = await begin_publication(run, 1)
         commit = asyncio.create_task(commit_publication(run, 1, begin.group_name))

@@ -75,8 +75,8 @@ def tiny_config(folder: Path, *, gservers: int = 2, **weights: Any) -> Config:
         rollout={"sampling": {"max_new_tokens": 128}},
         run={"dir": str(folder), "device": "cpu"},
         gserver={"count": gservers, "max_context": 256, "dtype": "float32"},
-        weights={"mode": "collective", "timeout_seconds": TIMEOUT, "bucket_mb": 0.01} | weights,
-        manager={"heartbeat_seconds": 0.2},
+        weights={"mode": "collective", "bucket_mb": 0.01} | weights,
+        limits={"update_seconds": TIMEOUT, "heartbeat_seconds": 0.2},
     )
 
 
@@ -90,7 +90,7 @@ async def test_weights_reach_every_gserver_and_survive_the_death_of_one(tmp_path
         control = KillingClient(run.url, secret=run.secret)
         publisher = Publisher(
             client=control,
-            config=config.weights,
+            config=config,
             carriers=carriers_for(
                 config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
             ),
@@ -156,9 +156,9 @@ async def test_a_gserver_that_is_killed_in_the_middle_of_a_broadcast_costs_itsel
     async with managed(config) as run, gserver_processes(run, tmp_path, model_dir) as processes:
         client = GenerationClient(timeout=30.0, key=generation_key(config, run.secret))
         control = ControlClient(run.url, secret=run.secret)
-        broadcaster = Broadcaster(config.weights, backend="gloo", dtype=torch.float32, device=torch.device("cpu"))
+        broadcaster = Broadcaster(config, backend="gloo", dtype=torch.float32, device=torch.device("cpu"))
         publisher = Publisher(
-            client=control, config=config.weights, carriers=Carriers(broadcaster), in_thread=asyncio.to_thread
+            client=control, config=config, carriers=Carriers(broadcaster), in_thread=asyncio.to_thread
         )
         status = await run.until(lambda s: live_gservers(s) == {0, 1, 2}, timeout=60.0)
         urls = [p.address for p in status.processes if p.role == "gserver"]
@@ -193,7 +193,7 @@ async def test_adapters_are_published_like_weights_and_requests_keep_theirs(tmp_
         carriers = carriers_for(
             chosen, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
         )
-        return Publisher(client=control, config=chosen.weights, carriers=carriers, in_thread=asyncio.to_thread)
+        return Publisher(client=control, config=chosen, carriers=carriers, in_thread=asyncio.to_thread)
 
     async with managed(config) as run, gserver_processes(run, tmp_path, model_dir) as processes:
         client = GenerationClient(timeout=60.0, key=generation_key(config, run.secret))

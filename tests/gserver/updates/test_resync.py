@@ -39,8 +39,8 @@ CONTINUE = "/continue_generation"
 
 
 @asynccontextmanager
-async def fleet(folder: Path, count: int = 2, *, staged: bool = True, **weights: Any) -> AsyncIterator[Any]:
-    config = small_config(folder, gserver={"count": count}, weights={"timeout_seconds": 2.0} | weights)
+async def fleet(folder: Path, count: int = 2, *, staged: bool = True, timeout: float = 2.0, **weights: Any) -> AsyncIterator[Any]:
+    config = small_config(folder, gserver={"count": count}, weights=weights, limits={"update_seconds": timeout})
     async with managed(config) as run, scripted(count, staged=staged) as gservers:
         for index, gserver in enumerate(gservers):
             await run.register("gserver", index, address=gserver.url, pid=100 + index)
@@ -205,7 +205,7 @@ async def test_a_gserver_that_cannot_be_resynced_waits_for_the_next_version(tmp_
 
 
 async def test_the_next_version_ends_a_resync_under_way(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1, timeout_seconds=10.0) as (run, (old,)), scripted() as (late,):
+    async with fleet(tmp_path, 1, timeout=10.0) as (run, (old,)), scripted() as (late,):
         assert (await publish(run, 1)).done
         late.faults[LOAD] = ["stall"]
         await run.register("gserver", 1, address=late.url)
@@ -250,7 +250,7 @@ async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: 
 
 async def test_a_gserver_on_another_gpu_is_not_told_to_read_the_trainers(tmp_path: Path) -> None:
     async with (
-        managed(small_config(tmp_path, weights={"timeout_seconds": 2.0})) as run,
+        managed(small_config(tmp_path, limits={"update_seconds": 2.0})) as run,
         scripted(3) as (near, far, late),
     ):
         await run.register("gserver", 0, address=near.url, gpu="GPU-1")

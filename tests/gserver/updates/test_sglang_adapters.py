@@ -35,7 +35,8 @@ async def publishing(
         folder,
         model={"lora": {"rank": 2}},
         gserver={"engine": "sglang", "count": len(gservers)},
-        weights={"timeout_seconds": 5.0, "pause_mode": pause_mode},
+        weights={"pause_mode": pause_mode},
+        limits={"update_seconds": 5.0},
     )
     async with managed(config) as run:
         for index, gserver in enumerate(gservers):
@@ -45,7 +46,7 @@ async def publishing(
         carriers = carriers_for(
             config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
         )
-        publisher = Publisher(client=run.client, config=config.weights, carriers=carriers, in_thread=asyncio.to_thread)
+        publisher = Publisher(client=run.client, config=config, carriers=carriers, in_thread=asyncio.to_thread)
         for gserver in gservers:
             gserver.calls.clear()
         yield run, publisher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from streamrl.config import WeightsConfig
+from streamrl.config import from_dict
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.update import WeightGroup, WeightUpdate
@@ -15,7 +15,7 @@ from tests.gserver.scripted import scripted
 
 
 async def test_an_update_that_is_left_before_its_pause_was_asked_for_ends() -> None:
-    config = WeightsConfig(timeout_seconds=2.0, checksum=False)
+    config = from_dict({"limits": {"update_seconds": 2.0}, "weights": {"checksum": False}})
     client = GenerationClient(timeout=2.0)
     async with scripted(staged=False) as (peer,):
         gserver = Gserver(0, peer.url)

@@ -44,8 +44,10 @@ async def make(run: Run) -> None:
         await make_prompt(run)
 
 
-def evaluating(folder: Path, *, run: dict[str, Any] | None = None, **evaluation: Any) -> Config:
-    return small_config(folder, evaluation=evaluation, run=run or {})
+def evaluating(
+    folder: Path, *, run: dict[str, Any] | None = None, limits: dict[str, Any] | None = None, **evaluation: Any
+) -> Config:
+    return small_config(folder, evaluation=evaluation, run=run or {}, limits=limits or {})
 
 
 def versions(reports: list[EvaluationReport]) -> list[int]:
@@ -53,7 +55,7 @@ def versions(reports: list[EvaluationReport]) -> list[int]:
 
 
 async def test_reports_are_kept_in_order(tmp_path: Path) -> None:
-    async with desk(evaluating(tmp_path, every_steps=1)) as (evaluations, run, written):
+    async with desk(evaluating(tmp_path, every="1 step")) as (evaluations, run, written):
         for version in (1, 2):
             evaluations.request(version)
             await make(run)
@@ -80,7 +82,7 @@ async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
 async def test_a_run_that_does_not_wait_for_its_last_evaluation_warns_of_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with desk(evaluating(tmp_path, every_steps=1)) as (evaluations, run, written):
+    async with desk(evaluating(tmp_path, every="1 step")) as (evaluations, run, written):
         evaluations.request(8)
         await make(run)
         evaluations.warn_of_unfinished()
@@ -95,18 +97,18 @@ async def test_a_run_that_does_not_wait_for_its_last_evaluation_warns_of_it(
 async def test_the_end_does_not_wait_for_ever_and_names_the_prompts_that_are_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with desk(evaluating(tmp_path, at_end=True, end_timeout_seconds=1.0)) as (evaluations, run, _):
+    async with desk(evaluating(tmp_path, at_end=True, limits={"evaluation_seconds": 1.0})) as (evaluations, run, _):
         evaluations.request(9)
         waiting = asyncio.create_task(evaluations.wait_for(9))
         await make_prompt(run)
         reason = await asyncio.wait_for(waiting, 30)
-    missed = "the evaluation of version 9 was not finished within evaluation.end_timeout_seconds = 1"
+    missed = "the evaluation of version 9 was not finished within limits.evaluation_seconds = 1"
     assert reason == f"; {missed} (1 of 2 prompts are done)"
     assert missed in caplog.text
 
 
 async def test_the_end_names_data_that_no_rollout_worker_has_reported(tmp_path: Path) -> None:
-    async with desk(evaluating(tmp_path, at_end=True, end_timeout_seconds=0.1)) as (evaluations, _, _):
+    async with desk(evaluating(tmp_path, at_end=True, limits={"evaluation_seconds": 0.1})) as (evaluations, _, _):
         evaluations.request(9)
         reason = await asyncio.wait_for(evaluations.wait_for(9), 30)
     assert reason.endswith("(no rollout worker has opened the held-out data)")

@@ -50,8 +50,8 @@ def test_the_reward_ends_the_run_once_the_window_is_full() -> None:
 def test_saves_and_evaluations_are_counted_apart() -> None:
     config = from_dict(
         {
-            "trainer": {"save_every_steps": 2, "save_every_seconds": 0},
-            "evaluation": {"every_epochs": 1, "every_seconds": 50.0},
+            "trainer": {"save_every": "2 steps"},
+            "evaluation": {"every": "1 epoch, 50s"},
         }
     )
     counting = control(config, step=3, consumed=9)

@@ -314,7 +314,7 @@ def test_nobody_waits_for_gservers_to_be_asked(tmp_path):
 
 def test_checkpoints_come_after_the_right_steps_and_say_how_far_the_run_was(tmp_path):
     script = Script(rejects=lambda seq: seq % 5 == 0, seconds=lasting(Save=30.0, actor_train=1.0), rows=17)
-    config = configured(tmp_path, run={"total_train_steps": 5, "stop_window": 2}, trainer={"save_every_steps": 2})
+    config = configured(tmp_path, run={"total_train_steps": 5, "stop_window": 2}, trainer={"save_every": "2 steps"})
     _, run = whole_run(config, script)
     saves = run.workers.named("Save")
     assert [Path(event.call.folder).name for event in saves] == ["step-000002", "step-000004", "final"]
@@ -336,7 +336,7 @@ def test_checkpoints_come_after_the_right_steps_and_say_how_far_the_run_was(tmp_
 def test_snapshots_are_taken_after_steps_without_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setitem(snapshots.folder_of.__kwdefaults__, "root", tmp_path / "memory")
     config = configured(
-        tmp_path, run={"total_train_steps": 6}, trainer={"save_every_steps": 4, "snapshot_every_steps": 1}
+        tmp_path, run={"total_train_steps": 6}, trainer={"save_every": "4 steps", "snapshot_every_steps": 1}
     )
 
     async def work(*, reads_snapshots):
@@ -353,7 +353,7 @@ def test_snapshots_are_taken_after_steps_without_a_checkpoint(tmp_path, monkeypa
 
 def test_a_step_is_written_down_before_its_checkpoint_is(tmp_path):
     """Else a run that is killed between the two goes on without the step's figures."""
-    config = configured(tmp_path, run={"total_train_steps": 5}, trainer={"save_every_steps": 2})
+    config = configured(tmp_path, run={"total_train_steps": 5}, trainer={"save_every": "2 steps"})
     written = []
 
     def seconds(name, count):
@@ -410,7 +410,7 @@ def test_a_run_in_trouble_is_slowed_on_all_ranks_alike_and_stays_so_when_it_is_r
         tmp_path,
         run={"total_train_steps": 46},
         algorithm={"on_collapse": "slow"},
-        trainer={"data_parallel": 2, "save_every_steps": 36},
+        trainer={"data_parallel": 2, "save_every": "36 steps"},
     )
     script = Script(figures=moving_away(first=30))
     _, run = whole_run(config, script)
@@ -436,7 +436,7 @@ def test_a_run_that_collapses_stops_with_a_checkpoint_and_says_where_to_go_on(tm
             tmp_path,
             run={"total_train_steps": 60},
             algorithm={"on_collapse": "stop"},
-            trainer={"save_every_steps": 4, "keep_checkpoints": 1},
+            trainer={"save_every": "4 steps", "keep_checkpoints": 1},
         )
         async with pretended(config, script) as run:
             with pytest.raises(BaseExceptionGroup) as failure:
@@ -463,7 +463,7 @@ def test_an_evaluation_is_asked_for_once_the_gservers_have_the_version(tmp_path)
     config = configured(
         tmp_path,
         run={"total_train_steps": 5},
-        evaluation={"every_steps": 2, "at_start": True, "at_end": True},
+        evaluation={"every": "2 steps", "at_start": True, "at_end": True},
     )
     reason, run = whole_run(config, script)
     assert reason == "5 steps are done"
@@ -512,8 +512,8 @@ def test_gservers_get_weights_during_the_last_evaluation(tmp_path):
 def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_no_other(tmp_path):
     """Most groups are given up: then an epoch may end with those, before the last ones of the batch are trained on."""
     script = Script(rejects=lambda seq: seq % 4 > 0, rows=23)
-    saved = {"save_every_steps": 1, "keep_checkpoints": 9}
-    config = configured(tmp_path, trainer=saved, evaluation={"every_epochs": 1})
+    saved = {"save_every": "1 step", "keep_checkpoints": 9}
+    config = configured(tmp_path, trainer=saved, evaluation={"every": "1 epoch"})
     _, run = whole_run(config, script)
     due = {version for version, _, _ in run.manager.evaluated}
     assert 1 < len(due) < 6
@@ -524,7 +524,7 @@ def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_
             tmp_path,
             run={"total_train_steps": version + 1, "resume_from": str(folder)},
             trainer={"save_at_end": False},
-            evaluation={"every_epochs": 1},
+            evaluation={"every": "1 epoch"},
         )
         _, resumed = whole_run(again, script)
         asked = {version for version, _, _ in resumed.manager.evaluated}
@@ -658,7 +658,7 @@ def test_a_synchronous_graph_ends_too_when_the_last_groups_are_given_up(tmp_path
 def test_a_run_that_is_stopped_ends_at_once_whatever_it_is_busy_with(tmp_path, busy_with):
     async def work():
         script = Script(tokens=lambda seq: 4 if seq < 4 else 300, seconds=lasting(**{busy_with: 500.0}))
-        config = configured(tmp_path, algorithm={"kl_coef": 0.1}, trainer={"save_every_steps": 1})
+        config = configured(tmp_path, algorithm={"kl_coef": 0.1}, trainer={"save_every": "1 step"})
         async with pretended(config, script) as run:
             training = asyncio.create_task(run.master.run())
             await asyncio.sleep(100.0)
@@ -727,7 +727,7 @@ def test_late_gservers_get_the_served_weights_between_two_steps(tmp_path):
 )
 def test_a_run_goes_on_with_other_batches_and_bounds(tmp_path, changed, over_age):
     script = Script(tokens=lambda seq: 1 + seq % 9, rejects=lambda seq: seq % 11 == 3, slots=200)
-    config = configured(tmp_path, trainer={"save_every_steps": 5, "save_at_end": False}, run={"total_train_steps": 7})
+    config = configured(tmp_path, trainer={"save_every": "5 steps", "save_at_end": False}, run={"total_train_steps": 7})
     _, begun = whole_run(config, script)
     settings = {section: dict(chosen) for section, chosen in changed.items()}
     settings["staleness"] = settings.get("staleness", {}) | {"over_age": over_age}
@@ -761,7 +761,7 @@ def test_a_run_that_goes_on_with_other_batches_ends_with_its_epochs(tmp_path):
     """41 of the first run's groups are given up or trained on when it is saved, in batches of 4."""
     epochs = {"total_train_steps": None, "total_train_epochs": 3}
     script = Script(rejects=lambda seq: seq % 10 == 7, tokens=lambda seq: 1 + seq % 5, rows=30)
-    config = configured(tmp_path, run={"total_train_steps": 9}, trainer={"save_every_steps": 9})
+    config = configured(tmp_path, run={"total_train_steps": 9}, trainer={"save_every": "9 steps"})
     _, begun = whole_run(config, script)
     folder = config.run_dir / "checkpoints" / "step-000009"
     consumed = progress.read(folder).groups_consumed
@@ -776,7 +776,7 @@ def test_a_run_that_goes_on_with_other_batches_ends_with_its_epochs(tmp_path):
 
 def test_a_run_that_has_gone_back_and_ends_before_its_next_checkpoint_goes_on_from_there(tmp_path):
     """And not from one of the steps that it left, which its records no longer have."""
-    whole_run(configured(tmp_path, trainer={"save_every_steps": 2}), Script())
+    whole_run(configured(tmp_path, trainer={"save_every": "2 steps"}), Script())
     older = tmp_path / "pretended" / "checkpoints" / "step-000002"
     config = configured(
         tmp_path, run={"total_train_steps": 3, "resume_from": str(older)}, trainer={"save_at_end": False}
@@ -810,7 +810,7 @@ def test_a_master_that_is_asked_to_leave_saves_its_last_step_and_ends_the_run(tm
             tmp_path,
             run={"total_train_steps": 1000},
             algorithm={"kl_coef": 0.1},
-            trainer={"save_every_steps": 0, "save_every_seconds": 0},
+            trainer={"save_every": "never"},
         )
         async with pretended(config, script) as run:
             training = asyncio.create_task(run.master.run())
@@ -834,7 +834,7 @@ def test_a_master_that_is_asked_to_leave_saves_its_last_step_and_ends_the_run(tm
 def test_a_stop_after_a_checkpoint_of_the_same_step_writes_no_second_one(tmp_path):
     async def work():
         script = Script(tokens=lambda seq: 4 if seq < 4 else 500)
-        config = configured(tmp_path, trainer={"save_every_steps": 1})
+        config = configured(tmp_path, trainer={"save_every": "1 step"})
         async with pretended(config, script) as run:
             training = asyncio.create_task(run.master.run())
             await asyncio.sleep(50.0)

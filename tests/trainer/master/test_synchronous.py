@@ -111,7 +111,8 @@ class Batches:
 def synchronous(workers, timeout=60.0):
     return from_dict(
         {
-            "trainer": {"graph": "synchronous", "step_timeout_seconds": timeout},
+            "trainer": {"graph": "synchronous"},
+            "limits": {"call_seconds": timeout},
             "staleness": {"max_staleness": 0},
             "rollout": {"workers": workers, "group_size": SIBLINGS},
         }

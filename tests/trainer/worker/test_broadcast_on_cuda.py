@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.config import WeightsConfig
+from streamrl.config import from_dict
 from streamrl.gserver.server.receiver import Expected, WeightReceiver
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.worker.weight_source import WeightSource
@@ -41,7 +41,7 @@ def _send(folder: Path, answers: Any) -> None:
         torch.cuda.set_device(device)
     model = TorchModel(make_spec(folder, device=device), world=1)
     source = WeightSource(model, world=1, timeout_seconds=DEADLINE, dtype=torch.bfloat16)
-    config = WeightsConfig(bucket_mb=0.02, timeout_seconds=DEADLINE)
+    config = from_dict({"weights": {"bucket_mb": 0.02}, "limits": {"update_seconds": DEADLINE}})
     sender = Broadcaster(config, backend=BACKEND, dtype=torch.bfloat16, device=device)
     for version in VERSIONS:
         sender.prepare(version, source)

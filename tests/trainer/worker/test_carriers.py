@@ -37,7 +37,7 @@ def carrier(
 ) -> Carrier:
     """What brings weights to gservers on `machines` and `gpus`."""
     config = configuration.from_dict({"model": MODEL, "run": {"dir": str(folder)}} | sections)
-    listening = LOCAL.listening(config.weights.host)
+    listening = LOCAL.listening
     carriers = carriers_for(
         config,
         listening=listening,
@@ -91,7 +91,7 @@ def test_gservers_elsewhere_get_a_broadcast(tmp_path: Path, machines: Sequence[s
 def test_the_way_changes_with_the_gservers(tmp_path: Path) -> None:
     config = configuration.from_dict({"model": MODEL, "run": {"dir": str(tmp_path)}})
     carriers = carriers_for(
-        config, listening=LOCAL.listening(""), backend="gloo", dtype=torch.float32, device=CPU, numbers=1000
+        config, listening=LOCAL.listening, backend="gloo", dtype=torch.float32, device=CPU, numbers=1000
     )
     found = [carriers.choose(GserverPlaces(machines, [""])) for machines in ([HERE], [HERE, AWAY], [HERE])]
     assert [type(each) for each in found] == [WeightFiles, Broadcaster, WeightFiles]
@@ -158,7 +158,7 @@ def test_room_on_the_gpu_is_looked_for_when_weights_are_ready_and_until_they_hav
     config = configuration.from_dict({"model": MODEL, "run": {"dir": str(tmp_path)}})
     carriers = carriers_for(
         config,
-        listening=LOCAL.listening(""),
+        listening=LOCAL.listening,
         backend="gloo",
         dtype=torch.float32,
         device=torch.device("cuda", 0),

@@ -111,11 +111,12 @@ def test_a_users_function_that_breaks_its_promise_is_named(function, key, messag
 class Worker:
     """The computation of one model worker, on a tiny model and a few groups."""
 
-    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, model=None, data=None, **trainer):
+    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, model=None, data=None, limits=None, **trainer):
         config = from_dict(
             {
                 "trainer": {"dtype": "float32", **trainer},
                 "algorithm": algorithm or {},
+                "limits": limits or {},
                 "model": model or {},
                 "data": data or {},
                 "rollout": {"group_size": 4, "sampling": {"max_new_tokens": 9}},
@@ -270,7 +271,7 @@ def test_a_checkpoint_is_there_only_when_figures_and_record_of_its_steps_are_on_
 
 
 def test_a_checkpoint_waits_for_the_publication_of_its_weights(tmp_path):
-    worker = Worker(tmp_path, step_timeout_seconds=0.05)
+    worker = Worker(tmp_path, limits={"call_seconds": 0.05})
     worker.free.clear()
     with pytest.raises(DeadlineExceeded, match="publication"):
         worker.save(tmp_path / "checkpoints" / "step-000001")
@@ -301,7 +302,7 @@ def test_weights_change_only_once_their_publication_has_read_them_and_inference_
 
 def test_a_critic_learns_while_the_policy_is_being_published(tmp_path):
     groups = some_groups(2)
-    worker = Worker(tmp_path, groups=groups, algorithm={"advantage": "gae"}, step_timeout_seconds=0.1)
+    worker = Worker(tmp_path, groups=groups, algorithm={"advantage": "gae"}, limits={"call_seconds": 0.1})
     worker.computation.carry_out(Inference("critic_inf", [0, 1]))
     worker.free.clear()
     part = MinibatchShare([0, 1], sampled(groups), 8)
@@ -314,7 +315,7 @@ def test_a_critic_learns_while_the_policy_is_being_published(tmp_path):
 def test_the_actor_goes_away_between_publications_only(tmp_path):
     (group,) = some_groups(1)
     settings = {"graph": "tests.trainer.test_graph:users_graph"}
-    hasty = Worker(tmp_path, groups=[group], step_timeout_seconds=0.05, **settings)
+    hasty = Worker(tmp_path, groups=[group], limits={"call_seconds": 0.05}, **settings)
     call = Function("length_penalty", [0], post_hooks=[Offload("actor")])
     hasty.free.clear()
     with pytest.raises(DeadlineExceeded, match="publication"):

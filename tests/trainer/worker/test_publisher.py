@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from streamrl.config import WeightsConfig
+from streamrl.config import Config
 from streamrl.errors import PeerLost
 from streamrl.trainer.worker.publisher import Carriers, Publisher
 
@@ -45,7 +45,7 @@ class Silent:
 
 def publisher(client: Any) -> Publisher:
     carriers = Carriers(None, near=object())  # type: ignore[arg-type]
-    return Publisher(client=client, config=WeightsConfig(), carriers=carriers, in_thread=asyncio.to_thread)
+    return Publisher(client=client, config=Config(), carriers=carriers, in_thread=asyncio.to_thread)
 
 
 async def test_other_ranks_hear_of_the_end_when_the_manager_is_gone() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from streamrl.checksum import tensor_sums
-from streamrl.config import WeightsConfig
+from streamrl.config import from_dict
 from streamrl.errors import PublicationError
 from streamrl.gserver.server.receiver import Expected, WeightReceiver
 from streamrl.trainer.layout import Layout
@@ -61,7 +61,7 @@ def _send(source: WeightSource, store: Any, case: str) -> None:
     weights = source.weights()
     next(weights)
     weights.close()
-    config = WeightsConfig(bucket_mb=0.02, timeout_seconds=MEETING_SECONDS)
+    config = from_dict({"weights": {"bucket_mb": 0.02}, "limits": {"update_seconds": MEETING_SECONDS}})
     sender = Broadcaster(config, backend="gloo", dtype=torch.bfloat16, device=torch.device("cpu"))
     sender.prepare(1, source)
     sender.announce()

@@ -73,7 +73,7 @@ class FaultyFleet:
         config = self.run.config
         return Publisher(
             client=self.control,
-            config=config.weights,
+            config=config,
             carriers=carriers_for(
                 config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
             ),
@@ -265,9 +265,9 @@ def fleet_config(engine: str, folder: Path, mode: str, *, timeout: float | None 
         run={"dir": str(folder), "device": "cpu"},
         gserver={"count": GSERVERS, "max_context": 256, "max_running": 8, "dtype": "float32"} | own,
         # `retract`, so that every token can be compared: nothing of the old weights is attended to
-        weights={"mode": mode, "timeout_seconds": timeout or TIMEOUT[engine], "bucket_mb": 0.2, "pause_mode": "retract"}
+        weights={"mode": mode, "bucket_mb": 0.2, "pause_mode": "retract"}
         | ({"attempts": SGLANG_ATTEMPTS} if engine == "sglang" else {}),
-        manager={"heartbeat_seconds": 0.1, "lease_seconds": 5.0},
+        limits={"update_seconds": timeout or TIMEOUT[engine], "heartbeat_seconds": 0.1, "silence_seconds": 5.0},
     )
 
 

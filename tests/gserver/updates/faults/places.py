@@ -119,8 +119,8 @@ class _Joined:
                 max_context=self._config.gserver.max_context,
                 prompt_cache=True,
                 load_seconds=PATIENCE,
-                stuck_seconds=self._config.gserver.stuck_seconds,
-                update_seconds=self._config.weights.timeout_seconds,
+                stuck_seconds=self._config.limits.stuck_seconds,
+                update_seconds=self._config.limits.update_seconds,
                 key=read_key(self._config.gserver.api_key_env, setting=""),
             )
         )

@@ -62,7 +62,6 @@ def config_for(folder: str, *, room: int) -> Config:
             "algorithm": {"advantage": "reinforce++"},
             "trainer": {"batch_groups": batch},
             "staleness": {"max_staleness": room // batch - 1},
-            "stream": {"capacity_groups": room},
             "limits": {"heartbeat_seconds": 1.0, "silence_seconds": 600.0},
         }
     )

@@ -50,7 +50,7 @@ DEADLINE_SECONDS = 300.0
 
 def settings_of(folder: str, *, workers: int, gservers: int, port: int) -> Row:
     return {
-        "run": {"dir": folder, "name": "scale", "total_train_steps": 10**6, "stop_at_reward": 1e9},
+        "run": {"dir": folder, "name": "scale", "port": port, "total_train_steps": 10**6, "stop_at_reward": 1e9},
         "model": {
             "path": "scratch",
             "scratch": {"hidden_size": 64, "layers": 1, "heads": 2, "kv_heads": 1, "max_position_embeddings": 32},
@@ -64,9 +64,7 @@ def settings_of(folder: str, *, workers: int, gservers: int, port: int) -> Row:
             "reward": {"function": "streamrl.rollout.tasks:copy_reward"},
         },
         "gserver": {"engine": "simulated", "count": gservers, "max_context": 32},
-        "run": {"port": port},
         "staleness": {"max_staleness": IN_FLIGHT // BATCH + 2},
-        "stream": {"capacity_groups": 4 * BATCH},
         "trainer": {"batch_groups": BATCH, "dtype": "float32", "save_at_end": False},
         "weights": {"mode": "disk", "checksum": False},
         "metrics": {"sinks": [], "plots": False},

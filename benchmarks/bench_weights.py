@@ -172,9 +172,7 @@ class Point:
             device=device,
             numbers=0,
         )
-        self._publisher = Publisher(
-            client=client, config=config, carriers=carriers, in_thread=asyncio.to_thread
-        )
+        self._publisher = Publisher(client=client, config=config, carriers=carriers, in_thread=asyncio.to_thread)
 
     async def publish(self, version: int, weights: Weights) -> dict[str, float]:
         began = time.perf_counter()

@@ -17,13 +17,13 @@ import msgspec
 
 from streamrl import example_files
 from streamrl.config.checks import found_in
-from streamrl.config.fields import EVERY_FORM, Section
+from streamrl.config.fields import EVERY_FORM, Section, section_of
+from streamrl.config.sections import MAX_QUEUED as MAX_QUEUED
 from streamrl.config.sections import PACE_SIGMA as PACE_SIGMA
 from streamrl.config.sections import AgentConfig as AgentConfig
 from streamrl.config.sections import Config as Config
 from streamrl.config.sections import DataConfig as DataConfig
 from streamrl.config.sections import EvaluationConfig as EvaluationConfig
-from streamrl.config.sections import EvaluationDataConfig as EvaluationDataConfig
 from streamrl.config.sections import GserverConfig as GserverConfig
 from streamrl.config.sections import LimitsConfig as LimitsConfig
 from streamrl.config.sections import LoraConfig as LoraConfig
@@ -39,16 +39,15 @@ from streamrl.config.sections import SecurityConfig as SecurityConfig
 from streamrl.config.sections import SglangConfig as SglangConfig
 from streamrl.config.sections import SimulationConfig as SimulationConfig
 from streamrl.config.sections import StalenessConfig as StalenessConfig
-from streamrl.config.sections import StreamConfig as StreamConfig
 from streamrl.config.sections import WeightsConfig as WeightsConfig
 from streamrl.config.sections import WorkflowConfig as WorkflowConfig
 from streamrl.config.suggestions import suggestions
 from streamrl.config.trainer import AlgorithmConfig as AlgorithmConfig
 from streamrl.config.trainer import CriticConfig as CriticConfig
+from streamrl.config.trainer import LayoutConfig as LayoutConfig
 from streamrl.config.trainer import OptimizerConfig as OptimizerConfig
 from streamrl.config.trainer import ReferenceConfig as ReferenceConfig
 from streamrl.config.trainer import RewardModelConfig as RewardModelConfig
-from streamrl.config.trainer import RoleConfig as RoleConfig
 from streamrl.config.trainer import TrainerConfig as TrainerConfig
 from streamrl.errors import ConfigError
 
@@ -56,6 +55,9 @@ FEW = 8
 """Most keys of a section that are listed if no key resembles an unknown one."""
 RENAMED = {
     "evaluation.end_timeout_seconds": "limits.evaluation_seconds",
+    "evaluation.max_new_tokens": "evaluation.sampling.max_new_tokens",
+    "evaluation.temperature": "evaluation.sampling.temperature",
+    "evaluation.top_p": "evaluation.sampling.top_p",
     "evaluation.every_epochs": 'evaluation.every = "2 epochs"',
     "evaluation.every_seconds": 'evaluation.every = "15m"',
     "evaluation.every_steps": 'evaluation.every = "100 steps"',
@@ -81,6 +83,8 @@ RENAMED = {
     "rollout.restarts": "restarts.number",
     "rollout.reward.on_error": 'rollout.on_failed_sibling, whose "reject", "zero" and "stop" hold for agents, too',
     "stream.host": "run.host, and the option --advertise of `streamrl trainer`",
+    "stream.max_group_mb": "limits.group_mb",
+    "trainer.offload_optimizer": 'trainer.offload = ["optimizer"]',
     "trainer.restart_delay_seconds": "restarts.delay_seconds",
     "trainer.restart_window_seconds": "restarts.window_seconds",
     "trainer.restarts": "restarts.number",
@@ -95,8 +99,12 @@ RENAMED = {
 }
 """Keys of earlier versions, and their replacements."""
 REMOVED = {
+    "gserver.max_queued": "it is always 4096",
+    "gserver.prefill_tokens": "it is always 4096",
+    "stream.capacity_groups": "it is 4096, or more if a batch may wait for more",
     "stream.resend_seconds": "a third of limits.silence_seconds",
     "weights.delta": "weights are always sent whole",
+    "weights.dir": "weights are in the run's folder",
     "weights.senders": "the first model worker sends all weights, since each gserver's link limits a broadcast",
 }
 """Keys of earlier versions without a replacement, and the reason."""
@@ -130,11 +138,8 @@ def overridden(config: Config, overrides: Sequence[str], *, where: str = "config
 
 def from_dict(tree: dict[str, Any], *, where: str = "configuration") -> Config:
     """Return the configuration given as plain dictionaries; raises `ConfigError` if a key or a value is wrong."""
-    _refuse_unknown(tree, Config, path="", where=where)
-    try:
-        config = msgspec.convert(tree, Config)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{where}: {_readable(error)}") from error
+    _refuse_table(tree, Config, path="", where=where)
+    config = msgspec.convert(tree, Config)
     problems = found_in(config)
     if problems:
         raise ConfigError(f"{where}: " + "; ".join(problems))
@@ -161,13 +166,9 @@ def to_toml(config: Config, *, only_changed: bool = False) -> str:
 def _at_home(config: Config) -> Config:
     """Return `config` with `~` in its folders expanded to the user's home: no shell expands it in run.dir=~/runs."""
     replace, expanded = msgspec.structs.replace, os.path.expanduser
-    run, weights = config.run, config.weights
+    run = config.run
     begin = None if run.resume_from is None else expanded(run.resume_from)
-    return replace(
-        config,
-        run=replace(run, dir=expanded(run.dir), resume_from=begin),
-        weights=replace(weights, dir=expanded(weights.dir)),
-    )
+    return replace(config, run=replace(run, dir=expanded(run.dir), resume_from=begin))
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -199,18 +200,24 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
         if name not in fields:
             _refuse_former(key, value, where=where)
             raise ConfigError(f"{where}: unknown key {_unknown(key, value, siblings=list(fields))}")
-        kinds = [fields[name].type, *getattr(fields[name].type, "__args__", ())]
-        nested = next((t for t in kinds if isinstance(t, type) and issubclass(t, Section)), None)
-        if value is None:
-            continue
-        if any(get_origin(kind) is dict for kind in kinds):  # a table with names as keys
-            if not isinstance(value, dict):
-                raise _no_section(value, None, path=key, where=where)
-            if nested:
-                for entry, table in value.items():
-                    _refuse_unknown(table, nested, path=f"{key}.{entry}", where=where)
-        elif nested:
-            _refuse_unknown(value, nested, path=key, where=where)
+        if value is not None:
+            _refuse_table(value, fields[name].type, path=key, where=where)
+
+
+def _refuse_table(value: Any, kind: Any, *, path: str, where: str) -> None:
+    """Raise `ConfigError` if `value` does not fit the table `path` of type `kind`; other types fit."""
+    nested = section_of(kind)
+    if get_origin(kind) is dict:  # names as keys
+        if not isinstance(value, dict):
+            raise _no_section(value, None, path=path, where=where)
+        for entry, table in value.items() if nested else ():
+            _refuse_table(table, get_args(kind)[1], path=f"{path}.{entry}", where=where)
+    elif nested:
+        _refuse_unknown(value, nested, path=path, where=where)
+        try:
+            msgspec.convert(value, nested)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: {_readable(error, nested, path=path)}") from error
 
 
 def _refuse_former(key: str, value: Any, *, where: str) -> None:
@@ -258,37 +265,28 @@ def _known(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, 
         if field.name not in tree:
             continue
         value = tree[field.name]
-        kinds = [field.type, *get_args(field.type)]
-        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, msgspec.Struct)), None)
+        nested = None if get_origin(field.type) is dict else section_of(field.type)
         if nested is not None and isinstance(value, Mapping):
-            if get_origin(field.type) is dict:
-                value = {name: _known(of, nested) if isinstance(of, Mapping) else of for name, of in value.items()}
-            else:
-                value = _known(value, nested)
+            value = _known(value, nested)
         found[field.name] = value
     return found
 
 
-def _readable(error: msgspec.ValidationError) -> str:
-    text = str(error)
-    message, at, path = text.partition(" - at `$.")
-    if not at:
-        return text
-    path = path.rstrip("`")
-    if path.endswith("every"):
-        return f"{path}: {message}; write it as {EVERY_FORM}"
-    choices = _choices(path)
-    return f"{path}: {message}" + (f"; choose one of {', '.join(map(repr, choices))}" if choices else "")
+def _readable(error: msgspec.ValidationError, section: type[Section], *, path: str) -> str:
+    """Return the error in the table `path`, which is a `section`, with the key and its possible values."""
+    message, _, key = str(error).partition(" - at `$.")
+    key = key.rstrip("`")
+    hint = ""
+    if key.endswith("every"):
+        hint = f"; write it as {EVERY_FORM}"
+    elif choices := _choices(key, section):
+        hint = f"; choose one of {', '.join(map(repr, choices))}"
+    return f"{'.'.join(filter(None, (path, key)))}: {message}{hint}"
 
 
-def _choices(path: str) -> tuple[Any, ...]:
-    """Return the possible values at `path`, if it takes one of a few words."""
-    kind: Any = Config
-    for key in path.split("."):
-        name, of_many, _ = key.partition("[")
-        kind = get_type_hints(kind).get(name) if isinstance(kind, type) else None
-        if of_many:  # of a table of tables: the inner tables
-            kind = (get_args(kind) or (None,))[-1]
+def _choices(key: str, section: type[Section]) -> tuple[Any, ...]:
+    """Return the possible values of `key`, if it takes one of a few words."""
+    kind = get_type_hints(section).get(key)
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 

@@ -85,20 +85,10 @@ def found_in(config: Config) -> list[str]:
         problems.append("algorithm.minibatches must not exceed trainer.batch_groups")
     if config.trainer.data_parallel > config.trainer.batch_groups:
         problems.append("trainer.data_parallel must not exceed trainer.batch_groups")
-    in_flight = (config.staleness.max_staleness + 1) * config.trainer.batch_groups
-    if config.staleness.over_age == "wait" and config.stream.capacity_groups < in_flight:
-        problems.append(
-            f"stream.capacity_groups must be at least (max_staleness + 1) * batch_groups = {in_flight} "
-            'with staleness.over_age = "wait", or groups that a batch waits for could not be delivered'
-        )
-    elif config.stream.capacity_groups < config.trainer.batch_groups:
-        problems.append("stream.capacity_groups must be at least trainer.batch_groups")
     if config.run.device == "cpu" and config.weights.backend == "nccl":
         problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
     if bool(config.security.certificate) != bool(config.security.private_key):
         problems.append("security.certificate and security.private_key need each other")
-    if config.weights.dir and config.weights.mode != "disk":
-        problems.append('weights.dir is of weights.mode = "disk"')
     if config.weights.mode == "cuda_ipc" and config.gserver.engine == "sglang":
         problems.append('weights.mode = "cuda_ipc" is of the embedded engine: SGLang takes such memory only pickled')
     if config.weights.backend != "auto" and config.weights.mode not in ("auto", "collective"):
@@ -284,7 +274,7 @@ def _length_problems(config: Config) -> list[str]:
         return []
     sections = {"trainer": config.trainer.optimizer}
     if config.algorithm.advantage == "gae":
-        sections["critic"] = config.critic.optimizer
+        sections["critic"] = config.critic_optimizer
     return [
         f'{section}.optimizer.schedule = "{optimizer.schedule}" falls until the last step: '
         "set run.total_train_steps, too"
@@ -300,10 +290,12 @@ def _evaluation_problems(config: Config) -> list[str]:
         return []
     seen = as_evaluated(config)
     problems = []
-    if chosen.samples > 1 and chosen.temperature == 0:
-        problems.append("evaluation.samples above 1 needs an evaluation.temperature above 0: greedy ones are all equal")
+    if chosen.samples > 1 and seen.rollout.sampling.temperature == 0:
+        problems.append(
+            "evaluation.samples above 1 needs an evaluation.sampling.temperature above 0: greedy ones are all equal"
+        )
     if seen.rollout.sampling.max_new_tokens >= config.gserver.max_context:
-        problems.append("evaluation.max_new_tokens must be smaller than gserver.max_context")
+        problems.append("evaluation.sampling.max_new_tokens must be smaller than gserver.max_context")
     if seen.data.max_prompt_tokens + 1 > config.gserver.max_context:
         problems.append("evaluation.data.max_prompt_tokens must be smaller than gserver.max_context")
     same_rows = (seen.data.source, seen.data.path) == (config.data.source, config.data.path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -32,6 +32,30 @@ GENERATED_SOURCES = ("reasoning_gym", "python")
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the configuration file."""
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+Overrides = dict[str, Any]
+"""A table with some keys of another section, whose other keys keep their values there; annotated with `keys_of`."""
+
+
+def keys_of(section: type[Section]) -> Meta:
+    """Return the annotation of `Overrides` with the keys of `section`."""
+    return Meta(extra={"section": section})
+
+
+def section_of(kind: Any) -> type[Section] | None:
+    """Return the section of a field of type `kind`; of `Overrides`, the section that has their keys."""
+    for each in (kind, *get_args(kind)):
+        found = next((meta.extra["section"] for meta in getattr(each, "__metadata__", ()) if meta.extra), each)
+        if isinstance(found, type) and issubclass(found, Section):
+            return found
+    return None
+
+
+def overlaid(section: SectionT, overrides: Overrides) -> SectionT:
+    """Return `section` with the values of `overrides`."""
+    return msgspec.convert(msgspec.structs.asdict(section) | overrides, type(section))
 
 
 # --- frequencies ---
@@ -59,7 +83,7 @@ class Every(msgspec.Struct, frozen=True):
 
 
 def every(text: str, *, key: str = "every") -> Every:
-    """Return the frequency `text` in the form `EVERY_FORM`; raises `ValueError`, which names `key`, for another form."""
+    """Return the frequency `text` in the form `EVERY_FORM`; raises `ValueError` with the name `key`."""
     periods: dict[str, float] = {}
     for part in () if text == "never" else text.split(","):
         found = EVERY.fullmatch(part.strip())

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ from streamrl.config.fields import (
     NonEmpty,
     NonNegative,
     NonNegativeFloat,
+    Overrides,
     Port,
     Positive,
     PositiveFloat,
@@ -27,9 +28,18 @@ from streamrl.config.fields import (
     SinkName,
     TopP,
     every,
+    keys_of,
+    overlaid,
 )
 from streamrl.config.sharing import SAME_IN_THEM, Settings, changed, differences, digest_of, shared_settings
-from streamrl.config.trainer import AlgorithmConfig, CriticConfig, ReferenceConfig, RewardModelConfig, TrainerConfig
+from streamrl.config.trainer import (
+    AlgorithmConfig,
+    CriticConfig,
+    OptimizerConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    TrainerConfig,
+)
 from streamrl.errors import ConfigError
 from streamrl.ledger import OverAge
 
@@ -37,6 +47,7 @@ DEFAULT_TRAIN_STEPS = 100
 DIFF_WARNING, QUANTIZED_DIFF_WARNING = 0.05, 0.2
 """Mean difference of log-probabilities that triggers a warning, in nats; the second applies if gservers quantise
 weights."""
+LEAST_CAPACITY_GROUPS = 4096
 HELD_OUT_SEED_DISTANCE = 2**30
 """Distance from the seed of training prompts to the seed of an evaluation's prompts."""
 
@@ -318,6 +329,8 @@ class SglangConfig(Section, frozen=True):
     """URLs of running servers, one for each gserver; streamrl then starts none."""
 
 
+MAX_QUEUED = 4096
+"""Most requests that wait in a gserver in addition to the running ones; a further one receives the status 503."""
 QUANTIZATION_FLAGS = ("--quantization",)
 """Flags that make SGLang quantise the weights that it receives."""
 
@@ -335,8 +348,6 @@ class GserverConfig(Section, frozen=True):
     """CPU threads of one server; with SGLang, of each of its ranks."""
     max_running: Positive = 64
     """Most requests that are decoded together."""
-    max_queued: Positive = 4096
-    """Most requests that wait in addition to the running ones; a further request receives the status 503."""
     max_context: Positive = 2048
     """Longest prompt and response together, in tokens."""
     deterministic: bool = False
@@ -347,9 +358,6 @@ class GserverConfig(Section, frozen=True):
     """SIMULATED: the embedded engine rounds the weights of linear layers as int8 with a scale for each row would. It
     computes with them in `dtype`, so it is neither smaller nor faster. It shows the effect of a quantised rollout on
     training (docs/generation.md)."""
-    prefill_tokens: Positive = 4096
-    """Prompt tokens that the embedded engine computes between two decode steps while all of its slots are free; fewer
-    if fewer slots are free. Longer prompts are computed in parts, so that they do not delay running requests."""
     prefix_cache_mb: NonNegativeFloat = 256.0
     """Memory in which the embedded engine keeps finished sequences for later turns and resumed responses, in MiB."""
     api_key_env: str = ""
@@ -366,7 +374,7 @@ class GserverConfig(Section, frozen=True):
 
 
 class LimitsConfig(Section, frozen=True):
-    """Deadlines and periods, in seconds. Each process may have its own."""
+    """Deadlines and periods, in seconds, and the size of a group. Each process may have its own."""
 
     silence_seconds: PositiveFloat = 30.0
     """A process that is silent for this long counts as lost: its groups and requests move to others."""
@@ -391,11 +399,17 @@ class LimitsConfig(Section, frozen=True):
     """Deadline of the checkpoint that the first Ctrl-C or SIGTERM triggers. 0: no checkpoint."""
     evaluation_seconds: PositiveFloat = 900.0
     """Longest time that the run waits for the evaluation at its end."""
+    group_mb: PositiveFloat = 256.0
+    """Largest size of the arrays of one group, in MiB (2^20 bytes)."""
 
     @property
     def resend_seconds(self) -> float:
         """A group that has not been acknowledged for this long is sent again."""
         return self.silence_seconds / 3
+
+    @property
+    def group_bytes(self) -> int:
+        return int(self.group_mb * 2**20)
 
 
 class RestartsConfig(Section, frozen=True):
@@ -445,14 +459,12 @@ class WeightsConfig(Section, frozen=True):
     """Transfer of new weights to the gservers."""
 
     mode: Literal["auto", "collective", "disk", "shared_memory", "cuda_ipc"] = "auto"
-    """`collective`: a broadcast to all gservers; `disk`: files in `dir`, which all hosts share; `shared_memory`: files
-    in the memory of one host; `cuda_ipc`: memory of the GPU that the trainer's first model worker and all gservers
-    share. `auto`: shared memory if all gservers are on the trainer's host, without GPUs; the GPU's memory if all share
-    that GPU and it has room; else a broadcast."""
+    """`collective`: a broadcast to all gservers; `disk`: files in the run's folder, which all hosts share;
+    `shared_memory`: files in the memory of one host; `cuda_ipc`: memory of the GPU that the trainer's first model
+    worker and all gservers share. `auto`: shared memory if all gservers are on the trainer's host, without GPUs; the
+    GPU's memory if all share that GPU and it has room; else a broadcast."""
     lora: Literal["adapter", "merged"] = "adapter"
     """With [model.lora], the published weights: the adapter alone, or the model's weights merged with the adapter."""
-    dir: str = ""
-    """Folder for `mode = "disk"`; empty: `weights` in the run's folder."""
     checksum: bool = True
     """Compare the weights that a gserver has staged with the trained weights before it serves them."""
     pause_mode: Literal["in_place", "retract", "abort"] = "in_place"
@@ -467,35 +479,6 @@ class WeightsConfig(Section, frozen=True):
     """How often an update is tried before the run stops."""
 
 
-class StreamConfig(Section, frozen=True):
-    """The stream of groups from rollout workers to DP heads."""
-
-    capacity_groups: Positive = 4096
-    """Most groups that a DP head holds; beyond that, senders get no credit."""
-    max_group_mb: PositiveFloat = 256.0
-    """Largest size of the arrays of one group, in MiB (2^20 bytes)."""
-
-    @property
-    def max_group_bytes(self) -> int:
-        return int(self.max_group_mb * 2**20)
-
-
-class EvaluationDataConfig(Section, frozen=True):
-    """Held-out prompts. A setting that is not given here is as in [data]."""
-
-    source: DataSource | None = None
-    path: str | None = None
-    args: dict[str, Any] | None = None
-    size: Positive | None = None
-    prompt_key: str | None = None
-    answer_key: str | None = None
-    answer_type: Literal["text", "as_is"] | None = None
-    system_prompt: str | None = None
-    suffix: str | None = None
-    shuffle: bool | None = None
-    max_prompt_tokens: Positive | None = None
-
-
 class EvaluationConfig(Section, frozen=True):
     """Evaluation on held-out prompts during training; off by default."""
 
@@ -505,7 +488,11 @@ class EvaluationConfig(Section, frozen=True):
     """Evaluate the initial policy of the run."""
     at_end: bool = False
     """Evaluate the final policy before the run ends."""
-    data: EvaluationDataConfig = EvaluationDataConfig()
+    data: Annotated[Overrides, keys_of(DataConfig)] = {}
+    """Held-out prompts. A setting that is not given here is as in [data]."""
+    sampling: Annotated[Overrides, keys_of(SamplingConfig)] = {}
+    """A setting that is not given here is as in [rollout.sampling], but `temperature = 0` (greedy), and no `top_p`,
+    `top_k` or `min_p`."""
     seed: NonNegative | None = None
     """Seed of the held-out prompts; None: `run.seed + 2**30`, far from the rows of the training data (a generator may
     make row i from seed + i)."""
@@ -513,11 +500,6 @@ class EvaluationConfig(Section, frozen=True):
     """Number of prompts, the same ones in each evaluation; None: all rows."""
     samples: Positive = 1
     """k: responses to each prompt."""
-    temperature: NonNegativeFloat = 0.0
-    """0: greedy."""
-    top_p: TopP = 1.0
-    max_new_tokens: Positive | None = None
-    """None: as in training."""
     max_concurrent: Positive = 16
     """Most prompts at a time, each with all its samples, so that training keeps most of the gservers."""
     pass_reward: Finite = 1.0
@@ -606,7 +588,6 @@ class Config(Section, frozen=True):
     security: SecurityConfig = SecurityConfig()
     staleness: StalenessConfig = StalenessConfig()
     weights: WeightsConfig = WeightsConfig()
-    stream: StreamConfig = StreamConfig()
     trainer: TrainerConfig = TrainerConfig()
     reference: ReferenceConfig = ReferenceConfig()
     critic: CriticConfig = CriticConfig()
@@ -638,6 +619,17 @@ class Config(Section, frozen=True):
             left = max(0, self.run.total_train_epochs * self.data.size - groups)
             limits.append(steps + -(-left // self.trainer.batch_groups))
         return min(limits, default=DEFAULT_TRAIN_STEPS)
+
+    @property
+    def capacity_groups(self) -> int:
+        """Most groups that a DP head holds; beyond that, senders get no credit. A batch may wait for as many groups as
+        are in flight."""
+        return max(LEAST_CAPACITY_GROUPS, (self.staleness.max_staleness + 1) * self.trainer.batch_groups)
+
+    @property
+    def critic_optimizer(self) -> OptimizerConfig:
+        """The settings of the critic's optimizer."""
+        return overlaid(self.trainer.optimizer, self.critic.optimizer)
 
     @property
     def named_adapters(self) -> bool:
@@ -693,30 +685,20 @@ def as_evaluated(config: Config) -> Config:
     The reward function alone scores, even if a reward model scores in training. No prompt loses samples, which pass@k
     counts: `retry` replaces `shrink`.
     """
-    chosen = config.evaluation
-    settings = {name: value for name, value in msgspec.structs.asdict(chosen.data).items() if value is not None}
+    chosen, replace = config.evaluation, msgspec.structs.replace
     seed = config.run.seed + HELD_OUT_SEED_DISTANCE if chosen.seed is None else chosen.seed
-    most = config.rollout.sampling.max_new_tokens if chosen.max_new_tokens is None else chosen.max_new_tokens
-    replace = msgspec.structs.replace
-    sampling = replace(
-        config.rollout.sampling,
-        temperature=chosen.temperature,
-        top_p=chosen.top_p,
-        top_k=-1,
-        min_p=0.0,
-        max_new_tokens=most,
-    )
+    greedy = {"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     rollout = replace(
         config.rollout,
         group_size=chosen.samples,
         on_failed_sibling="retry" if config.rollout.on_failed_sibling == "shrink" else config.rollout.on_failed_sibling,
-        sampling=sampling,
+        sampling=overlaid(config.rollout.sampling, greedy | chosen.sampling),
         reward=replace(config.rollout.reward, overlong_tokens=0),
     )
     return replace(
         config,
         run=replace(config.run, seed=seed),
-        data=replace(config.data, **settings),
+        data=overlaid(config.data, chosen.data),
         rollout=rollout,
         reward_model=replace(config.reward_model, path=None),
     )

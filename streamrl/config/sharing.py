@@ -27,8 +27,6 @@ MAY_DIFFER = (
     "gserver.count",
     "gserver.threads",
     "gserver.max_running",
-    "gserver.max_queued",
-    "gserver.prefill_tokens",
     "gserver.prefix_cache_mb",
     "gserver.api_key_env",
     "gserver.sglang.python",
@@ -45,7 +43,6 @@ MAY_DIFFER = (
     "rollout.reward.processes",
     "rollout.reward.environment",
     "trainer.threads",
-    "weights.dir",
     "weights.backend",
 )
 """Names of settings, and of sections, that each machine may set for itself: locations, counts, and choices that a
@@ -75,7 +72,7 @@ def shared_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     # Processes that read prompts from files report their number.
     if tree["data"]["source"] not in GENERATED_SOURCES:
         found["data.path"] = "a path"
-    if (tree["evaluation"]["data"]["source"] or tree["data"]["source"]) not in GENERATED_SOURCES:
+    if tree["evaluation"]["data"].get("source", tree["data"]["source"]) not in GENERATED_SOURCES:
         found["evaluation.data.path"] = "a path"
     return found
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
-from typing import get_args, get_origin
+from typing import get_origin
 
 import msgspec
 
-from streamrl.config.fields import Section
+from streamrl.config.fields import Section, section_of
 
 MOST_SUGGESTED = 3
 SAME_SECTION, OTHER_SECTION = 0.6, 0.8
@@ -123,7 +123,6 @@ def _keys(section: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
     """Yield all keys and sections; for tables with free names (`trainer.roles.NAME`), only the table."""
     for field in msgspec.structs.fields(section):
         yield f"{prefix}{field.name}"
-        kinds = [field.type, *get_args(field.type)]
-        nested = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
-        if nested is not None and get_origin(field.type) is not dict:
+        nested = None if get_origin(field.type) is dict else section_of(field.type)
+        if nested is not None:
             yield from _keys(nested, f"{prefix}{field.name}.")

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta, field
 
-from streamrl.config.fields import DType, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section, Share, every
+from streamrl.config.fields import (
+    DType,
+    NonNegative,
+    NonNegativeFloat,
+    Overrides,
+    Positive,
+    PositiveFloat,
+    Section,
+    Share,
+    every,
+    keys_of,
+)
 
 ASYNCHRONOUS, SYNCHRONOUS = "asynchronous", "synchronous"
 """Graphs that come with streamrl."""
@@ -14,15 +26,21 @@ BackendName = Literal["torch", "megatron"]
 RoleName = Literal["actor", "ref", "critic", "reward"]
 
 
-class RoleConfig(Section, frozen=True):
-    """Layout of one role's model over the model workers. A setting that is not given here is as in [trainer]."""
+class LayoutConfig(Section, frozen=True):
+    """Backend and layout of a model over the model workers."""
 
-    backend: BackendName | None = None
-    data_parallel: Positive | None = None
-    context_parallel: Positive | None = None
-    tensor_parallel: Positive | None = None
-    pipeline_parallel: Positive | None = None
-    expert_parallel: Positive | None = None
+    backend: BackendName = "torch"
+    """Backend of the computation: transformers with plain torch, or Megatron Core (`pip install "streamrl[megatron]"`).
+    """
+    data_parallel: Positive = 1
+    context_parallel: Positive = 1
+    """Number of model workers that share the tokens of each row, for rows that are too long for one device."""
+    tensor_parallel: Positive = 1
+    pipeline_parallel: Positive = 1
+    """The number of model workers is the product of these four sizes; the torch backend supports only the first two."""
+    expert_parallel: Positive = 1
+    """Number of model workers over which the experts of a layer are spread; a divisor of the product of the first three
+    (megatron)."""
 
 
 Beta = Annotated[float, Meta(ge=0, lt=1)]
@@ -44,23 +62,12 @@ class OptimizerConfig(Section, frozen=True):
     """Final value of the schedule, as a share of `lr`."""
 
 
-class TrainerConfig(Section, frozen=True):
+class TrainerConfig(LayoutConfig, frozen=True):
     """The master and its model workers."""
 
-    backend: BackendName = "torch"
-    """Backend of the computation: transformers with plain torch, or Megatron Core (`pip install "streamrl[megatron]"`).
-    """
-    data_parallel: Positive = 1
-    context_parallel: Positive = 1
-    """Number of model workers that share the tokens of each row, for rows that are too long for one device."""
-    tensor_parallel: Positive = 1
-    pipeline_parallel: Positive = 1
-    """The number of model workers is the product of these four sizes; the torch backend supports only the first two."""
-    expert_parallel: Positive = 1
-    """Number of model workers over which the experts of a layer are spread; a divisor of the product of the first three
-    (megatron)."""
-    roles: dict[RoleName, RoleConfig] = field(default_factory=dict)
-    """Other backends or layouts for some roles, on the same model workers, for example in [trainer.roles.critic]."""
+    roles: dict[RoleName, Annotated[Overrides, keys_of(LayoutConfig)]] = field(default_factory=dict)
+    """Other backends or layouts for some roles, on the same model workers, for example in [trainer.roles.critic]. If a
+    role sets one size, its other sizes are 1."""
     graph: str = ASYNCHRONOUS
     """The model function calls: `asynchronous`, `synchronous` (generation is one of the master's calls), or
     `module:function`. A function that returns a graph with generation calls needs the prefix `synchronous:`
@@ -68,11 +75,9 @@ class TrainerConfig(Section, frozen=True):
     shard: bool = False
     """Spread weights, gradients and optimizer state over the data- and context-parallel ranks (torch: FSDP2; megatron:
     its distributed optimizer)."""
-    offload_optimizer: bool = False
-    """Keep the optimizer's state, and compute its step, on the CPU."""
-    offload: list[RoleName] = field(default_factory=list)
-    """Roles that move to the CPU while they are idle, for example `["ref"]`. For roles that are on the CPU anyway, this
-    only adds copies."""
+    offload: list[RoleName | Literal["optimizer"]] = field(default_factory=list)
+    """Roles that move to the CPU while they are idle, for example `["ref"]`; with `"optimizer"`, the optimizer's state
+    is kept, and its step computed, on the CPU. On a CPU this only adds copies."""
     batch_groups: Positive = 8
     """P: groups in a training batch."""
     lr: PositiveFloat = 1e-5
@@ -134,7 +139,8 @@ class CriticConfig(Section, frozen=True):
     lr: PositiveFloat = 1e-5
     value_clip: PositiveFloat | None = None
     """Largest change of a value in one step; None: no limit."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: Annotated[Overrides, keys_of(OptimizerConfig)] = field(default_factory=dict)
+    """A setting that is not given here is as in [trainer.optimizer]."""
 
 
 class RewardModelConfig(Section, frozen=True):
@@ -216,41 +222,16 @@ class AlgorithmConfig(Section, frozen=True):
     also end the run with a checkpoint and an error once it collapses."""
 
 
-class RoleLayout(NamedTuple):
-    """Resolved layout of one role's model over the model workers."""
-
-    backend: BackendName
-    data_parallel: int
-    context_parallel: int
-    tensor_parallel: int
-    pipeline_parallel: int
-    expert_parallel: int
-
-
-def role_config(trainer: TrainerConfig, role: RoleName) -> RoleLayout:
+def role_config(trainer: TrainerConfig, role: RoleName) -> LayoutConfig:
     """Return the layout of `role`: its own settings if it has some, else the settings of [trainer].
 
     If a role sets one size, its other sizes default to 1. If it sets only the torch backend, it is data-parallel, with
     context groups of the same size as in [trainer].
     """
-    own = trainer.roles.get(role, RoleConfig())
-    backend = own.backend or trainer.backend
-    sizes = (
-        own.data_parallel,
-        own.context_parallel,
-        own.tensor_parallel,
-        own.pipeline_parallel,
-        own.expert_parallel,
-    )
-    if own.backend == "torch" and all(size is None for size in sizes):
-        return RoleLayout("torch", trainer.workers // trainer.context_parallel, trainer.context_parallel, 1, 1, 1)
-    if all(size is None for size in sizes):
-        return RoleLayout(
-            backend,
-            trainer.data_parallel,
-            trainer.context_parallel,
-            trainer.tensor_parallel,
-            trainer.pipeline_parallel,
-            trainer.expert_parallel,
-        )
-    return RoleLayout(backend, *(size or 1 for size in sizes))
+    own: Overrides = {"backend": trainer.backend} | trainer.roles.get(role, {})
+    if len(own) == 1 and own["backend"] == "torch" and "backend" in trainer.roles.get(role, {}):
+        context = trainer.context_parallel
+        own |= {"data_parallel": trainer.workers // context, "context_parallel": context}
+    elif len(own) == 1:
+        own = {name: getattr(trainer, name) for name in LayoutConfig.__struct_fields__} | own
+    return msgspec.convert(own, LayoutConfig)

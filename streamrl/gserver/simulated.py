@@ -128,7 +128,7 @@ class SimulatedEngine:
         if len(self._running) + len(self._waiting) >= self.max_running + self._max_queued:
             raise QueueFull(
                 f"{len(self._running) + len(self._waiting)} requests are running or waiting, no more are taken; "
-                "try again later, or raise gserver.max_queued"
+                "try again later, or start more gservers"
             )
         ticket = Ticket(job)
         seed = job.params.sampling_seed

@@ -194,8 +194,6 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
     with found.part("ports"):
         _listen(config.run.host, config.run.port)
     folders = {"run.dir": config.run_dir, "STREAMRL_CACHE": cache_home()}
-    if config.weights.dir:
-        folders["weights.dir"] = Path(config.weights.dir)
     for setting, folder in folders.items():
         with found.part("folders"):
             found.tried.append(_write_into(setting, folder.expanduser().absolute()))

@@ -23,7 +23,7 @@ import msgspec
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError
-from streamrl.gserver.embedded.scheduler import prefill_budget
+from streamrl.gserver.embedded.scheduler import PREFILL_TOKENS, prefill_budget
 from streamrl.gserver.manager.admission import Admissions
 from streamrl.gserver.manager.gserver import Gserver, Work
 from streamrl.gserver.manager.member_states import MemberEvent
@@ -270,7 +270,6 @@ class _Gserver:
         self._run = run
         self._costs = run.costs
         self._slots = run.config.gserver.max_running
-        self._prefill_tokens = run.config.gserver.prefill_tokens
         self._threads = run.config.gserver.threads
         self._speed = run.speed(self._threads, measured_with=run.costs.gserver_threads)
         self._device = run.cores if run.costs.gservers_on_cores else run.devices
@@ -365,7 +364,7 @@ class _Gserver:
         if not (free and self.waiting):
             return 0.0
         self._run.account(self)  # the number of used slots changes now
-        left = float(prefill_budget(free=free, slots=self._slots, most=self._prefill_tokens))
+        left = float(prefill_budget(free=free, slots=self._slots, most=PREFILL_TOKENS))
         prompts, group = 0.0, None
         while self.waiting and len(self.running) < self._slots and left > 0:
             request = self.waiting.popleft()

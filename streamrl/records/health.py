@@ -296,7 +296,7 @@ def _data(run: RunFigures) -> Iterator[Finding]:
                 "note",
                 "evaluation",
                 f"{last.cut_share:.0%} of the held-out responses at version {last.policy_version} were cut",
-                ["evaluation.max_new_tokens"],
+                ["evaluation.sampling.max_new_tokens"],
             )
     yield from _failures(run)
 

@@ -75,7 +75,7 @@ async def _open_pusher(config: Config, joined: Joined) -> GroupPusher:
         worker=joined.membership.name,
         heads=[worker for worker in workers if worker.address],  # only DP heads have one
         shown=joined.membership.shows("model_worker"),
-        max_group_bytes=config.stream.max_group_bytes,
+        max_group_bytes=config.limits.group_bytes,
         resend_seconds=config.limits.resend_seconds,
         warn_seconds=config.limits.warning_seconds,
     )

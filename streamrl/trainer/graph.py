@@ -193,7 +193,7 @@ def graph_of(config: Config) -> Graph:
             mfcs = [*upstream(config), *downstream(config)]
         case name:
             mfcs = _users(name.removeprefix(f"{SYNCHRONOUS}:"), config)
-    largest = min(config.stream.capacity_groups, config.trainer.batch_groups)
+    largest = config.trainer.batch_groups
     graph = build_graph(mfcs, stream_keys=stream_keys, largest=largest)
     for mfc in graph.mfcs:
         if mfc.interface == "train_step":
@@ -274,7 +274,7 @@ def _faults(mfc: MFC, largest: int | None) -> Iterator[str]:
     if missing := sorted(required_keys(mfc.role, mfc.interface) - mfc.inputs):
         yield _lacks(missing)
     if mfc.groups is not None and (mfc.groups < 1 or (largest is not None and mfc.groups > largest)):
-        most = "" if largest is None else f" to {largest} (trainer.batch_groups, stream.capacity_groups)"
+        most = "" if largest is None else f" to {largest} (trainer.batch_groups)"
         yield f"{mfc.groups} groups in a call; allowed are 1{most}"
     if mfc.interface == "inference" and mfc.role != ROLLOUT and len(mfc.outputs) != 1:
         yield f"an inference gives one key, not {len(mfc.outputs)}"

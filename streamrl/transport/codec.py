@@ -207,7 +207,7 @@ def header_of(group: TrajectoryGroup, *, permit: str = "") -> GroupHeader:
 def _check_size(frames: Sequence[Frame], max_group_bytes: int, *, where: str) -> int:
     total = sum(map(len, frames))
     if total > max_group_bytes:
-        raise WireError(f"{where}: {total} bytes, more than the {max_group_bytes} of stream.max_group_mb")
+        raise WireError(f"{where}: {total} bytes, more than the {max_group_bytes} of limits.group_mb")
     return total
 
 

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import Config, RolloutConfig, from_dict, load, to_toml
-from streamrl.config.fields import Section
+from streamrl.config.fields import Section, section_of
 from streamrl.config.sections import as_evaluated
 from streamrl.config.suggestions import COMMON_NAMES
-from streamrl.config.trainer import role_config
+from streamrl.config.trainer import RoleName, TrainerConfig, role_config
 from streamrl.errors import ConfigError
 
 
@@ -24,11 +24,9 @@ def sections(section: type[Section], prefix: str = "") -> list[tuple[str, type[S
     """Every table of the configuration, with its dotted name."""
     found = [(prefix, section)]
     for field in msgspec.structs.fields(section):
-        kinds = [field.type, *getattr(field.type, "__args__", ())]
-        for kind in kinds:
-            if isinstance(kind, type) and issubclass(kind, Section):
-                named = "ref." if get_origin(field.type) is dict else ""  # a table of tables, one for each role
-                found += sections(kind, f"{prefix}{field.name}.{named}")
+        if (nested := section_of(field.type)) is not None:
+            named = "ref." if get_origin(field.type) is dict else ""  # a table of tables, one for each role
+            found += sections(nested, f"{prefix}{field.name}.{named}")
     return found
 
 
@@ -61,7 +59,13 @@ def test_unknown_keys_are_refused_at_every_level(prefix: str, section: type[Sect
         ("trainer.optimizer.betas", [0.9], r"trainer.optimizer.betas: Expected `array` of length 2"),
         ("trainer.optimizer.betas", ["a", 0.9], r"trainer.optimizer.betas\[0\]: Expected `float`"),
         ("trainer.optimizer.betas", [0.9, 1], r"trainer.optimizer.betas\[1\]: Expected `float` < 1"),
-        ("trainer.roles.critic.backend", "fsdp", r"trainer.roles\[...\].backend: Invalid enum value 'fsdp'"),
+        (
+            "trainer.roles.critic.backend",
+            "fsdp",
+            "trainer.roles.critic.backend: Invalid .* 'fsdp'; choose one of 'torch'",
+        ),
+        ("critic.optimizer.eps", 0, "critic.optimizer.eps: Expected `float` > 0"),
+        ("evaluation.data.size", 0, "evaluation.data.size: Expected `int` >= 1"),
         ("staleness.max_staleness", -1, "staleness.max_staleness: Expected `int` >= 0"),
         ("staleness.over_age", "keep", "staleness.over_age: Invalid enum value 'keep'; choose one of 'mask'"),
         ("trainer.save_every", 100, 'trainer.save_every: Expected `str`, got `int`; write it as "100 steps", '),
@@ -131,8 +135,8 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature must be above 0"),
         (["algorithm.minibatches=9"], "algorithm.minibatches must not exceed trainer.batch_groups"),
         (["trainer.data_parallel=9"], "trainer.data_parallel must not exceed trainer.batch_groups"),
-        (["staleness.over_age=wait", "stream.capacity_groups=39"], r"max_staleness \+ 1\) \* batch_groups = 40"),
-        (["stream.capacity_groups=7"], "stream.capacity_groups must be at least trainer.batch_groups"),
+        (["stream.capacity_groups=7"], "stream.capacity_groups was removed"),
+        (["stream.max_group_mb=7"], "stream.max_group_mb is now limits.group_mb"),
         (["run.device=cpu", "weights.backend=nccl"], "needs a CUDA device"),
         (["rollout.sampling.top_k=0"], "rollout.sampling.top_k must be at least 1, or -1 for no limit"),
         (
@@ -177,8 +181,8 @@ def test_wrong_types_and_ranges_name_the_key(key: str, value: Any, says: str) ->
             "no adapter of q_proj or k_proj without one of v_proj",
         ),
         (["model.lora.target_modules=['up_proj']", "gserver.engine=sglang"], "no adapter of up_proj without one of ga"),
-        (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.temperature above 0"),
-        (["evaluation.at_end=true", "evaluation.max_new_tokens=2048"], "evaluation.max_new_tokens must be smaller"),
+        (["evaluation.at_end=true", "evaluation.samples=2"], "needs an evaluation.sampling.temperature above 0"),
+        (["evaluation.at_end=true", "evaluation.sampling.max_new_tokens=2048"], "evaluation.sampling.max_new_tokens"),
         (["evaluation.at_end=true", "evaluation.data.max_prompt_tokens=2048"], "evaluation.data.max_prompt_tokens"),
         (["evaluation.every=1 step", "data.source=jsonl", "data.path=a.jsonl"], "must name held-out data"),
         (["evaluation.every=1s", "evaluation.seed=0"], "evaluation.seed must differ from run.seed"),
@@ -197,9 +201,10 @@ def test_all_that_does_not_fit_together_is_said_at_once() -> None:
     assert str(caught.value).startswith("run.toml: ")
 
 
-@pytest.mark.parametrize(("capacity", "staleness"), [(40, 4), (8, 0)])
-def test_the_smallest_capacity_that_waiting_needs_is_enough(capacity: int, staleness: int) -> None:
-    from_dict({"staleness": {"over_age": "wait", "max_staleness": staleness}, "stream": {"capacity_groups": capacity}})
+@pytest.mark.parametrize(("groups", "capacity"), [(8, 4096), (1000, 5000)])
+def test_a_dp_head_has_room_for_all_groups_in_flight(groups: int, capacity: int) -> None:
+    config = from_dict({"staleness": {"max_staleness": 4}, "trainer": {"batch_groups": groups}})
+    assert config.capacity_groups == capacity
 
 
 def test_overrides_win_over_the_file_and_have_toml_types(tmp_path: Path) -> None:
@@ -385,7 +390,7 @@ def test_what_an_evaluation_does_not_say_is_as_in_training() -> None:
     assert seen.rollout.reward.overlong_tokens == 0
     assert seen.run.seed - config.run.seed == 2**30
     assert as_evaluated(from_dict({"reward_model": {"path": "judge"}})).reward_model.path is None
-    other = from_dict({"evaluation": {"seed": 9, "samples": 4, "temperature": 0.8, "max_new_tokens": 5}})
+    other = from_dict({"evaluation": {"seed": 9, "samples": 4, "sampling": {"temperature": 0.8, "max_new_tokens": 5}}})
     seen = as_evaluated(other)
     assert (seen.run.seed, seen.rollout.group_size, seen.data) == (9, 4, other.data)
     assert (seen.rollout.sampling.temperature, seen.rollout.sampling.max_new_tokens) == (0.8, 5)
@@ -433,6 +438,10 @@ def test_layouts_and_roles_that_do_not_fit_are_refused(trainer: dict[str, Any], 
         from_dict({"trainer": trainer})
 
 
+def layout_of(trainer: TrainerConfig, role: RoleName) -> tuple[Any, ...]:
+    return msgspec.structs.astuple(role_config(trainer, role))
+
+
 def test_a_role_has_its_own_layout_or_that_of_the_trainer() -> None:
     trainer = from_dict(
         {
@@ -446,21 +455,21 @@ def test_a_role_has_its_own_layout_or_that_of_the_trainer() -> None:
         }
     ).trainer
     assert trainer.workers == 4
-    assert role_config(trainer, "actor") == ("megatron", 1, 1, 2, 2, 2)
-    assert role_config(trainer, "reward") == ("megatron", 1, 1, 2, 2, 2)
-    assert role_config(trainer, "ref") == ("torch", 4, 1, 1, 1, 1)
-    assert role_config(trainer, "critic") == ("megatron", 2, 1, 2, 1, 1)
+    assert layout_of(trainer, "actor") == ("megatron", 1, 1, 2, 2, 2)
+    assert layout_of(trainer, "reward") == ("megatron", 1, 1, 2, 2, 2)
+    assert layout_of(trainer, "ref") == ("torch", 4, 1, 1, 1, 1)
+    assert layout_of(trainer, "critic") == ("megatron", 2, 1, 2, 1, 1)
 
 
 def test_a_torch_role_shares_rows_over_as_many_workers_as_the_others() -> None:
     layout = {"backend": "megatron", "context_parallel": 2, "tensor_parallel": 2}
     trainer = from_dict({"trainer": {**layout, "roles": {"ref": {"backend": "torch"}}}}).trainer
     assert trainer.workers == 4
-    assert role_config(trainer, "ref") == ("torch", 2, 2, 1, 1, 1)
+    assert layout_of(trainer, "ref") == ("torch", 2, 2, 1, 1, 1)
 
 
 def test_folders_may_be_in_the_users_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
-    config = from_dict({"run": {"dir": "~/runs", "resume_from": "~/a"}, "weights": {"mode": "disk", "dir": "~/w"}})
+    config = from_dict({"run": {"dir": "~/runs", "resume_from": "~/a"}})
     assert config.run_dir == Path("/home/somebody/runs/run")
-    assert (config.run.resume_from, config.weights.dir) == ("/home/somebody/a", "/home/somebody/w")
+    assert config.run.resume_from == "/home/somebody/a"

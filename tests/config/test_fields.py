@@ -44,9 +44,11 @@ def test_a_frequency_is_written_in_words(text: str, meaning: Every) -> None:
     assert meaning.ever == (text != "never")
 
 
-@pytest.mark.parametrize("text", ["", "often", "100", "-1 steps", "1.5 steps", "1m, 2m", "5 steps,", "never, 5m", "3 w"])
+@pytest.mark.parametrize(
+    "text", ["", "often", "100", "-1 steps", "1.5 steps", "1m, 2m", "5 steps,", "never, 5m", "3 w"]
+)
 def test_another_form_is_refused_with_the_form(text: str) -> None:
-    with pytest.raises(ValueError, match='save_every = .*write it as "100 steps"'):
+    with pytest.raises(ValueError, match=r'save_every = .*write it as "100 steps"'):
         every(text, key="save_every")
 
 

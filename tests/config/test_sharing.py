@@ -27,12 +27,12 @@ def differing(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
     ("theirs", "ours"),
     [
         ({"run": {"host": "0.0.0.0"}, "gserver": {"count": 4, "threads": 8}}, {"run": {"host": "10.0.0.1"}}),
-        ({"limits": {"call_seconds": 5}, "restarts": {"number": 0}, "weights": {"dir": "", "backend": "gloo"}}, {}),
+        ({"limits": {"call_seconds": 5}, "restarts": {"number": 0}, "weights": {"backend": "gloo"}}, {}),
         ({"model": {"path": "/data/m"}}, {"model": {"path": "/scratch/models/m"}}),
         ({"data": {"source": "jsonl", "path": "/a.jsonl"}}, {"data": {"source": "jsonl", "path": "/b.jsonl"}}),
         ({"critic": {"path": "/a"}}, {"critic": {"path": "/b"}}),
         ({"rollout": {"workers": 9, "reward": {"processes": 3}}}, {"rollout": {"max_concurrent_groups": 5}}),
-        ({"run": {"name": "a", "device": "cpu"}, "run": {"host": "0.0.0.0"}}, {}),
+        ({"run": {"name": "a", "device": "cpu", "host": "0.0.0.0"}}, {}),
     ],
 )
 def test_what_belongs_to_a_machine_may_differ(theirs: dict[str, Any], ours: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ def test_the_synchronous_graph_trains_and_evaluates_agents_and_discounts_over_th
         "rollout__agent__discount": 0.5,
         "trainer__data_parallel": 2,
         "evaluation__samples": 2,
-        "evaluation__temperature": 1.0,
+        "evaluation__sampling__temperature": 1.0,
     }
     run(GUESS_NUMBER, overrides(tmp_path, "synchronous", **settings), seconds=400)
     folder = tmp_path / "synchronous"

@@ -40,7 +40,7 @@ def test_a_run_of_epochs_is_evaluated_from_its_start_to_its_end(tmp_path: Path) 
         evaluation__every="2 steps",
         evaluation__prompts=16,
         evaluation__samples=4,
-        evaluation__temperature=1.0,
+        evaluation__sampling__temperature=1.0,
         evaluation__pass_reward=0.2,
         trainer__save_every="1 epoch",
         trainer__keep_checkpoints=9,

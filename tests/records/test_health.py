@@ -184,7 +184,12 @@ def test_a_healthy_run_has_nothing_to_tell():
         ),
         (
             healthy(evaluations=[make_report(3, cut_share=0.5)]),
-            *("note", "evaluation", "50% of the held-out responses at version 3 were cut", "evaluation.max_new_tokens"),
+            *(
+                "note",
+                "evaluation",
+                "50% of the held-out responses at version 3 were cut",
+                "evaluation.sampling.max_new_tokens",
+            ),
         ),
         (
             healthy(stats={"rollout/1": {"groups_done_total": 50.0, "groups_rejected_total": 50.0}}),

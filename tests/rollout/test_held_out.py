@@ -31,7 +31,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def configure(folder: Path, *, data: dict[str, Any] | None = None, **evaluation: Any) -> Config:
-    chosen = {"every": "1 step", "samples": 3, "temperature": 0.7, "top_p": 0.9, "max_new_tokens": 11}
+    chosen = {"every": "1 step", "samples": 3, "sampling": {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 11}}
     return from_dict(
         {
             "run": {"dir": str(folder), "seed": 5},

@@ -118,7 +118,7 @@ def without(call, *keys):
             "a: it runs as groups arrive but gives no key",
         ),
         ([mfc("a", [], ["x"], groups=0)], "a: 0 groups in a call; allowed are 1 to 8"),
-        ([mfc("a", [], ["x"], groups=9)], r"a: 9 groups .* 1 to 8 \(trainer.batch_groups, stream.capacity_groups\)"),
+        ([mfc("a", [], ["x"], groups=9)], r"a: 9 groups .* 1 to 8 \(trainer.batch_groups\)"),
         ([mfc("a", [], ["x", "y"])], "a: an inference gives one key, not 2"),
         ([mfc("a", [], ["x"], interface="function")], "a: the interface `function` and a function"),
         ([mfc("a", [], GENERATED_KEYS, interface="generate")], "a: only the role rollout generates"),

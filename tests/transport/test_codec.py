@@ -265,9 +265,9 @@ def test_a_group_without_sampled_tokens_is_refused() -> None:
 
 def test_a_group_over_the_limit_is_refused_on_both_sides() -> None:
     group = make_group(seqlens=(500, 500))
-    with pytest.raises(WireError, match=r"more than the 1000 of stream\.max_group_mb"):
+    with pytest.raises(WireError, match=r"more than the 1000 of limits\.group_mb"):
         codec.encode(group, max_group_bytes=1000)
-    with pytest.raises(WireError, match=r"more than the 1000 of stream\.max_group_mb"):
+    with pytest.raises(WireError, match=r"more than the 1000 of limits\.group_mb"):
         decode(*message(group), limits=codec.Limits(max_group_bytes=1000))
 
 

@@ -32,7 +32,7 @@ from streamrl.gserver.embedded.adapters import Adapters
 from streamrl.gserver.embedded.architecture import read_architecture
 from streamrl.gserver.embedded.model import KVCache, Model
 from streamrl.gserver.embedded.request import Request
-from streamrl.gserver.embedded.scheduler import DeterministicScheduler, Event, Scheduler
+from streamrl.gserver.embedded.scheduler import PREFILL_TOKENS, DeterministicScheduler, Event, Scheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.gserver.server.engine import Job, QueueFull, Text, Ticket
 from streamrl.gserver.server.receiver import (
@@ -79,7 +79,7 @@ class EmbeddedEngine:
         update_timeout: float,
         stuck_seconds: float = 60.0,
         deterministic: bool = False,
-        prefill_tokens: int = 4096,
+        prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache_bytes: int = 256 * 2**20,
         rounds: bool = False,
         lora: LoraConfig | None = None,
@@ -186,7 +186,7 @@ class EmbeddedEngine:
         if len(self._tickets) >= self._capacity:
             raise QueueFull(
                 f"{len(self._tickets)} requests are running or waiting, no more are taken; try again later, "
-                "or raise gserver.max_queued"
+                "or start more gservers"
             )
         ticket = Ticket(job)
         seed = job.params.sampling_seed

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 256
 """Least prompt budget of a step, in tokens; prompts that need no more are not cut."""
+PREFILL_TOKENS = 4096
+"""Prompt tokens that are computed between two decode steps while all slots are free; fewer if fewer are."""
 LOGITS_ROWS = 256
 """Rows of logits computed at once for the log-probabilities of a prompt."""
 
@@ -63,7 +65,7 @@ class Scheduler:
         cache: KVCache,
         max_running: int,
         version: str,
-        prefill_tokens: int = 4096,
+        prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache_bytes: int = 0,
         adapter: Adapter | None = None,
     ) -> None:

@@ -102,8 +102,6 @@ async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls
             f"the controller cannot listen at {host}:{port} ({error.strerror or error}); {advice}"
         ) from error
     if is_loopback(address) and not is_loopback(host):
-        log.warning(
-            "run.host = %r stands for %s here, which no other machine reaches: give an address", host, address
-        )
+        log.warning("run.host = %r stands for %s here, which no other machine reaches: give an address", host, address)
     told = reach.announced if reach.told or is_wildcard(host) else address
     return url_of(told, bound, scheme="http" if tls is None else "https")

@@ -14,7 +14,7 @@ from pathlib import Path
 from aiohttp import web
 
 from streamrl.checksum import dtype_name
-from streamrl.config import Config
+from streamrl.config import MAX_QUEUED, Config
 from streamrl.cuda_memory import gpu_identity
 from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
 from streamrl.errors import ConfigError, ModelError
@@ -193,9 +193,7 @@ async def _embedded(
     await engine.start()
     try:
         runner = web.AppRunner(
-            server.application(
-                keys=keys, hosts=Hosts([listening.announced, *config.security.host_names])
-            ),
+            server.application(keys=keys, hosts=Hosts([listening.announced, *config.security.host_names])),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=SHUTDOWN_SECONDS,
@@ -222,7 +220,7 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
             settings.simulation,
             model_path=str(model_dir),
             max_running=settings.max_running,
-            max_queued=settings.max_queued,
+            max_queued=MAX_QUEUED,
             max_context=settings.max_context,
             seed=seed,
             version=version,
@@ -237,14 +235,13 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
         device=device,
         threads=settings.threads,
         max_running=settings.max_running,
-        max_queued=settings.max_queued,
+        max_queued=MAX_QUEUED,
         max_context=settings.max_context,
         seed=seed,
         version=version,
         update_timeout=config.limits.update_seconds,
         stuck_seconds=config.limits.stuck_seconds,
         deterministic=settings.deterministic,
-        prefill_tokens=settings.prefill_tokens,
         prefix_cache_bytes=int(settings.prefix_cache_mb * 2**20),
         rounds=settings.simulated_int8,
         lora=config.model.lora if config.weights.lora == "adapter" else None,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config import GserverConfig, LoraConfig
+from streamrl.config import MAX_QUEUED, GserverConfig, LoraConfig
 from streamrl.gserver.sglang import entry
 from streamrl.records.lineage import version_of
 from streamrl.transport.addresses import LOOPBACK
@@ -77,7 +77,7 @@ def command(settings: GserverConfig, launch: Launch) -> list[str]:
         f"--weight-version={launch.weight_version}",
         f"--context-length={settings.max_context}",
         f"--max-running-requests={settings.max_running}",
-        f"--max-queued-requests={settings.max_queued}",
+        f"--max-queued-requests={MAX_QUEUED}",
         "--skip-server-warmup",
         "--sleep-on-idle",
         "--enable-metrics",

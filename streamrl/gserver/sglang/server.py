@@ -72,8 +72,8 @@ async def sglang_server(
     """Start a server, wait until it replies, and end it when the context ends.
 
     Arguments as in `Launch`; `listening`: the address at which it listens, and the one announced to others; `index`:
-    the gserver's; `keys`: the keys that callers must present; `encryption`: for TLS, the material of its certificate. Raises the errors of `until_ready`,
-    and `ModelError` if SGLang cannot be started.
+    the gserver's; `keys`: the keys that callers must present; `encryption`: for TLS, the material of its certificate.
+    Raises the errors of `until_ready`, and `ModelError` if SGLang cannot be started.
     """
     stack = ExitStack()
     certificate = tls = None

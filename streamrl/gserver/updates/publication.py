@@ -166,7 +166,9 @@ class WeightUpdates:
         """
         self._changed.notify()
         heard = [g for g in self._fleet.all() if not g.silent]
-        failed = [g for g in heard if g.state is MemberState.EVICTED and g.failed_resyncs >= self._config.weights.attempts]
+        failed = [
+            g for g in heard if g.state is MemberState.EVICTED and g.failed_resyncs >= self._config.weights.attempts
+        ]
         if not self.under_way and heard and len(failed) == len(heard):
             names = ", ".join(g.name for g in failed)
             self._on_unrecoverable(

@@ -68,8 +68,7 @@ class EvaluationRequests:
                     await self._some.wait()
         except TimeoutError:
             missed = (
-                f"the evaluation of version {version} was not finished within "
-                f"limits.evaluation_seconds = {seconds:g}"
+                f"the evaluation of version {version} was not finished within limits.evaluation_seconds = {seconds:g}"
             )
             if (status := self._pool.status().evaluation) is not None:
                 done = f"{status.prompts_done} of {status.prompts} prompts are done"

@@ -163,7 +163,7 @@ def _deciding(part: PartOnDisk) -> dict[str, Any]:
         for key, value in dotted(msgspec.to_builtins(config)).items()
         if key.startswith(DECIDING) and not key.startswith(NOT_DECIDING)
     }
-    schedules = {config.trainer.optimizer.schedule, config.critic.optimizer.schedule}
+    schedules = {config.trainer.optimizer.schedule, config.critic_optimizer.schedule}
     return found if schedules == {"constant"} else found | {"run.total_train_steps": config.planned_steps()}
 
 

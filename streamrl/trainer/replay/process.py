@@ -121,7 +121,7 @@ class Rank:
         if config.run.resume_from:
             resume(assembly, Path(config.run.resume_from))
         self._check_weights(assembly, recorded)
-        self._dataset = StreamDataset(rank=index, capacity_groups=config.stream.capacity_groups)
+        self._dataset = StreamDataset(rank=index, capacity_groups=config.capacity_groups)
         self._data = WorkerData(self._dataset, rank=index)
         free = threading.Event()
         free.set()

@@ -98,7 +98,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         arrivals = _Arrivals(asyncio.get_running_loop())
         dataset = StreamDataset(
             rank=index,
-            capacity_groups=config.stream.capacity_groups,
+            capacity_groups=config.capacity_groups,
             on_stored=arrivals.put_from_thread,
             special=special_token_ids(model_dir, stop_token_ids=config.rollout.sampling.stop_token_ids),
         )
@@ -192,7 +192,7 @@ class Door:
             announced=listening.announced,
             keys=keys,
             limits=Limits(
-                max_group_bytes=config.stream.max_group_bytes,
+                max_group_bytes=config.limits.group_bytes,
                 fewest_siblings=config.rollout.fewest_siblings,
                 group_size=config.rollout.group_size,
                 max_context=config.gserver.max_context,

@@ -136,9 +136,7 @@ class Carriers:
 class Publisher:
     """Publisher of one version after another."""
 
-    def __init__(
-        self, *, client: ControlClient, config: Config, carriers: Carriers, in_thread: RunInThread
-    ) -> None:
+    def __init__(self, *, client: ControlClient, config: Config, carriers: Carriers, in_thread: RunInThread) -> None:
         self._client = client
         self._attempts = config.weights.attempts
         self._timeout = config.limits.update_seconds
@@ -238,9 +236,7 @@ def carriers_for(
     lora = config.model.lora if weights.lora == "adapter" else None
     adapter = adapter_settings(lora, config.model.path) if lora is not None else None
     if weights.mode == "disk":
-        return Carriers(
-            WeightFiles.on_disk(config.run_dir, weights.dir, dtype=dtype, checksum=weights.checksum, adapter=adapter)
-        )
+        return Carriers(WeightFiles.on_disk(config.run_dir, dtype=dtype, checksum=weights.checksum, adapter=adapter))
 
     def in_memory() -> WeightFiles:
         return WeightFiles.in_memory(config.run_dir, dtype=dtype, checksum=weights.checksum, adapter=adapter)

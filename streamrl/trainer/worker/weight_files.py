@@ -87,16 +87,10 @@ class WeightFiles:
 
     @classmethod
     def on_disk(
-        cls,
-        run_dir: Path,
-        folder: str,
-        *,
-        dtype: torch.dtype,
-        checksum: bool,
-        adapter: Mapping[str, Any] | None = None,
+        cls, run_dir: Path, *, dtype: torch.dtype, checksum: bool, adapter: Mapping[str, Any] | None = None
     ) -> WeightFiles:
-        """Return a writer to a disk: below `folder`, or in `run_dir` if `folder` is empty."""
-        where = Path(folder, run_dir.name) if folder else run_dir / "weights"
+        """Return a writer to the disk of `run_dir`."""
+        where = run_dir / "weights"
         return cls(where.absolute(), durable=True, machine="", dtype=dtype, checksum=checksum, adapter=adapter)
 
     @classmethod

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from streamrl.config import LoraConfig
+from streamrl.config import LoraConfig, overridden
 from streamrl.errors import PeerError, PublicationError
 from streamrl.lora import adapter_settings
 from streamrl.models import ensure_checkpoint

@@ -164,7 +164,7 @@ async def test_a_full_queue_is_refused(folder: Path) -> None:
     async with engine_for(folder, max_running=1, max_queued=2) as engine:
         await engine.pause("in_place")
         tickets = [engine.submit(job(str(i), prompt(5))) for i in range(3)]
-        with pytest.raises(QueueFull, match="max_queued"):
+        with pytest.raises(QueueFull, match="start more gservers"):
             engine.submit(job("one more", prompt(5)))
         await engine.resume()
         for ticket in tickets:

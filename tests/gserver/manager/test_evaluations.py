@@ -100,7 +100,7 @@ def result_of(admission: Admission, *, samples: int = 1, **fields: Any) -> HeldO
 
 
 def test_an_evaluation_from_its_request_to_its_report() -> None:
-    played = Played(rows=2, samples=2, temperature=1.0, max_concurrent=8)
+    played = Played(rows=2, samples=2, sampling={"temperature": 1.0}, max_concurrent=8)
     assert played.take() is None  # none was requested
     played.evaluations.request(7)
     task = played.status.waiting
@@ -198,7 +198,7 @@ def test_without_a_gserver_nothing_begins() -> None:
 
 
 def test_a_prompt_moves_to_another_gserver_with_its_load_as_long_as_its_worker_makes_it() -> None:
-    played = Played(gservers=2, samples=3, temperature=1.0)
+    played = Played(gservers=2, samples=3, sampling={"temperature": 1.0})
     played.evaluations.request(1)
     admission = played.taken()
     assert played.load == [3, 0]
@@ -312,7 +312,7 @@ GOOD = HeldOutResult(0, "", 0, rewards=[1.0, 0.5], lengths=[3, 4, 5], cut=1, old
 )
 def test_figures_that_cannot_be_are_refused_by_name_and_change_nothing(fields: dict[str, Any], problem: str) -> None:
     check_result(GOOD, samples=2)
-    played = Played(samples=2, temperature=1.0)
+    played = Played(samples=2, sampling={"temperature": 1.0})
     played.evaluations.request(1)
     admission = played.taken()
     hostile = msgspec.structs.replace(GOOD, evaluation=admission.evaluation, **fields)

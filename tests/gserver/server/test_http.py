@@ -259,13 +259,14 @@ async def test_broken_bodies_and_paths(shared: Client) -> None:
     await shared.get("/health")
 
 
-async def test_a_full_queue_answers_503(folder: Path) -> None:
-    async with serving(folder, max_running=1, max_queued=1) as client:
+async def test_a_full_queue_answers_503(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.gserver.server.process.MAX_QUEUED", 1)
+    async with serving(folder, max_running=1) as client:
         await client.post("/pause_generation", {"mode": "in_place"})
         held = [asyncio.create_task(client.post("/generate", {**OK, "sampling_params": TEN})) for _ in range(2)]
         await client.until(queued=2)
         refused = await client.post("/generate", {**OK, "sampling_params": TEN}, status=503)
-        assert "max_queued" in refused["error"]["message"]
+        assert "start more gservers" in refused["error"]["message"]
         refused = await client.post("/generate", {**OK, "sampling_params": {**TEN, "n": 2}}, status=503)
         await client.post("/continue_generation")
         assert [len(answer["output_ids"]) for answer in await asyncio.gather(*held)] == [10, 10]

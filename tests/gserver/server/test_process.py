@@ -130,7 +130,9 @@ async def test_a_hung_engine_is_told_and_ends_the_gserver(
     manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     let_go = threading.Event()
-    serving = asyncio.create_task(serve(config_of(limits={"stuck_seconds": 0.5}), manager_url=manager.url, model_dir=folder))
+    serving = asyncio.create_task(
+        serve(config_of(limits={"stuck_seconds": 0.5}), manager_url=manager.url, model_dir=folder)
+    )
     member = await asyncio.wait_for(manager.registered.get(), 20)
     client = GenerationClient(timeout=20, key=generation_key(config_of(), Secret(SECRET, origin="here")))
     try:

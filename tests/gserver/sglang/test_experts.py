@@ -29,10 +29,16 @@ async def test_it_tells_the_experts_that_transformers_chooses(tmp_path: Path) ->
     """Of prompt and response, also of what it has in its cache."""
     model = make_model("qwen3-moe", max_position=8192, mlp_only_layers=[])
     sglang = {"python": sglang_python() or ""}
-    settings = from_dict({"gserver": {"engine": "sglang", "max_running": 4, "sglang": sglang}})
+    settings = from_dict(
+        {
+            "gserver": {"engine": "sglang", "max_running": 4, "sglang": sglang},
+            "limits": {"start_seconds": START_SECONDS},
+        }
+    )
     client = GenerationClient(timeout=60.0)
     async with sglang_server(
         settings.gserver,
+        settings.limits,
         index=0,
         model_dir=save(model, tmp_path),
         device="cpu",
@@ -40,7 +46,6 @@ async def test_it_tells_the_experts_that_transformers_chooses(tmp_path: Path) ->
         seed=1,
         weight_version="0",
         prompt_cache=True,
-        group_seconds=5.0,
         keys=GserverKeys(),
         routed_experts=True,
     ) as server:

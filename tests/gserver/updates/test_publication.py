@@ -44,7 +44,9 @@ TIMEOUT = 1.5
 
 
 @asynccontextmanager
-async def fleet(folder: Path, count: int = 2, *, staged: bool = True, timeout: float = TIMEOUT, **weights: Any) -> AsyncIterator[Any]:
+async def fleet(
+    folder: Path, count: int = 2, *, staged: bool = True, timeout: float = TIMEOUT, **weights: Any
+) -> AsyncIterator[Any]:
     config = small_config(folder, gserver={"count": count}, weights=weights, limits={"update_seconds": timeout})
     async with managed(config) as run, scripted(count, staged=staged) as gservers:
         for index, gserver in enumerate(gservers):

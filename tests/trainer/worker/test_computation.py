@@ -111,7 +111,9 @@ def test_a_users_function_that_breaks_its_promise_is_named(function, key, messag
 class Worker:
     """The computation of one model worker, on a tiny model and a few groups."""
 
-    def __init__(self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, model=None, data=None, limits=None, **trainer):
+    def __init__(
+        self, tmp_path, *, rank=0, groups=(), algorithm=None, run=None, model=None, data=None, limits=None, **trainer
+    ):
         config = from_dict(
             {
                 "trainer": {"dtype": "float32", **trainer},

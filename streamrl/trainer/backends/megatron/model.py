@@ -52,7 +52,9 @@ class MegatronModel:
         self._shape = read_shape(spec.folder)
         self._shape.check(layout)
         if spec.offload_optimizer and spec.device.type != "cpu":
-            raise ModelError("the megatron backend cannot keep the optimizer on the CPU: set offload_optimizer = false")
+            raise ModelError(
+                "the megatron backend cannot keep the optimizer on the CPU: take 'optimizer' out of trainer.offload"
+            )
         if dist.get_world_size() != layout.world:
             raise ModelError(f"{layout} needs {layout.world} ranks, but there are {dist.get_world_size()}")
         self._spec = spec

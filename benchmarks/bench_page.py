@@ -33,7 +33,7 @@ from common import EXAMPLES, ROOT, Row, cpu_seconds, parser_of, report
 
 sys.path.insert(0, str(ROOT))
 
-from streamrl.page.runs import Run
+from streamrl.records.view import read_run
 from tests.page.made_up import long_run
 
 EXAMPLE = EXAMPLES / "copy_scratch.toml"
@@ -109,8 +109,7 @@ def cost(folder: Path, *, kept: bool, steps: int) -> Row:
                 watcher.start()
     if running.returncode or kept != (watcher is not None):
         sys.exit(f"{' '.join(command)} failed:\n{''.join(said)[-3000:]}")
-    run = Run(folder)
-    run.refresh()
+    run = read_run(folder)
     times = run.columns()["time"] + run.begin
     begin, end, count = times[FIRST_STEPS - 1], times[-1], len(times) - FIRST_STEPS
 

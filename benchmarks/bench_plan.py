@@ -30,8 +30,8 @@ from throughput import SIMULATED
 from streamrl.config import Config, from_dict, load
 from streamrl.planner.calibration import Calibration, make_short_run, read_calibration
 from streamrl.planner.simulation import Costs, simulate
-from streamrl.records.metrics import StepReport
-from streamrl.report.reading import read_run, total_ages, values
+from streamrl.records.metrics import StepFigures, mean_age, total_ages
+from streamrl.records.view import read_run
 
 RATE_TOLERANCE, AGE_TOLERANCE = 0.1, 0.5
 """How far the throughput may be off, as a share, and the mean age, in versions."""
@@ -99,7 +99,7 @@ class Stretch(NamedTuple):
     name: str
     learned: bool
     """The policy is no longer the one that was calibrated."""
-    steps: Sequence[StepReport]
+    steps: Sequence[StepFigures]
     """The first one only begins it."""
 
     def predicted(self, config: Config, costs: Costs) -> dict[str, float]:
@@ -115,12 +115,13 @@ class Stretch(NamedTuple):
     def figures(self) -> dict[str, float]:
         begun, *steps = self.steps
         seconds = steps[-1].time - begun.time
-        ages = total_ages(steps)
-        tokens, masked = sum(values(steps, "tokens_trained")), sum(values(steps, "tokens_masked"))
+        groups, tokens, masked = (
+            sum(step.metrics.get(name, 0.0) for step in steps) for name in ("groups", "tokens_trained", "tokens_masked")
+        )
         return {
-            "groups_per_second": sum(values(steps, "groups")) / seconds,
+            "groups_per_second": groups / seconds,
             "tokens_per_second": tokens / seconds,
-            "mean_token_age": sum(age * count for age, count in ages.items()) / sum(ages.values()),
+            "mean_token_age": mean_age(total_ages(steps)) or 0.0,
             "masked_share": masked / (tokens + masked),
         }
 

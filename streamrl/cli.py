@@ -594,8 +594,8 @@ def page(
     """Show runs in a browser, while they go on or after their end: figures, pools, every token of their rollouts."""
     from streamrl.children import Lifeline
     from streamrl.launch.process import run_until_stopped, set_up_logging
-    from streamrl.page.runs import found_in
     from streamrl.page.server import serve
+    from streamrl.records.view import found_in
     from streamrl.transport.keys import read_key
 
     set_up_logging("page")
@@ -645,13 +645,13 @@ def report(
 
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: no such folder; give the folder of a run, for example runs/addition")
-    from streamrl.page.runs import is_run
+    from streamrl.records.view import is_run
 
     if not is_run(run_dir):
         raise ConfigError(f"{run_dir} is no run: nothing of one is in it; give the folder of one, as runs/addition")
     _console().print(_show_report(run_dir), markup=False, soft_wrap=True)
     if trace:
-        from streamrl.report.reading import read_run
+        from streamrl.records.view import read_run
         from streamrl.report.trace import TRACE_FILE, write_trace
 
         file = run_dir / TRACE_FILE

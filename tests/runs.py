@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 from streamrl.config import from_dict, to_toml
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import HeartbeatEntry, PublicationEntry
+from streamrl.records.view import RunView
 from streamrl.transport.control import LedgerStatus
 from tests.launch.statuses import EPOCH, status, step_report
 
@@ -87,3 +89,20 @@ def interrupt(folder: Path, *, after: int, down: float) -> None:
         for step in read_steps(folder)
     ]
     write_lines(folder / "metrics.jsonl", [msgspec.to_builtins(step, str_keys=True) for step in steps])
+
+
+def view_of(
+    folder: Path,
+    *,
+    steps: Sequence[StepReport] = (),
+    beats: Sequence[HeartbeatEntry] = (),
+    publications: Sequence[PublicationEntry] = (),
+) -> RunView:
+    """A run with these records, which are not written as JSON first: they may have infinite figures."""
+    run = RunView(folder)
+    for step in steps:
+        run.add_step(step)
+    run.publications += publications
+    for beat in beats:
+        run.add_heartbeats([beat])
+    return run

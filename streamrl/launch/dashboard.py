@@ -1,13 +1,13 @@
 """The terminal dashboard of a run: the activity of each pool, and the waits of processes.
 
-`RunSoFar` remembers finished steps, and computes rates from differences of counters; from it a rich renderable is drawn
-that fits 100 columns and 30 lines. Pure: statuses, steps and times are passed in.
+Drawn from the run so far (`records/view.py`) and the controller's last statuses, as a rich renderable that fits 100
+columns and 30 lines. Pure: statuses, steps and times are passed in.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
@@ -20,16 +20,14 @@ from rich.text import Text
 
 from streamrl.config import Config
 from streamrl.launch.processes import ProcessPlan
-from streamrl.records import lineage as lineages
-from streamrl.records.collapse import HEALTHY
 from streamrl.records.evaluation import in_words
-from streamrl.records.health import ENOUGH, Finding, RunFigures
-from streamrl.records.metrics import StepReport, mean_age, seconds_between
+from streamrl.records.health import Finding
+from streamrl.records.metrics import StepFigures, mean_age, seconds_between
+from streamrl.records.view import RunView
 from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status
 
-# --- the run so far ---
-
 WINDOW_SECONDS = 10.0
+RATES_KEPT = 2000
 
 
 class PoolShares(msgspec.Struct, frozen=True):
@@ -40,74 +38,26 @@ class PoolShares(msgspec.Struct, frozen=True):
     idle: float
 
 
-class RunSoFar:
-    """History of the run for the display."""
+class StatusHistory:
+    """The last statuses of a run, and rates from the differences of their counters."""
 
-    def __init__(self, *, started: float, window_seconds: float = WINDOW_SECONDS, keep: int = 2000) -> None:
+    def __init__(self, *, started: float, window_seconds: float = WINDOW_SECONDS) -> None:
         """`started`: on the same clock as every `now`."""
         self.started = started
-        self.steps: deque[StepReport] = deque(maxlen=keep)
-        self.status: Status | None = None
-        self.generated_rates: deque[float] = deque(maxlen=keep)
+        self.last: Status | None = None
+        self.generated_rates: deque[float] = deque(maxlen=RATES_KEPT)
         """Tokens per second of the generation pool, one value for each status."""
-        self.first: list[StepReport] = []
-        """The first steps that were added."""
         self._window = window_seconds
         self._seen: deque[tuple[float, dict[str, ProcessStatus]]] = deque()
 
-    def add_status(self, status: Status, *, now: float) -> None:
-        self.status = status
+    def add(self, status: Status, *, now: float) -> None:
+        self.last = status
         gservers = {f"{p.index}/{p.pid}": p for p in status.processes if p.role == "gserver"}
         self._seen.append((now, gservers))
         while len(self._seen) > 2 and now - self._seen[0][0] > self._window:
             self._seen.popleft()
         if self._servers_in_both():
             self.generated_rates.append(self._growth("tokens_generated_total"))
-        if status.last_step is not None:
-            self.add_steps([status.last_step])
-
-    def add_steps(self, steps: Iterable[StepReport]) -> list[StepReport]:
-        """Add steps, in order; return the new ones."""
-        new = []
-        for step in steps:
-            if not self.steps or step.step > self.steps[-1].step:
-                self.steps.append(step)
-                if len(self.first) < ENOUGH:
-                    self.first.append(step)
-                new.append(step)
-        return new
-
-    def go_back(self, steps: Sequence[StepReport]) -> None:
-        """Forget all steps but `steps`, the remaining ones of a run that was resumed and repeats the others."""
-        left = {(step.step, step.time) for step in steps}
-        for remembered in (self.steps, self.first):
-            kept = [step for step in remembered if (step.step, step.time) in left]
-            remembered.clear()
-            remembered.extend(kept)
-
-    def values(self, metric: str) -> list[float]:
-        """Return one value for each remembered step that has `metric`."""
-        return [step.metrics[metric] for step in self.steps if metric in step.metrics]
-
-    def figures(self, config: Config, *, disk_free: int, disk_bytes: int) -> RunFigures:
-        """Return the figures for the health checks; `disk_free` and `disk_bytes`: of the run's disk."""
-        last = self.steps[-1] if self.steps else None
-        pool = self.pool_shares()
-        processes = self.status.processes if self.status is not None else []
-        return RunFigures(
-            steps=[step.metrics for step in self.steps],
-            first=[step.metrics for step in self.first],
-            best_reward=max(self.values("reward_mean"), default=None),
-            health=last.health if last is not None else HEALTHY,
-            response_lengths=last.response_lengths if last is not None else (),
-            stats={f"{p.role}/{p.index}": p.stats for p in processes},
-            failures={f"{p.role}/{p.index}": p.failure for p in processes if p.failure is not None},
-            generation_busy=pool.busy if pool is not None else None,
-            lineages=lineages.read(config.run_dir),
-            config=config,
-            disk_free=disk_free,
-            disk_bytes=disk_bytes,
-        )
 
     def pool_shares(self) -> PoolShares | None:
         """Return the shares of the generation pool, or None before the second status of a gserver."""
@@ -117,28 +67,6 @@ class RunSoFar:
         busy = min(1.0, self._growth("busy_seconds_total") / len(servers))
         paused = min(1.0 - busy, self._growth("pause_seconds_total") / len(servers))
         return PoolShares(busy=busy, paused=paused, idle=1.0 - busy - paused)
-
-    def trainer_shares(self) -> dict[str, float]:
-        """Return shares of the last step's time by span name; time that no span covers is `other`.
-
-        `publish` is left out, because it runs during the next step.
-        """
-        spans = [span for span in self.steps[-1].spans if span[0] != "publish"] if self.steps else []
-        if not spans:
-            return {}
-        total = max(self.steps[-1].time, *(end for _, _, end in spans)) - min(begin for _, begin, _ in spans)
-        if total <= 0:
-            return {}
-        shares: dict[str, float] = {}
-        for name, begin, end in spans:
-            shares[name] = shares.get(name, 0.0) + (end - begin) / total
-        other = 1.0 - sum(shares.values())
-        return {**shares, "other": other} if other > 0.005 else shares
-
-    def seconds_per_step(self) -> float | None:
-        """Return the median of the last twenty steps; None before the second step."""
-        last = list(self.steps)[-21:]
-        return median(seconds_between(a, b) for a, b in pairwise(last)) if len(last) > 1 else None
 
     def _servers_in_both(self) -> list[str]:
         if len(self._seen) < 2:
@@ -155,9 +83,33 @@ class RunSoFar:
         return max(0.0, grown) / (end - begin)
 
 
+def trainer_shares(step: StepFigures) -> dict[str, float]:
+    """Return shares of a step's time by span name; time that no span covers is `other`.
+
+    `publish` is left out, because it runs during the next step.
+    """
+    spans = [span for span in step.spans if span[0] != "publish"]
+    if not spans:
+        return {}
+    total = max(step.time, *(end for _, _, end in spans)) - min(begin for _, begin, _ in spans)
+    if total <= 0:
+        return {}
+    shares: dict[str, float] = {}
+    for name, begin, end in spans:
+        shares[name] = shares.get(name, 0.0) + (end - begin) / total
+    other = 1.0 - sum(shares.values())
+    return {**shares, "other": other} if other > 0.005 else shares
+
+
+def seconds_per_step(steps: Sequence[StepFigures]) -> float | None:
+    """Return the median of the last twenty steps; None before the second step."""
+    last = steps[-21:]
+    return median(seconds_between(a, b) for a, b in pairwise(last)) if len(last) > 1 else None
+
+
 # --- the picture ---
 
-LINES_BESIDE_PROCESSES = 24
+OTHER_LINES = 24
 """Lines of the whole picture with one warning, without the rows of the table of processes."""
 STATE_STYLE = {
     "joining": "yellow",
@@ -190,7 +142,8 @@ SPAN_STYLE = {
 
 
 def dashboard(
-    history: RunSoFar,
+    run: RunView,
+    history: StatusHistory,
     *,
     now: float,
     config: Config | None = None,
@@ -200,18 +153,18 @@ def dashboard(
 ) -> RenderableType:
     """Return the whole picture. `config` adds figures that the status lacks (steps to go, limits). `findings`: health
     findings, worst first."""
-    status = history.status
+    status = history.last
     if status is None:
         return Panel(
             Text("waiting for the controller's first answer", style="dim"), title="streamrl", border_style="blue"
         )
     more = (status.evaluation is not None) + (_agents(status) is not None)
-    rows = max(3, height - LINES_BESIDE_PROCESSES - more - max(0, min(len(warnings), 2) - 1))
+    rows = max(3, height - OTHER_LINES - more - max(0, min(len(warnings), 2) - 1))
     return Group(
-        _header(history, status, config, now),
-        _side_by_side(_reward(history), _throughput(history)),
-        _side_by_side(_times(history), _staleness(history, status)),
-        _groups(history, status),
+        _header(run, history, status, config, now),
+        _side_by_side(_reward(run), _throughput(run, history)),
+        _side_by_side(_times(run, history), _staleness(run, status)),
+        _groups(run, status),
         _processes(status, rows),
         _warnings(warnings, findings),
     )
@@ -248,7 +201,7 @@ def duration(seconds: float) -> str:
     return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
 
 
-def step_line(step: StepReport, *, steps: int | None = None) -> str:
+def step_line(step: StepFigures, *, steps: int | None = None) -> str:
     """Return one step as one line, for logs."""
     m = step.metrics
     parts = [f"step {step.step}" + (f"/{steps}" if steps else "")]
@@ -271,7 +224,7 @@ def step_line(step: StepReport, *, steps: int | None = None) -> str:
     return "  ".join(parts)
 
 
-def _header(history: RunSoFar, status: Status, config: Config | None, now: float) -> Panel:
+def _header(run: RunView, history: StatusHistory, status: Status, config: Config | None, now: float) -> Panel:
     step = status.ledger.policy_version
     line = Table.grid(expand=True, padding=(0, 1))
     if config is None:
@@ -279,8 +232,8 @@ def _header(history: RunSoFar, status: Status, config: Config | None, now: float
         if status.model is not None:
             line.add_row(Text(str(status.model), style="dim"))
     else:
-        pace = history.seconds_per_step()
-        epochs = (history.values("epoch") or [0.0])[-1]
+        pace = seconds_per_step(run.steps)
+        epochs = (run.values("epoch") or [0.0])[-1]
         left = _steps_left(config, step=step, epochs=epochs)
         eta = duration(pace * left) if pace is not None and left is not None else "–"
         most_steps, most_epochs = config.run.most_steps, config.run.total_train_epochs
@@ -325,11 +278,11 @@ def _side_by_side(left: RenderableType, right: RenderableType) -> Table:
     return grid
 
 
-def _reward(history: RunSoFar) -> Panel:
-    rewards = history.values("reward_mean")
+def _reward(run: RunView) -> Panel:
+    rewards = run.values("reward_mean")
     if not rewards:
         return Panel(Text("no step yet\n", style="dim"), title="reward")
-    m = history.steps[-1].metrics
+    m = run.steps[-1].metrics
     first = Text.assemble((f"{rewards[-1]:7.3f} ", "bold green"), (sparkline(rewards, 40), "green"))
     figures = _figures(
         m,
@@ -341,22 +294,23 @@ def _reward(history: RunSoFar) -> Panel:
     return Panel(Group(first, figures), title="reward")
 
 
-def _throughput(history: RunSoFar) -> Panel:
+def _throughput(run: RunView, history: StatusHistory) -> Panel:
     grid = Table.grid(padding=(0, 1))
     for name, values, style in (
         ("generated", list(history.generated_rates)[-60:], "cyan"),
-        ("trained on", history.values("tokens_per_second")[-60:], "magenta"),
+        ("trained on", run.values("tokens_per_second")[-60:], "magenta"),
     ):
         rate = f"{values[-1]:7,.0f} tok/s" if values else "      – tok/s"
         grid.add_row(name, Text(rate, style=f"bold {style}"), Text(sparkline(values, 16), style=style))
     return Panel(grid, title="tokens per second")
 
 
-def _times(history: RunSoFar) -> Panel:
+def _times(run: RunView, history: StatusHistory) -> Panel:
     pool = history.pool_shares()
     shares = {"busy": pool.busy, "paused": pool.paused, "idle": pool.idle} if pool else {}
+    of_trainer = trainer_shares(run.steps[-1]) if run.steps else {}
     lines: list[Text] = []
-    for name, pool_shares in (("generation", shares), ("trainer", history.trainer_shares())):
+    for name, pool_shares in (("generation", shares), ("trainer", of_trainer)):
         lines.append(Text.assemble(f"{name:<11}", _share_bar(pool_shares, 39)))
         lines.append(_share_legend(pool_shares))
     return Panel(Group(*lines), title="where the time goes", height=7)
@@ -382,9 +336,9 @@ def _share_legend(shares: Mapping[str, float]) -> Text:
     return text
 
 
-def _staleness(history: RunSoFar, status: Status) -> Panel:
+def _staleness(run: RunView, status: Status) -> Panel:
     limit = status.ledger.max_staleness
-    ages = history.steps[-1].token_ages if history.steps else {}
+    ages = run.steps[-1].token_ages if run.steps else {}
     total = sum(ages.values())
     oldest = max([limit, *ages])
     wide = -(-(oldest + 1) // 5)
@@ -400,7 +354,7 @@ def _staleness(history: RunSoFar, status: Status) -> Panel:
     return Panel(grid, title=f"age of tokens in versions, limit {limit}", height=7)
 
 
-def _groups(history: RunSoFar, status: Status) -> Panel:
+def _groups(run: RunView, status: Status) -> Panel:
     ledger = status.ledger
     queued = sum(int(p.stats.get("queued", 0)) for p in status.processes if p.role == "gserver")
     figures = [
@@ -421,7 +375,7 @@ def _groups(history: RunSoFar, status: Status) -> Panel:
         )
         if count
     ]
-    m = history.steps[-1].metrics if history.steps else {}
+    m = run.steps[-1].metrics if run.steps else {}
     weights = _figures(
         m,
         ("publish_seconds", "weight update", ".2f"),
@@ -431,7 +385,7 @@ def _groups(history: RunSoFar, status: Status) -> Panel:
     )
     if m.get("gservers_not_compared") or m.get("gservers_compared") == 0:
         weights.append(f"compared {m['gservers_compared']:.0f}, not {m['gservers_not_compared']:.0f}", style="yellow")
-    lines = [Text.from_markup("  ".join(figures)), weights, _health(history)]
+    lines = [Text.from_markup("  ".join(figures)), weights, _health(run)]
     if status.evaluation is not None:
         lines.append(_evaluation(status.evaluation))
     if (agents := _agents(status)) is not None:
@@ -444,12 +398,12 @@ def _of_rollout_workers(status: Status, stat: str) -> int:
     return int(sum(process.stats.get(stat, 0.0) for process in status.processes if process.role == "rollout"))
 
 
-def _health(history: RunSoFar) -> Text:
+def _health(run: RunView) -> Text:
     """Return the health of the policy, and the figures that show it."""
     text = Text(overflow="ellipsis", no_wrap=True)
-    if not history.steps:
+    if not run.steps:
         return text.append("policy: no step yet", style="dim")
-    last = history.steps[-1]
+    last = run.steps[-1]
     text.append("policy ", style="dim").append(f"{last.health.state}  ", style=STATE_STYLE[last.health.state])
     if last.health.state == "healthy":
         return text + _figures(
@@ -530,7 +484,7 @@ def _processes(status: Status, rows: int) -> Panel:
     return Panel(grid, title="processes")
 
 
-def _occupation(process: ProcessStatus, last: StepReport | None) -> Text:
+def _occupation(process: ProcessStatus, last: StepFigures | None) -> Text:
     if process.state in ("silent", "evicted"):
         return Text(f"silent for {process.silent_seconds:.0f} s", style="yellow")
     if process.waiting_for:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -20,14 +20,13 @@ from rich.text import Text
 
 from streamrl.config import Config, SecurityConfig
 from streamrl.errors import StreamRLError
-from streamrl.launch.dashboard import RunSoFar, dashboard, duration, step_line
+from streamrl.launch.dashboard import StatusHistory, dashboard, duration, step_line
 from streamrl.launch.files import Warnings
 from streamrl.records.collapse import HEALTHY
-from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport, in_words
-from streamrl.records.files import Lines
+from streamrl.records.evaluation import in_words
 from streamrl.records.health import Finding, findings
-from streamrl.records.lineage import LINEAGES_FILE, Lineage
-from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.records.metrics import StepFigures
+from streamrl.records.view import RunView
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret
@@ -43,18 +42,18 @@ class Display:
     def __init__(self, console: Console, *, config: Config) -> None:
         self._console = console
         self._config = config
-        self._history = RunSoFar(started=time.monotonic())
-        self._metrics: Lines[StepReport] = Lines(config.run_dir / METRICS_FILE, StepReport)
-        self._evaluations: Lines[EvaluationReport] = Lines(config.run_dir / EVALUATIONS_FILE, EvaluationReport)
-        self._lineages: Lines[Lineage] = Lines(config.run_dir / LINEAGES_FILE, Lineage)
-        self._lineages.new()
+        self._history = StatusHistory(started=time.monotonic())
         self._warnings = Warnings(config.run_dir / "logs")
         self._state = ""
         self._health = HEALTHY.state
-        self._told: set[str] = set()
+        self._run = RunView(config.run_dir)
+        self._run.refresh()
+        # steps and evaluations of an earlier start of the run are not shown again
+        self._shown_steps = {(step.step, step.time) for step in self._run.steps}
+        self._shown_evaluations = {(report.policy_version, report.time) for report in self._run.evaluations}
+        self._shown_lineages = len(self._run.lineages)
+        self._shown_findings: set[str] = set()
         """Topics of findings that were shown."""
-        self._new_steps()  # steps and evaluations of an earlier start of the run are not shown again
-        self._shown_evaluations = {_identity(report) for report in self._evaluations.new()[1]}
 
     def __enter__(self) -> Self:
         return self
@@ -80,54 +79,54 @@ class Display:
                     log.debug("no state from the controller: %s", error)
                 await asyncio.sleep(INTERVAL_SECONDS)
         finally:
-            self._show_steps(self._new_steps())
-            self._show_evaluations(self._evaluations.new()[1])
+            self._run.refresh()
+            self._show_records()
             await client.close()
 
     def _take(self, status: Status) -> None:
-        # The file has every step; the status only the last, for a controller with files on another machine.
-        for lineage in self._lineages.new()[1]:
-            if lineage.cause:
-                self.note(f"{lineage.cause}: the run is back at step {lineage.policy_version}")
-        new = self._new_steps()
-        before = len(self._history.steps)
-        self._history.add_status(status, now=time.monotonic())
-        if len(self._history.steps) > before:
-            new.append(self._history.steps[-1])
-        self._show_steps(new)
-        self._show_evaluations(self._evaluations.new()[1])
+        self._run.refresh()
+        if status.last_step is not None:  # the files of a controller on another machine may not be here
+            self._run.add_step(status.last_step)
+        self._history.add(status, now=time.monotonic())
+        self._show_records()
         self._show_status(status)
 
-    def _new_steps(self) -> list[StepReport]:
-        anew, steps = self._metrics.new()
-        if anew:
-            self._history.go_back(steps)
-        return self._history.add_steps(steps)
+    def _show_records(self) -> None:
+        lineages = self._run.lineages
+        for lineage in lineages[self._shown_lineages :]:
+            if lineage.cause:
+                self.note(f"{lineage.cause}: the run is back at step {lineage.policy_version}")
+        self._shown_lineages = len(lineages)
+        steps = [step for step in self._run.steps if (step.step, step.time) not in self._shown_steps]
+        self._shown_steps.update((step.step, step.time) for step in steps)
+        self._show_steps(steps)
+        self._show_evaluations()
 
-    def _show_steps(self, steps: Iterable[StepReport]) -> None:
+    def _show_steps(self, steps: Sequence[StepFigures]) -> None:
         for step in steps:
             self.note(step_line(step, steps=self._config.run.most_steps))
             if step.health.state != self._health:
                 self._health = step.health.state
                 self.note(f"step {step.step}: {step.health}")
-            for finding in self._findings():
-                if finding.severity != "note" and finding.topic not in {*self._told, "policy"}:
-                    self._told.add(finding.topic)
-                    self.note(f"step {step.step}: {finding}")
+        for finding in self._findings() if steps else ():
+            if finding.severity != "note" and finding.topic not in {*self._shown_findings, "policy"}:
+                self._shown_findings.add(finding.topic)
+                self.note(f"step {steps[-1].step}: {finding}")
 
     def _findings(self) -> list[Finding]:
-        """Return the health findings on the latest figures."""
-        try:
-            disk = shutil.disk_usage(self._config.run_dir)
-        except OSError as error:
-            log.debug("nobody knows how full the disk is: %s", error)
-            return []
-        return findings(self._history.figures(self._config, disk_free=disk.free, disk_bytes=disk.total))
+        """Return the health findings on the latest figures; those of processes are from the last status."""
+        figures = self._run.figures()
+        figures.config = self._config
+        if self._history.last is not None:
+            processes = {f"{process.role}/{process.index}": process for process in self._history.last.processes}
+            figures.stats = {name: process.stats for name, process in processes.items()}
+            figures.failures = {name: p.failure for name, p in processes.items() if p.failure is not None}
+        return findings(figures)
 
-    def _show_evaluations(self, reports: Iterable[EvaluationReport]) -> None:
-        for report in reports:
-            if _identity(report) not in self._shown_evaluations:  # the records of a resumed run are read twice
-                self._shown_evaluations.add(_identity(report))
+    def _show_evaluations(self) -> None:
+        for report in self._run.evaluations:
+            if (report.policy_version, report.time) not in self._shown_evaluations:
+                self._shown_evaluations.add((report.policy_version, report.time))
                 self.note(in_words(report))
 
     def _show_status(self, status: Status) -> None:
@@ -135,10 +134,6 @@ class Display:
         if state != self._state:
             self._state = state
             self.note(state)
-
-
-def _identity(report: EvaluationReport) -> tuple[int, float]:
-    return report.policy_version, report.time
 
 
 class LiveDisplay(Display):
@@ -169,14 +164,15 @@ class LiveDisplay(Display):
         self._live.start()
         await super().follow(manager_url)
 
-    def _show_steps(self, steps: Iterable[StepReport]) -> None:
+    def _show_steps(self, steps: Sequence[StepFigures]) -> None:
         """Do nothing: the picture shows the steps."""
 
-    def _show_evaluations(self, reports: Iterable[EvaluationReport]) -> None:
+    def _show_evaluations(self) -> None:
         """Do nothing: the picture shows the last evaluation."""
 
     def _show_status(self, status: Status) -> None:
         picture = dashboard(
+            self._run,
             self._history,
             now=time.monotonic(),
             config=self._config,
@@ -190,14 +186,17 @@ class LiveDisplay(Display):
 async def picture_of(manager_url: str, *, secret: Secret | None, security: SecurityConfig) -> RenderableType:
     """Return a picture of the run's present state, with rates from two statuses; `secret`: the run's, if known here."""
     client = ControlClient(manager_url, secret=secret, timeout=10.0, security=security)
-    history = RunSoFar(started=time.monotonic())
+    run, history = RunView(Path()), StatusHistory(started=time.monotonic())
     try:
         for look in range(2):
             await asyncio.sleep(look * 1.5 * INTERVAL_SECONDS)
-            history.add_status(await client.status(), now=time.monotonic())
+            status = await client.status()
+            history.add(status, now=time.monotonic())
+            if status.last_step is not None:
+                run.add_step(status.last_step)
     finally:
         await client.close()
-    return dashboard(history, now=time.monotonic(), height=60)
+    return dashboard(run, history, now=time.monotonic(), height=60)
 
 
 def make_display(console: Console, *, config: Config) -> Display:

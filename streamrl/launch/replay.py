@@ -24,9 +24,9 @@ from streamrl.launch.processes import plan, visible_gpus
 from streamrl.launch.run_folders import claim_run_dir
 from streamrl.launch.supervise import Children
 from streamrl.processor import avoid_broken_instructions
-from streamrl.records.metrics import StepReport, mean_age
+from streamrl.records.metrics import StepFigures, mean_age
 from streamrl.records.sinks import check_installed
-from streamrl.report.reading import read_run
+from streamrl.records.view import read_run
 from streamrl.trainer.replay.plan import OUTCOME, ReplayOutcome, Stretch, changes, stretch
 from streamrl.trainer.replay.recording import read_recording
 
@@ -172,7 +172,7 @@ def comparison_table(outcome: ReplayOutcome, folder: Path) -> Table:
     return table
 
 
-def _pair(before: StepReport | None, now: StepReport, name: str, form: str) -> str:
+def _pair(before: StepFigures | None, now: StepFigures, name: str, form: str) -> str:
     was = before.metrics.get(name) if before is not None else None
     new = now.metrics.get(name)
     return " → ".join("–" if value is None else f"{value:{form}}" for value in (was, new))

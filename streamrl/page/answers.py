@@ -1,4 +1,4 @@
-"""Replies of the page's calls: each function makes one reply from a `Run`. Pure but for reading files.
+"""Replies of the page's calls: each function makes one reply from a `RunView`. Pure but for reading files.
 
 Everything from a run is data here, regardless of its content: no module that a configuration names is imported, and no
 text is meant to be inserted as HTML.
@@ -6,7 +6,6 @@ text is meant to be inserted as HTML.
 
 from __future__ import annotations
 
-import shutil
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,18 +14,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.config import as_known
 from streamrl.config.sections import DEFAULT_TRAIN_STEPS
 from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
 from streamrl.errors import ConfigError
 from streamrl.launch.graph_picture import Arrow, Box, drawing
-from streamrl.page.lanes import ordered
-from streamrl.page.runs import Process, Run, RunState
-from streamrl.records import lineage as lineages
 from streamrl.records.evaluation import EvaluationReport
-from streamrl.records.health import ENOUGH, WINDOW, Finding, RunFigures, findings
+from streamrl.records.health import Finding, findings
 from streamrl.records.rollouts import TOKEN_USES, Branch, KeptGroup
 from streamrl.records.table import Column, thinned
+from streamrl.records.timeline import without_figures
+from streamrl.records.view import Process, RunState, RunView
 from streamrl.trainer.graph import graph_of
 from streamrl.types import NO_VERSION
 
@@ -65,7 +62,7 @@ class RunFacts(msgspec.Struct, frozen=True):
     """Lines of its files that could not be read and were left out."""
 
 
-def facts(run: Run, *, number: int) -> RunFacts:
+def facts(run: RunView, *, number: int) -> RunFacts:
     """Return the identity and state of `run`; `number` is its index on the page."""
     state, message = run.state()
     settings = run.settings
@@ -79,7 +76,7 @@ def facts(run: Run, *, number: int) -> RunFacts:
         folder=str(run.folder),
         state=state,
         message=message,
-        steps=int(np.nanmax(run.steps.column("step"))) if len(run.steps) else 0,
+        steps=run.steps[-1].step if run.steps else 0,
         most_steps=steps if isinstance(steps, int) else None,
         evaluations=len(run.evaluations),
         beats=sum(len(p.stats) for p in run.processes.values()),
@@ -93,7 +90,7 @@ def facts(run: Run, *, number: int) -> RunFacts:
     )
 
 
-def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: int) -> bytes:
+def steps(run: RunView, *, names: Sequence[str], first: float, last: float, points: int) -> bytes:
     """Return the figures of the steps from `first` to `last`, as columns of 32-bit floats.
 
     `names` selects the columns; if it is empty, all are returned. `step`, `time`, `run_seconds` and `tokens_until`
@@ -103,7 +100,9 @@ def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: 
     The reply is the length of a JSON header in 4 bytes (little endian), the header, spaces up to a multiple of 4, and
     the columns one after the other.
     """
-    columns = run.columns() | _by_age(run, run.ages, "age") | _by_age(run, run.masked_ages, "masked")
+    columns = run.columns()
+    columns |= _by_age(run, [step.token_ages for step in run.steps], "age")
+    columns |= _by_age(run, [step.masked_ages for step in run.steps], "masked")
     if "tokens_trained" in columns:
         columns["tokens_until"] = np.cumsum(np.nan_to_num(columns["tokens_trained"]))
     known = sorted(columns)
@@ -126,7 +125,7 @@ def steps(run: Run, *, names: Sequence[str], first: float, last: float, points: 
     return struct.pack("<I", len(encoded)) + encoded + body
 
 
-def _by_age(run: Run, ages: list[dict[int, int]], prefix: str) -> dict[str, Column]:
+def _by_age(run: RunView, ages: list[dict[int, int]], prefix: str) -> dict[str, Column]:
     """Return tokens by age: `PREFIX/LOW-HIGH` → one number per step; empty if no step has any tokens."""
     limit = _get(run.settings, "staleness", "max_staleness")
     seen = [age for step in ages for age, count in step.items() if count]
@@ -151,7 +150,7 @@ class EvaluationPoint(msgspec.Struct, frozen=True):
     report: EvaluationReport
 
 
-def evaluations(run: Run) -> list[EvaluationPoint]:
+def evaluations(run: RunView) -> list[EvaluationPoint]:
     """Return the evaluations on held-out prompts, by policy version."""
     return [EvaluationPoint(report.time - run.begin, report) for report in run.evaluations]
 
@@ -189,16 +188,14 @@ class ProcessesView(msgspec.Struct, frozen=True):
     """Waits of processes: process, reason, seconds, share of its time; the longest first."""
 
 
-def fleet(run: Run) -> ProcessesView:
+def fleet(run: RunView) -> ProcessesView:
     """Return the state of each process."""
     done = [update for update in run.publications if update.done]
     last_status: Mapping[str, Any] = (run.final.status if run.final else None) or {}
     standing = {f"{p.get('role')}/{p.get('index')}": str(p.get("state")) for p in last_status.get("processes", [])}
     return ProcessesView(
         processes=[
-            _process_facts(process, run, standing=standing.get(process.name, ""))
-            for process in ordered(run.processes.values())
-            if len(process.times)
+            _process_facts(process, run, standing=standing.get(process.name, "")) for process in run.ordered_processes()
         ],
         served_version=done[-1].version if done else None,
         updates=len(done),
@@ -207,7 +204,7 @@ def fleet(run: Run) -> ProcessesView:
     )
 
 
-def _process_facts(process: Process, run: Run, *, standing: str) -> ProcessFacts:
+def _process_facts(process: Process, run: RunView, *, standing: str) -> ProcessFacts:
     times: Column = process.times
     heard = max(0.0, run.end - float(times[-1]))
     since = int(np.searchsorted(times, times[-1] - RATE_SECONDS))
@@ -240,7 +237,7 @@ def _process_facts(process: Process, run: Run, *, standing: str) -> ProcessFacts
     )
 
 
-def _waits(run: Run, *, most: int = 12) -> list[tuple[str, str, float, float]]:
+def _waits(run: RunView, *, most: int = 12) -> list[tuple[str, str, float, float]]:
     found: dict[tuple[str, str], float] = {}
     seconds: dict[str, float] = {}
     for process in run.processes.values():
@@ -248,75 +245,15 @@ def _waits(run: Run, *, most: int = 12) -> list[tuple[str, str, float, float]]:
         seconds[process.name] = float(gaps.sum())
         for gap, text in zip(gaps, process.waits, strict=False):
             if text:
-                key = process.name, _without_figures(text)
+                key = process.name, without_figures(text)
                 found[key] = found.get(key, 0.0) + float(gap)
     longest = sorted(found.items(), key=lambda item: -item[1])[:most]
     return [(name, what, waited, waited / max(seconds[name], 1e-9)) for (name, what), waited in longest]
 
 
-def _without_figures(text: str) -> str:
-    """Return `text` with its numbers as `#`, so that waits for the same thing count as one."""
-    words = ["".join("#" if c.isdigit() else c for c in word) for word in text.split()]
-    short = [word if "#" not in word else _one_hash(word) for word in words]
-    return " ".join(short)
-
-
-def _one_hash(word: str) -> str:
-    while "##" in word:
-        word = word.replace("##", "#")
-    return word
-
-
-def health(run: Run) -> list[Finding]:
+def health(run: RunView) -> list[Finding]:
     """Return the health findings of the run, worst first."""
-    columns = run.columns()
-    recent, first = _rows(columns, slice(-WINDOW, None)), _rows(columns, slice(ENOUGH))
-    state, message = run.state()
-    busy = columns.get("generation_busy", np.zeros(0))[-WINDOW:]
-    disk = shutil.disk_usage(run.folder) if state == "running" else None
-    found = findings(
-        RunFigures(
-            steps=recent,
-            first=first,
-            best_reward=_largest(columns.get("reward_mean")),
-            health=run.health,
-            response_lengths=run.response_lengths,
-            evaluations=run.evaluations,
-            stats={process.name: _last_stats(process) for process in run.processes.values()},
-            failures={name: process.failure for name, process in run.processes.items() if process.failure is not None},
-            generation_busy=float(np.nanmean(busy)) if np.isfinite(busy).any() else None,
-            restarts={process.name: process.restarts for process in run.processes.values() if process.restarts},
-            lineages=lineages.read(run.folder),
-            failed_updates=sum(not update.done for update in run.publications),
-            config=as_known(run.settings),
-            state=state,
-            message=message,
-            disk_free=disk.free if disk else None,
-            disk_bytes=disk.total if disk else None,
-        )
-    )
-    return found
-
-
-def _rows(columns: Mapping[str, Column], which: slice) -> list[dict[str, float]]:
-    """Return some rows of `columns` as dictionaries, without missing values."""
-    count = len(columns["step"][which]) if "step" in columns else 0
-    rows: list[dict[str, float]] = [{} for _ in range(count)]
-    for name, column in columns.items():
-        for row, value in zip(rows, column[which].tolist(), strict=True):
-            if value == value:
-                row[name] = value
-    return rows
-
-
-def _largest(column: Column | None) -> float | None:
-    return float(np.nanmax(column)) if column is not None and np.isfinite(column).any() else None
-
-
-def _last_stats(process: Process) -> dict[str, float]:
-    """Return the figures of the process's last heartbeat."""
-    last = {name: float(process.stats.column(name)[-1]) for name in process.stats.names if name != "time"}
-    return {name: value for name, value in last.items() if value == value}
+    return findings(run.figures())
 
 
 class ResponseView(msgspec.Struct, frozen=True):
@@ -355,7 +292,7 @@ class GroupView(msgspec.Struct, frozen=True):
     responses: list[ResponseView]
 
 
-def group(run: Run, *, step: int, seq: int) -> GroupView:
+def group(run: RunView, *, step: int, seq: int) -> GroupView:
     """Return group `seq` of `step`; raises `DataError` if it is not there."""
     kept = run.rollouts.group(step, seq)
     branches = kept.branches()
@@ -418,10 +355,10 @@ class Configuration(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def settings(run: Run) -> Configuration:
+def settings(run: RunView) -> Configuration:
     """Return the configuration of the run."""
     try:
-        tree = run.config()
+        tree = run.config_tree()
     except ConfigError as error:
         return Configuration({}, str(error))
     return Configuration(dict(_flat(tree)))
@@ -443,9 +380,9 @@ class GraphPicture(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def graph(run: Run) -> GraphPicture:
+def graph(run: RunView) -> GraphPicture:
     """Return the graph of model function calls; a user's own graph is only named, since drawing it would run code."""
-    config = as_known(run.settings)
+    config = run.config
     if config is None:
         return GraphPicture([], [], f"this version of streamrl cannot read the configuration in {run.folder}")
     try:

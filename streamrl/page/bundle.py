@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from streamrl.page import answers
-from streamrl.page.runs import Run
 from streamrl.page.server import STATIC
+from streamrl.records.view import RunView
 
 OVERVIEW_FILE = "overview.html"
 POINTS = 4000
@@ -30,7 +30,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|class|const) (\w+))", r
 
 def write_overview(run_dir: Path) -> Path:
     """Write the overview of the run in `run_dir` into its folder; return the file. Raises `OSError`."""
-    run = Run(run_dir)
+    run = RunView(run_dir)
     run.refresh()
     file = run_dir / OVERVIEW_FILE
     unfinished = file.with_suffix(".unfinished")
@@ -39,7 +39,7 @@ def write_overview(run_dir: Path) -> Path:
     return file
 
 
-def overview(run: Run) -> str:
+def overview(run: RunView) -> str:
     """Return the page of `run`'s overview as HTML."""
     steps = answers.steps(run, names=[], first=float("-inf"), last=float("inf"), points=POINTS)
     kept = {

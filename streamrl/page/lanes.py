@@ -7,18 +7,17 @@ columns gets one piece for each kind, with the share of the column's time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 
-from streamrl.page.runs import Process, Run
 from streamrl.records.table import Column
 from streamrl.records.timeline import PublicationEntry
+from streamrl.records.view import Process, RunView
 
 MOST_PIECES = 1500
 """Most pieces in a lane's window; if there are more, shares are drawn."""
-ROLE_ORDER = ("gserver", "rollout", "controller", "model_worker")
 SILENT_BEATS = 8.0
 """A process that misses this many usual heartbeats in a row counts as away during the gap."""
 
@@ -44,27 +43,18 @@ class Lane(msgspec.Struct, frozen=True):
     pieces: list[LanePiece]
 
 
-def lanes(run: Run, *, begin: float, end: float, columns: int) -> list[Lane]:
+def lanes(run: RunView, *, begin: float, end: float, columns: int) -> list[Lane]:
     """Return the activities of each process from `begin` to `end`, in seconds since the run's begin, in a window of
     `columns` columns."""
     edges, origin = np.linspace(begin, end, columns + 1), run.begin
     trainer = [
-        _of_spans(name, [(b - origin, e - origin) for b, e in run.spans[name]], edges)
-        for name in run.spans
+        _of_spans(name, [(b - origin, e - origin) for b, e in spans], edges)
+        for name, spans in run.spans().items()
         if name != "publish"
     ]
     updates = _of_updates(run.publications, edges, origin=origin)
     found = [Lane("trainer", [piece for pieces in trainer for piece in pieces]), Lane("weight updates", updates)]
-    for process in ordered(run.processes.values()):
-        if len(process.times):
-            found.append(Lane(process.name, _of_process(process, edges, origin=origin)))
-    return found
-
-
-def ordered(processes: Iterable[Process]) -> list[Process]:
-    """Return `processes` sorted by role and index."""
-    places = {role: place for place, role in enumerate(ROLE_ORDER)}
-    return sorted(processes, key=lambda p: (places.get(p.role, len(places)), p.index))
+    return found + [Lane(p.name, _of_process(p, edges, origin=origin)) for p in run.ordered_processes()]
 
 
 def _of_spans(name: str, spans: Sequence[tuple[float, float]], edges: Column) -> list[LanePiece]:

@@ -30,7 +30,7 @@ from streamrl import essential
 from streamrl.errors import ConfigError, DataError
 from streamrl.page import answers, logs
 from streamrl.page.lanes import lanes
-from streamrl.page.runs import Run
+from streamrl.records.view import RunView
 from streamrl.transport.http import Hosts
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Page:
             )
         self.token = token or secrets.token_urlsafe(24)
         self._hosts = Hosts([host])
-        self._runs = [Run(folder) for folder in folders]
+        self._runs = [RunView(folder) for folder in folders]
         self._locks = [asyncio.Lock() for _ in folders]
         self._watchers = 0
         self._news = asyncio.Condition()
@@ -173,7 +173,7 @@ class Page:
         if not points >= 2:
             raise ValueError("points: at least 2")
 
-        def encoded(run: Run, number: int) -> bytes:
+        def encoded(run: RunView, number: int) -> bytes:
             return answers.steps(run, names=names, first=first, last=last, points=points)
 
         return await _send(request, await self._of(_number(request), encoded), "application/octet-stream")
@@ -187,7 +187,7 @@ class Page:
     async def _timeline(self, request: web.Request) -> web.StreamResponse:
         columns = min(max(int(request.query.get("columns", "600")), 10), 2000)
 
-        def made(run: Run, number: int) -> object:
+        def made(run: RunView, number: int) -> object:
             begin = float(request.query.get("begin", "0"))
             end = float(request.query.get("end", str(max(1.0, run.end - run.begin))))
             if not begin < end:
@@ -205,7 +205,7 @@ class Page:
         if offset < 0 or not 1 <= limit <= MOST_ROWS:
             raise ValueError(f"offset: at least 0; limit: from 1 to {MOST_ROWS}")
 
-        def made(run: Run, number: int) -> object:
+        def made(run: RunView, number: int) -> object:
             return run.rollouts.table(
                 sort=query.get("sort", "step"),
                 descending=query.get("descending", "true") == "true",
@@ -222,7 +222,7 @@ class Page:
             raise ValueError("text: what to search for")
         before = (int(query["step"]), int(query["seq"])) if "step" in query and "seq" in query else None
 
-        def made(run: Run, number: int) -> object:
+        def made(run: RunView, number: int) -> object:
             return run.rollouts.search(query["text"], filter=query.get("filter", ""), before=before)
 
         return await _send_json(request, await self._of(_number(request), made))
@@ -245,14 +245,14 @@ class Page:
             raise ValueError(f"level: one of {', '.join(logs.LEVELS)}")
         processes = [name for name in request.query.get("processes", "").split(",") if name]
 
-        def made(run: Run, number: int) -> object:
+        def made(run: RunView, number: int) -> object:
             folder = run.folder / "logs"
             lines = logs.tail(folder, processes=processes, level=level, text=request.query.get("text", ""))
             return {"processes": logs.processes_with_logs(folder), "lines": lines}
 
         return await _send_json(request, await self._of(_number(request), made))
 
-    async def _of(self, number: int, made: Callable[[Run, int], Answer]) -> Answer:
+    async def _of(self, number: int, made: Callable[[RunView, int], Answer]) -> Answer:
         """Return the result of `made` for a refreshed run. It runs in a thread, so other requests are not blocked."""
         if number >= len(self._runs):
             raise web.HTTPNotFound(text=f"there is no run {number}: this page shows {len(self._runs)}")
@@ -347,7 +347,7 @@ async def serve(
         await runner.cleanup()
 
 
-def _told_of(run: Run, number: int) -> answers.RunFacts:
+def _told_of(run: RunView, number: int) -> answers.RunFacts:
     return answers.facts(run, number=number)
 
 

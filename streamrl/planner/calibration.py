@@ -27,9 +27,10 @@ from streamrl.config.trainer import ASYNCHRONOUS
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.processes import visible_gpus
 from streamrl.planner.simulation import Costs
-from streamrl.records.metrics import METRICS_FILE, StepReport, seconds_between
-from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, HeartbeatEntry
-from streamrl.report.reading import Records, read_run
+from streamrl.records.metrics import METRICS_FILE, StepFigures, seconds_between
+from streamrl.records.table import Column
+from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
+from streamrl.records.view import Process, RunView, read_run
 from streamrl.transport.membership import MACHINE_SECONDS
 
 CALIBRATION_SECONDS = 60.0
@@ -179,7 +180,7 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
             f"{run_dir}: {METRICS_FILE} tells of {made} training steps, and {needed} are needed; let the run go on"
         )
     for role in ("gserver", "rollout"):
-        if not any(name.startswith(f"{role}/") for name in records.heartbeats):
+        if not records.of_role(role):
             raise ConfigError(
                 f"{run_dir}: timeline.jsonl is missing, or tells nothing of {role} processes, as in a replay"
             )
@@ -207,7 +208,7 @@ def value_of(config: Config, key: str) -> object:
 class _Reader:
     """The figures of a run from the end of the first of `steps` to the end of the last one."""
 
-    def __init__(self, config: Config, records: Records, steps: Sequence[StepReport], *, cores: int) -> None:
+    def __init__(self, config: Config, records: RunView, steps: Sequence[StepFigures], *, cores: int) -> None:
         self._config = config
         self._records = records
         self._lengths = [group for step in steps for group in step.response_lengths if group]
@@ -217,9 +218,7 @@ class _Reader:
         self._cores = cores
         self._notes: list[str] = []
         self._on_cpu = config.run.device == "cpu" or (config.run.device == "auto" and not visible_gpus())
-        self._told = any(
-            PROCESSOR_SECONDS in entry.stats for entries in records.heartbeats.values() for entry in entries
-        )
+        self._told = any(PROCESSOR_SECONDS in process.stats.names for process in records.processes.values())
 
     def calibration(self, name: str) -> Calibration:
         """Return all costs, with notes on assumptions."""
@@ -273,9 +272,7 @@ class _Reader:
             reward_seconds=reward,
             reward_wait_seconds=waits if waits > NOTABLE_WAIT_SECONDS else 0.0,
             rewards_at_once=any(
-                entry.stats.get("reward_calls_at_once", 0.0) > 1
-                for entries in self._of_role("rollout")
-                for entry in entries
+                (process.stats.column("reward_calls_at_once") > 1).any() for process in self._records.of_role("rollout")
             ),
             overhead_seconds=control / groups,
             train_seconds=fixed,
@@ -306,7 +303,7 @@ class _Reader:
         """Return the cores kept busy by other work on the machine; 0 if unknown or if the run had several hosts."""
         machine = self._counted("controller", MACHINE_SECONDS)
         ours = sum(self._used(role) for role in ROLES)
-        watched = self._added("controller", lambda a, b: 0.0 if _began_anew(a, b) else b.time - a.time)
+        watched = self._added("controller", lambda process: np.where(process.began_anew, 0.0, np.diff(process.times)))
         return min(max(0.0, machine - ours) / watched, self._cores) if watched else 0.0
 
     def _decode(self) -> tuple[float, float, float]:
@@ -314,29 +311,26 @@ class _Reader:
 
         A non-negative least squares fit of the work of each gserver between two heartbeats.
         """
-        rows: list[tuple[float, float, float, float]] = []
         simulated = self._config.gserver.engine == "simulated"
         on_cores = self._on_cpu and self._told and not simulated
         spending = (PROCESSOR_SECONDS, CHILDREN_SECONDS) if on_cores else ("busy_seconds_total",)
-        for entries in self._of_role("gserver"):
-            for before, after in itertools.pairwise(entries):
-                if not self._begin <= before.time <= after.time <= self._end:
-                    continue
-                tokens, slots, busy = (
-                    _growth(before, after, f"{name}_total")
-                    for name in ("tokens_generated", "slot_seconds", "busy_seconds")
-                )
-                if min(tokens, slots, busy) <= 0:
-                    continue
-                steps = _growth(before, after, "decode_steps_total") or tokens * busy / slots
-                spent = sum(_growth(before, after, counter) for counter in spending)
-                rows.append((spent, steps, tokens, _growth(before, after, "prompt_tokens_total")))
-        if not rows:
+        found = []
+        for process in self._records.of_role("gserver"):
+            tokens, slots, busy, prompts, steps = (
+                _increments(process, f"{name}_total")
+                for name in ("tokens_generated", "slot_seconds", "busy_seconds", "prompt_tokens", "decode_steps")
+            )
+            inside = (process.times[:-1] >= self._begin) & (process.times[1:] <= self._end)
+            there = inside & (np.minimum(np.minimum(tokens, slots), busy) > 0)
+            steps = np.where(steps > 0, steps, tokens * busy / np.where(slots > 0, slots, 1.0))
+            spent = sum((_increments(process, counter) for counter in spending), np.zeros(len(tokens)))
+            found.append(np.column_stack([spent, steps, tokens, prompts])[there])
+        table = np.concatenate([np.empty((0, 4)), *found])
+        if not len(table):
             raise ConfigError(
                 f"{self._records.config.run.name if self._records.config else 'the run'}: its gservers made no tokens "
                 "between two heartbeats of timeline.jsonl; let the run go on for longer"
             )
-        table = np.array(rows)
         if simulated:  # each request has its own pace, independent of other requests
             return float(table[:, 0].sum() / table[:, 1].sum()), 0.0, 0.0
         step, request, prompt = fit(table[:, 1:], table[:, 0])
@@ -352,21 +346,17 @@ class _Reader:
             return 0.0
         return (computed + cached) / requests
 
-    def _of_role(self, role: str) -> list[list[HeartbeatEntry]]:
-        return [entries for name, entries in self._records.heartbeats.items() if name.startswith(f"{role}/")]
-
     def _counted(self, role: str, counter: str) -> float:
         """Return the growth of `counter` in all processes of `role` from the first step to the last."""
-        return self._added(role, lambda before, after: _growth(before, after, counter))
+        return self._added(role, lambda process: _increments(process, counter))
 
-    def _added(self, role: str, between: Callable[[HeartbeatEntry, HeartbeatEntry], float]) -> float:
-        """Return the sum of `between` over consecutive heartbeats, from the first step to the last, in all processes of
-        `role`."""
+    def _added(self, role: str, between: Callable[[Process], Column]) -> float:
+        """Return the sum of `between`, one value for each two consecutive heartbeats, from the first step to the last,
+        in all processes of `role`."""
         total = 0.0
-        for entries in self._of_role(role):
-            times = [entry.time for entry in entries]
-            reached = list(itertools.accumulate(itertools.starmap(between, itertools.pairwise(entries)), initial=0.0))
-            total += float(np.interp(self._end, times, reached) - np.interp(self._begin, times, reached))
+        for process in self._records.of_role(role):
+            reached = np.concatenate([[0.0], np.cumsum(between(process))])
+            total += float(np.diff(np.interp([self._begin, self._end], process.times, reached))[0])
         return total
 
     def _used(self, role: str) -> float:
@@ -380,21 +370,13 @@ class _Reader:
         return self._sum(metric) / len(self._steps)
 
 
-def _growth(before: HeartbeatEntry, after: HeartbeatEntry, counter: str) -> float:
-    """Return the growth of a counter between two heartbeats.
+def _increments(process: Process, counter: str) -> Column:
+    """Return the growth of a counter between each two consecutive heartbeats.
 
     If the process was restarted in between, the counter starts at 0 again and the growth counts as 0: the process was
     down for some of the time and then loaded its state.
     """
-    if _began_anew(before, after):
-        return 0.0
-    old, new = (float(entry.stats.get(counter, 0.0)) for entry in (before, after))
-    return new - old if new >= old else new
-
-
-def _began_anew(before: HeartbeatEntry, after: HeartbeatEntry) -> bool:
-    """Return whether the process was restarted in between."""
-    return after.stats.get(PROCESSOR_SECONDS, 0.0) < before.stats.get(PROCESSOR_SECONDS, 0.0)
+    return np.where(process.began_anew, 0.0, np.diff(process.grown(counter)))
 
 
 def fit(terms: NDArray[np.float64], sums: NDArray[np.float64]) -> tuple[float, ...]:

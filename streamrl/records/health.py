@@ -109,7 +109,7 @@ class RunFigures(msgspec.Struct, kw_only=True):
     generation_busy: float | None = None
     """Share of the last steps' time in which gservers computed, from 0 to 1."""
     restarts: Mapping[str, int] = {}
-    """Process → number of its restarts."""
+    """Process → number of its restarts, without those in which the whole run was resumed."""
     lineages: Sequence[Lineage] = ()
     """Beginnings of the run after its first."""
     failed_updates: int = 0
@@ -433,10 +433,7 @@ def _went_back(run: RunFigures) -> Iterator[Finding]:
 
 def _machines(run: RunFigures) -> Iterator[Finding]:
     yield from _went_back(run)
-    anew = sum(not lineage.cause for lineage in run.lineages)  # resumptions of the run, in which all processes restart
     for name, count in sorted(run.restarts.items(), key=lambda item: -item[1]):
-        if (count := count - anew) <= 0:
-            continue
         yield Finding(
             "warning" if count >= OFTEN_RESTARTED else "note",
             "restarts",

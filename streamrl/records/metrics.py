@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,10 +24,10 @@ LENGTHS_KEPT = 256
 """Number of responses in a step for which lengths are recorded."""
 
 
-class StepReport(msgspec.Struct, frozen=True):
-    """Results of one training step; one line of `metrics.jsonl`."""
+class StepFigures(msgspec.Struct, frozen=True):
+    """Results of one training step: the part of a `StepReport` that is shown."""
 
-    step: int
+    step: Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # larger integers are not exact in a column of floats
     """The policy version that the step made."""
     time: float
     """Seconds since the epoch at the end of the step."""
@@ -38,15 +39,20 @@ class StepReport(msgspec.Struct, frozen=True):
     """Age in versions → sampled tokens of the batch that were too old to enter it (`over_age = "mask"`)."""
     spans: list[tuple[str, float, float]] = []
     """Activities of the trainer: (name, begin, end) in seconds since the epoch."""
-    seqs: list[int] = []
-    """Sequence numbers of the groups in the batch."""
     health: Health = HEALTHY
     """Whether the policy is about to collapse, judged by the figures of this step and those before it."""
-    admitted_staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None
-    """The `max_staleness` at which groups are admitted from now on, in a run that is slowed; None: as configured."""
     response_lengths: list[list[int]] = []
     """Sampled tokens of each sibling, of the first groups of the batch: a sample of `LENGTHS_KEPT` responses or some
     more."""
+
+
+class StepReport(StepFigures, frozen=True):
+    """Results of one training step; one line of `metrics.jsonl`."""
+
+    seqs: list[int] = []
+    """Sequence numbers of the groups in the batch."""
+    admitted_staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """The `max_staleness` at which groups are admitted from now on, in a run that is slowed; None: as configured."""
 
     def finite(self) -> StepReport:
         """Return the report without scalars that JSON cannot represent: infinities and NaN."""
@@ -77,6 +83,12 @@ class Final(msgspec.Struct, frozen=True, kw_only=True):
     """Treatment of tokens older than that: `mask`, `wait` or `drop`."""
     tokens_dropped: int = 0
     """Sampled tokens of the groups that were discarded as too old."""
+
+    @property
+    def ledger(self) -> dict[str, int]:
+        """The ledger's counts in `status` (`LedgerStatus`), in groups; empty if they are not recorded."""
+        found = (self.status or {}).get("ledger")
+        return found if isinstance(found, dict) else {}
 
     @property
     def ending(self) -> tuple[str, str]:
@@ -113,7 +125,7 @@ def write_ending(run_dir: Path, state: Ending, message: str, *, keep_failure: bo
     write_final(run_dir, msgspec.structs.replace(final, state=state, message=message))
 
 
-def seconds_between(before: StepReport, after: StepReport) -> float:
+def seconds_between(before: StepFigures, after: StepFigures) -> float:
     """Return the time from the end of one step to the end of a later one, without times in which the run was down."""
     passed = after.time - before.time
     first, last = (step.metrics.get("run_seconds") for step in (before, after))
@@ -126,6 +138,14 @@ def mean_age(token_ages: Mapping[int, float]) -> float | None:
     """Return the mean of `token_ages` (age in versions → tokens); None: there are no tokens."""
     tokens = sum(token_ages.values())
     return sum(age * count for age, count in token_ages.items()) / tokens if tokens else None
+
+
+def total_ages(steps: Iterable[StepFigures]) -> dict[int, int]:
+    """Return age in versions → tokens that entered the loss, over all steps."""
+    found: Counter[int] = Counter()
+    for step in steps:
+        found.update(step.token_ages)
+    return {age: count for age, count in found.items() if count}
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:

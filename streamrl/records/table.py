@@ -78,11 +78,6 @@ def growth(counts: Column) -> Column:
     return np.cumsum(np.where(steps >= 0, steps, held))
 
 
-def restarts(counts: Column) -> int:
-    """Return how often a counter that otherwise only grows was reset. NaN is ignored."""
-    return int((np.diff(counts[np.isfinite(counts)]) < 0).sum())
-
-
 def thinned(x: Column, columns: Mapping[str, Column], *, points: int) -> tuple[Column, dict[str, Column]]:
     """Return at most `points` rows that look like all of them when drawn: the least and greatest value of each stretch.
 

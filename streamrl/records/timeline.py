@@ -27,6 +27,8 @@ TIMELINE_FILE = "timeline.jsonl"
 MAX_BYTES = 32 * 2**20
 HEARTBEATS_PER_SECOND = 100
 """Most heartbeats that are written per second, over all processes."""
+DEPARTED_SECONDS = 60.0
+"""A process whose next heartbeat is overdue for this many seconds no longer counts as one of them."""
 PROCESSOR_SECONDS = "processor_seconds_total"
 """A counter that each process has: where it decreases, the process was restarted."""
 CHILDREN_SECONDS = "children_processor_seconds_total"
@@ -50,12 +52,18 @@ class FrequentFailure(msgspec.Struct, frozen=True):
         return f"{self.error} ({times}, first for {self.example})"
 
 
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _FIGURES = re.compile(r"""\d+|'[^']*'|"[^"]*\"""")
 
 
 def error_kind(error: str) -> str:
     """Return `error` without numbers and quoted text: errors of one kind count as one."""
     return _FIGURES.sub("", error)
+
+
+def without_figures(text: str) -> str:
+    """Return `text` with # for each of its numbers, so that waits for the same thing have the same name."""
+    return _NUMBER.sub("#", text)
 
 
 def most_frequent(failures: Iterable[FrequentFailure]) -> FrequentFailure | None:
@@ -118,7 +126,9 @@ class Timeline:
         """One of this many heartbeats of each process is written."""
         self._heartbeats: Counter[tuple[str, int]] = Counter()
         self._next: dict[tuple[str, int], float] = {}
-        """Process → earliest time at which its next heartbeat is written."""
+        """Process that reported lately → earliest time at which its next heartbeat is written."""
+        self._forget_at = 0.0
+        """Time at which members that have left are removed from `_next`."""
         self._entries: SimpleQueue[TimelineEntry | None] = SimpleQueue()
         self._thread = essential.thread(self._write, name="the timeline")
         self._thread.start()
@@ -138,6 +148,7 @@ class Timeline:
                 process = entry.role, entry.index
                 if entry.time < self._next.get(process, 0.0):
                     continue
+                self._forget_departed(entry.time)
                 self._next[process] = entry.time + len(self._next) / HEARTBEATS_PER_SECOND
                 self._heartbeats[process] += 1
                 if self._heartbeats[process] % self._every:
@@ -146,6 +157,11 @@ class Timeline:
             if self._file.size > self._limit:
                 self._thin_out()
         self._file.close()
+
+    def _forget_departed(self, now: float) -> None:
+        if now >= self._forget_at:
+            self._next = {process: due for process, due in self._next.items() if due >= now - DEPARTED_SECONDS}
+            self._forget_at = now + DEPARTED_SECONDS
 
     def _thin_out(self) -> None:
         """Keep every second heartbeat of each process, and every weight update as long as they are few."""

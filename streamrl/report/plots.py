@@ -14,9 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from streamrl.records.metrics import StepReport, seconds_between
-from streamrl.records.timeline import HeartbeatEntry
-from streamrl.report.reading import Records, grown, time_range, values
+from streamrl.records.metrics import StepFigures, seconds_between
+from streamrl.records.view import Process, RunView
 
 SPAN_COLOUR: Final = {
     "wait": "#d9d9d9",
@@ -45,7 +44,7 @@ STYLE: Final = {
 }
 
 
-def write_plots(records: Records, folder: Path) -> list[Path]:
+def write_plots(run: RunView, folder: Path) -> list[Path]:
     """Write `reward.png`, `staleness.png`, `throughput.png` and `timeline.png`; return the files."""
     folder.mkdir(exist_ok=True)
     files = []
@@ -56,7 +55,7 @@ def write_plots(records: Records, folder: Path) -> list[Path]:
             ("throughput", _draw_throughput),
             ("timeline", _draw_timeline),
         ):
-            figure = draw(records)
+            figure = draw(run)
             files.append(folder / f"{name}.png")
             figure.savefig(files[-1], dpi=130)
     return files
@@ -68,17 +67,17 @@ def _figure(*, rows: int = 1, height: float = 4.0, ratios: Sequence[float] | Non
     return figure, list(axes[:, 0])
 
 
-def _draw_reward(records: Records) -> Figure:
-    steps = [step for step in records.steps if "reward_mean" in step.metrics]
+def _draw_reward(run: RunView) -> Figure:
+    steps = [step for step in run.steps if "reward_mean" in step.metrics]
     numbers = [step.step for step in steps]
-    rewards = np.array(values(steps, "reward_mean"))
+    rewards = np.array([step.metrics["reward_mean"] for step in steps])
     figure, (axes,) = _figure()
     axes.plot(numbers, rewards, color="#a0cbe8", linewidth=1.0, marker=".", markersize=3, label="each step")
     window = max(1, len(rewards) // 20)
     if window > 1:
         smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
         axes.plot(numbers[window - 1 :], smooth, color="#4e79a7", linewidth=2.2, label=f"mean of {window} steps")
-    held_out = [(e.policy_version, e.reward_mean) for e in records.evaluations if e.reward_mean is not None]
+    held_out = [(e.policy_version, e.reward_mean) for e in run.evaluations if e.reward_mean is not None]
     if held_out:
         axes.plot(*zip(*held_out, strict=True), color=HELD_OUT_COLOUR, linewidth=1.8, marker="o", label="held-out")
     if window > 1 or held_out:
@@ -87,10 +86,10 @@ def _draw_reward(records: Records) -> Figure:
     return figure
 
 
-def _draw_staleness(records: Records) -> Figure:
+def _draw_staleness(run: RunView) -> Figure:
     """Draw the share of each age among the tokens trained on, step by step, and the share of masked tokens below."""
-    steps = [step for step in records.steps if step.token_ages]
-    limit = records.config.staleness.max_staleness if records.config else None
+    steps = [step for step in run.steps if step.token_ages]
+    limit = run.config.staleness.max_staleness if run.config else None
     figure, (axes, below) = _figure(rows=2, height=5.6, ratios=[3, 1])
     oldest = max([limit or 0, *(age for step in steps for age in step.token_ages)])
     counts = np.array([[step.token_ages.get(age, 0) for age in range(oldest + 1)] for step in steps], dtype=float)
@@ -105,33 +104,32 @@ def _draw_staleness(records: Records) -> Figure:
         handles, names = axes.get_legend_handles_labels()
         kept = [(h, n) for h, n in zip(handles, names, strict=True) if n and not n.startswith("_")]
         axes.legend(*zip(*reversed(kept), strict=True), title="age", loc="center left", bbox_to_anchor=(1.0, 0.5))
-    told = "" if limit is None else f" (limit {limit}: no older token enters a loss)"
-    axes.set(title=f"Age of the tokens trained on, in policy versions{told}", ylabel="share of tokens")
-    masked = [step.metrics.get("tokens_masked", 0.0) for step in records.steps]
-    trained = [step.metrics.get("tokens_trained", 0.0) for step in records.steps]
+    note = "" if limit is None else f" (limit {limit}: no older token enters a loss)"
+    axes.set(title=f"Age of the tokens trained on, in policy versions{note}", ylabel="share of tokens")
+    masked = [step.metrics.get("tokens_masked", 0.0) for step in run.steps]
+    trained = [step.metrics.get("tokens_trained", 0.0) for step in run.steps]
     share = [m / (m + t) if m + t else 0.0 for m, t in zip(masked, trained, strict=True)]
-    below.fill_between([s.step for s in records.steps], share, color=PAUSE_COLOUR, alpha=0.7, step="mid", linewidth=0)
+    below.fill_between([s.step for s in run.steps], share, color=PAUSE_COLOUR, alpha=0.7, step="mid", linewidth=0)
     below.set(xlabel="policy version", ylabel="masked", ylim=(0, max(0.05, *share, 0.0) * 1.1), xlim=axes.get_xlim())
     below.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
     return figure
 
 
-def _draw_throughput(records: Records) -> Figure:
-    begin, end = time_range(records.steps)
+def _draw_throughput(run: RunView) -> Figure:
+    begin, end = run.trained_between
     figure, (axes,) = _figure()
-    told = [step for step in records.steps if "tokens_trained" in step.metrics]
-    times = [step.time - begin for step in told]
-    trained = np.cumsum(values(told, "tokens_trained"))
+    steps = [step for step in run.steps if "tokens_trained" in step.metrics]
+    times = [step.time - begin for step in steps]
+    trained = np.cumsum([step.metrics["tokens_trained"] for step in steps])
     edges = np.linspace(0.0, max(end - begin, 1e-6), num=max(2, min(80, len(times) + 1)))
     middle = (edges[1:] + edges[:-1]) / 2
     width = edges[1] - edges[0]
     generated = np.zeros(len(edges))
-    for entries in _gservers(records).values():
-        seen = [entry.time - begin for entry in entries]
-        generated += np.interp(edges, seen, grown(entries, "tokens_generated_total"))
+    for process in _gservers(run):
+        generated += np.interp(edges, process.times - begin, process.grown("tokens_generated_total"))
     axes.plot(middle, np.diff(generated) / width, color=BUSY_COLOUR, linewidth=1.8, label="generated")
     if times:
-        starts = [0.0, *(b.time - begin - seconds_between(a, b) for a, b in pairwise(told))]  # without down times
+        starts = [0.0, *(b.time - begin - seconds_between(a, b) for a, b in pairwise(steps))]  # without down times
         reached = np.column_stack([np.append(0.0, trained[:-1]), trained])
         on_edges = np.interp(edges, np.column_stack([starts, times]).ravel(), reached.ravel())
         axes.plot(middle, np.diff(on_edges) / width, color="#4e79a7", linewidth=1.8, label="trained on")
@@ -141,13 +139,13 @@ def _draw_throughput(records: Records) -> Figure:
     return figure
 
 
-def _draw_timeline(records: Records) -> Figure:
+def _draw_timeline(run: RunView) -> Figure:
     """Draw one lane for each gserver (share of time busy) and one for the trainer (its activities)."""
-    begin, end = time_range(records.steps)
-    servers = _gservers(records)
+    begin, end = run.trained_between
+    servers = _gservers(run)
     lanes = 1 + len(servers)
     span = end - begin
-    zoom = min(TIMELINE_SECONDS, max(span / 6, 6 * span / max(1, len(records.steps))))
+    zoom = min(TIMELINE_SECONDS, max(span / 6, 6 * span / max(1, len(run.steps))))
     detailed = zoom < 0.7 * span
     height = 1.6 + 0.55 * lanes
     figure, parts = _figure(rows=1 + detailed, height=height * (1 + detailed) + 0.4)
@@ -156,36 +154,35 @@ def _draw_timeline(records: Records) -> Figure:
         middle = span / 2
         windows.append((middle - zoom / 2, middle + zoom / 2))
     for axes, (left, right) in zip(parts, windows, strict=True):
-        for lane, (name, entries) in enumerate(servers.items()):
-            _draw_gserver(axes, entries, begin=begin, lane=lane, name=name)
-        _draw_trainer(axes, records.steps, begin=begin, lane=len(servers))
-        axes.set_yticks(range(lanes), [*servers, "trainer"])
+        for lane, process in enumerate(servers):
+            _draw_gserver(axes, process, begin=begin, lane=lane)
+        _draw_trainer(axes, run.steps, begin=begin, lane=len(servers))
+        axes.set_yticks(range(lanes), [*(process.name for process in servers), "trainer"])
         axes.set(ylim=(lanes - 0.4, -0.6), xlim=(left, right), xlabel="seconds since the first step began")
         axes.grid(visible=False)
     parts[0].set_title("What each pool does")
     if detailed:
         parts[1].set_title(f"... enlarged: {zoom:.0f} seconds in the middle")
-    used = [name for name in SPAN_COLOUR if any(span[0] == name for step in records.steps for span in step.spans)]
+    used = [name for name in SPAN_COLOUR if any(span[0] == name for step in run.steps for span in step.spans)]
     handles = [Patch(color=BUSY_COLOUR, label="gserver busy"), Patch(color=PAUSE_COLOUR, label="paused")]
     handles += [Patch(color=SPAN_COLOUR[name], label=name) for name in used]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=9)
     return figure
 
 
-def _draw_gserver(axes: Axes, entries: Sequence[HeartbeatEntry], *, begin: float, lane: int, name: str) -> None:
+def _draw_gserver(axes: Axes, process: Process, *, begin: float, lane: int) -> None:
     """Draw one lane; the height of the green area is the share of time in which the engine computed."""
-    times = np.array([entry.time - begin for entry in entries])
+    times = process.times - begin
     seconds = np.maximum(np.diff(times), 1e-6)
     bottom = lane + 0.4
     axes.hlines(bottom, times[0], times[-1], color="#bbbbbb", linewidth=0.8)
     for counter, colour in (("busy_seconds_total", BUSY_COLOUR), ("pause_seconds_total", PAUSE_COLOUR)):
-        counts = np.array([entry.stats.get(counter, 0.0) for entry in entries])
-        share = np.clip(np.diff(counts) / seconds, 0.0, 1.0)
+        share = np.clip(np.diff(process.grown(counter)) / seconds, 0.0, 1.0)
         top = np.append(share, share[-1:]) * 0.8
         axes.fill_between(times, bottom, bottom - top, step="post", color=colour, linewidth=0, alpha=0.85)
 
 
-def _draw_trainer(axes: Axes, steps: Sequence[StepReport], *, begin: float, lane: int) -> None:
+def _draw_trainer(axes: Axes, steps: Sequence[StepFigures], *, begin: float, lane: int) -> None:
     by_name: dict[str, list[tuple[float, float]]] = {}
     for step in steps:
         for name, start, stop in step.spans:
@@ -196,10 +193,6 @@ def _draw_trainer(axes: Axes, steps: Sequence[StepReport], *, begin: float, lane
         axes.broken_barh(pieces, place, facecolors=SPAN_COLOUR.get(name, "#ff9da7"), linewidth=0)
 
 
-def _gservers(records: Records) -> dict[str, list[HeartbeatEntry]]:
-    """Return the heartbeats of the gservers that can be drawn."""
-    return {
-        process: entries
-        for process, entries in sorted(records.heartbeats.items())
-        if process.startswith("gserver/") and any(b.time > a.time for a, b in pairwise(entries))
-    }
+def _gservers(run: RunView) -> list[Process]:
+    """Return the gservers that can be drawn."""
+    return [process for process in run.of_role("gserver") if (np.diff(process.times) > 0).any()]

@@ -5,40 +5,27 @@ Works on a crashed run, too, up to its crash.
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
 from streamrl.records.collapse import HEALTHY, HealthState
 from streamrl.records.evaluation import EvaluationReport, pass_figures
 from streamrl.records.health import Finding, findings
-from streamrl.records.metrics import Final, StepReport, mean_age
+from streamrl.records.metrics import Final, StepFigures, mean_age, total_ages
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
-from streamrl.report.reading import (
-    Records,
-    figures,
-    generated_per_second,
-    generation_busy,
-    read_run,
-    time_range,
-    total,
-    total_ages,
-    values,
-)
-from streamrl.transport.control import Status
-
-log = logging.getLogger(__name__)
+from streamrl.records.view import RunView, read_run
 
 MAX_CHANGES = 6
 """Most changes of the run's health that the table shows."""
 
 
-TOLD_ELSEWHERE = ("end", "policy")
+SHOWN_IN_ROWS = ("end", "policy")
 """Topics of findings that other rows of the table show."""
 
 
@@ -154,91 +141,96 @@ def write_report(run_dir: Path) -> Summary:
 
     Raises `OSError` if they cannot be written.
     """
-    records = read_run(run_dir)
-    summary = summarize(records, name=os.path.basename(os.path.abspath(run_dir)))  # also for "."
+    run = read_run(run_dir)
+    summary = summarize(run)
     text = msgspec.json.format(msgspec.json.encode(summary), indent=2)
     (run_dir / "summary.json").write_bytes(text + b"\n")
-    if records.steps and (records.config is None or records.config.metrics.plots):
+    if run.steps and (run.config is None or run.config.metrics.plots):
         from streamrl.report.plots import write_plots  # matplotlib takes a second to load
 
-        write_plots(records, run_dir / "plots")
+        write_plots(run, run_dir / "plots")
     return summary
 
 
-def summarize(records: Records, *, name: str) -> Summary:
-    """Return the figures of the run `name`."""
-    steps, final, status, config = records.steps, records.final, records.status, records.config
-    seconds = _seconds(steps)
-    rewards = values(steps, "reward_mean")
+def summarize(run: RunView) -> Summary:
+    """Return the figures of `run`."""
+    steps, final, config = run.steps, run.final, run.config
+    seconds = _train_seconds(run)
+    rewards = run.values("reward_mean")
     tenth = max(1, len(rewards) // 10)
     ages = total_ages(steps)
-    trained = sum(values(steps, "tokens_trained"))
-    masked = sum(values(steps, "tokens_masked"))
-    generated = _counted(records, "gserver", "tokens_generated_total")
-    episodes = _counted(records, "rollout", "agent_episodes_total")
-    agents = _counted(records, "rollout", "agent_seconds_total")
-    step_seconds = sum(values(steps, "step_seconds"))
+    trained, masked, step_seconds = (
+        sum(run.values(name)) for name in ("tokens_trained", "tokens_masked", "step_seconds")
+    )
     state, message = final.ending if final else ("", "")
     trained_groups = final.groups_trained if final else None
+    ledger = final.ledger if final else {}
     return Summary(
-        run=name,
+        run=run.name,
         state="stopped" if state in ("joining", "running") else state or "unknown",
         message=message,
         steps=len(steps),
         reward_first=mean(rewards[:tenth]),
         reward_final=mean(rewards[-tenth:]),
-        evaluations=records.evaluations,
+        evaluations=run.evaluations,
         train_seconds=seconds,
         seconds_per_step=seconds / len(steps) if steps else None,
-        groups_trained=int(sum(values(steps, "groups"))) if trained_groups is None else trained_groups,
-        groups_lost=groups_lost(final, status) if final and status and state == "finished" else None,
+        groups_trained=int(sum(run.values("groups"))) if trained_groups is None else trained_groups,
+        groups_lost=groups_lost(final) if final and ledger and state == "finished" else None,
         groups_duplicated=final.groups_duplicated if final else None,
-        groups_rejected=status.ledger.rejected if status else None,
-        groups_given_up=status.ledger.given_up if status else None,
-        groups_dropped=status.ledger.dropped if status else None,
-        groups_shrunk=int(_counted(records, "rollout", "groups_shrunk_total")),
-        siblings_retried=int(_counted(records, "rollout", "siblings_retried_total")),
+        groups_rejected=ledger.get("rejected"),
+        groups_given_up=ledger.get("given_up"),
+        groups_dropped=ledger.get("dropped"),
+        groups_shrunk=int(run.counted("rollout", "groups_shrunk_total")),
+        siblings_retried=int(run.counted("rollout", "siblings_retried_total")),
         max_staleness=config.staleness.max_staleness if config else None,
         over_age=config.staleness.over_age if config else None,
         oldest_token_age=max(ages) if ages else None,
         mean_token_age=mean_age(ages),
         masked_share=ratio(masked, trained + masked),
-        tokens_generated=int(generated),
+        tokens_generated=int(run.counted("gserver", "tokens_generated_total")),
         tokens_trained=int(trained),
-        tokens_generated_per_second=generated_per_second(records),
+        tokens_generated_per_second=run.generated_per_second(),
         tokens_trained_per_second=ratio(trained, seconds),
-        generation_busy_share=generation_busy(records),
-        trainer_wait_share=ratio(sum(values(steps, "wait_seconds")), step_seconds),
-        weight_update_seconds_mean=mean(values(steps, "publish_seconds")),
-        pause_seconds_mean=mean(values(steps, "pause_seconds")),
-        overhead_share=ratio(sum(values(steps, "overhead_seconds")), step_seconds),
-        logprob_diff_mean=mean(values(steps, "logprob_diff_mean")),
-        logprob_diff_max=max(values(steps, "logprob_diff_max"), default=None),
+        generation_busy_share=run.generation_busy(),
+        trainer_wait_share=ratio(sum(run.values("wait_seconds")), step_seconds),
+        weight_update_seconds_mean=mean(run.values("publish_seconds")),
+        pause_seconds_mean=mean(run.values("pause_seconds")),
+        overhead_share=ratio(sum(run.values("overhead_seconds")), step_seconds),
+        logprob_diff_mean=mean(run.values("logprob_diff_mean")),
+        logprob_diff_max=max(run.values("logprob_diff_max"), default=None),
         processor_seconds=sum(
-            total(entries, name)
-            for entries in records.heartbeats.values()
-            for name in (PROCESSOR_SECONDS, CHILDREN_SECONDS)
+            process.total(name) for process in run.processes.values() for name in (PROCESSOR_SECONDS, CHILDREN_SECONDS)
         ),
-        episodes=int(episodes),
-        calls_per_episode=ratio(_counted(records, "rollout", "agent_calls_total"), episodes),
-        turns_per_episode=ratio(_counted(records, "rollout", "agent_turns_total"), episodes),
-        trajectories_per_episode=ratio(_counted(records, "rollout", "agent_trajectories_total"), episodes),
-        agent_rewritten=int(_counted(records, "rollout", "agent_rewritten_total")),
-        agent_rerendered=int(_counted(records, "rollout", "agent_rerendered_total")),
-        agent_drifted=int(_counted(records, "rollout", "agent_drifted_total")),
-        agent_metrics=_agent_metrics(records),
-        agent_generation_share=ratio(_counted(records, "rollout", "agent_generation_seconds_total"), agents),
-        agent_trained_share=ratio(
-            _counted(records, "rollout", "agent_tokens_trained_total"),
-            _counted(records, "rollout", "agent_tokens_total"),
-        ),
-        agent_retries=int(_counted(records, "rollout", "agent_retries_total")),
         health=health_changes(steps),
-        findings=findings(figures(records)),
+        findings=findings(run.figures()),
+        **_of_agents(run),
     )
 
 
-def health_changes(steps: Sequence[StepReport]) -> list[HealthChange]:
+def _of_agents(run: RunView) -> dict[str, Any]:
+    """Return the fields of `Summary` that are about agents."""
+
+    def count(name: str) -> float:
+        return run.counted("rollout", f"agent_{name}_total")
+
+    episodes = count("episodes")
+    return {
+        "episodes": int(episodes),
+        "calls_per_episode": ratio(count("calls"), episodes),
+        "turns_per_episode": ratio(count("turns"), episodes),
+        "trajectories_per_episode": ratio(count("trajectories"), episodes),
+        "agent_rewritten": int(count("rewritten")),
+        "agent_rerendered": int(count("rerendered")),
+        "agent_drifted": int(count("drifted")),
+        "agent_retries": int(count("retries")),
+        "agent_metrics": _agent_metrics(run),
+        "agent_generation_share": ratio(count("generation_seconds"), count("seconds")),
+        "agent_trained_share": ratio(count("tokens_trained"), count("tokens")),
+    }
+
+
+def health_changes(steps: Sequence[StepFigures]) -> list[HealthChange]:
     """Return the steps with another state than the step before; a run begins healthy."""
     before = [HEALTHY, *(step.health for step in steps)]
     return [
@@ -248,11 +240,11 @@ def health_changes(steps: Sequence[StepReport]) -> list[HealthChange]:
     ]
 
 
-def groups_lost(final: Final, status: Status) -> int:
+def groups_lost(final: Final) -> int:
     """Return how many groups are missing in the sum that `Summary` explains."""
-    ledger = status.ledger
-    on_their_way = ledger.running + ledger.returned
-    return ledger.next_seq - ledger.rejected - on_their_way - (final.groups_trained or 0) - final.groups_held
+    ledger = final.ledger
+    on_their_way = ledger["running"] + ledger["returned"]
+    return ledger["next_seq"] - ledger["rejected"] - on_their_way - (final.groups_trained or 0) - final.groups_held
 
 
 def _ends_of(message: str) -> str:
@@ -292,7 +284,7 @@ def summary_table(summary: Summary) -> Table:
     if s.health and s.health[-1].turn:
         row("try", "", escape("; ".join(s.health[-1].turn)))
     for finding in s.findings:
-        if finding.topic not in TOLD_ELSEWHERE:
+        if finding.topic not in SHOWN_IN_ROWS:
             remedy = f"; try {finding.turn[0]}" if finding.turn else ""
             row(finding.topic, finding.severity, escape(finding.text + remedy))
     took = f"{_text(s.seconds_per_step, '.2f')} s each, {s.train_seconds:.0f} s in all"
@@ -382,39 +374,28 @@ def ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _counted(records: Records, role: str, name: str) -> float:
-    """Return the growth of the counter `name` in all processes of `role`."""
-    found = records.heartbeats.items()
-    return sum(total(entries, name) for process, entries in found if process.startswith(f"{role}/"))
-
-
 _METRIC_TOTAL, _METRIC_COUNT = "agent_metric_total/", "agent_metric_count/"
 
 
-def _agent_metrics(records: Records) -> dict[str, float]:
+def _agent_metrics(run: RunView) -> dict[str, float]:
     """Return the mean of each of the agents' own figures over the episodes of all rollout workers."""
     totals: dict[str, float] = {}
     counts: dict[str, float] = {}
-    for process, entries in records.heartbeats.items():
-        if not process.startswith("rollout/"):
-            continue
-        names = {name for entry in entries for name in entry.stats if name.startswith(_METRIC_COUNT)}
-        for name in (name.removeprefix(_METRIC_COUNT) for name in names):
-            count = total = 0.0
-            for entry in entries:
-                if (now := entry.stats.get(_METRIC_COUNT + name, 0.0)) < count:  # the process was restarted
-                    totals[name] = totals.get(name, 0.0) + total
-                    counts[name] = counts.get(name, 0.0) + count
-                count, total = now, entry.stats.get(_METRIC_TOTAL + name, 0.0)
-            totals[name] = totals.get(name, 0.0) + total
-            counts[name] = counts.get(name, 0.0) + count
+    for process in run.of_role("rollout"):
+        for name in process.stats.names:
+            if name.startswith(_METRIC_COUNT):
+                metric = name.removeprefix(_METRIC_COUNT)
+                count, total = (np.nan_to_num(process.stats.column(p + metric)) for p in (_METRIC_COUNT, _METRIC_TOTAL))
+                lives = np.append(np.diff(count) < 0, True)  # the last heartbeat of each start of the process
+                counts[metric] = counts.get(metric, 0.0) + float(count[lives].sum())
+                totals[metric] = totals.get(metric, 0.0) + float(total[lives].sum())
     return {name: totals[name] / counts[name] for name in sorted(counts) if counts[name]}
 
 
-def _seconds(steps: Sequence[StepReport]) -> float:
+def _train_seconds(run: RunView) -> float:
     """Return the time from the first step's beginning to the last one's end, without times when the run was down."""
-    begin, end = time_range(steps)
-    return steps[-1].metrics.get("run_seconds", end - begin) if steps else 0.0
+    begin, end = run.trained_between
+    return run.steps[-1].metrics.get("run_seconds", end - begin) if run.steps else 0.0
 
 
 def _text(value: float | None, form: str = "") -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
-from streamrl.launch.dashboard import RunSoFar
+from streamrl.launch.dashboard import StatusHistory
 from streamrl.records.metrics import StepReport
+from streamrl.records.view import RunView
 from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Status
 
 EPOCH = 1_790_000_000.0
@@ -90,10 +92,11 @@ def status(
     )
 
 
-def history(*, seconds: int = 12, steps: int = 37, **options: object) -> RunSoFar:
+def history(*, seconds: int = 12, steps: int = 37, **options: object) -> tuple[RunView, StatusHistory]:
     """A run that was looked at once a second."""
-    made = RunSoFar(started=0.0)
-    made.add_steps(step_report(step) for step in range(1, steps + 1))
+    run, seen = RunView(Path()), StatusHistory(started=0.0)
+    for step in range(1, steps + 1):
+        run.add_step(step_report(step))
     for second in range(seconds):
-        made.add_status(status(second, step=steps, **options), now=float(second))  # type: ignore[arg-type]
-    return made
+        seen.add(status(second, step=steps, **options), now=float(second))  # type: ignore[arg-type]
+    return run, seen

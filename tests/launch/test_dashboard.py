@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
 from streamrl.config import from_dict
-from streamrl.launch.dashboard import RunSoFar, dashboard, duration, plan_table, sparkline, step_line
+from streamrl.launch.dashboard import (
+    StatusHistory,
+    dashboard,
+    duration,
+    plan_table,
+    seconds_per_step,
+    sparkline,
+    step_line,
+)
 from streamrl.launch.display import Display, LiveDisplay, make_display
 from streamrl.launch.local import Launcher
 from streamrl.launch.processes import plan
@@ -24,6 +32,7 @@ from streamrl.records.collapse import Health, HealthState
 from streamrl.records.health import findings
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import FrequentFailure
+from streamrl.records.view import RunView
 from streamrl.transport import secret
 from streamrl.transport.control import EvaluationStatus, EvaluationTask
 from tests.evaluations import make_report
@@ -41,17 +50,17 @@ def drawn(picture: RenderableType, *, width: int = 100, height: int = 30) -> lis
 @pytest.mark.parametrize("gservers", [1, 4, 20])
 @pytest.mark.parametrize("warnings", [[], ["gserver/0 slow"], ["a", "b", "c", "d" * 300]])
 def test_fits_100_by_30(gservers: int, warnings: list[str]) -> None:
-    lines = drawn(dashboard(history(gservers=gservers), now=12.0, config=CONFIG, warnings=warnings))
+    lines = drawn(dashboard(*history(gservers=gservers), now=12.0, config=CONFIG, warnings=warnings))
     assert len(lines) <= 30
     assert max(map(len, lines)) <= 100
 
 
 def test_failed_siblings_are_counted() -> None:
     failures = {"siblings_retried_total": 40.0, "groups_shrunk_total": 7.0}
-    shown = "".join(drawn(dashboard(history(gservers=1, agents=failures), now=12.0, config=CONFIG)))
+    shown = "".join(drawn(dashboard(*history(gservers=1, agents=failures), now=12.0, config=CONFIG)))
     assert "shrunk 7" in shown
     assert "siblings retried 40" in shown
-    assert "shrunk" not in "".join(drawn(dashboard(history(gservers=1), now=12.0, config=CONFIG)))
+    assert "shrunk" not in "".join(drawn(dashboard(*history(gservers=1), now=12.0, config=CONFIG)))
 
 
 @pytest.mark.parametrize("gservers", [1, 20])
@@ -68,7 +77,7 @@ def test_agents_have_a_line(gservers: int) -> None:
         "agent_tokens_trained_total": 900.0,
         "agent_retries_total": 0.0,
     }
-    lines = drawn(dashboard(history(gservers=gservers, agents=agents), now=12.0, config=CONFIG))
+    lines = drawn(dashboard(*history(gservers=gservers, agents=agents), now=12.0, config=CONFIG))
     said = "agents 12  episodes 200  calls 2.3  turns 2.1  conversations 1.10  policy 25%  trained 90%"
     assert any(said in line for line in lines)
     assert not any("retries" in line for line in lines)
@@ -76,7 +85,7 @@ def test_agents_have_a_line(gservers: int) -> None:
 
 
 def test_says_what_goes_on() -> None:
-    text = "\n".join(drawn(dashboard(history(), now=12.0, config=CONFIG, warnings=["gserver/0 slow"])))
+    text = "\n".join(drawn(dashboard(*history(), now=12.0, config=CONFIG, warnings=["gserver/0 slow"])))
     for part in (
         "addition · smollm2-135m-instruct",
         "step 37/200",
@@ -109,12 +118,12 @@ EVALUATED = EvaluationStatus(
 
 
 def test_evaluations_have_a_line() -> None:
-    picture = dashboard(history(evaluation=EVALUATED), now=12.0, config=CONFIG, warnings=["a", "b"])
+    picture = dashboard(*history(evaluation=EVALUATED), now=12.0, config=CONFIG, warnings=["a", "b"])
     lines = drawn(picture)
     assert len(lines) <= 30
     assert any("held-out v30  reward 0.500  pass@1 0.250  pass@4 0.600" in line for line in lines)
     nothing_yet = msgspec.structs.replace(EVALUATED, last=None)
-    text = "\n".join(drawn(dashboard(history(evaluation=nothing_yet), now=12.0, config=CONFIG)))
+    text = "\n".join(drawn(dashboard(*history(evaluation=nothing_yet), now=12.0, config=CONFIG)))
     assert "held-out not evaluated yet  v35 is under way" in text
 
 
@@ -126,55 +135,50 @@ def test_evaluations_have_a_line() -> None:
     ],
 )
 def test_the_nearer_limit_of_steps_and_epochs(run: dict[str, int], shown: tuple[str, str]) -> None:
-    made = history()
-    made.steps[-1].metrics["epoch"] = 1.5
-    text = "\n".join(drawn(dashboard(made, now=12.0, config=from_dict({"run": run}))))
+    made = history(steps=36)
+    last = step_report(37)
+    made[0].add_step(msgspec.structs.replace(last, metrics=last.metrics | {"epoch": 1.5}))
+    made[1].add(status(12, step=37), now=12.0)
+    text = "\n".join(drawn(dashboard(*made, now=12.0, config=from_dict({"run": run}))))
     for part in shown:
         assert part in text, text
 
 
 def test_troubled_processes_come_first() -> None:
-    text = "\n".join(drawn(dashboard(history(gservers=20), now=12.0, config=CONFIG)))
+    text = "\n".join(drawn(dashboard(*history(gservers=20), now=12.0, config=CONFIG)))
     assert "waits for 3 of 8 groups" in text
     assert "rollout/0" in text
     assert "more" in text
 
 
 def test_without_anything_yet() -> None:
-    assert "waiting for the controller" in drawn(dashboard(RunSoFar(started=0.0), now=0.0, config=CONFIG))[1]
-    early = RunSoFar(started=0.0)
-    early.add_status(status(0, step=0, state="joining", message="1 gserver is missing"), now=0.0)
-    text = "\n".join(drawn(dashboard(early, now=0.0, config=CONFIG)))
+    nothing, early = RunView(Path()), StatusHistory(started=0.0)
+    assert "waiting for the controller" in drawn(dashboard(nothing, early, now=0.0, config=CONFIG))[1]
+    early.add(status(0, step=0, state="joining", message="1 gserver is missing"), now=0.0)
+    text = "\n".join(drawn(dashboard(nothing, early, now=0.0, config=CONFIG)))
     assert "joining: 1 gserver is missing" in text
     assert "no step yet" in text
 
 
 def test_without_configuration() -> None:
-    assert "step 37" in "\n".join(drawn(dashboard(history(), now=12.0)))
+    assert "step 37" in "\n".join(drawn(dashboard(*history(), now=12.0)))
 
 
 def test_restarted_gserver_does_not_count_backwards() -> None:
-    made = history(seconds=3)
+    _, made = history(seconds=3)
     before = made.generated_rates[-1]
-    made.add_status(status(0), now=3.0)  # its counters began again at 0
+    made.add(status(0), now=3.0)  # its counters began again at 0
     assert before == pytest.approx(450.0)
     assert made.generated_rates[-1] == 0.0
 
 
-def test_steps_are_taken_once() -> None:
-    made = RunSoFar(started=0.0)
-    assert len(made.add_steps([step_report(1), step_report(2)])) == 2
-    assert made.add_steps([step_report(2), step_report(3)]) == [step_report(3)]
-
-
 def test_time_in_which_the_run_was_down_is_no_steps() -> None:
-    history = RunSoFar(started=0.0)
     resumed = msgspec.structs.replace(step_report(2), time=step_report(2).time + 10_000)
-    history.add_steps(
+    steps = [
         msgspec.structs.replace(step, metrics={**step.metrics, "run_seconds": 2.0 * step.step})
         for step in (step_report(1), resumed)
-    )
-    assert history.seconds_per_step() == 2.0
+    ]
+    assert seconds_per_step(steps) == 2.0
 
 
 def test_step_line() -> None:
@@ -210,11 +214,11 @@ def in_trouble(step: StepReport, state: HealthState = "warning") -> StepReport:
 
 @pytest.mark.parametrize("state", ["warning", "collapsing"])
 def test_the_policys_health_has_a_line(state: HealthState) -> None:
-    text = "\n".join(drawn(dashboard(history(), now=12.0, config=CONFIG)))
+    text = "\n".join(drawn(dashboard(*history(), now=12.0, config=CONFIG)))
     assert "policy healthy  sample size 0.97" in text
     made = history()
-    made.add_steps([in_trouble(step_report(38), state)])
-    lines = drawn(dashboard(made, now=12.0, config=CONFIG, warnings=["a", "b"]))
+    made[0].add_step(in_trouble(step_report(38), state))
+    lines = drawn(dashboard(*made, now=12.0, config=CONFIG, warnings=["a", "b"]))
     assert len(lines) <= 30
     wanted = f"policy {state}  since step 31: importance ratios 0.300 away from 1 (above 0.1)"
     assert any(wanted in line for line in lines)
@@ -253,7 +257,7 @@ def test_a_resumed_run_shows_the_steps_that_it_makes_and_no_older_ones(tmp_path:
     told = re.findall(r"step (\d)/100 .*  step (\d\.\d)", out.getvalue())
     assert told == [("5", "3.0"), ("6", "3.0")]
     assert [out.getvalue().count(f"evaluation of v{version}") for version in (2, 6)] == [0, 1]
-    assert [step.time for step in display._history.steps] == [step.time for step in (*before[:4], *again[4:])]
+    assert [step.time for step in display._run.steps] == [step.time for step in (*before[:4], *again[4:])]
 
 
 def write_lines(file: Path, records: Sequence[msgspec.Struct]) -> None:
@@ -266,49 +270,55 @@ def without_contrast(step: StepReport) -> StepReport:
 
 
 def test_the_worst_finding_is_beside_the_last_warning() -> None:
-    made = history(steps=20)
-    made.add_steps(without_contrast(step_report(step)) for step in range(21, 45))
-    found = findings(made.figures(CONFIG, disk_free=2**20, disk_bytes=2**40))
+    run, seen = history(steps=20)
+    for step in range(21, 45):
+        run.add_step(without_contrast(step_report(step)))
+    figures = run.figures()
+    figures.disk_free, figures.disk_bytes = 2**20, 2**40
+    found = findings(figures)
     assert [finding.topic for finding in found][:2] == ["disk", "contrast"]
-    lines = drawn(dashboard(made, now=12.0, config=CONFIG, warnings=["a", "gserver/0 slow"], findings=found))
+    lines = drawn(dashboard(run, seen, now=12.0, config=CONFIG, warnings=["a", "gserver/0 slow"], findings=found))
     assert len(lines) <= 30
     text = "\n".join(lines)
     assert "0.0 GiB are free where the run writes" in text
     assert "gserver/0 slow" in text
 
 
-def test_the_most_frequent_failure_is_beside_the_last_warning() -> None:
-    made = history(steps=20)
+def display_of(folder: Path, out: io.StringIO) -> Display:
+    config = from_dict({"run": {"name": folder.name, "dir": str(folder.parent)}})
+    return Display(Console(file=out, width=400), config=config)
+
+
+def test_the_failures_of_processes_are_those_of_the_last_status(tmp_path: Path) -> None:
+    """The timeline of a controller on another machine may not be here."""
+    display = display_of(tmp_path, io.StringIO())
+    last = status(1)
     stats = {"groups_done_total": 95.0, "groups_rejected_total": 5.0}
     failure = FrequentFailure("KeyError: 'x'", 5, "row 4 (seq 7)")
-    assert made.status is not None
     processes = [
         msgspec.structs.replace(process, stats=stats, failure=failure) if process.role == "rollout" else process
-        for process in made.status.processes
+        for process in last.processes
     ]
-    made.add_status(msgspec.structs.replace(made.status, processes=processes), now=13.0)
-    found = findings(made.figures(CONFIG, disk_free=2**40, disk_bytes=2**41))
-    assert found[0].text == (
-        "5% of the groups were given up (5): most often KeyError: 'x' (5 times, first for row 4 (seq 7))"
-    )
-    text = " ".join(drawn(dashboard(made, now=13.0, config=CONFIG, warnings=[], findings=found)))
-    assert "most often KeyError: 'x'" in text
+    display._take(msgspec.structs.replace(last, processes=processes))
+    assert "5% of the groups were given up (5): most often KeyError: 'x' (5 times, first for row 4 (seq 7))" in [
+        finding.text for finding in display._findings()
+    ]
 
 
 def test_the_status_of_a_run_has_its_model() -> None:
-    made = RunSoFar(started=0.0)
+    made = StatusHistory(started=0.0)
     architecture = KNOWN["Qwen3-30B-A3B"]
-    made.add_status(msgspec.structs.replace(status(0), model=architecture), now=0.0)
-    text = "\n".join(drawn(dashboard(made, now=1.0, height=60), height=60))
+    made.add(msgspec.structs.replace(status(0), model=architecture), now=0.0)
+    text = "\n".join(drawn(dashboard(RunView(Path()), made, now=1.0, height=60), height=60))
     assert "48 layers of width 2048, 32 heads (4 for keys and values), vocabulary 151936, 128 experts" in text
 
 
 def test_a_finding_is_told_once_where_there_is_no_picture(tmp_path: Path) -> None:
     out = io.StringIO()
-    config = from_dict({"run": {"name": tmp_path.name, "dir": str(tmp_path.parent)}})
-    display = Display(Console(file=out, width=400), config=config)
+    display = display_of(tmp_path, out)
     for step in range(1, 31):
-        display._show_steps(display._history.add_steps([without_contrast(step_report(step))]))
+        write_lines(tmp_path / "metrics.jsonl", [without_contrast(step_report(step))])
+        display._take(status(1, step=0))
     told = [line for line in out.getvalue().splitlines() if "all siblings scored the same" in line]
     assert len(told) == 1
     assert "step 5: in 100% of the groups" in told[0]

@@ -17,9 +17,9 @@ from streamrl.errors import ConfigError
 from streamrl.page import answers
 from streamrl.page.lanes import MOST_PIECES, Lane, lanes
 from streamrl.page.logs import tail
-from streamrl.page.runs import Run, found_in
 from streamrl.records.rollouts import FOLDER
 from streamrl.records.rollouts_writer import RolloutWriter
+from streamrl.records.view import RunView, found_in, read_run
 from tests.launch.statuses import EPOCH
 from tests.page.made_up import branching_group
 from tests.runs import interrupt, write_lines, write_run
@@ -59,8 +59,7 @@ def test_what_is_no_record_is_left_out(file: str, line: str, tmp_path: Path) -> 
     """Else it would end the page, and with it what others are looking at."""
     folder = write_run(tmp_path / "run", steps=2)
     (folder / file).write_text(line)
-    run = Run(folder)
-    run.refresh()
+    run = read_run(folder)
     assert answers.facts(run, number=0).name == "run"
 
 
@@ -71,12 +70,12 @@ def test_a_run_has_its_name_however_its_folder_is_given(
     folder = write_run(tmp_path / "run", steps=1)
     (folder / "plots").mkdir()
     monkeypatch.chdir(folder)
-    assert [Run(found).name for found in found_in([Path(given)])] == ["run"]
+    assert [RunView(found).name for found in found_in([Path(given)])] == ["run"]
 
 
 def test_the_state_of_a_run(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=10)
-    run = Run(folder)
+    run = RunView(folder)
     assert run.state()[0] == "empty"
     run.refresh()
     assert run.state() == ("finished", "all steps are done")
@@ -88,8 +87,7 @@ def test_the_state_of_a_run(tmp_path: Path) -> None:
 
 def test_a_resumed_run_makes_steps_again(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=10)
-    run = Run(folder)
-    run.refresh()
+    run = read_run(folder)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     with (folder / "metrics.jsonl").open("a") as file:
         for line in lines[5:8]:
@@ -106,8 +104,7 @@ def total(lane: Lane, kind: str) -> float:
 
 def test_lanes_tell_the_same_from_near_and_from_far(tmp_path: Path) -> None:
     """Drawn as pieces or as shares of columns, each kind takes the same time."""
-    run = Run(write_run(tmp_path / "run", steps=900, seconds=2.0, gservers=1))
-    run.refresh()
+    run = read_run(write_run(tmp_path / "run", steps=900, seconds=2.0, gservers=1))
     end = run.end - run.begin
     far = {lane.name: lane for lane in lanes(run, begin=0, end=end, columns=300)}
     edges = np.linspace(0, end, 9)
@@ -141,8 +138,7 @@ def test_lanes_tell_restarts_and_times_away(tmp_path: Path) -> None:
         for i, used in enumerate(seconds)
     ]  # fmt: skip
     write_lines(folder / "timeline.jsonl", beats)
-    run = Run(folder)
-    run.refresh()
+    run = read_run(folder)
     (lane,) = [lane for lane in lanes(run, begin=0, end=100, columns=100) if lane.name == "rollout/0"]
     kinds = {piece.kind: (piece.begin, piece.end) for piece in lane.pieces}
     assert kinds["restart"] == (19.0, 20.0)
@@ -175,8 +171,7 @@ def test_all_conversations_of_an_episode_have_the_parts_of_its_reward(tmp_path: 
     writer = RolloutWriter(folder / FOLDER / "rank-0", most_bytes=2**20, policy_version=0)
     writer.append(group)
     writer.write()
-    run = Run(folder)
-    run.refresh()
+    run = read_run(folder)
     assert [one.reward_parts for one in answers.group(run, step=1, seq=5).responses] == group.reward_parts
 
 
@@ -190,8 +185,7 @@ def test_nobody_waits_while_the_run_is_down(tmp_path: Path) -> None:
         for up in range(11)
     ]  # fmt: skip
     write_lines(folder / "timeline.jsonl", beats)
-    run = Run(folder)
-    run.refresh()
+    run = read_run(folder)
     assert answers.fleet(run).waits == [("rollout/0", "room in the ledger", 20.0, 1.0)]
     (near,) = [lane for lane in lanes(run, begin=0, end=10_010, columns=1001) if lane.name == "rollout/0"]
     assert [(piece.begin, piece.end, piece.kind) for piece in near.pieces] == [
@@ -210,8 +204,7 @@ def test_far_away_nobody_waits_or_works_while_the_run_is_down(tmp_path: Path) ->
         for up in range(1001)
     ]  # fmt: skip
     write_lines(folder / "timeline.jsonl", beats)
-    run = Run(folder)
-    run.refresh()
+    run = read_run(folder)
     (far,) = [lane for lane in lanes(run, begin=0, end=101_000, columns=1010) if lane.name == "rollout/0"]
     assert total(far, "wait") == pytest.approx(1000, rel=0.02)
     assert total(far, "work") == pytest.approx(1000, rel=0.02)
@@ -228,15 +221,14 @@ def test_the_first_step_after_a_resume_begins_when_the_run_is_up_again(tmp_path:
         for up in range(5)
     ]  # fmt: skip
     write_lines(folder / "timeline.jsonl", beats)
-    run = Run(folder)
-    run.refresh()
+    run = read_run(folder)
     columns = run.columns()
     assert columns["generated_per_second"].tolist() == pytest.approx([100.0] * 4)
     assert columns["generation_busy"].tolist() == pytest.approx([0.5] * 4)
 
 
 def test_a_run_that_goes_on_with_other_settings_is_shown_with_them(tmp_path: Path) -> None:
-    run = Run(write_run(tmp_path / "run", steps=1))
+    run = RunView(write_run(tmp_path / "run", steps=1))
     os.utime(run.folder / "config.toml", (EPOCH, EPOCH))
     assert answers.facts(run, number=0).max_staleness == 4
     changed = {"run": {"total_train_steps": 500}, "staleness": {"max_staleness": 2}}
@@ -253,14 +245,13 @@ def test_the_weights_that_are_served_are_the_last_ones_also_when_a_run_went_back
         for i, (version, done) in enumerate([(4, True), (5, True), (3, True), (4, False)])
     ]  # fmt: skip
     write_lines(folder / "timeline.jsonl", updates)
-    run = Run(folder)
-    run.refresh()
+    run = read_run(folder)
     assert answers.fleet(run).served_version == 3
 
 
 def test_a_folder_that_its_server_has_lost_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On NFS, when somebody removes it on another host."""
-    run = Run(write_run(tmp_path / "run", steps=1))
+    run = RunView(write_run(tmp_path / "run", steps=1))
     assert run.refresh()
     assert len(run.rollouts) == 0
 
@@ -277,4 +268,4 @@ def test_a_folder_that_its_server_has_lost_is_gone(tmp_path: Path, monkeypatch: 
 def test_how_many_steps_a_run_makes_at_most(run: dict[str, int], most: int | None, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=1)
     (folder / "config.toml").write_text(to_toml(from_dict({"run": run})))
-    assert answers.facts(Run(folder), number=0).most_steps == most
+    assert answers.facts(RunView(folder), number=0).most_steps == most

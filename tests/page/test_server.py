@@ -23,7 +23,7 @@ from streamrl.records.health import findings
 from streamrl.records.rollouts import FOLDER, TOKEN_USES, Rollouts
 from streamrl.records.rollouts_writer import RolloutWriter
 from streamrl.records.timeline import FrequentFailure, HeartbeatEntry
-from streamrl.report.reading import figures, read_run
+from streamrl.records.view import read_run
 from tests.launch.statuses import EPOCH
 from tests.page.made_up import branching_group, long_run, made_up_run
 from tests.runs import write_lines, write_run
@@ -394,7 +394,7 @@ async def test_health_is_told_as_the_report_tells_it(tmp_path: Path) -> None:
     async with serving(run) as page:
         told = await page.json("api/runs/0/health")
     assert any("most often KeyError: 'x' (once, first for row 4)" in finding["text"] for finding in told)
-    expected = findings(figures(read_run(run)))
+    expected = findings(read_run(run).figures())
     assert [(finding["severity"], finding["topic"]) for finding in told] == [(f.severity, f.topic) for f in expected]
     assert len(told) >= 2
 

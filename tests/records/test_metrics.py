@@ -11,7 +11,7 @@ import pytest
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.metrics import METRICS_FILE, Final, StepReport, write_ending, write_final
 from streamrl.records.sinks import MetricsWriter
-from streamrl.report.reading import read_run
+from streamrl.records.view import read_run
 from tests.evaluations import make_report
 
 

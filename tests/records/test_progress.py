@@ -22,7 +22,7 @@ from streamrl.records.lineage import Lineage
 from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
 from streamrl.records.timeline import Timeline
-from streamrl.report.reading import read_run
+from streamrl.records.view import read_run
 from streamrl.seqs import SeqSet
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.secret import Secret

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from streamrl.records.collapse import HEALTHY, Health
 from streamrl.records.timeline import FrequentFailure, HeartbeatEntry
+from streamrl.records.view import Process, read_run
 from streamrl.report.plots import _draw_throughput
-from streamrl.report.reading import generation_busy, read_run, total
 from streamrl.report.summary import Summary, evaluation_table, summary_table, write_report
 from tests.evaluations import make_report
 from tests.launch.statuses import EPOCH
@@ -118,9 +118,9 @@ def test_how_a_run_ended_is_known_whatever_its_manager_told(tmp_path: Path) -> N
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "final.json").write_text('{"state": "failed", "message": "no memory", "status": {"of": "a version"}}')
-    records = read_run(folder)
-    assert records.final is not None
-    assert (records.final.ending, records.status) == (("failed", "no memory"), None)
+    final = read_run(folder).final
+    assert final is not None
+    assert (final.ending, final.ledger) == (("failed", "no memory"), {})
     (folder / "final.json").write_bytes(b'{"state": "\xff"}')
     assert read_run(folder).final is None
 
@@ -279,7 +279,9 @@ def test_growth_survives_restarts(lives: list[list[int]]) -> None:
             count += increment
             entries.append(HeartbeatEntry(time=0.0, role="gserver", index=0, stats={"n": count}))
         expected += count
-    assert total(entries, "n") == expected
+    process = Process("gserver", 0)
+    process.extend(entries)
+    assert process.total("n") == expected
 
 
 def test_what_gservers_generate_after_a_restart_is_drawn(tmp_path: Path) -> None:
@@ -372,4 +374,4 @@ def test_gservers_are_not_idle_while_the_run_is_down(tmp_path: Path) -> None:
         for up in range(10)
     ]  # fmt: skip
     write_lines(folder / "timeline.jsonl", beats)
-    assert generation_busy(read_run(folder)) == pytest.approx(0.5)
+    assert read_run(folder).generation_busy() == pytest.approx(0.5)

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from streamrl.records.collapse import Health
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import HeartbeatEntry, PublicationEntry
-from streamrl.report.reading import Records, read_run
+from streamrl.records.view import RunView, read_run
 from streamrl.report.trace import write_trace
 from tests.evaluations import make_report
 from tests.launch.statuses import EPOCH
-from tests.runs import read_steps, write_lines, write_run
+from tests.runs import read_steps, view_of, write_lines, write_run
 
 Json = dict[str, Any]
 
 
-def written(records: Records, file: Path) -> list[Json]:
-    """The events of `records`, which went through `file`."""
-    count = write_trace(records, file)
+def written(run: RunView, file: Path) -> list[Json]:
+    """The events of `run`, which went through `file`."""
+    count = write_trace(run, file)
     content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     # a JSON that knows no NaN, as those of browsers
     parsed = json.loads(content, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
@@ -112,40 +112,26 @@ def beats(role: str, *entries: tuple[float, dict[str, float], str]) -> list[Hear
     ]
 
 
-def run_of(**parts: Any) -> Records:
-    nothing: dict[str, Any] = {
-        "folder": Path("run"),
-        "config": None,
-        "steps": [],
-        "evaluations": [],
-        "heartbeats": {},
-        "publications": [],
-        "final": None,
-        "status": None,
-    }
-    return Records(**(nothing | parts))
-
-
 def test_what_processes_did(tmp_path: Path) -> None:
     def gserver(time: float, busy: float, paused: float, seconds: float) -> tuple[float, dict[str, float], str]:
         counters = {"busy_seconds_total": busy, "pause_seconds_total": paused, "processor_seconds_total": seconds}
         return time, counters, ""
 
-    heartbeats = {
-        "gserver/0": beats(
+    heartbeats = [
+        *beats(
             "gserver",
             *(gserver(0, 0, 0, 1), gserver(1, 0.5, 0, 2), gserver(2, 1.5, 0, 3), gserver(3, 1.5, 0.9, 4)),
             *(gserver(4, 1.5, 0.9, 5), gserver(5, 1.0, 0, 0.1), gserver(30, 2.0, 0, 3), gserver(31, 3.0, 0, 4)),
         ),
-        "rollout/0": beats(
+        *beats(
             "rollout",
             *((0.5, {}, "room"), (1.5, {}, "room"), (2.5, {}, ""), (3.5, {}, "1 of 8"), (4.5, {}, "2 of 8")),
         ),
-    }
+    ]
     update = PublicationEntry(
         time=EPOCH + 4, begin=EPOCH + 3, end=EPOCH + 4, pause=0.9, version=2, done=False, error="gserver/0 is gone"
     )
-    events = written(run_of(heartbeats=heartbeats, publications=[update]), tmp_path / "trace.json")
+    events = written(view_of(tmp_path, beats=heartbeats, publications=[update]), tmp_path / "trace.json")
     check(events)
     assert slices(events, "gserver/0") == [
         ("generates", 0, 2),
@@ -169,7 +155,7 @@ def test_changes_of_health_are_marked(tmp_path: Path) -> None:
 
     ill = Health(state="warning", since=2, signs=["ratios"])
     steps = [step(1, Health()), step(2, ill), step(3, ill), step(4, Health(since=4))]
-    events = written(run_of(steps=steps), tmp_path / "trace.json")
+    events = written(view_of(tmp_path, steps=steps), tmp_path / "trace.json")
     check(events)
     marks = [(e["name"], e["ts"] / 1e6, e["args"]["signs"]) for e in events if e["ph"] == "i"]
     assert marks == [("policy warning", 1.0, "ratios"), ("policy healthy", 3.0, "")]
@@ -181,7 +167,7 @@ numbers = st.floats(0, 1e9)
 @given(
     beats=st.lists(
         st.tuples(
-            st.sampled_from(["gserver/0", "rollout/1", "controller/0", "odd"]),
+            st.sampled_from(["gserver", "rollout", "controller", "odd"]),
             numbers,
             st.dictionaries(
                 st.sampled_from(["busy_seconds_total", "pause_seconds_total", "running", "processor_seconds_total"]),
@@ -202,19 +188,19 @@ def test_any_run_gives_a_valid_trace(
     updates: list[tuple[float, float, bool]],
 ) -> None:
     """Overlapping spans, clocks that disagree, figures that are no numbers."""
-    heartbeats: dict[str, list[HeartbeatEntry]] = {}
-    for name, time, stats, waits in sorted(beats, key=lambda beat: beat[1]):
-        entry = HeartbeatEntry(time=time, role=name.partition("/")[0], index=0, stats=stats, waiting_for=waits)
-        heartbeats.setdefault(name, []).append(entry)
+    heartbeats = [
+        HeartbeatEntry(time=time, role=role, index=0, stats=stats, waiting_for=waits)
+        for role, time, stats, waits in sorted(beats, key=lambda beat: beat[1])
+    ]
     step = StepReport(step=1, time=2e9, metrics={"reward_mean": float("nan")}, token_ages={}, spans=spans)
     publications = [
         PublicationEntry(time=a + b, begin=a, end=a + b, pause=0.0, version=1, done=done, error="")
         for a, b, done in sorted(updates)
     ]
-    steps = [step] if spans else []
-    file = tmp_path_factory.mktemp("trace") / "trace.json"
-    events = written(run_of(heartbeats=heartbeats, steps=steps, publications=publications), file)
+    folder = tmp_path_factory.mktemp("trace")
+    run = view_of(folder, beats=heartbeats, steps=[step] if spans else [], publications=publications)
+    events = written(run, folder / "trace.json")
     check(events)
-    for name, entries in heartbeats.items():  # the whole time of each process is accounted for
-        covered = sum(length for _, _, length in slices(events, name))
-        assert covered == pytest.approx(entries[-1].time - entries[0].time, rel=1e-6, abs=1e-3)
+    for process in run.processes.values():  # the whole time of each process is accounted for
+        covered = sum(length for _, _, length in slices(events, process.name))
+        assert covered == pytest.approx(process.times[-1] - process.times[0], rel=1e-6, abs=1e-3)

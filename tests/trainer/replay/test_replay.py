@@ -21,7 +21,7 @@ from streamrl.errors import ConfigError, DataError, ModelError
 from streamrl.launch.replay import comparison_table, outcome_of, prepare, verdict
 from streamrl.records import progress
 from streamrl.records.metrics import METRICS_FILE, StepReport
-from streamrl.report.reading import read_run
+from streamrl.records.view import read_run
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
 from streamrl.trainer.calls import (

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
 LIVE_SECONDS = 30.0
 """A run without an ending that has written nothing for this many seconds is not live."""
-ROLE_ORDER = ("controller", "gserver", "rollout", "model_worker")
+ROLE_ORDER = ("gserver", "rollout", "controller", "model_worker")
 """Order of the processes where all are shown; other roles follow."""
 
 LEDGER = ("ledger_room", "groups_running", "groups_returned", "groups_untrained", "admissions_waiting")

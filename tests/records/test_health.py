@@ -93,14 +93,6 @@ def test_responses_that_could_not_be_scored_and_are_not_trained_on_are_not_told_
     ]
 
 
-def test_a_resumed_run_has_restarted_nobody():
-    resumed = [Lineage(1), Lineage(2)]
-    restarts = {"controller/0": 2, "model_worker/0": 2, "gserver/0": 2}
-    assert findings(healthy(restarts=restarts, lineages=resumed)) == []
-    (found,) = findings(healthy(restarts={"controller/0": 2, "gserver/0": 3}, lineages=resumed))
-    assert "gserver/0 was started again once" in found.text
-
-
 def test_a_run_that_went_back_says_why_and_what_it_cost():
     deaths = [Lineage(n, policy_version=8, cause=f"model_worker/{n} died", steps_lost=20) for n in (1, 2, 3)]
     (found,) = findings(healthy(lineages=[Lineage(0), *deaths]))

@@ -94,3 +94,14 @@ def test_of_many_processes_each_has_fewer_heartbeats_written(tmp_path: Path) -> 
     assert len(written) == processes, "each of them is there"
     assert written.total() <= HEARTBEATS_PER_SECOND * seconds + 2 * processes
     assert min(written.values()) >= seconds / 5 - 2
+
+
+def test_members_that_have_left_do_not_thin_out_the_others(tmp_path: Path) -> None:
+    timeline = Timeline(tmp_path)
+    for index in range(5 * HEARTBEATS_PER_SECOND):
+        timeline.add(HeartbeatEntry(time=1e9, role="rollout", index=index, stats={}))
+    for second in range(1000, 1100):
+        timeline.add(HeartbeatEntry(time=1e9 + second, role="gserver", index=0, stats={}))
+    timeline.close()
+    lines = (tmp_path / TIMELINE_FILE).read_text().splitlines()
+    assert sum(json.loads(line)["role"] == "gserver" for line in lines) == 100

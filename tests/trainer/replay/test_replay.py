@@ -47,6 +47,7 @@ from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.computation import Computation
 from streamrl.trainer.worker.data import WorkerData
 from streamrl.types import SampleMeta
+from tests.runs import read_steps
 from tests.trainer.models import random_group, save_model
 from tests.trainer.replay.test_recording import write_part
 
@@ -176,7 +177,9 @@ def test_a_replay_is_the_run_bit_for_bit(tmp_path: Path, algorithm: dict[str, An
     assert [step.metrics["grad_norm"].hex() for step in steps] == [answer.maxima["grad_norm"].hex() for answer in was]
     assert [step.metrics["lr"] for step in steps] == [0.01, 0.005, 0.01, 0.01]
     assert [step.token_ages for step in steps] == [dict(sorted(answer.token_ages.items())) for answer in was]
-    assert [step.seqs for step in steps] == [list(range(n * GROUPS, (n + 1) * GROUPS)) for n in range(1, 5)]
+    assert [step.seqs for step in read_steps(tmp_path / "again")] == [
+        list(range(n * GROUPS, (n + 1) * GROUPS)) for n in range(1, 5)
+    ]
     assert progress.read(tmp_path / "again" / "checkpoints" / "final").policy_version == 4
 
 

@@ -82,6 +82,9 @@ RENAMED = {
     "rollout.restart_window_seconds": "restarts.window_seconds",
     "rollout.restarts": "restarts.number",
     "rollout.reward.on_error": 'rollout.on_failed_sibling, whose "reject", "zero" and "stop" hold for agents, too',
+    "security.authority": "ca.crt in security.tls_dir",
+    "security.certificate": "tls.crt in security.tls_dir",
+    "security.private_key": "tls.key in security.tls_dir",
     "stream.host": "run.host, and the option --advertise of `streamrl trainer`",
     "stream.max_group_mb": "limits.group_mb",
     "trainer.offload_optimizer": 'trainer.offload = ["optimizer"]',
@@ -93,7 +96,7 @@ RENAMED = {
     "trainer.save_every_steps": 'trainer.save_every = "100 steps"',
     "trainer.save_on_stop_seconds": "limits.save_seconds",
     "trainer.step_timeout_seconds": "limits.call_seconds",
-    "trainer.wait_warning_seconds": "limits.warning_seconds",
+    "trainer.wait_warning_seconds": "limits.silence_seconds",
     "weights.host": "run.host, and the option --advertise of `streamrl trainer`",
     "weights.timeout_seconds": "limits.update_seconds",
 }
@@ -166,9 +169,13 @@ def to_toml(config: Config, *, only_changed: bool = False) -> str:
 def _at_home(config: Config) -> Config:
     """Return `config` with `~` in its folders expanded to the user's home: no shell expands it in run.dir=~/runs."""
     replace, expanded = msgspec.structs.replace, os.path.expanduser
-    run = config.run
+    run, security = config.run, config.security
     begin = None if run.resume_from is None else expanded(run.resume_from)
-    return replace(config, run=replace(run, dir=expanded(run.dir), resume_from=begin))
+    return replace(
+        config,
+        run=replace(run, dir=expanded(run.dir), resume_from=begin),
+        security=replace(security, tls_dir=expanded(security.tls_dir)),
+    )
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

@@ -87,8 +87,6 @@ def found_in(config: Config) -> list[str]:
         problems.append("trainer.data_parallel must not exceed trainer.batch_groups")
     if config.run.device == "cpu" and config.weights.backend == "nccl":
         problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
-    if bool(config.security.certificate) != bool(config.security.private_key):
-        problems.append("security.certificate and security.private_key need each other")
     if config.weights.mode == "cuda_ipc" and config.gserver.engine == "sglang":
         problems.append('weights.mode = "cuda_ipc" is of the embedded engine: SGLang takes such memory only pickled')
     if config.weights.backend != "auto" and config.weights.mode not in ("auto", "collective"):

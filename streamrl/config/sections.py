@@ -393,14 +393,17 @@ class LimitsConfig(Section, frozen=True):
     """Longest time of each wait in a weight update."""
     call_seconds: PositiveFloat = 1800.0
     """Longest time of one model function call."""
-    warning_seconds: PositiveFloat = 30.0
-    """A longer wait for data is named in the log."""
     save_seconds: NonNegativeFloat = 60.0
     """Deadline of the checkpoint that the first Ctrl-C or SIGTERM triggers. 0: no checkpoint."""
     evaluation_seconds: PositiveFloat = 900.0
     """Longest time that the run waits for the evaluation at its end."""
     group_mb: PositiveFloat = 256.0
     """Largest size of the arrays of one group, in MiB (2^20 bytes)."""
+
+    @property
+    def warning_seconds(self) -> float:
+        """A longer wait is named in the log."""
+        return self.silence_seconds
 
     @property
     def resend_seconds(self) -> float:
@@ -434,13 +437,10 @@ class SecurityConfig(Section, frozen=True):
     """`auto`: all traffic beyond the loopback address is encrypted; `on`: also traffic within one machine; `off`: none,
     so that an eavesdropper on the network can also read the run's tokens. Traffic of torch's process groups is never
     encrypted."""
-    certificate: str = ""
-    """PEM file with the certificate of this machine's HTTP servers. Empty: encrypted servers create certificates that
-    only processes of the run trust."""
-    private_key: str = ""
-    """PEM file with the key of `certificate`."""
-    authority: str = ""
-    """PEM file with the authority that has signed the certificates; empty: the machine's own authorities."""
+    tls_dir: str = ""
+    """Folder with the certificate of this machine's HTTP servers, `tls.crt`, its key, `tls.key`, and the authority that
+    signed it, `ca.crt`, in PEM; without `ca.crt`, the machine's own authorities. Empty: encrypted servers create
+    certificates that only processes of the run trust."""
     host_names: list[str] = []
     """Further names of the run's HTTP servers, in addition to their addresses and the machine's own name. A request
     under any other name may come from a web page, and is refused."""

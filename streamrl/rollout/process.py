@@ -206,7 +206,7 @@ async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer,
         listening=listening,
         port=agent.port + joined.membership.index if agent.port else 0,  # each worker of one machine needs its own port
         hosts=Hosts([listening.announced, *config.security.host_names]),
-        tls=server_context(None, config.security) if config.security.certificate and agent.remote else None,
+        tls=server_context(None, config.security) if config.security.tls_dir and agent.remote else None,
     )
     joined.at_exit.push_async_callback(gateway.close)
     joined.activity.agent_retries = lambda: gateway.retries_answered

@@ -40,12 +40,15 @@ class CertificateFiles(NamedTuple):
 
 def client_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLContext:
     """Return the TLS context by which a client verifies the run's servers: with the run's own authority, or with the
-    one of `security.certificate`, which also checks host names. Raises `ConfigError` if that cannot be read."""
-    if security.certificate:
+    one of `security.tls_dir`, which also checks host names. Raises `ConfigError` if that cannot be read."""
+    if security.tls_dir:
+        authority = Path(security.tls_dir, "ca.crt")
+        if not authority.parent.is_dir():
+            raise ConfigError(f"security.tls_dir: there is no folder {security.tls_dir}")
         try:
-            return ssl.create_default_context(cafile=security.authority or None)
+            return ssl.create_default_context(cafile=authority if authority.exists() else None)
         except OSError as error:
-            raise ConfigError(f"security.authority = {security.authority!r} cannot be read ({error})") from error
+            raise ConfigError(f"security.tls_dir: {authority} cannot be read ({error})") from error
     if secret is None:
         return ssl.create_default_context()
     _, certificate = _authority(secret)
@@ -58,8 +61,8 @@ def client_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLCo
 def certificate_files(secret: Secret | None, security: SecurityConfig) -> Iterator[CertificateFiles]:
     """Yield the certificate files of a server of the run: the configured ones, or new ones that only this user can read
     and that exist during the block."""
-    if security.certificate:
-        yield CertificateFiles(security.certificate, security.private_key)
+    if security.tls_dir:
+        yield CertificateFiles(str(Path(security.tls_dir, "tls.crt")), str(Path(security.tls_dir, "tls.key")))
         return
     assert secret is not None, "a certificate of the run is made with its secret"
     authority, issuer = _authority(secret)
@@ -84,8 +87,7 @@ def server_context(secret: Secret | None, security: SecurityConfig) -> ssl.SSLCo
             context.load_cert_chain(files.certificate, files.key)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(
-                f"security.certificate = {files.certificate!r}, security.private_key = {files.key!r}: "
-                f"no certificate with its key can be read there ({error})"
+                f"security.tls_dir: {files.certificate} and {files.key} are no certificate with its key ({error})"
             ) from error
     return context
 

@@ -26,7 +26,6 @@ SETTINGS: dict[str, Any] = SMALL | {
     "run__total_train_steps": STEPS,
     "run__stop_at_reward": 2.0,
     "trainer__save_every": "2 steps",
-    "limits__warning_seconds": 4,
 }
 
 

@@ -57,26 +57,27 @@ async def test_a_server_of_the_run_is_believed_by_those_who_know_its_secret_alon
         assert not await connects(port, client_context(secret, OURS)), "somebody in between"
 
 
-def copy_certificate(secret: Secret, folder: Path) -> None:
+def give_certificate(secret: Secret, folder: Path) -> None:
     with certificate_files(secret, OURS) as files:
-        for name, file in (("a.pem", files.certificate), ("a.key", files.key)):
+        for name, file in (("tls.crt", files.certificate), ("tls.key", files.key)):
             (folder / name).write_text(Path(file).read_text())
 
 
 async def test_given_certificates_are_checked_by_their_authority_and_names(tmp_path: Path) -> None:
     secret = Secret.make()
-    copy_certificate(secret, tmp_path)
-    given = SecurityConfig(certificate=str(tmp_path / "a.pem"), private_key=str(tmp_path / "a.key"))
+    given, crt, key = SecurityConfig(tls_dir=str(tmp_path)), tmp_path / "tls.crt", tmp_path / "tls.key"
+    give_certificate(secret, tmp_path)
     async with listening(server_context(Secret.make(), given)) as port:
         assert await connects(port, client_context(secret, OURS))
         assert not await connects(port, client_context(secret, given)), "no authority that the machine knows"
-    broken = SecurityConfig(certificate=str(tmp_path / "a.key"), private_key=str(tmp_path / "a.pem"))
+    crt.write_text(key.read_text())
     with pytest.raises(ConfigError, match="no certificate with its key"):
-        server_context(secret, broken)
-    with pytest.raises(ConfigError, match=r"security\.authority"):
-        client_context(secret, SecurityConfig(certificate="x", private_key="x", authority=str(tmp_path / "none")))
-    with pytest.raises(ConfigError, match="need each other"):
-        from_dict({"security": {"certificate": "x"}})
+        server_context(secret, given)
+    (tmp_path / "ca.crt").write_text("no authority")
+    with pytest.raises(ConfigError, match=r"ca\.crt cannot be read"):
+        client_context(secret, given)
+    with pytest.raises(ConfigError, match=r"security\.tls_dir: there is no folder"):
+        client_context(secret, SecurityConfig(tls_dir=str(tmp_path / "none")))
 
 
 def test_the_authority_is_the_same_everywhere_and_no_certificate_has_the_secret(tmp_path: Path) -> None:

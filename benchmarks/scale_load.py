@@ -29,7 +29,7 @@ from streamrl.launch.process import allow_many_connections
 from streamrl.rollout import process
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute
-from streamrl.rollout.process import Joined, serve_until_over
+from streamrl.rollout.process import RunConnection, serve_until_over
 from streamrl.rollout.worker import RolloutWorker
 from streamrl.transport.control import DataFacts
 from streamrl.transport.manager_client import ControlClient
@@ -69,7 +69,7 @@ process.ControlClient = Counted  # type: ignore[misc]  # what `serve_until_over`
 class SimulatedMaker:
     """In the place of `GroupMaker`."""
 
-    def __init__(self, config: Config, settings: Settings, joined: Joined) -> None:
+    def __init__(self, config: Config, settings: Settings, joined: RunConnection) -> None:
         self._config, self._settings, self._joined = config, settings, joined
         self._random = random.Random(joined.membership.index)
 
@@ -103,7 +103,7 @@ class SimulatedMaker:
 async def one_worker(config: Config, settings: Settings, *, manager_url: str, index: int) -> None:
     """Run one rollout worker until the run is over."""
 
-    async def work(joined: Joined) -> None:
+    async def work(joined: RunConnection) -> None:
         maker: Any = SimulatedMaker(config, settings, joined)
         await RolloutWorker(config, joined=joined, maker=maker, data=DataFacts(config.data.size)).run()
 

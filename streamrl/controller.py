@@ -21,7 +21,7 @@ import msgspec
 from streamrl.config import Config
 from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
 from streamrl.gserver.manager.core import Manager
-from streamrl.gserver.manager.process import Managing, managing
+from streamrl.gserver.manager.process import ManagerService, managing
 from streamrl.machine import machine_identity, process_space
 from streamrl.records import lineage as lineages
 from streamrl.records import progress, snapshots
@@ -84,7 +84,7 @@ class _ControlledRun:
     """The controller's execution of a run: one lineage after another, each with its own master and channel, until the
     run is over. The manager and its state of gservers and rollout workers persist."""
 
-    def __init__(self, config: Config, serving: Managing) -> None:
+    def __init__(self, config: Config, serving: ManagerService) -> None:
         self._config = config
         self._manager = serving.manager
         self._listening = serving.reach.listening

@@ -1,9 +1,9 @@
 """Child processes for user code: reward functions, agents, metric sinks and taskset listings.
 
 `UserProcesses` calls a function in a few processes, `call_once` calls it in a process of its own without an event loop,
-and `run_program` runs a program. A function lives in `python -m streamrl.userland`, which reads `Setup`, `Call` and
-`Cancel` from standard input and writes `Ready`, `Alive`, `Returned` and `Failed` to standard output. Each message is a
-frame: the length of the body (4 bytes, little endian) and the body in msgpack.
+and `run_program` runs a program. A function lives in `python -m streamrl.userland`, which reads `SetupMessage`,
+`CallMessage` and `Cancel` from standard input and writes `ReadyMessage`, `Alive`, `ResultMessage` and `FailureMessage`
+to standard output. Each message is a frame: the length of the body (4 bytes, little endian) and the body in msgpack.
 
 Invariants: user code never gets the two streams, so that its output cannot break the protocol; a process that hangs or
 dies is replaced; a process and its whole process group end with the parent, also while user code hangs.
@@ -89,8 +89,8 @@ the other interpreter's path."""
 # --- messages ---
 
 
-class Setup(msgspec.Struct, frozen=True, tag="setup"):
-    """The function to serve; the reply is `Ready`, or `Failed` with number -1."""
+class SetupMessage(msgspec.Struct, frozen=True, tag="setup"):
+    """The function to serve; the reply is `ReadyMessage`, or `FailureMessage` with number -1."""
 
     loader: str
     """`module:function` in streamrl; called with `settings`, it returns a `UserFunction`."""
@@ -109,8 +109,8 @@ class Setup(msgspec.Struct, frozen=True, tag="setup"):
     """Whether the process still makes the received calls after its input has ended; otherwise it ends at once."""
 
 
-class Call(msgspec.Struct, frozen=True, tag="call"):
-    """Call the function once; the reply is `Returned` or `Failed`."""
+class CallMessage(msgspec.Struct, frozen=True, tag="call"):
+    """Call the function once; the reply is `ResultMessage` or `FailureMessage`."""
 
     number: int
     payload: msgspec.Raw
@@ -122,7 +122,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     number: int
 
 
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class ReadyMessage(msgspec.Struct, frozen=True, tag="ready"):
     """The function is imported."""
 
     coroutine: bool
@@ -136,7 +136,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     """On the machine's monotonic clock, in seconds."""
 
 
-class Returned(msgspec.Struct, frozen=True, tag="returned"):
+class ResultMessage(msgspec.Struct, frozen=True, tag="returned"):
     """The result of a call."""
 
     number: int
@@ -145,7 +145,7 @@ class Returned(msgspec.Struct, frozen=True, tag="returned"):
     """Duration of the call."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class FailureMessage(msgspec.Struct, frozen=True, tag="failed"):
     """The function could not be loaded, raised, returned an invalid value, or was cancelled."""
 
     message: str
@@ -156,13 +156,13 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """Whether the call still runs after its cancellation: its process has to be replaced."""
 
 
-Reply = Ready | Alive | Returned | Failed
+Reply = ReadyMessage | Alive | ResultMessage | FailureMessage
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """Result of a `Setup.loader`."""
+    """Result of a `SetupMessage.loader`."""
 
     function: Callable[..., Any]
     arguments: Callable[[msgspec.Raw], Sequence[Any]]
@@ -173,7 +173,7 @@ class UserFunction:
     """Called at the end of a process that `drains`."""
 
 
-def frame(message: Setup | Call | Cancel | Reply) -> bytes:
+def frame(message: SetupMessage | CallMessage | Cancel | Reply) -> bytes:
     """Return `message` as a frame; raises `TypeError` for values without a msgpack type."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
@@ -181,7 +181,7 @@ def frame(message: Setup | Call | Cancel | Reply) -> bytes:
 
 def call_frame(number: int, payload: object) -> bytes:
     """Return a call as a frame; raises `TypeError` or `OverflowError` for values without a msgpack type."""
-    return frame(Call(number, msgspec.Raw(msgspec.msgpack.encode(payload))))
+    return frame(CallMessage(number, msgspec.Raw(msgspec.msgpack.encode(payload))))
 
 
 # --- starting a process ---
@@ -220,7 +220,7 @@ def _cannot_start(python: str, error: OSError) -> UserCodeUnusable:
 
 
 @dataclass(eq=False)
-class _Call:
+class _PendingCall:
     number: int
     frame: bytes
     outcome: asyncio.Future[Any]
@@ -255,7 +255,7 @@ class UserProcesses:
 
     def __init__(
         self,
-        setup: Setup,
+        setup: SetupMessage,
         *,
         what: str,
         processes: int,
@@ -276,7 +276,7 @@ class UserProcesses:
         self._repeatable = repeatable
         self._live: set[_Process] = set()
         self._starting: set[asyncio.Task[None]] = set()
-        self._waiting: deque[_Call] = deque()
+        self._waiting: deque[_PendingCall] = deque()
         self._numbers = itertools.count()
         self._longest = AHEAD_SECONDS
         self._dispatching = self._closed = False
@@ -321,7 +321,7 @@ class UserProcesses:
         """
         number = next(self._numbers)
         outcome: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        call = _Call(number, call_frame(number, payload), outcome, begun)
+        call = _PendingCall(number, call_frame(number, payload), outcome, begun)
         self._waiting.append(call)
         self._wake()
         try:
@@ -346,7 +346,7 @@ class UserProcesses:
         """
         self._dispatching = False
         room = {process: self._room(process) for process in self._live if not process.ending}
-        batches: dict[_Process, list[_Call]] = {process: [] for process in room}
+        batches: dict[_Process, list[_PendingCall]] = {process: [] for process in room}
         while self._waiting:
             call = self._waiting[0]
             if not call.outcome.done():
@@ -419,20 +419,22 @@ class UserProcesses:
     def _take(self, process: _Process, reply: Reply) -> None:
         if isinstance(reply, Alive):
             process.note_alive(reply.at)
-        elif isinstance(reply, Ready):
+        elif isinstance(reply, ReadyMessage):
             process.coroutine = reply.coroutine
             process.ready.set_result(None)
             self._live.add(process)
             self._wake()
         elif not process.ready.done():
-            message = reply.message if isinstance(reply, Failed) else "a result came before the function was loaded"
+            message = (
+                reply.message if isinstance(reply, FailureMessage) else "a result came before the function was loaded"
+            )
             process.ready.set_exception(UserCodeUnusable(f"{self._what} cannot be loaded: {message}"))
         elif (call := process.outstanding.pop(reply.number, None)) is None:
             process.reject(f"it replied to call {reply.number}, which it does not have")
         else:
             self._took(reply.seconds)
             self._wake()
-            if isinstance(reply, Returned):
+            if isinstance(reply, ResultMessage):
                 call.settle(reply.value)
             elif reply.timed_out:
                 call.settle(error=UserCodeTimeout(reply.message))
@@ -483,7 +485,7 @@ class _Process(asyncio.SubprocessProtocol):
     """One child process, the leader of its own process group, from its start to its end."""
 
     def __init__(
-        self, setup: Setup, *, take: Callable[[_Process, Reply], None], on_end: Callable[[_Process], None]
+        self, setup: SetupMessage, *, take: Callable[[_Process, Reply], None], on_end: Callable[[_Process], None]
     ) -> None:
         self._setup = setup
         self._take = take
@@ -502,7 +504,7 @@ class _Process(asyncio.SubprocessProtocol):
         """Exit code; None while it runs."""
         self.error: UserCodeError | None = None
         """Why it was ended by force; None if it was not."""
-        self.outstanding: dict[int, _Call] = {}
+        self.outstanding: dict[int, _PendingCall] = {}
         """Calls without a reply, by number, in the order in which they were sent."""
 
     @property
@@ -515,12 +517,12 @@ class _Process(asyncio.SubprocessProtocol):
         """Maximum number of calls that run at the same time."""
         return self._setup.concurrent_calls if self.coroutine else max(1, self._setup.threads)
 
-    def takes(self, call: _Call) -> bool:
+    def takes(self, call: _PendingCall) -> bool:
         """Whether `call` may run together with the outstanding calls."""
         first = next(iter(self.outstanding.values()), None)
         return first is None or not (call.alone or first.alone)
 
-    def add(self, call: _Call) -> None:
+    def add(self, call: _PendingCall) -> None:
         """Note a call that is about to be sent."""
         if not self.outstanding:
             self._heard, self._alive_at = self._loop.time(), time.monotonic()
@@ -537,7 +539,7 @@ class _Process(asyncio.SubprocessProtocol):
         if pipe is not None and not pipe.is_closing():
             pipe.write(data)
 
-    async def cancel(self, call: _Call) -> UserCodeError | None:
+    async def cancel(self, call: _PendingCall) -> UserCodeError | None:
         """Cancel a call, and end the process if the call does not end; return the error if another call may be its
         cause."""
         call.acknowledged = self._loop.create_future()
@@ -546,7 +548,9 @@ class _Process(asyncio.SubprocessProtocol):
         task.add_done_callback(self._cancelling.discard)
         return await asyncio.shield(task)
 
-    async def _cancel(self, call: _Call, acknowledged: asyncio.Future[UserCodeError | None]) -> UserCodeError | None:
+    async def _cancel(
+        self, call: _PendingCall, acknowledged: asyncio.Future[UserCodeError | None]
+    ) -> UserCodeError | None:
         self.send(frame(Cancel(call.number)))
         await asyncio.wait((acknowledged,), timeout=self._setup.hang_seconds)
         if not acknowledged.done():
@@ -632,7 +636,7 @@ class _Process(asyncio.SubprocessProtocol):
 
 
 def call_once(
-    setup: Setup, payload: object, *, timeout: float, environment: Mapping[str, str], python: str = ""
+    setup: SetupMessage, payload: object, *, timeout: float, environment: Mapping[str, str], python: str = ""
 ) -> Any:
     """Return the result of one call in a process of its own.
 
@@ -656,9 +660,9 @@ def call_once(
     output, reply = io.BytesIO(done.stdout), None
     while body := _read_body(output):
         reply = _replies.decode(body)
-    if isinstance(reply, Returned):
+    if isinstance(reply, ResultMessage):
         return reply.value
-    if isinstance(reply, Failed):
+    if isinstance(reply, FailureMessage):
         raise UserCodeError(reply.message)
     tail = done.stderr.decode(errors="replace").strip()[-2000:]
     raise UserProcessDied(f"{describe_exit(done.returncode)}:\n{tail}", calls=1)
@@ -735,17 +739,17 @@ def main() -> None:
     body = _read_body(calls_in)
     if not body:
         return  # the parent is gone
-    setup = msgspec.msgpack.decode(body, type=Setup)
+    setup = msgspec.msgpack.decode(body, type=SetupMessage)
     _limit_memory(setup.memory_mb)
     try:
         code: UserFunction = load_object(setup.loader, key="loader")(**setup.settings)
     except StreamRLError as error:
-        reply(Failed(str(error)))
+        reply(FailureMessage(str(error)))
     except Exception as error:  # the user's module may raise any error: the parent reports it
-        reply(Failed(_traceback_tail(error)))
+        reply(FailureMessage(_traceback_tail(error)))
     else:
         coroutine = is_coroutine_function(code.function)
-        reply(Ready(coroutine))
+        reply(ReadyMessage(coroutine))
         if coroutine or setup.threads:
             asyncio.run(_ConcurrentCalls(setup, code, reply, coroutine=coroutine).serve(calls_in))
         else:
@@ -763,9 +767,9 @@ def _read_body(stream: BinaryIO) -> bytes:
     return stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "little"))
 
 
-def _read(stream: BinaryIO, take: Callable[[Call | Cancel | None], object], *, drains: bool) -> None:
+def _read(stream: BinaryIO, take: Callable[[CallMessage | Cancel | None], object], *, drains: bool) -> None:
     """Pass each message to `take`, and None at the end of the stream; runs in a thread."""
-    decoder = msgspec.msgpack.Decoder(Call | Cancel)
+    decoder = msgspec.msgpack.Decoder(CallMessage | Cancel)
     while body := _read_body(stream):
         take(decoder.decode(body))
     if not drains:
@@ -773,17 +777,17 @@ def _read(stream: BinaryIO, take: Callable[[Call | Cancel | None], object], *, d
     take(None)
 
 
-def _outcome(code: UserFunction, call: Call, value: object, began: float) -> Returned | Failed:
+def _outcome(code: UserFunction, call: CallMessage, value: object, began: float) -> ResultMessage | FailureMessage:
     try:
         value = msgspec.Raw(msgspec.msgpack.encode(code.result(value)))
     except (ValueError, TypeError, OverflowError) as error:
-        return Failed(str(error), call.number, time.monotonic() - began)
-    return Returned(call.number, value, time.monotonic() - began)
+        return FailureMessage(str(error), call.number, time.monotonic() - began)
+    return ResultMessage(call.number, value, time.monotonic() - began)
 
 
-def _serve_in_turn(setup: Setup, code: UserFunction, reply: Callable[[Reply], None], calls_in: BinaryIO) -> None:
+def _serve_in_turn(setup: SetupMessage, code: UserFunction, reply: Callable[[Reply], None], calls_in: BinaryIO) -> None:
     """Make one call after another in the main thread, where signals work."""
-    calls: queue.SimpleQueue[Call | Cancel | None] = queue.SimpleQueue()
+    calls: queue.SimpleQueue[CallMessage | Cancel | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(calls_in, calls.put), kwargs={"drains": setup.drains}, daemon=True).start()
     while (call := calls.get()) is not None:
         if isinstance(call, Cancel):
@@ -794,7 +798,7 @@ def _serve_in_turn(setup: Setup, code: UserFunction, reply: Callable[[Reply], No
             if inspect.iscoroutine(value):
                 value = _loop().run(value)
         except Exception as error:  # user code may raise any error: the parent reports it
-            reply(Failed(_traceback_tail(error), call.number, time.monotonic() - began))
+            reply(FailureMessage(_traceback_tail(error), call.number, time.monotonic() - began))
         else:
             reply(_outcome(code, call, value, began))
     code.close()
@@ -809,7 +813,9 @@ def _loop() -> asyncio.Runner:
 class _ConcurrentCalls:
     """Calls of a coroutine function, or of a plain function in threads, that run at the same time."""
 
-    def __init__(self, setup: Setup, code: UserFunction, reply: Callable[[Reply], None], *, coroutine: bool) -> None:
+    def __init__(
+        self, setup: SetupMessage, code: UserFunction, reply: Callable[[Reply], None], *, coroutine: bool
+    ) -> None:
         self._setup = setup
         self._code = code
         self._reply = reply
@@ -826,13 +832,13 @@ class _ConcurrentCalls:
         if self._setup.threads:
             self._loop.set_default_executor(ThreadPoolExecutor(self._setup.threads + MOST_ABANDONED))
 
-        def take(message: Call | Cancel | None) -> None:
+        def take(message: CallMessage | Cancel | None) -> None:
             self._loop.call_soon_threadsafe(self._take, message)
 
         threading.Thread(target=_read, args=(calls_in, take), kwargs={"drains": False}, daemon=True).start()
         await self._loop.create_future()
 
-    def _take(self, message: Call | Cancel | None) -> None:
+    def _take(self, message: CallMessage | Cancel | None) -> None:
         if isinstance(message, Cancel):
             if (task := self._running.get(message.number)) is not None:
                 self._loop.call_soon(task.cancel)  # not before the task has begun, or it would not reply
@@ -847,7 +853,7 @@ class _ConcurrentCalls:
             self._reply(Alive(time.monotonic()))
             await asyncio.sleep(self._setup.hang_seconds / 4)
 
-    async def _run(self, call: Call) -> None:
+    async def _run(self, call: CallMessage) -> None:
         began = time.monotonic()
         if self._setup.timeout:
             self._timers[call.number] = self._loop.call_later(self._setup.timeout, self._expire, call.number)
@@ -857,7 +863,7 @@ class _ConcurrentCalls:
         except BaseException as error:  # user code may raise any error, and cancel itself: the parent reports it
             late = call.number in self._late
             message = "the call was cancelled" if late else _traceback_tail(error)
-            self._reply(Failed(message, call.number, time.monotonic() - began, timed_out=late))
+            self._reply(FailureMessage(message, call.number, time.monotonic() - began, timed_out=late))
         else:
             self._reply(_outcome(self._code, call, value, began))
         finally:
@@ -873,7 +879,7 @@ class _ConcurrentCalls:
 
     def _report_stuck(self, number: int) -> None:
         message = "its process was replaced"
-        self._reply(Failed(message, number, self._setup.timeout, timed_out=True, stuck=True))
+        self._reply(FailureMessage(message, number, self._setup.timeout, timed_out=True, stuck=True))
 
     async def _in_thread(self, arguments: Sequence[Any]) -> Any:
         """Call the plain function in a thread. A cancelled call continues there, since a thread cannot be ended."""

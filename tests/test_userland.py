@@ -18,14 +18,14 @@ import uvloop
 
 from streamrl import userland
 from streamrl.errors import UserCodeError, UserCodeTimeout, UserCodeUnusable, UserProcessDied
-from streamrl.userland import Setup, UserProcesses, call_once, clean_environment, run_program
+from streamrl.userland import SetupMessage, UserProcesses, call_once, clean_environment, run_program
 from tests.processes import lives
 
 LOADER = "tests.hostile_code:serve"
 
 
-def setup(function: str = "act", *, loader: str = LOADER, **more: Any) -> Setup:
-    return Setup(loader, {"function": function}, **more)
+def setup(function: str = "act", *, loader: str = LOADER, **more: Any) -> SetupMessage:
+    return SetupMessage(loader, {"function": function}, **more)
 
 
 @asynccontextmanager

@@ -32,7 +32,7 @@ ANY_TOKEN = 2**31
 """Vocabulary size. Prompts come from the tokenizer of some model; their tokens are not examined."""
 
 
-class _Simulated:
+class _SimulatedJob:
     """A job in the engine: its length, its speed, and its progress."""
 
     def __init__(self, ticket: Ticket, settings: SimulationConfig, *, seed: int, version: str) -> None:
@@ -96,8 +96,8 @@ class SimulatedEngine:
         self._max_queued = max_queued
         self._random = random.Random(seed)
         self._version = version
-        self._running: dict[str, _Simulated] = {}
-        self._waiting: deque[_Simulated] = deque()
+        self._running: dict[str, _SimulatedJob] = {}
+        self._waiting: deque[_SimulatedJob] = deque()
         self._paused_at: float | None = None
         self.receiver = WeightReceiver(expected=None, aside=None, device=torch.device("cpu"), timeout=update_timeout)
         self._counted_until = time.monotonic()
@@ -133,7 +133,7 @@ class SimulatedEngine:
         ticket = Ticket(job)
         seed = job.params.sampling_seed
         seed = self._random.getrandbits(64) if seed is None else seed
-        self._waiting.append(_Simulated(ticket, self._settings, seed=seed, version=self._version))
+        self._waiting.append(_SimulatedJob(ticket, self._settings, seed=seed, version=self._version))
         self._totals["requests"] += 1
         self._admit()
         return ticket
@@ -245,7 +245,7 @@ class SimulatedEngine:
             self._totals["slot_seconds"] += seconds * len(self._running)
         self._counted_until = now
 
-    def _start_timer(self, request: _Simulated) -> None:
+    def _start_timer(self, request: _SimulatedJob) -> None:
         """Wake at the last token, or at the next reported one of a stream."""
         job, left = request.ticket.job, request.length - request.produced
         if job.stream:
@@ -254,12 +254,12 @@ class SimulatedEngine:
         delay = max(0.0, request.since + left * request.pace - time.monotonic())
         request.timer = loop.call_later(delay, self._wake, request)
 
-    def _stop_timer(self, request: _Simulated) -> None:
+    def _stop_timer(self, request: _SimulatedJob) -> None:
         if request.timer is not None:
             request.timer.cancel()
             request.timer = None
 
-    def _wake(self, request: _Simulated) -> None:
+    def _wake(self, request: _SimulatedJob) -> None:
         self._count_seconds()
         self._totals["tokens_generated"] += request.advance(self._counted_until)
         if not request.ticket.job.stream or request.produced == request.length:
@@ -271,19 +271,19 @@ class SimulatedEngine:
         request.ticket.deliver(self._output(request, None))
         self._start_timer(request)
 
-    def _abort(self, requests: list[_Simulated]) -> None:
+    def _abort(self, requests: list[_SimulatedJob]) -> None:
         self._count()
         for request in requests:
             self._finish(request, FinishReason(type="abort", message="aborted on request"))
         self._admit()
 
-    def _finish(self, request: _Simulated, reason: FinishReason) -> None:
+    def _finish(self, request: _SimulatedJob, reason: FinishReason) -> None:
         self._stop_timer(request)
         if self._running.pop(request.ticket.job.rid, None) is None:
             self._waiting.remove(request)
         request.ticket.deliver(self._output(request, reason))
 
-    def _output(self, request: _Simulated, reason: FinishReason | None) -> Output:
+    def _output(self, request: _SimulatedJob, reason: FinishReason | None) -> Output:
         job = request.ticket.job
         missing = request.produced - len(request.tokens)
         request.tokens += request.random.choices(range(self._settings.vocab_size), k=missing)

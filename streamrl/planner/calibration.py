@@ -191,7 +191,7 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
             f"{run_dir}: {METRICS_FILE} does not tell the lengths of responses (an older version wrote it); make "
             "another run, or leave --from away"
         )
-    found = _Reader(config, records, steps, cores=cores or os.cpu_count() or 1).calibration(run_dir.name)
+    found = _CalibrationReader(config, records, steps, cores=cores or os.cpu_count() or 1).calibration(run_dir.name)
     others = [] if planned is None else [key for key in SAME_COSTS if value_of(config, key) != value_of(planned, key)]
     notes = [f"the run had {key} = {value_of(config, key)!r}: its costs are taken all the same" for key in others]
     return msgspec.structs.replace(found, notes=[*found.notes, *notes])
@@ -205,7 +205,7 @@ def value_of(config: Config, key: str) -> object:
     return found
 
 
-class _Reader:
+class _CalibrationReader:
     """The figures of a run from the end of the first of `steps` to the end of the last one."""
 
     def __init__(self, config: Config, records: RunView, steps: Sequence[StepFigures], *, cores: int) -> None:

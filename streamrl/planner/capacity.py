@@ -283,7 +283,7 @@ def trainer_memory(
     )
 
 
-class Held(NamedTuple):
+class RankWeights(NamedTuple):
     """Number of weights on the rank that has the most."""
 
     whole: float
@@ -297,21 +297,21 @@ def _ends(shape: Shape, layout: TrainerLayout) -> int:
     return shape.embedding if layout.pipeline > 1 or shape.tied else 2 * shape.embedding
 
 
-def _held(shape: Shape, layout: TrainerLayout, ends: int, *, shard: bool) -> Held:
+def _held(shape: Shape, layout: TrainerLayout, ends: int, *, shard: bool) -> RankWeights:
     """Return the weights of the fullest rank; `ends`: number of weights of embedding and head."""
     layers = math.ceil(shape.layers / layout.pipeline)
     spread = layout.data * layout.context if shard else 1
-    found = Held(0.0, 0.0)
+    found = RankWeights(0.0, 0.0)
     for first in range(0, shape.layers, layers):
         end = min(first + layers, shape.layers)
         dense = (shape.dense_between(first, end) + ends + shape.hidden_size) / layout.tensor
         experts = shape.sparse_between(first, end) * shape.experts * shape.expert / layout.expert
         shared = dense / spread + experts / max(1, spread * layout.tensor // layout.expert)
-        found = max(found, Held(dense + experts, shared if shard else dense + experts))
+        found = max(found, RankWeights(dense + experts, shared if shard else dense + experts))
     return found
 
 
-def _gathered(shape: Shape, held: Held, ends: int, *, sharded: bool, adapter: int = 0) -> float:
+def _gathered(shape: Shape, held: RankWeights, ends: int, *, sharded: bool, adapter: int = 0) -> float:
     """Return the bytes that the torch backend gathers or copies of a model with `held` weights while it computes."""
     if not sharded:
         return 2 * (adapter or held.whole)  # copies in bfloat16 of all float32 weights, which autocast keeps

@@ -157,7 +157,7 @@ def simulate(config: Config, costs: Costs, *, steps: int = 40, warm_up: int | No
     if not any(costs.response_lengths):
         raise ConfigError("no length of a response is known: there is nothing to simulate")
     warm = 2 * config.staleness.max_staleness + 4 if warm_up is None else warm_up
-    return _Run(config, costs, seed=seed).play(steps, warm)
+    return _SimulatedRun(config, costs, seed=seed).play(steps, warm)
 
 
 class _Processor:
@@ -226,12 +226,12 @@ class _Job:
         self.ended = False
 
 
-class _Request:
+class _SimulatedRequest:
     """A response being generated."""
 
     __slots__ = ("begin", "group", "length", "steps")
 
-    def __init__(self, group: _Group, length: int, steps: int) -> None:
+    def __init__(self, group: _SimulatedGroup, length: int, steps: int) -> None:
         self.group = group
         self.length = length
         self.steps = steps
@@ -240,7 +240,7 @@ class _Request:
         """Number of steps that its gserver had made when the request got its slot."""
 
 
-class _Group:
+class _SimulatedGroup:
     __slots__ = ("admitted", "drops", "left", "lengths", "seq", "unscored", "versions", "worker")
 
     def __init__(self, seq: int, worker: int, lengths: list[int], *, now: float) -> None:
@@ -255,12 +255,12 @@ class _Group:
 class _Gserver:
     """Decodes the requests in its slots, step by step."""
 
-    def __init__(self, run: _Run, index: int) -> None:
+    def __init__(self, run: _SimulatedRun, index: int) -> None:
         self.index = index
         self.steps = 0
         """Decode steps since the start."""
-        self.waiting: deque[_Request] = deque()
-        self.running: list[tuple[int, int, _Request]] = []
+        self.waiting: deque[_SimulatedRequest] = deque()
+        self.running: list[tuple[int, int, _SimulatedRequest]] = []
         """A heap of (step count at which the request ends, order, request)."""
         self.versions: list[int] = [0]
         self.version_begins: list[int] = [0]
@@ -286,7 +286,7 @@ class _Gserver:
         self._paused = False
         self._pause: Callable[[], None] | None = None
 
-    def submit(self, requests: Sequence[_Request]) -> None:
+    def submit(self, requests: Sequence[_SimulatedRequest]) -> None:
         self.waiting.extend(requests)
         if self._job is None:
             self._next()
@@ -377,7 +377,7 @@ class _Gserver:
             heapq.heappush(self.running, (self.steps + request.steps, self._count, request))
         return prompts
 
-    def _finish(self, request: _Request) -> None:
+    def _finish(self, request: _SimulatedRequest) -> None:
         """Count the request's tokens by policy version, and pass the response to the run."""
         self._run.account(self, finished=1)
         self.tokens += request.length
@@ -398,9 +398,9 @@ class _Gserver:
 class _RolloutWorker:
     """Begins groups, one after another."""
 
-    def __init__(self, run: _Run) -> None:
+    def __init__(self, run: _SimulatedRun) -> None:
         self.held = 0
-        self.untold: dict[int, _Group] = {}
+        self.untold: dict[int, _SimulatedGroup] = {}
         """Groups with finished requests that have not been reported to the manager yet."""
         self._run = run
         self._queue: deque[Callable[[], None]] = deque()
@@ -422,7 +422,7 @@ class _RolloutWorker:
         self._next()
 
 
-class _Run:
+class _SimulatedRun:
     """The simulated run: all parts and the event loop."""
 
     def __init__(self, config: Config, costs: Costs, *, seed: int) -> None:
@@ -456,9 +456,9 @@ class _Run:
             gserver.handle(MemberEvent.FOUND_CURRENT)
             self._fleet.join(gserver)
             self._gservers[gserver.address] = _Gserver(self, index)
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _SimulatedGroup] = {}
         self._lengths = [group for group in costs.response_lengths if group]
-        self._rewards_waiting: deque[_Group] = deque()
+        self._rewards_waiting: deque[_SimulatedGroup] = deque()
         reward = config.rollout.reward
         self._reward_processes = reward.processes * config.rollout.workers
         """Reward processes that compute nothing."""
@@ -563,7 +563,7 @@ class _Run:
             for admission in self._admissions.take(
                 f"rollout/{index}", free, workers=len(workers), ticket="", now=self.now
             ):
-                group = _Group(admission.seq, index, self._draw_lengths(), now=self.now)
+                group = _SimulatedGroup(admission.seq, index, self._draw_lengths(), now=self.now)
                 self._groups[group.seq] = group
                 workers[index].held += 1
                 workers[index].do(partial(self._start, group, self._gservers[admission.gserver]))
@@ -588,15 +588,17 @@ class _Run:
         drawn = list(seen) if len(seen) == size else self._draw.choices(seen, k=size)
         return [min(length, limit) if limit else length for length in drawn]
 
-    def _start(self, group: _Group, gserver: _Gserver) -> None:
-        gserver.submit([_Request(group, max(1, length), self._steps_of(max(1, length))) for length in group.lengths])
+    def _start(self, group: _SimulatedGroup, gserver: _Gserver) -> None:
+        gserver.submit(
+            [_SimulatedRequest(group, max(1, length), self._steps_of(max(1, length))) for length in group.lengths]
+        )
 
     def _steps_of(self, length: int) -> int:
         sigma = self.costs.pace_sigma
         pace = math.exp(self._draw.gauss(-sigma * sigma / 2, sigma)) if sigma else 1.0
         return max(1, round((length - 1) * pace))
 
-    def responded(self, request: _Request) -> None:
+    def responded(self, request: _SimulatedRequest) -> None:
         """Count a finished response, schedule its report to the manager, and score it."""
         group = request.group
         self._generated += request.length
@@ -625,7 +627,7 @@ class _Run:
             self._reward_places -= 1
             self.cores.begin(self.costs.reward_seconds, partial(self._computed, self._rewards_waiting.popleft()))
 
-    def _computed(self, group: _Group) -> None:
+    def _computed(self, group: _SimulatedGroup) -> None:
         self._reward_processes += 1
         if self.costs.reward_wait_seconds:
             self.at(self.now + self.costs.reward_wait_seconds, partial(self._end_score, group))
@@ -633,17 +635,17 @@ class _Run:
         else:
             self._end_score(group)
 
-    def _end_score(self, group: _Group) -> None:
+    def _end_score(self, group: _SimulatedGroup) -> None:
         self._reward_places += 1
         self._scored(group)
         self._score()
 
-    def _scored(self, group: _Group) -> None:
+    def _scored(self, group: _SimulatedGroup) -> None:
         group.unscored -= 1
         if not group.unscored:
             self._arrive(group)
 
-    def _arrive(self, group: _Group) -> None:
+    def _arrive(self, group: _SimulatedGroup) -> None:
         """Hand a finished group to the trainer, or reject it."""
         seq = group.seq
         self._workers[group.worker].held -= 1

@@ -105,7 +105,7 @@ def _append(run_dir: Path, lineage: Lineage) -> Path:
     return file.path
 
 
-class History(msgspec.Struct, frozen=True):
+class LineageHistory(msgspec.Struct, frozen=True):
     """The lineages of a run up to the present one, for a process that has no access to the run's folder."""
 
     lineages: list[Lineage] = []

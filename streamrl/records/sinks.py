@@ -155,7 +155,7 @@ class SinkProcess:
 
     def __init__(self, task: Task) -> None:
         """Raises `OSError` if no process can be started."""
-        setup = userland.Setup("streamrl.records.sinks:serve_sink", msgspec.structs.asdict(task), drains=True)
+        setup = userland.SetupMessage("streamrl.records.sinks:serve_sink", msgspec.structs.asdict(task), drains=True)
         self.name = task.sink
         self._over = False
         self._process = subprocess.Popen(
@@ -377,7 +377,7 @@ def _watched(sink: str, what: str) -> Iterator[None]:
 
 
 def serve_sink(**settings: Any) -> userland.UserFunction:
-    """Return the sink for a process of its own (`userland.Setup.loader`); each call passes on the new lines."""
+    """Return the sink for a process of its own (`userland.SetupMessage.loader`); each call passes on the new lines."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the sink ends with the run, which has figures for it until then
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)

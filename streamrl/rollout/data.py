@@ -373,7 +373,7 @@ class VerifiersRows(Rows):
         agent, data = config.rollout.agent, config.data
         self.name = f"the taskset {agent.verifiers}"
         environment = {name: value for name, value in agent.args.items() if name != "sampling"}
-        setup = userland.Setup(
+        setup = userland.SetupMessage(
             loader="streamrl.rollout.agents.verifiers:serve_listing",
             settings={"taskset": agent.verifiers, "args": data.args, "environment": environment},
         )

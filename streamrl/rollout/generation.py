@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
-from streamrl.records.lineage import History, version_of
+from streamrl.records.lineage import LineageHistory, version_of
 from streamrl.retry import Retry
 from streamrl.stop_strings import Decode, StopStrings
 from streamrl.transport.control import GroupInFlight, GroupInHand, InFlight
@@ -100,7 +100,7 @@ class Generator:
         decode: Decode,
         eos_token_ids: Collection[int],
         policy_version: Callable[[], int],
-        history: Callable[[], History] = History,
+        history: Callable[[], LineageHistory] = LineageHistory,
         named_adapters: bool = False,
         return_routed_experts: bool = False,
     ) -> None:
@@ -194,7 +194,7 @@ class Generator:
                 reason: Literal["stop", "length"] = "stop" if finish.type == "stop" else "length"
                 return response.up_to(len(response.ids), finish_reason=reason, matched=finish.matched)
 
-    def _usable(self, reply: GenerateReply, version: int, history: History) -> tuple[GenerateReply, bool]:
+    def _usable(self, reply: GenerateReply, version: int, history: LineageHistory) -> tuple[GenerateReply, bool]:
         """Return the usable tokens of `reply` with their versions, and whether tokens were removed.
 
         Tokens are usable up to the first one of a policy that the run has abandoned by going back.
@@ -482,7 +482,7 @@ def unmixed(reply: GenerateReply) -> GenerateReply:
     return reply if kept is None else _cut(reply, kept, "a weight update broke off")
 
 
-def of_history(reply: GenerateReply, history: History, *, requested_in: History) -> GenerateReply:
+def of_history(reply: GenerateReply, history: LineageHistory, *, requested_in: LineageHistory) -> GenerateReply:
     """Cut `reply` before the first token of a policy that is not in `history`, and mark a cut reply as aborted.
 
     Some engines report only the version at the end of a reply. If the run has gone back since the request, earlier
@@ -515,7 +515,7 @@ def _cut(reply: GenerateReply, kept: int, why: str) -> GenerateReply:
     )
 
 
-def with_version_spans(reply: GenerateReply, oldest: int, history: History) -> GenerateReply:
+def with_version_spans(reply: GenerateReply, oldest: int, history: LineageHistory) -> GenerateReply:
     """Return `reply` with spans of versions, also if the engine reports only the version at the end of the reply.
 
     `oldest`: a policy version in `history` that was served at the time of the request, or an older one. Without spans,
@@ -564,7 +564,7 @@ def _version(text: str) -> int:
         ) from None
 
 
-def _is_in(history: History, text: str) -> bool:
+def _is_in(history: LineageHistory, text: str) -> bool:
     """Return whether weights that an engine calls `text` are in `history`; raises as `_version`."""
     _version(text)
     return history.has(_label(text))

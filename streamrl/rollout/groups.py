@@ -37,7 +37,7 @@ FIRST_PAUSE_SECONDS = 0.5
 """Pause before the first retry of a sibling; further pauses are longer (`Retry`)."""
 
 
-class Episode(NamedTuple):
+class SiblingResult(NamedTuple):
     """The result of one sibling."""
 
     trajectories: list[Trajectory]
@@ -111,7 +111,7 @@ class GroupMaker:
         episodes = [episode for task in siblings if (episode := task.result()) is not None]
         return self._assembled(group, episodes, seconds=time.monotonic() - started)
 
-    def _assembled(self, group: _GroupTask, episodes: Sequence[Episode], *, seconds: float) -> TrajectoryGroup:
+    def _assembled(self, group: _GroupTask, episodes: Sequence[SiblingResult], *, seconds: float) -> TrajectoryGroup:
         """Return the group of these `episodes`; making it took `seconds`."""
         trajectories = [trajectory for episode in episodes for trajectory in episode.trajectories]
         parts = [episode.reward_parts for episode in episodes]
@@ -138,7 +138,7 @@ class GroupMaker:
             )
         return prompt
 
-    async def _sibling(self, group: _GroupTask, sibling: int) -> Episode | None:
+    async def _sibling(self, group: _GroupTask, sibling: int) -> SiblingResult | None:
         """Return one sibling, made again after failures; None if the group is trained on without it.
 
         Raises the last error if neither is possible.
@@ -182,7 +182,7 @@ class GroupMaker:
             return False
         return True
 
-    async def _attempt(self, group: _GroupTask, sibling: int, attempt: int) -> Episode:
+    async def _attempt(self, group: _GroupTask, sibling: int, attempt: int) -> SiblingResult:
         """Make a sibling once; `attempt` counts from 0."""
         prompt = group.prompt
         session = Session(
@@ -214,7 +214,7 @@ class GroupMaker:
         for trajectory in trajectories:
             check_trajectory(trajectory)
         await session.generated()  # a sibling without a score must not keep the others waiting
-        return Episode(trajectories, session.reward_parts)
+        return SiblingResult(trajectories, session.reward_parts)
 
 
 def check_trajectory(trajectory: Trajectory) -> None:

@@ -18,7 +18,7 @@ from streamrl.rollout.activity import Activity, in_one_line
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.groups import GroupMaker
-from streamrl.rollout.process import Joined, RunOver, Workshop, start_rewards
+from streamrl.rollout.process import RunConnection, WorkerShutdown, Workshop, start_rewards
 from streamrl.transport.control import Admission, Admit, AdmitReply, AskRoute, DataFacts, FailRun, HeldOutResult
 from streamrl.types import SampleMeta
 from streamrl.waits import first_of
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class HeldOutPrompts:
     """Makes held-out prompts, several at a time."""
 
-    def __init__(self, config: Config, *, joined: Joined, workshop: Workshop) -> None:
+    def __init__(self, config: Config, *, joined: RunConnection, workshop: Workshop) -> None:
         self._config = as_evaluated(config)
         self._joined = joined
         self._membership = joined.membership
@@ -38,7 +38,7 @@ class HeldOutPrompts:
         self._activity = Activity(idle="")  # separate from the figures of training
 
     async def run(self) -> None:
-        """Make held-out prompts until this worker is asked to leave; raises `RunOver` at the end of the run.
+        """Make held-out prompts until this worker is asked to leave; raises `WorkerShutdown` at the end of the run.
 
         The data are opened at once, not with the first prompt: an error in [evaluation.data] then ends the run at its
         beginning, and not at an evaluation hours later.
@@ -61,7 +61,7 @@ class HeldOutPrompts:
             return None
         reply: AdmitReply = asking.result()
         if reply.stop:
-            raise RunOver
+            raise WorkerShutdown
         return reply
 
     async def _open(self) -> tuple[PromptSource, DataFacts]:

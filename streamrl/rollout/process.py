@@ -41,12 +41,12 @@ PATIENCE_REQUESTS = 2
 """A response is given up after this many times `limits.request_seconds` without a token."""
 
 
-class RunOver(Exception):
+class WorkerShutdown(Exception):
     """Ends the task groups of a rollout worker, and the groups in them."""
 
 
 @dataclass(frozen=True)
-class Joined:
+class RunConnection:
     """The resources of a process that has joined the run."""
 
     control: ControlClient
@@ -66,12 +66,12 @@ async def serve_until_over(
     manager_url: str,
     advertise: str,
     activity: Activity,
-    work: Callable[[Joined], Coroutine[Any, Any, None]],
+    work: Callable[[RunConnection], Coroutine[Any, Any, None]],
 ) -> None:
     """Do `work` as rollout worker `index` until it ends, the run is over, or the task is cancelled.
 
-    Joins the run first and leaves it at the end, after closing `Joined.at_exit`. An error of the work is raised, after
-    it is reported to the manager, which stops the run. The loss of the manager is raised, too. `advertise`: see
+    Joins the run first and leaves it at the end, after closing `RunConnection.at_exit`. An error of the work is raised,
+    after it is reported to the manager, which stops the run. The loss of the manager is raised, too. `advertise`: see
     `reach_towards`.
     """
     reach = reach_towards(manager_url, advertise=advertise)
@@ -89,7 +89,7 @@ async def serve_until_over(
         )
         await membership.join(patience=config.limits.start_seconds)
         at_exit.push_async_callback(membership.leave)
-        joined = Joined(control=control, membership=membership, reach=reach, activity=activity, at_exit=at_exit)
+        joined = RunConnection(control=control, membership=membership, reach=reach, activity=activity, at_exit=at_exit)
         await membership.until_over(work(joined))
 
 
@@ -97,7 +97,7 @@ async def serve_until_over(
 class Workshop:
     """Tokenizer, reward processes, workflow and connections of a rollout worker, for training and for evaluations."""
 
-    joined: Joined
+    joined: RunConnection
     model_dir: Path
     chat: ChatTokenizer
     rewards: RewardPool | None
@@ -136,7 +136,7 @@ class Workshop:
         )
 
 
-async def open_workshop(config: Config, *, joined: Joined, model_dir: Path) -> tuple[Workshop, PromptSource]:
+async def open_workshop(config: Config, *, joined: RunConnection, model_dir: Path) -> tuple[Workshop, PromptSource]:
     """Start the reward processes, load tokenizer and training data; return the workshop and the training prompts.
 
     All are closed at exit. Raises `DataError`, `ConfigError`, `ModelError` or `RewardError` if one of them fails.
@@ -171,7 +171,7 @@ async def start_rewards(config: Config, at_exit: AsyncExitStack) -> RewardPool |
     return rewards
 
 
-async def _open_workflow(config: Config, *, joined: Joined, chat: ChatTokenizer, model_dir: Path) -> Workflow:
+async def _open_workflow(config: Config, *, joined: RunConnection, chat: ChatTokenizer, model_dir: Path) -> Workflow:
     """Return the workflow; an agent's processes and their model server are closed at exit."""
     agent = config.rollout.agent
     if not agent.used:

@@ -20,12 +20,12 @@ from pathlib import Path
 
 from streamrl.config import Config
 from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
-from streamrl.records.lineage import History
+from streamrl.records.lineage import LineageHistory
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCount
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.held_out import HeldOutPrompts
-from streamrl.rollout.process import Joined, RunOver, open_workshop, serve_until_over
+from streamrl.rollout.process import RunConnection, WorkerShutdown, open_workshop, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
 from streamrl.transport import codec
 from streamrl.transport.control import Admission, Admit, AskRoute, DataFacts, FailRun, GroupInHand, Keep, Reject
@@ -48,7 +48,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     """
     synchronous = config.trainer.synchronous
 
-    async def work(joined: Joined) -> None:
+    async def work(joined: RunConnection) -> None:
         workshop, prompts = await open_workshop(config, joined=joined, model_dir=model_dir)
         maker = workshop.group_maker(config, prompts=prompts, rewards=workshop.rewards, activity=joined.activity)
         data = DataFacts(len(prompts), await asyncio.to_thread(prompts.digest))
@@ -65,7 +65,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     )
 
 
-async def _open_pusher(config: Config, joined: Joined) -> GroupPusher:
+async def _open_pusher(config: Config, joined: RunConnection) -> GroupPusher:
     """Connect to the model workers that store groups, once all of them have registered."""
     joined.membership.waiting_for = "the model workers to register"
     workers = await joined.control.topology(
@@ -81,7 +81,7 @@ async def _open_pusher(config: Config, joined: Joined) -> GroupPusher:
     )
 
 
-async def _open_calls(config: Config, joined: Joined, worker: RolloutWorker) -> SynchronousRollout:
+async def _open_calls(config: Config, joined: RunConnection, worker: RolloutWorker) -> SynchronousRollout:
     """Connect to the master, once it has registered, to take its calls."""
     controllers = await joined.control.topology("controller", 1, patience=config.limits.start_seconds)
     return SynchronousRollout(
@@ -104,7 +104,7 @@ class _Group:
     """The finished group; None until then."""
     task: asyncio.Task[None] | None = None
 
-    def can_be_kept(self, history: History) -> bool:
+    def can_be_kept(self, history: LineageHistory) -> bool:
         """Return whether the group can be trained on, or finished, with weights of this `history`."""
         known = all(history.has(label) for label in self.route.labels)
         return known and (self.made is not None or self.route.resumable)
@@ -156,7 +156,7 @@ class RolloutWorker:
         self,
         config: Config,
         *,
-        joined: Joined,
+        joined: RunConnection,
         maker: GroupMaker,
         data: DataFacts,
         held_out: HeldOutPrompts | None = None,
@@ -203,14 +203,14 @@ class RolloutWorker:
                 reporting.cancel()
                 log.info("%s leaves the run, as it was asked to", self._membership.name)
         except BaseExceptionGroup as errors:
-            _, failures = errors.split(RunOver)
+            _, failures = errors.split(WorkerShutdown)
             if failures is not None:
                 raise first_error(failures) from None
             log.info("%s: the run is over", self._membership.name)
 
     async def _make_groups(self) -> None:
         """Make groups for the present model workers until this worker was asked to leave and has finished them; raises
-        `RunOver` at the end of the run.
+        `WorkerShutdown` at the end of the run.
 
         Groups start whenever `rollout.max_concurrent_groups` allows, or in a synchronous graph when the master calls
         for them.
@@ -234,7 +234,7 @@ class RolloutWorker:
                         self._show_wait("held-out prompts to finish, then it leaves")
                         await evaluating
                     return
-                raise RunOver
+                raise WorkerShutdown
 
     async def _close_pusher(self) -> None:
         """Close the connections to the model workers; groups that they have not stored wait for their successors."""

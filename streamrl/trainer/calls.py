@@ -2,7 +2,7 @@
 
 | call | carried out | by |
 |---|---|---|
-| `Spec`, `ModelConfig`, `HaveScored`, `ClearDataCache` | at once, also during a computation | any worker |
+| `Spec`, `ModelConfigRequest`, `HaveScored`, `ClearDataCache` | at once, also during a computation | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
 | `FinishSave` | after all requests before it | worker 0 |
@@ -87,7 +87,7 @@ class Spec(msgspec.Struct, frozen=True, tag=True):
     """Return the worker's roles and counters (`WorkerSpec`)."""
 
 
-class ModelConfig(msgspec.Struct, frozen=True, tag=True):
+class ModelConfigRequest(msgspec.Struct, frozen=True, tag=True):
     """Return the configuration of the policy's transformer (`Architecture`), from its `config.json`."""
 
 
@@ -199,7 +199,7 @@ class FinishSave(msgspec.Struct, frozen=True, tag=True):
 
 Call = (
     Spec
-    | ModelConfig
+    | ModelConfigRequest
     | OpenStore
     | Initialize
     | Inference

@@ -17,7 +17,7 @@ from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import GoneBack, PeerError, PeerLost, StreamRLError, first_error
 from streamrl.machine import machine_identity, process_space
-from streamrl.records.lineage import History
+from streamrl.records.lineage import LineageHistory
 from streamrl.records.metrics import finite
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, FrequentFailure
 from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
@@ -73,7 +73,7 @@ class Membership:
         self.waiting_for = ""
         self.on_unanswering: Callable[[Collection[str]], None] | None = None
         """Called after each heartbeat with the addresses of gservers that will not reply."""
-        self.history = History()
+        self.history = LineageHistory()
         """History of the run's current weights; only rollout workers receive it."""
         self.gone_back = asyncio.Event()
         """Set when the run has gone back to a checkpoint, or started again, under another lineage."""
@@ -159,7 +159,7 @@ class Membership:
             raise
         self.policy_version = reply.policy_version  # may be lower: the run may have gone back to a checkpoint
         if self.granted.lineage != reply.lineage:
-            self.history = History(reply.lineages)
+            self.history = LineageHistory(reply.lineages)
             if self.granted.lineage:
                 self.gone_back.set()
         self.granted = reply

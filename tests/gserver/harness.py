@@ -17,7 +17,7 @@ from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.gserver.manager import core
 from streamrl.gserver.manager.core import Manager
-from streamrl.gserver.manager.process import Managing, managing
+from streamrl.gserver.manager.process import ManagerService, managing
 from streamrl.machine import machine_identity, process_space
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
@@ -201,7 +201,7 @@ def live_gservers(status: Status) -> set[int]:
 @asynccontextmanager
 async def managed(config: Config, *, host: str = "127.0.0.1") -> AsyncIterator[Run]:
     """A running manager; cancelled at the end if the run is not over."""
-    ready: asyncio.Future[Managing] = asyncio.get_running_loop().create_future()
+    ready: asyncio.Future[ManagerService] = asyncio.get_running_loop().create_future()
 
     async def serve() -> None:
         async with managing(config, host=host, port=0) as found:

@@ -36,7 +36,7 @@ from streamrl.trainer.calls import (
     HaveScored,
     Inference,
     Initialize,
-    ModelConfig,
+    ModelConfigRequest,
     OpenStore,
     Publish,
     Published,
@@ -218,7 +218,7 @@ class Workers:
         match next(iter(calls.values())):
             case Spec():
                 return {worker: WorkerSpec({"actor": "pretended"}, 0) for worker in calls}
-            case ModelConfig():
+            case ModelConfigRequest():
                 return {worker: self.models.get(worker, TRANSFORMER) for worker in calls}
             case OpenStore():
                 return dict.fromkeys(calls, StoreOpened("here", 1))

@@ -37,8 +37,8 @@ from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.gserver.server.engine import Job, QueueFull, Text, Ticket
 from streamrl.gserver.server.receiver import (
     CLOSING_SECONDS,
-    Expected,
-    Staged,
+    ExpectedWeights,
+    StagedWeights,
     WeightReceiver,
     in_thread,
 )
@@ -135,7 +135,7 @@ class EmbeddedEngine:
         self._updated: DoubleBufferedWeights | Adapters = self._adapters or self._weights
         """The part of the model that updates change."""
         self.receiver = WeightReceiver(
-            expected=Expected(shapes=self._updated.shapes, dtype=dtype, ignored=self._updated.ignored),
+            expected=ExpectedWeights(shapes=self._updated.shapes, dtype=dtype, ignored=self._updated.ignored),
             aside=self._updated,
             device=device,
             timeout=update_timeout,
@@ -238,7 +238,7 @@ class EmbeddedEngine:
             await in_thread(lambda: self._updated.load_staged(folder))
             if self._adapters is None:
                 self.model_path = str(folder)
-            return await self._swap(Staged(version=version))
+            return await self._swap(StagedWeights(version=version))
 
         return await self.receiver.apart(replace)
 
@@ -283,7 +283,7 @@ class EmbeddedEngine:
         log.error("the engine's thread is stuck here:\n%s", "".join(traceback.format_stack(frame)))
         self._break(f"it has finished no step for {self._stuck_seconds:g} s (limits.stuck_seconds)")
 
-    async def _swap(self, staged: Staged) -> str:
+    async def _swap(self, staged: StagedWeights) -> str:
         """Serve the staged weights, which are complete; return a description."""
 
         def swap() -> float:

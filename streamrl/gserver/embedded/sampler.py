@@ -48,7 +48,7 @@ class Draw(msgspec.Struct, frozen=True):
         return 1.0 / (self.temperature or 1.0)
 
 
-class Sampled(msgspec.Struct, frozen=True):
+class SamplerOutput(msgspec.Struct, frozen=True):
     """One token for each row."""
 
     tokens: list[int]
@@ -56,7 +56,7 @@ class Sampled(msgspec.Struct, frozen=True):
     """Log-probabilities under the temperature-scaled distribution before top-p, top-k and min-p, in nats."""
 
 
-def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> Sampled:
+def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> SamplerOutput:
     """Draw a token from each row of `logits` (`[n, vocab]`); `positions[i]` numbers row i's output token."""
     uniforms = torch.from_numpy(uniform([draw.seed for draw in draws], positions)).to(logits.device)
     plain = [i for i, draw in enumerate(draws) if draw.plain]
@@ -69,7 +69,7 @@ def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> S
             found = way(logits[rows], [draws[i] for i in rows], uniforms[rows])
             for i, token, logprob in zip(rows, found.tokens, found.logprobs, strict=True):
                 tokens[i], logprobs[i] = token, logprob
-    return Sampled(tokens, logprobs)
+    return SamplerOutput(tokens, logprobs)
 
 
 def scaled_logprobs(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
@@ -101,19 +101,19 @@ def _scaled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return logits.float() * _scales(draws, logits.device)[:, None]
 
 
-def _sample_plain(logits: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> Sampled:
+def _sample_plain(logits: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> SamplerOutput:
     tokens, logprobs = draw(logits, _scales(draws, logits.device), uniforms)
-    return Sampled(tokens.tolist(), logprobs.tolist())
+    return SamplerOutput(tokens.tolist(), logprobs.tolist())
 
 
-def _sample_others(logits: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> Sampled:
+def _sample_others(logits: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> SamplerOutput:
     """Sample rows that are filtered or greedy."""
     logits = _scaled(logits, draws)
     probabilities = logits.softmax(-1)
     tokens = logits.argmax(-1)
     _draw_filtered(tokens, probabilities, draws, uniforms)
     logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
-    return Sampled(tokens.tolist(), logprobs.tolist())
+    return SamplerOutput(tokens.tolist(), logprobs.tolist())
 
 
 def _draw_filtered(tokens: Tensor, probabilities: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> None:

@@ -40,7 +40,7 @@ MOST = 2**31
 
 
 @dataclass
-class _Running:
+class _EvaluationState:
     """The evaluation in progress."""
 
     task: EvaluationTask
@@ -73,7 +73,7 @@ class Evaluations:
         """Held-out prompts of each evaluation; 0: not known yet."""
         self.on_report: Callable[[EvaluationReport], None] = lambda report: None
         """Called with each report, once."""
-        self._running: _Running | None = None
+        self._running: _EvaluationState | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -199,14 +199,14 @@ class Evaluations:
         left = bool(running.returned) or running.given < self._prompts
         return left and len(running.under_way) < self._config.max_concurrent
 
-    def _begin(self) -> _Running:
+    def _begin(self) -> _EvaluationState:
         """Return the waiting evaluation, which begins now."""
         task, self._waiting = self._waiting, None
         assert task is not None, "one waits, as the caller has checked"
         log.info("evaluation of version %d: %d prompts", task.policy_version, self._prompts)
-        return _Running(task, began=self._clock())
+        return _EvaluationState(task, began=self._clock())
 
-    def _report_if_done(self, running: _Running) -> None:
+    def _report_if_done(self, running: _EvaluationState) -> None:
         if len(running.results) < self._prompts:
             return
         self._running = None

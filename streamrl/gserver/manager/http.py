@@ -82,7 +82,7 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     calls = _calls(manager)
     seldom = Seldom(log)
 
-    def check(key: str, request: web.BaseRequest) -> _Call:
+    def check(key: str, request: web.BaseRequest) -> _RouteCall:
         """Return the call that `request` makes; raises `PeerError` or `WireError` if its head alone is refused."""
         route, headers = calls.get(key), request.headers
         if not request.raw_path.startswith("/"):
@@ -94,21 +94,21 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
         if why := hosts.forged(headers.get("Host"), headers.get("Origin")):
             raise PeerError(f"{key}: {why}", status=403)
         if request.path == HEALTH or (on_loopback and key in LOOKS):
-            return _Call(request, None, route)
+            return _RouteCall(request, None, route)
         shown = headers.get(HEADER, "")
         caller = manager.access.caller(shown)
         if caller is None:
             seldom.warning("refused %s of a caller with %s", key, "a wrong key" if shown else "no key")
             raise PeerError(f"{key}: {_WRONG_KEY if shown else _NO_KEY}", status=401)
         if not isinstance(caller, Member):
-            return _Call(request, None, route)
+            return _RouteCall(request, None, route)
         if caller.role not in route.allowed.roles:
             raise PeerError(
                 f"{key}: this is no call of a {caller.role}, and {caller.name} makes it (process {caller.pid} on "
                 f"{caller.host})",
                 status=403,
             )
-        return _Call(request, caller, route)
+        return _RouteCall(request, caller, route)
 
     async def handle(request: web.BaseRequest) -> web.Response:
         key = f"{request.method} {request.path}"
@@ -130,7 +130,7 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     return HttpServer(handle, most_body_bytes=MAX_BODY_BYTES)
 
 
-class _Call(NamedTuple):
+class _RouteCall(NamedTuple):
     request: web.BaseRequest
     member: Member | None
     """The member of the run that makes the call; None: the owner, or any caller where that is allowed."""
@@ -142,7 +142,7 @@ class _Route(NamedTuple):
     allowed: Allowed
 
 
-_Handler = Callable[[_Call], Awaitable[web.Response]]
+_Handler = Callable[[_RouteCall], Awaitable[web.Response]]
 
 _NO_KEY = (
     "this call needs the run's secret: set STREAMRL_SECRET or security.secret_file where it comes from to what the "
@@ -176,7 +176,7 @@ def _calls(manager: Manager) -> dict[str, _Route]:
 def _post(body: type[msgspec.Struct], call: Callable[[Any], Awaitable[msgspec.Struct]]) -> _Handler:
     decoder = msgspec.json.Decoder(body)
 
-    async def handle(made: _Call) -> web.Response:
+    async def handle(made: _RouteCall) -> web.Response:
         content = await read_body(made.request)
         if made.member is not None and made.member.gone:
             raise PeerError(f"POST {made.request.path}: {_WRONG_KEY}", status=401)  # lost while the body came
@@ -194,21 +194,21 @@ def _post(body: type[msgspec.Struct], call: Callable[[Any], Awaitable[msgspec.St
 
 
 def _get(call: Callable[[web.BaseRequest], Awaitable[msgspec.Struct]]) -> _Handler:
-    async def handle(made: _Call) -> web.Response:
+    async def handle(made: _RouteCall) -> web.Response:
         return _json(await call(made.request))
 
     return handle
 
 
 def _status(manager: Manager) -> _Handler:
-    async def handle(made: _Call) -> web.Response:
+    async def handle(made: _RouteCall) -> web.Response:
         return _json(manager.status())
 
     return handle
 
 
 def _metrics(manager: Manager) -> _Handler:
-    async def handle(made: _Call) -> web.Response:
+    async def handle(made: _RouteCall) -> web.Response:
         admitted, paused = manager.admissions.admitted, manager.weights.pause_seconds_total
         content = render(manager.status(), admitted=admitted, pause_seconds_total=paused)
         return web.Response(body=content, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
@@ -216,7 +216,7 @@ def _metrics(manager: Manager) -> _Handler:
     return handle
 
 
-async def _health(made: _Call) -> web.Response:
+async def _health(made: _RouteCall) -> web.Response:
     return web.Response(body=b"")
 
 

@@ -37,7 +37,7 @@ LINGER_SECONDS = 1.0
 """Time, in seconds, after the last process has been informed of the end: it may still request the final figures."""
 
 
-class Managing(NamedTuple):
+class ManagerService(NamedTuple):
     """A listening manager."""
 
     manager: Manager
@@ -52,7 +52,7 @@ class Managing(NamedTuple):
 
 
 @asynccontextmanager
-async def managing(config: Config, *, host: str, port: int, advertise: str = "") -> AsyncIterator[Managing]:
+async def managing(config: Config, *, host: str, port: int, advertise: str = "") -> AsyncIterator[ManagerService]:
     """Manage a run until the context ends.
 
     `advertise`: the address by which others reach the manager; if empty, `host`, or if `host` stands for all addresses
@@ -82,7 +82,7 @@ async def managing(config: Config, *, host: str, port: int, advertise: str = "")
         log.info("the controller of run %r listens at %s", config.run.name, url)
         watching = asyncio.create_task(manager.watch(), name="leases and silences")
         try:
-            yield Managing(manager, url, reach)
+            yield ManagerService(manager, url, reach)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)

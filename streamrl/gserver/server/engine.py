@@ -149,7 +149,7 @@ class Ticket:
                     return
 
 
-class Served(Protocol):
+class ServedEngine(Protocol):
     """The gserver process's view of the server of its requests."""
 
     name: str
@@ -162,7 +162,7 @@ class Served(Protocol):
         """Return figures for heartbeats."""
 
 
-class Engine(Served, Protocol):
+class Engine(ServedEngine, Protocol):
     """An inference engine in this process; all methods are called on the event loop."""
 
     model_path: str

@@ -20,7 +20,7 @@ from streamrl.device import keep_freed_memory, resolve_device, resolve_dtype
 from streamrl.errors import ConfigError, ModelError
 from streamrl.export import hugging_face_folder, merge_adapter
 from streamrl.gserver.embedded.engine import EmbeddedEngine
-from streamrl.gserver.server.engine import Engine, Served, Text
+from streamrl.gserver.server.engine import Engine, ServedEngine, Text
 from streamrl.gserver.server.http import Server
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
@@ -117,7 +117,7 @@ async def running(
     listening: Listening = LOOPBACK,
     keys: GserverKeys = NO_KEYS,
     secret: Secret | None = None,
-) -> AsyncIterator[tuple[Served, str]]:
+) -> AsyncIterator[tuple[ServedEngine, str]]:
     """Yield the server of this gserver's requests, and its URL.
 
     `keys`: the keys that it requires of callers; `secret`: the run's secret, for a TLS certificate.

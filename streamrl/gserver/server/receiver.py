@@ -42,7 +42,7 @@ CLOSING_SECONDS = 2.0
 """Longest time, in seconds, that a receive may keep the gserver from stopping."""
 
 
-class Expected(msgspec.Struct, frozen=True):
+class ExpectedWeights(msgspec.Struct, frozen=True):
     """Shapes and dtype of the weights that an engine serves."""
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -52,7 +52,7 @@ class Expected(msgspec.Struct, frozen=True):
     """Names that may arrive and are dropped (the head of a tied model)."""
 
 
-class Staged(msgspec.Struct):
+class StagedWeights(msgspec.Struct):
     """The tensors received since `begin`."""
 
     sums: dict[str, str] = {}
@@ -93,7 +93,7 @@ class WeightReceiver:
     def __init__(
         self,
         *,
-        expected: Expected | None,
+        expected: ExpectedWeights | None,
         aside: WeightsAside | None,
         device: torch.device,
         timeout: float,
@@ -110,7 +110,7 @@ class WeightReceiver:
         self._open_shared = open_shared
         self._groups: dict[str, tuple[Any, torch.device]] = {}
         """Name → the process group, and the device on which tensors arrive."""
-        self._staged: Staged | None = None
+        self._staged: StagedWeights | None = None
         self._buffer = torch.empty(0, dtype=torch.uint8)
         """Buffer for tensors that cannot be received in place. It is kept, since new memory costs as much as a copy."""
         self._pending: list[Any] = []
@@ -143,7 +143,7 @@ class WeightReceiver:
 
     async def begin(self) -> None:
         """Start an empty staged set."""
-        self._staged = Staged()
+        self._staged = StagedWeights()
 
     async def discard(self) -> None:
         """Discard an unfinished staged set."""
@@ -182,7 +182,7 @@ class WeightReceiver:
         staged = self._expecting()
         return {name: sums for name, sums in staged.sums.items() if sums}
 
-    async def take(self) -> Staged:
+    async def take(self) -> StagedWeights:
         """End the update and return its staged tensors; raises `Refused` if some are missing."""
         staged = self._expecting()
         self._drop(staged)
@@ -243,16 +243,16 @@ class WeightReceiver:
             )
         return self._groups[name]
 
-    def _expecting(self) -> Staged:
+    def _expecting(self) -> StagedWeights:
         if self._staged is None:
             raise Refused("no weight update has begun, or a receive failed; call /begin_weight_update first")
         return self._staged
 
-    def _drop(self, staged: Staged) -> None:
+    def _drop(self, staged: StagedWeights) -> None:
         if self._staged is staged:
             self._staged = None
 
-    def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: Staged) -> None:
+    def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: StagedWeights) -> None:
         """Stage tensors while further ones are `received`; None stands for a tensor received in its final place."""
         staged.sums.update(self._copiers.each(self._store, received))
 
@@ -265,20 +265,20 @@ class WeightReceiver:
     def _is_ignored(self, name: str) -> bool:
         return self._expected is not None and name in self._expected.ignored
 
-    def _make_ready(self, staged: Staged) -> None:
+    def _make_ready(self, staged: StagedWeights) -> None:
         """Prepare the staged set if it is complete."""
         if self._aside is not None and not self._missing(staged):
             self._aside.make_ready()
 
-    def _missing(self, staged: Staged) -> list[str]:
+    def _missing(self, staged: StagedWeights) -> list[str]:
         return [] if self._expected is None else [name for name in self._expected.shapes if name not in staged.sums]
 
-    def _check_current(self, staged: Staged) -> None:
+    def _check_current(self, staged: StagedWeights) -> None:
         """Raise `Refused` if another update has begun while this one waited for a receive to end."""
         if self._staged is not staged:
             raise Refused("another weight update has begun meanwhile")
 
-    def _load(self, folder: Path, staged: Staged) -> None:
+    def _load(self, folder: Path, staged: StagedWeights) -> None:
         self._check_current(staged)
         wait_for_pending(self._pending)
         try:
@@ -288,7 +288,7 @@ class WeightReceiver:
         except (SafetensorError, OSError) as error:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
 
-    def _adopt(self, folder: Path, staged: Staged) -> bool:
+    def _adopt(self, folder: Path, staged: StagedWeights) -> bool:
         """Use the weights in `folder` in place if they are complete and in this host's memory; return whether it
         does."""
         if self._aside is None or self._expected is None or not folder.is_relative_to(SHARED_MEMORY):
@@ -344,7 +344,7 @@ class WeightReceiver:
         if problems:
             raise Refused(f"{len(problems)} tensors do not fit the model: {_some(problems)}")
 
-    def _receive(self, group_name: str, bucket: Sequence[TensorSpec], staged: Staged) -> None:
+    def _receive(self, group_name: str, bucket: Sequence[TensorSpec], staged: StagedWeights) -> None:
         """Receive and stage one bucket; prepare the set after the last one."""
         self._check_current(staged)
         wait_for_pending(self._pending)

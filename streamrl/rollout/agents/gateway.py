@@ -187,7 +187,7 @@ class _Generation:
         return self.task.done() and not self.failed
 
 
-class _Asked:
+class _RequestHistory:
     """The requests of one episode so far."""
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class Gateway:
         self._tls = tls
         self._port = port
         self._concurrent_requests = concurrent_requests
-        self._asked: dict[str, dict[str, _Asked]] = {}
+        self._asked: dict[str, dict[str, _RequestHistory]] = {}
         """By the episode's key and id."""
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[Sequence[Completion]]] = set()
@@ -321,7 +321,7 @@ class Gateway:
 
     async def _answer(self, path: str, protocol: Api, request: web.Request) -> web.StreamResponse:
         key, name, episode = self._find(request)
-        asked = self._asked.setdefault(key, {}).setdefault(name, _Asked())
+        asked = self._asked.setdefault(key, {}).setdefault(name, _RequestHistory())
         raw = await request.read()
         digest = hashlib.sha256(path.encode() + b"\0" + raw).digest()
         generation = _earlier(asked, request, digest)
@@ -348,7 +348,7 @@ class Gateway:
                 delivered(generation.task.result())
         return answer
 
-    def _begin(self, asked: _Asked, call: CheckedRequest, digest: bytes, episode: EpisodeCalls) -> _Generation:
+    def _begin(self, asked: _RequestHistory, call: CheckedRequest, digest: bytes, episode: EpisodeCalls) -> _Generation:
         """Start and keep the generation for `call`; raises `RequestRefused`."""
         if asked.generating >= self._concurrent_requests:
             asked.refused.append(digest)
@@ -398,7 +398,7 @@ def _key(request: web.Request) -> str:
     return request.headers.get("x-api-key", "") or (token.strip() if scheme.lower() == "bearer" else "")
 
 
-def _earlier(asked: _Asked, request: web.Request, digest: bytes) -> _Generation | None:
+def _earlier(asked: _RequestHistory, request: web.Request, digest: bytes) -> _Generation | None:
     """Return the earlier generation that `request` repeats, or None; raises `RequestRefused`."""
     name = request.headers.get("Idempotency-Key", "")
     named = [generation for generation in asked.kept if name in generation.idempotency_keys]
@@ -429,7 +429,7 @@ async def _said(request: web.Request) -> Score:
     return score
 
 
-def _continued(call: CheckedRequest, asked: _Asked) -> CheckedRequest:
+def _continued(call: CheckedRequest, asked: _RequestHistory) -> CheckedRequest:
     """Return `call` with the continued conversation inserted after its instructions; raises `RequestRefused`."""
     for earlier in asked.kept:
         if earlier.call.id == call.previous and earlier.call.remembered and earlier.succeeded:

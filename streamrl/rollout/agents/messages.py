@@ -108,7 +108,7 @@ class MessagePiece(msgspec.Struct, frozen=True):
     """Precedes `content`, unless the model returns to reasoning."""
 
 
-class Told:
+class StreamedAnswer:
     """The part of one answer that its pieces have already sent."""
 
     def __init__(self) -> None:

@@ -87,7 +87,7 @@ def agents_of(config: Config, *, tokenizer: Path | None = None, renderer: str = 
     if agent.verifiers:
         function = PLAYS_VERIFIERS
         args = {"tokenizer": str(tokenizer or ""), "renderer": {"name": renderer}, "environment": agent.args}
-    setup = userland.Setup(
+    setup = userland.SetupMessage(
         loader="streamrl.rollout.agents.policy:serve_agent",
         settings={"function": function, "args": args},
         concurrent_calls=sys.maxsize,

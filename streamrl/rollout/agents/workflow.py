@@ -27,7 +27,7 @@ from streamrl.rollout.agents.messages import (
     Message,
     MessagePiece,
     RequestRefused,
-    Told,
+    StreamedAnswer,
     with_tool_names,
 )
 from streamrl.rollout.agents.policy import Endpoint, Score
@@ -47,14 +47,14 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-|msg_|resp_)?(\w+(?:/\d+)?)")
 """The id of an answer, with or without the prefix that each API adds."""
 
 
-class Earned(NamedTuple):
+class EpisodeScore(NamedTuple):
     """An agent's reported score, with the answers that it names resolved to calls."""
 
     said: Score
     rewards: list[tuple[PolicyCall, float]]
 
 
-class Continued(NamedTuple):
+class Continuation(NamedTuple):
     """The tokens that the policy is to continue."""
 
     parent: PolicyCall | None
@@ -110,7 +110,7 @@ class Episode:
         self._ended = False
         self._answering: set[asyncio.Task[Completion]] = set()
         """The answers that are being generated."""
-        self._score: asyncio.Future[Earned] = asyncio.get_running_loop().create_future()
+        self._score: asyncio.Future[EpisodeScore] = asyncio.get_running_loop().create_future()
 
     # --- for the gateway ---
 
@@ -183,18 +183,18 @@ class Episode:
     # --- for the workflow ---
 
     @property
-    def notified(self) -> Earned | None:
+    def notified(self) -> EpisodeScore | None:
         """The score that the agent has reported, if there is one."""
         return self._score.result() if self._score.done() else None
 
-    async def scored(self) -> Earned:
+    async def scored(self) -> EpisodeScore:
         """Wait for a reported score, and return it."""
         await asyncio.shield(self._score)
         return self._score.result()
 
-    def earned(self, said: Score) -> Earned:
+    def earned(self, said: Score) -> EpisodeScore:
         """Resolve the answers that `said` names; raises `AgentError` with the name of an unknown answer."""
-        return Earned(said, [(self._named(name), reward) for name, reward in said.rewards.items()])
+        return EpisodeScore(said, [(self._named(name), reward) for name, reward in said.rewards.items()])
 
     def _named(self, name: str) -> PolicyCall:
         bare = found.group(1) if (found := _ID.fullmatch(name)) else name
@@ -220,7 +220,7 @@ class Episode:
         for answer in self._answering:
             answer.cancel()
 
-    def trajectories(self, earned: Earned, *, discount: float) -> list[Trajectory]:
+    def trajectories(self, earned: EpisodeScore, *, discount: float) -> list[Trajectory]:
         """Return the trajectories of the episode, without answers that were not delivered, each with its return.
 
         `discount`: factor by which a reward counts for the answer before.
@@ -278,11 +278,11 @@ class Episode:
         self.rerendered += 1
         return None, anew
 
-    def _with_given(self, request: ChatRequest, parent: PolicyCall | None, prompt_ids: list[int]) -> Continued:
+    def _with_given(self, request: ChatRequest, parent: PolicyCall | None, prompt_ids: list[int]) -> Continuation:
         """Return the tokens to continue, including the given beginning of the answer. Raises `RequestRefused` if the
         given text would not be parsed as the beginning of an answer's text."""
         if not request.given:
-            return Continued(parent, prompt_ids)
+            return Continuation(parent, prompt_ids)
         if (own := self._cut_off(request, prompt_ids)) is not None:
             return own
         try:
@@ -295,9 +295,9 @@ class Episode:
                 "this model cannot go on from the text of an assistant: it would be read as something else, such as "
                 "reasoning, or as nothing; let the conversation end with another message"
             )
-        return Continued(parent, [*prompt_ids, *given], len(given), read)
+        return Continuation(parent, [*prompt_ids, *given], len(given), read)
 
-    def _cut_off(self, request: ChatRequest, prompt_ids: list[int]) -> Continued | None:
+    def _cut_off(self, request: ChatRequest, prompt_ids: list[int]) -> Continuation | None:
         """Return the policy's own answer after `prompt_ids`, if it was cut off and has the given text: the policy then
         continues from the tokens that it sampled."""
         asked = (*request.messages, Message("assistant", request.given))
@@ -308,10 +308,10 @@ class Episode:
         read = self._renderer.parse(SampledTokens(prompt_ids, ids[before:], request.tools), matched_stop="")
         if ids[:before] != prompt_ids or read.content.rstrip() != request.given:
             return None
-        return Continued(call, ids, len(ids) - before, msgspec.structs.replace(read, content=request.given))
+        return Continuation(call, ids, len(ids) - before, msgspec.structs.replace(read, content=request.given))
 
     def _pieces(
-        self, request: ChatRequest, continued: Continued, index: int, on_piece: OnPiece | None
+        self, request: ChatRequest, continued: Continuation, index: int, on_piece: OnPiece | None
     ) -> OnTokens | None:
         """Return a callback that takes the tokens of an answer as they arrive, and passes the certain part of its
         message to `on_piece`."""
@@ -319,7 +319,7 @@ class Episode:
             return None
         stops = (*self._session.sampling.stop, *request.stop)
         so_far: list[int] = []
-        told = Told()
+        told = StreamedAnswer()
         next_look = 0
 
         def take(further: list[int]) -> None:
@@ -351,7 +351,7 @@ class Episode:
     async def _answer(
         self,
         request: ChatRequest,
-        continued: Continued,
+        continued: Continuation,
         name: str,
         on_tokens: OnTokens | None,
     ) -> Completion:
@@ -474,7 +474,7 @@ class AgentWorkflow:
         )
         return trajectories
 
-    async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> Earned:
+    async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> EpisodeScore:
         """Run an episode, and return its score once it is known."""
         seconds = self._config.timeout_seconds
         try:
@@ -522,7 +522,7 @@ class AgentWorkflow:
                 session.activity.unscored(prompt.seq, error)
             session.activity.log_reason("an episode scores 0", error)
             await session.generated()
-            return Earned(Score(0.0), [])
+            return EpisodeScore(Score(0.0), [])
 
     def _access(self, episode: Episode) -> Endpoint:
         return Endpoint(root=self._url, id=episode.name, api_key=episode.key, model=self._model)

@@ -34,7 +34,7 @@ class RewardPool:
         self._limit = f"rollout.reward.timeout_seconds = {reward.timeout_seconds:g}"
         self._concurrent_calls = reward.concurrent_calls
         self._processes = UserProcesses(
-            userland.Setup(
+            userland.SetupMessage(
                 loader="streamrl.rollout.reward.functions:serve_reward",
                 settings={"function": reward.function, "args": reward.args, "origin": origin},
                 concurrent_calls=reward.concurrent_calls,

@@ -8,8 +8,8 @@ one data-parallel rank.
 `Ranks` is this process among the model workers, which meet in torch's default process group. Sums are over the DP
 heads, which alone hold distinct data; every rank takes part and gets the same sum.
 
-`Offloaded` moves the memory of tensors to the CPU for a while; the tensors, and all views of them, stay valid objects.
-It behaves alike on every device: for tensors that are on the CPU anyway, memory is also copied and freed.
+`OffloadedMemory` moves the memory of tensors to the CPU for a while; the tensors, and all views of them, stay valid
+objects. It behaves alike on every device: for tensors that are on the CPU anyway, memory is also copied and freed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def dealt(sizes: Sequence[int], ranks: Sequence[Sequence[int]]) -> list[int]:
 # --- offload ---
 
 
-class Offloaded:
+class OffloadedMemory:
     """The memory of some tensors, moved to the CPU on construction."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

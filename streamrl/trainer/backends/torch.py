@@ -35,7 +35,7 @@ from streamrl.trainer.backends.base import (
     LossOf,
     ModelOutput,
     ModelSpec,
-    Offloaded,
+    OffloadedMemory,
     Update,
     WholeWeights,
     busy_ranks,
@@ -204,7 +204,7 @@ class TorchModel:
             self._optimizer = AdamW(self._shards.local(), spec)
         else:
             self._net.eval().requires_grad_(False)
-        self._offloaded: Offloaded | None = None
+        self._offloaded: OffloadedMemory | None = None
         self._replays = spec.replay_routing
         sparse = list(sparse_layers(model).values())
         self._load = (
@@ -302,7 +302,7 @@ class TorchModel:
         if self._offloaded is None:
             moments = [] if self._optimizer is None else self._optimizer.on_device()
             frozen = self._frozen.local() if self._frozen is not None else {}
-            self._offloaded = Offloaded(
+            self._offloaded = OffloadedMemory(
                 [*self._shards.local().values(), *frozen.values(), *self._net.buffers(), *moments]
             )
 
@@ -314,7 +314,7 @@ class TorchModel:
     def merged(self) -> WholeWeights:
         assert self._frozen is not None, "there is no adapter"
         assert self._spec.lora is not None
-        return _Merged(self._frozen, self._shards, scale=self._spec.lora.scale)
+        return _MergedModel(self._frozen, self._shards, scale=self._spec.lora.scale)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:
@@ -414,7 +414,7 @@ class TorchModel:
         return to_device(array, self._spec.device)
 
 
-class _Merged:
+class _MergedModel:
     """`AdaptedModel.merged`."""
 
     def __init__(self, frozen: Shards, adapter: Shards, *, scale: float) -> None:

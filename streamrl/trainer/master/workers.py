@@ -26,7 +26,7 @@ from streamrl.trainer.calls import (
     FinishSave,
     HaveScored,
     Initialize,
-    ModelConfig,
+    ModelConfigRequest,
     OpenStore,
     Publish,
     Published,
@@ -74,7 +74,7 @@ class ModelWorkers:
 
     async def model_config(self) -> Architecture:
         """Return the architecture of the policy. Raises `TrainingError` if two workers have different ones."""
-        calls = (self._channel.call(w, ModelConfig(), Architecture, timeout=SPEC_SECONDS) for w in self._workers)
+        calls = (self._channel.call(w, ModelConfigRequest(), Architecture, timeout=SPEC_SECONDS) for w in self._workers)
         first, *others = await asyncio.gather(*calls)
         for worker, other in enumerate(others, start=1):
             if other != first:

@@ -88,7 +88,7 @@ SHORTEST_WAIT_SECONDS = 0.001
 Result = TypeVar("Result")
 
 
-class Parcel(NamedTuple):
+class TransferBytes(NamedTuple):
     """A transfer with its bytes."""
 
     transfer: Transfer
@@ -181,17 +181,17 @@ class DataManager:
             self._move(lambda: [dist.broadcast(parcel.flat, group=group, group_src=source, async_op=True)], [transfer])
         self._take_over(parcel, store)
 
-    def _parcel(self, transfer: Transfer, store: ArrayStore) -> Parcel:
+    def _parcel(self, transfer: Transfer, store: ArrayStore) -> TransferBytes:
         offsets, size = layout(transfer.pieces)
         if transfer.source != self.rank:
-            return Parcel(transfer, offsets, torch.empty(size, dtype=torch.uint8, device=self._device))
+            return TransferBytes(transfer, offsets, torch.empty(size, dtype=torch.uint8, device=self._device))
         try:
             flat = pack(transfer.pieces, offsets, size, store)
         except TransferError as error:
             raise TransferError(f"{transfer}, but cannot: {error}") from error
-        return Parcel(transfer, offsets, torch.from_numpy(flat).to(self._device))
+        return TransferBytes(transfer, offsets, torch.from_numpy(flat).to(self._device))
 
-    def _take_over(self, parcel: Parcel, store: ArrayStore) -> None:
+    def _take_over(self, parcel: TransferBytes, store: ArrayStore) -> None:
         """Put the received arrays into `store`, if this rank is a receiver."""
         transfer, offsets, flat = parcel
         if transfer.source == self.rank:

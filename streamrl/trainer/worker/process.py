@@ -45,7 +45,7 @@ from streamrl.trainer.calls import (
     HaveScored,
     Inference,
     Initialize,
-    ModelConfig,
+    ModelConfigRequest,
     OpenStore,
     Publish,
     Published,
@@ -281,7 +281,7 @@ class ModelWorker:
             while True:
                 call_id, call = await channel.receive()
                 match call:
-                    case Spec() | ModelConfig() | HaveScored() | ClearDataCache():
+                    case Spec() | ModelConfigRequest() | HaveScored() | ClearDataCache():
                         tasks.create_task(self._answer(channel, call_id, call))
                     case Publish():
                         self._weights_free.clear()
@@ -346,7 +346,7 @@ class ModelWorker:
                 if not call.come_again:
                     self._compute.submit(empty_cache, self._device)
                 return CallDone(compute_seconds=0.0)
-            case ModelConfig():
+            case ModelConfigRequest():
                 return read_architecture(self._model_dir)
             case HaveScored():
                 return await self._have_scored(call)

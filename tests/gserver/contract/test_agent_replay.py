@@ -20,7 +20,7 @@ from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
 from streamrl.rollout.agents.policy import Score
 from streamrl.rollout.agents.rendering import TemplateRenderer
-from streamrl.rollout.agents.workflow import Earned, Episode, EpisodeTable
+from streamrl.rollout.agents.workflow import Episode, EpisodeScore, EpisodeTable
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generator
 from streamrl.rollout.workflows import Session
@@ -125,7 +125,7 @@ async def test_an_episode_across_updates_is_exact_in_each_token_of_each_branch(g
         await agent.turn(client, "92", factor=1.0)
     await agent.recorder.close()
 
-    long, branch = agent.episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+    long, branch = agent.episode.trajectories(EpisodeScore(Score(1.0), []), discount=1.0)
     assert (long.turns, branch.turns) == (3, 1)
     answers = [agent.recorder.segments[f"7.0.{number}"] for number in range(4)]
     for trajectory, of_turns in ((long, answers[:3]), (branch, answers[3:])):
@@ -189,7 +189,7 @@ async def test_an_answer_is_streamed_through_an_update(gserver: Contract, texts:
             if text and not any(said):
                 await gserver.publish(FACTORS[0])
             said.append(text)
-    (found,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+    (found,) = episode.trajectories(EpisodeScore(Score(1.0), []), discount=1.0)
     tokens, versions = found.input_ids[found.loss_mask].tolist(), found.policy_versions[found.loss_mask].tolist()
     assert "".join(said) == gserver.text.decode(tokens)
     assert len(tokens) == gserver.long

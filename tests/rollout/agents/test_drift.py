@@ -11,7 +11,7 @@ from streamrl.config import SamplingConfig
 from streamrl.errors import AgentError, PeerError
 from streamrl.rollout.agents.messages import ChatRequest, Message, RequestRefused
 from streamrl.rollout.agents.model_renderer import renderer_of
-from streamrl.rollout.agents.workflow import Earned, Episode, Score
+from streamrl.rollout.agents.workflow import Episode, EpisodeScore, Score
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generation
 from streamrl.types import Prompt
@@ -121,7 +121,7 @@ async def test_a_conversation_goes_on_where_the_template_leaves_it_as_it_was(
     def for_this(value: Any) -> int:
         return value[name] if isinstance(value, dict) else value
 
-    found = episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+    found = episode.trajectories(EpisodeScore(Score(1.0), []), discount=1.0)
     assert len(found) == episode.conversations == for_this(conversations)
     assert episode.rerendered == for_this(rerendered)
     assert (episode.drifted, episode.rewritten) == (drifted, 0)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from streamrl.rollout.agents.gateway import Gateway
 from streamrl.rollout.agents.rendering import TemplateRenderer
-from streamrl.rollout.agents.workflow import Earned, Episode, EpisodeTable, Score
+from streamrl.rollout.agents.workflow import Episode, EpisodeScore, EpisodeTable, Score
 from streamrl.rollout.groups import check_trajectory
 from streamrl.transport.generation import GenerateRequest
 from tests.rollout.engine import answer
@@ -115,7 +115,7 @@ class Agent:
     def trained(self) -> Counter[Token]:
         """What is under the loss in all trajectories of the episode."""
         found: Counter[Token] = Counter()
-        for one in self.episode.trajectories(Earned(Score(1.0), []), discount=1.0):
+        for one in self.episode.trajectories(EpisodeScore(Score(1.0), []), discount=1.0):
             check_trajectory(one)
             mask = one.loss_mask
             values = (one.input_ids, one.behavior_logprobs, one.policy_versions)

@@ -11,7 +11,7 @@ import pytest
 from streamrl.rollout.agents.messages import ChatRequest, Message, MessagePiece, RequestRefused
 from streamrl.rollout.agents.model_renderer import renderer_of
 from streamrl.rollout.agents.protocols import anthropic, chat
-from streamrl.rollout.agents.workflow import Earned, Episode, Score
+from streamrl.rollout.agents.workflow import Episode, EpisodeScore, Score
 from streamrl.rollout.generation import Generation
 from tests.rollout.agents.test_drift import ASKED, CHAT, SURE, Scripted
 from tests.rollout.qwen import TEMPLATE, make_qwen
@@ -85,7 +85,7 @@ async def test_the_policy_goes_on_from_a_given_text_and_the_conversation_after_i
     (second,) = await episode.complete(further, call="second", on_piece=pieces.append)
     assert second.prompt_ids[: len(first.prompt_ids) + len(first.output_ids)] == (*first.prompt_ids, *first.output_ids)
     episode.delivered([first, second])
-    (found,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+    (found,) = episode.trajectories(EpisodeScore(Score(1.0), []), discount=1.0)
     assert found.input_ids[found.loss_mask].tolist() == [*first.output_ids, *second.output_ids]
     assert (found.turns, episode.rewritten) == (2, 0)
 
@@ -118,7 +118,7 @@ async def test_an_answer_that_was_cut_off_goes_on_from_the_tokens_that_were_samp
         so_far += answer.message.content
     assert so_far.replace(" ", "") == given.replace(" ", "") + "is4"
     episode.delivered(answers)
-    (found,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+    (found,) = episode.trajectories(EpisodeScore(Score(1.0), []), discount=1.0)
     assert found.input_ids[found.loss_mask].tolist() == [token for answer in answers for token in answer.output_ids]
     assert (found.turns, episode.rewritten, episode.rerendered) == (3, 0, 0)
 

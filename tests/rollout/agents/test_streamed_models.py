@@ -14,7 +14,7 @@ from openai import AsyncOpenAI
 
 from streamrl.rollout.agents.gateway import Gateway
 from streamrl.rollout.agents.model_renderer import ModelRenderer, renderer_of
-from streamrl.rollout.agents.workflow import Earned, Episode, EpisodeTable, Score
+from streamrl.rollout.agents.workflow import Episode, EpisodeScore, EpisodeTable, Score
 from streamrl.transport.generation import GenerateRequest
 from tests.rollout.engine import answer
 from tests.rollout.qwen import make_qwen
@@ -142,7 +142,7 @@ async def test_a_model_is_streamed_as_it_speaks_and_says_the_same_as_in_one_piec
             policy.heard.set()  # nothing comes before the update
         async with asked(policy) as (url, episode):
             found.append(await ask(url, episode.key, stream, policy.heard))
-            (one,) = episode.trajectories(Earned(Score(1.0), []), discount=1.0)
+            (one,) = episode.trajectories(EpisodeScore(Score(1.0), []), discount=1.0)
         assert one.input_ids[one.loss_mask].tolist() == CHAT.encode(SAID)
         before = len(CHAT.encode(cut))
         versions = one.policy_versions[one.loss_mask].tolist()

@@ -25,8 +25,8 @@ from streamrl.trainer.backends.megatron.shape import read_shape
 from streamrl.trainer.backends.megatron.weights import (
     Columns,
     QueryGroups,
-    Replicated,
-    Stacked,
+    ReplicatedWeight,
+    StackedWeight,
     Vocabulary,
     Weight,
     stage_weights,
@@ -78,9 +78,9 @@ def check_parts(weight: Weight, wholes: list[torch.Tensor], shards: list[torch.T
 
 @given(size=st.integers(1, 4), times=st.integers(1, 3), columns=st.integers(1, 3), rows=st.integers(1, 30))
 def test_cuts_can_be_put_together_again(size: int, times: int, columns: int, rows: int) -> None:
-    check_round_trip(Replicated(), [numbered(rows)], size)
+    check_round_trip(ReplicatedWeight(), [numbered(rows)], size)
     check_round_trip(Columns(), [numbered(rows, size * times)], size)
-    check_round_trip(Stacked(), [numbered(size * times, columns), -numbered(size * times, columns)], size)
+    check_round_trip(StackedWeight(), [numbered(size * times, columns), -numbered(size * times, columns)], size)
     shards = check_round_trip(Vocabulary(), [numbered(rows, columns) + 1], size)
     assert int((torch.cat(shards) == 0).all(1).sum()) == -rows % size
 

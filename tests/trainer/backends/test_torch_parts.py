@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from streamrl.config import OptimizerConfig
 from streamrl.errors import ModelError
 from streamrl.safetensors_files import Part, bytes_of_parts, file_name, write_bytes
-from streamrl.trainer.backends.base import Offloaded
+from streamrl.trainer.backends.base import OffloadedMemory
 from streamrl.trainer.backends.optimizer import OPTIMIZER, AdamW, learning_rate, updates_file
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.packing import pack
@@ -194,7 +194,7 @@ def test_offloaded_memory_is_free_and_views_come_back():
     whole = torch.arange(6.0)
     view = whole[2:4]
     other = torch.arange(3.0)
-    offloaded = Offloaded([whole, view, other])
+    offloaded = OffloadedMemory([whole, view, other])
     assert whole.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 0
     offloaded.bring_back()
     assert whole.tolist() == [0, 1, 2, 3, 4, 5]

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.config import from_dict
-from streamrl.gserver.server.receiver import Expected, WeightReceiver
+from streamrl.gserver.server.receiver import ExpectedWeights, WeightReceiver
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.collective import Broadcaster
@@ -57,7 +57,7 @@ async def test_all_weights_arrive_in_each_version(tmp_path: Path) -> None:
     shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
     kept = Kept()
     receiver = WeightReceiver(
-        expected=Expected(shapes, torch.bfloat16), aside=kept, device=rank_device(1), timeout=DEADLINE
+        expected=ExpectedWeights(shapes, torch.bfloat16), aside=kept, device=rank_device(1), timeout=DEADLINE
     )
     with Forked(_send, [(folder,)]) as ranks:
         for version in VERSIONS:

@@ -20,7 +20,7 @@ from streamrl.trainer.calls import (
     ClearDataCache,
     Initialize,
     MinibatchShare,
-    ModelConfig,
+    ModelConfigRequest,
     Publish,
     TrainStep,
 )
@@ -93,7 +93,7 @@ async def test_a_worker_reports_the_configuration_of_its_model(tmp_path):
     folder = ensure_checkpoint(config, cache=tmp_path)
     dataset = StreamDataset(rank=0, capacity_groups=4)
     worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=None, client=None)
-    model = await answer(worker, ModelConfig())
+    model = await answer(worker, ModelConfigRequest())
     assert (model.layers, model.hidden_size, model.vocab_size) == (3, 16, vocab_size(folder))
     await worker.close()
 

@@ -14,7 +14,7 @@ from streamrl import cuda_memory
 from streamrl.checksum import tensor_sums
 from streamrl.cuda_memory import Handle, SharedWeights, WeightPlace
 from streamrl.errors import ModelError
-from streamrl.gserver.server.receiver import Expected, WeightReceiver
+from streamrl.gserver.server.receiver import ExpectedWeights, WeightReceiver
 from streamrl.trainer.worker.weight_memory import WeightMemory
 from streamrl.transport.control import PublishBeginReply
 from tests.trainer.worker.kept import Kept
@@ -47,7 +47,7 @@ async def test_a_gserver_stages_what_lies_in_shared_memory(tmp_path: Path) -> No
     carrier = WeightMemory(dtype=torch.bfloat16, device=CPU, checksum=True, share=gpu.share, root=tmp_path)
     kept = Kept()
     receiver = WeightReceiver(
-        expected=Expected({name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}, torch.bfloat16),
+        expected=ExpectedWeights({name: tuple(tensor.shape) for name, tensor in WEIGHTS.items()}, torch.bfloat16),
         aside=kept,
         device=CPU,
         timeout=10.0,

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from streamrl.checksum import tensor_sums
 from streamrl.config import from_dict
 from streamrl.errors import PublicationError
-from streamrl.gserver.server.receiver import Expected, WeightReceiver
+from streamrl.gserver.server.receiver import ExpectedWeights, WeightReceiver
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.collective import Broadcaster, open_store
@@ -94,7 +94,7 @@ async def test_all_weights_arrive_to_the_bit_whatever_the_layout(tmp_path: Path)
     for case in CASES:
         kept = Kept()
         receiver = WeightReceiver(
-            expected=Expected({name: tuple(tensor.shape) for name, tensor in trained.items()}, torch.bfloat16),
+            expected=ExpectedWeights({name: tuple(tensor.shape) for name, tensor in trained.items()}, torch.bfloat16),
             aside=kept,
             device=torch.device("cpu"),
             timeout=TIMEOUT_SECONDS,

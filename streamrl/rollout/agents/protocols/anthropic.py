@@ -14,7 +14,7 @@ from streamrl.rollout.agents.messages import (
     Message,
     MessagePiece,
     RequestRefused,
-    Told,
+    StreamedAnswer,
     ToolCall,
 )
 from streamrl.rollout.agents.protocols import common
@@ -36,12 +36,12 @@ class _Block(msgspec.Struct):
     content: common.Content = None
 
 
-class _Message(msgspec.Struct):
+class _AnthropicMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
     content: str | list[_Block]
 
 
-class _Tool(msgspec.Struct):
+class _AnthropicTool(msgspec.Struct):
     name: str
     type: str | None = None
     description: str = ""
@@ -57,12 +57,12 @@ class _OutputConfig(msgspec.Struct):
     format: Any = None
 
 
-class _Body(common.SamplingFields):
-    messages: list[_Message]
+class _MessagesBody(common.SamplingFields):
+    messages: list[_AnthropicMessage]
     max_tokens: int
     model: str = ""
     system: common.Content = None
-    tools: list[_Tool] | None = None
+    tools: list[_AnthropicTool] | None = None
     tool_choice: _Choice | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
@@ -74,7 +74,7 @@ class _Body(common.SamplingFields):
 
 def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
-    body = common.decode(raw, _Body)
+    body = common.decode(raw, _MessagesBody)
     if not body.messages:
         raise RequestRefused("messages: there are none")
     common.check_counts(1, body.max_tokens, "max_tokens")
@@ -106,19 +106,19 @@ def parse(raw: bytes) -> CheckedRequest:
             stop=common.stops(body.stop_sequences),
         ),
         model=body.model,
-        events=Events if body.stream else None,
+        events=MessageEvents if body.stream else None,
         sampling=body.given() | one_call,
     )
 
 
-def _tool(tool: _Tool) -> dict[str, Any]:
+def _tool(tool: _AnthropicTool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
         raise RequestRefused(f"tools: only those with an input_schema are supported, not {tool.type!r}")
     function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
     return {"type": "function", "function": function}
 
 
-def _messages(message: _Message, where: str) -> list[Message]:
+def _messages(message: _AnthropicMessage, where: str) -> list[Message]:
     if isinstance(message.content, str):
         return [Message(role=message.role, content=message.content)]
     results, texts, thoughts, calls = [], [], [], []
@@ -184,12 +184,12 @@ def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, 
     }
 
 
-class Events:
+class MessageEvents:
     """An answer as server-sent events. A block of text or thinking stays open while more of it may arrive."""
 
     def __init__(self, call: CheckedRequest) -> None:
         self._call = call
-        self._told = Told()
+        self._told = StreamedAnswer()
         self._begun = False
         self._blocks = 0
         self._open = ""

@@ -13,7 +13,7 @@ from streamrl.rollout.agents.messages import (
     Message,
     MessagePiece,
     RequestRefused,
-    Told,
+    StreamedAnswer,
     ToolCall,
 )
 from streamrl.rollout.agents.protocols import common
@@ -32,7 +32,7 @@ class _ToolCall(msgspec.Struct):
     function: _Function
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: common.Content = None
     reasoning_content: str | None = None
@@ -46,8 +46,8 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Body(common.SamplingFields):
-    messages: list[_Message]
+class _ChatBody(common.SamplingFields):
+    messages: list[_ChatMessage]
     model: str = ""
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -69,7 +69,7 @@ class _Body(common.SamplingFields):
 
 def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
-    body = common.decode(raw, _Body)
+    body = common.decode(raw, _ChatBody)
     if not body.messages:
         raise RequestRefused("messages: there are none")
     common.refuse_present(
@@ -108,7 +108,7 @@ def parse(raw: bytes) -> CheckedRequest:
             token_texts=bool(body.logprobs),
         ),
         model=body.model,
-        events=Events if body.stream else None,
+        events=ChatEvents if body.stream else None,
         logprobs=bool(body.logprobs),
         top_logprobs=common.check_top_logprobs(body.top_logprobs, "top_logprobs"),
         stream_usage=body.stream_options is not None and body.stream_options.include_usage,
@@ -116,7 +116,7 @@ def parse(raw: bytes) -> CheckedRequest:
     )
 
 
-def _message(message: _Message, index: int) -> Message:
+def _message(message: _ChatMessage, index: int) -> Message:
     where = f"messages[{index}]"
     common.refuse_present({f"{where}.function_call": message.function_call, f"{where}.audio": message.audio})
     return Message(
@@ -168,13 +168,13 @@ def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, 
     return {**_head(call, "chat.completion"), "choices": choices, "usage": common.usage(completions)}
 
 
-class Events:
+class ChatEvents:
     """An answer as server-sent events."""
 
     def __init__(self, call: CheckedRequest) -> None:
         self._call = call
         self._head = _head(call, "chat.completion.chunk")
-        self._told: list[Told] = []
+        self._told: list[StreamedAnswer] = []
         """The sent part of each answer; empty if there was no piece."""
 
     def piece(self, piece: MessagePiece) -> bytes:
@@ -186,7 +186,7 @@ class Events:
 
     def _begin(self) -> bytes:
         """Return the first chunks of all answers, in order: OpenAI's client confuses answers in another order."""
-        self._told = [Told() for _ in range(self._call.request.n)]
+        self._told = [StreamedAnswer() for _ in range(self._call.request.n)]
         return b"".join(self._chunk(index, {"role": "assistant"}) for index in range(len(self._told)))
 
     def end(self, completions: Sequence[Completion]) -> bytes:

@@ -74,7 +74,7 @@ class _ResponseFormat(msgspec.Struct):
     type: str = "text"
 
 
-class _NotServed(msgspec.Struct, kw_only=True):
+class _UnsupportedFields(msgspec.Struct, kw_only=True):
     """Further fields of OpenAI and of servers of open models that are refused: the policy's probabilities or input
     would depend on them."""
 
@@ -106,7 +106,7 @@ class _NotServed(msgspec.Struct, kw_only=True):
     chat_template_kwargs: Any = None
 
 
-class SamplingFields(_NotServed, kw_only=True):
+class SamplingFields(_UnsupportedFields, kw_only=True):
     """The sampling settings that a request may have."""
 
     temperature: float | None = None
@@ -121,7 +121,7 @@ class SamplingFields(_NotServed, kw_only=True):
 
     def given(self) -> dict[str, Any]:
         """Return the sampling settings that the request has; raises `RequestRefused` for unsupported ones."""
-        others = {name: getattr(self, name) for name in _NotServed.__struct_fields__}
+        others = {name: getattr(self, name) for name in _UnsupportedFields.__struct_fields__}
         others["repetition_penalty"] = self.repetition_penalty not in (None, 1)
         others["response_format"] = self.response_format is not None and self.response_format.type != "text"
         refuse_present(others)

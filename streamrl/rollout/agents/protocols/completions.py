@@ -7,14 +7,14 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, Told
+from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, StreamedAnswer
 from streamrl.rollout.agents.protocols import common
 from streamrl.rollout.agents.protocols.common import CheckedRequest
 
 error = common.openai_error
 
 
-class _Body(common.SamplingFields):
+class _CompletionBody(common.SamplingFields):
     prompt: str | common.TokenIds
     model: str = ""
     n: int | None = None
@@ -30,7 +30,7 @@ class _Body(common.SamplingFields):
 
 def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
-    body = common.decode(raw, _Body)
+    body = common.decode(raw, _CompletionBody)
     common.refuse_present(
         {
             "echo": body.echo,
@@ -50,7 +50,7 @@ def parse(raw: bytes) -> CheckedRequest:
             token_texts=body.logprobs is not None,
         ),
         model=body.model,
-        events=Events if body.stream else None,
+        events=CompletionEvents if body.stream else None,
         logprobs=body.logprobs is not None,
         top_logprobs=common.check_top_logprobs(body.logprobs, "logprobs"),
         sampling=body.given(),
@@ -91,12 +91,12 @@ def reply(call: CheckedRequest, completions: Sequence[Completion]) -> dict[str, 
     return {**_head(call), "choices": choices, "usage": common.usage(completions)}
 
 
-class Events:
+class CompletionEvents:
     """An answer as server-sent events."""
 
     def __init__(self, call: CheckedRequest) -> None:
         self._call = call
-        self._told: defaultdict[int, Told] = defaultdict(Told)
+        self._told: defaultdict[int, StreamedAnswer] = defaultdict(StreamedAnswer)
 
     def piece(self, piece: MessagePiece) -> bytes:
         self._told[piece.index].add(piece)

@@ -21,7 +21,7 @@ class _Sampling(common.SamplingFields):
     stop_token_ids: list[common.TokenId] | None = None
 
 
-class _Body(msgspec.Struct):
+class _GenerateBody(msgspec.Struct):
     token_ids: common.TokenIds
     model: str = ""
     sampling_params: _Sampling = msgspec.field(default_factory=_Sampling)
@@ -31,7 +31,7 @@ class _Body(msgspec.Struct):
 
 def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
-    body = common.decode(raw, _Body)
+    body = common.decode(raw, _GenerateBody)
     common.refuse_present({"features": body.features, "content_parts": body.content_parts})
     asked = body.sampling_params
     common.check_counts(asked.n, asked.max_tokens, "sampling_params.max_tokens")

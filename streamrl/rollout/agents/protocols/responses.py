@@ -16,7 +16,7 @@ from streamrl.rollout.agents.messages import (
     Message,
     MessagePiece,
     RequestRefused,
-    Told,
+    StreamedAnswer,
     ToolCall,
 )
 from streamrl.rollout.agents.protocols import common
@@ -37,7 +37,7 @@ class _Item(msgspec.Struct):
     output: common.Content = None
 
 
-class _Tool(msgspec.Struct, omit_defaults=True):
+class _ResponseTool(msgspec.Struct, omit_defaults=True):
     type: str
     name: str = ""
     description: str | None = None
@@ -53,13 +53,13 @@ class _Text(msgspec.Struct):
     format: _Format | None = None
 
 
-class _Body(common.SamplingFields):
+class _ResponseBody(common.SamplingFields):
     input: str | list[_Item]
     model: str = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    tools: list[_Tool] | None = None
+    tools: list[_ResponseTool] | None = None
     tool_choice: Any = None
     max_output_tokens: int | None = None
     stream: bool | None = None
@@ -73,7 +73,7 @@ class _Body(common.SamplingFields):
 
 def parse(raw: bytes) -> CheckedRequest:
     """Check a request's body."""
-    body = common.decode(raw, _Body)
+    body = common.decode(raw, _ResponseBody)
     common.refuse_present(
         {
             "text.format": body.text and body.text.format and body.text.format.type != "text",
@@ -96,7 +96,7 @@ def parse(raw: bytes) -> CheckedRequest:
             token_texts=_LOGPROBS in (body.include or ()),
         ),
         model=body.model,
-        events=Events if body.stream else None,
+        events=ResponseEvents if body.stream else None,
         logprobs=_LOGPROBS in (body.include or ()),
         top_logprobs=common.check_top_logprobs(body.top_logprobs, "top_logprobs"),
         sampling=body.given(),
@@ -106,7 +106,7 @@ def parse(raw: bytes) -> CheckedRequest:
     )
 
 
-def _tool(tool: _Tool) -> dict[str, Any]:
+def _tool(tool: _ResponseTool) -> dict[str, Any]:
     if tool.type != "function" or not tool.name:
         raise RequestRefused(f"tools: only functions with a name are supported, not {tool.type!r}")
     function = msgspec.to_builtins(tool)
@@ -227,7 +227,7 @@ def _logprobs_of(part: dict[str, Any]) -> dict[str, Any]:
     return {"logprobs": part.get("logprobs", [])} if part["type"] == "output_text" else {}
 
 
-class Events:
+class ResponseEvents:
     """An answer as server-sent events. An item of text or reasoning stays open while more of it may arrive."""
 
     def __init__(self, call: CheckedRequest) -> None:
@@ -237,7 +237,7 @@ class Events:
         self._item_id = ""
         """Id of the latest item; its number is `_items`."""
         self._begun = False
-        self._told = Told()
+        self._told = StreamedAnswer()
         self._open = ""
         """The type of the open item; empty if none is open."""
 

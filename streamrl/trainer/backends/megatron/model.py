@@ -24,7 +24,7 @@ from streamrl.trainer.backends.base import (
     LossOf,
     ModelOutput,
     ModelSpec,
-    Offloaded,
+    OffloadedMemory,
     Update,
     busy_ranks,
     read_weights,
@@ -61,7 +61,7 @@ class MegatronModel:
         self._layout = layout
         self._rank = rank
         self._place = layout.coordinates(rank)
-        self._offloaded: Offloaded | None = None
+        self._offloaded: OffloadedMemory | None = None
         stages = [stage_weights(self._shape, spec.head, stage=stage, layout=layout) for stage in range(layout.pipeline)]
         self._groups = layout_groups(layout, timeout_seconds=timeout_seconds)
         with self._groups.active():
@@ -190,7 +190,7 @@ class MegatronModel:
         if self._offloaded is not None:
             return
         trained = [] if self._trainable is None else self._trainable.tensors()
-        self._offloaded = Offloaded([*self._parameters.values(), *self._averages.values(), *trained])
+        self._offloaded = OffloadedMemory([*self._parameters.values(), *self._averages.values(), *trained])
 
     def onload(self) -> None:
         if self._offloaded is not None:

@@ -56,7 +56,7 @@ class Cut(Protocol):
         ...
 
 
-class Replicated(msgspec.Struct, frozen=True):
+class ReplicatedWeight(msgspec.Struct, frozen=True):
     """Whole tensors, one after another, on every rank."""
 
     parallel_dim: int | None = None
@@ -86,7 +86,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return [Block(0, (rank * each, 0), (max(0, min(each, rows - rank * each)), columns))]
 
 
-class Stacked(msgspec.Struct, frozen=True):
+class StackedWeight(msgspec.Struct, frozen=True):
     """Gate and up: each cut along its rows; a rank's parts follow each other."""
 
     parallel_dim: int | None = 0
@@ -228,10 +228,10 @@ def stage_weights(shape: ModelShape, head: Head, *, stage: int, layout: Layout) 
     if stage < stages - 1:
         return weights
     weights.append(
-        Weight("decoder.final_layernorm.weight", (("model.norm.weight", (shape.hidden_size,)),), Replicated())
+        Weight("decoder.final_layernorm.weight", (("model.norm.weight", (shape.hidden_size,)),), ReplicatedWeight())
     )
     if head == "scalar":
-        weights.append(Weight("score.weight", ((SCORE, (1, shape.hidden_size)),), Replicated()))
+        weights.append(Weight("score.weight", ((SCORE, (1, shape.hidden_size)),), ReplicatedWeight()))
     elif not shape.tied:
         weights.append(Weight("output_layer.weight", (("lm_head.weight", embedding[1]),), vocabulary))
     elif stages > 1:
@@ -256,7 +256,7 @@ def _layer_weights(shape: ModelShape, local: int, number: int, *, layout: Layout
     yield Weight(f"{attention}linear_proj.weight", ((f"{own}o_proj.weight", (hidden, rows["q"])),), Columns())
     if shape.qk_norm:
         for x in "qk":
-            yield Weight(f"{attention}{x}_layernorm.weight", ((f"{own}{x}_norm.weight", (d,)),), Replicated())
+            yield Weight(f"{attention}{x}_layernorm.weight", ((f"{own}{x}_norm.weight", (d,)),), ReplicatedWeight())
     if shape.moe is not None and number in shape.moe.layers:
         each = shape.moe.experts // layout.expert
         for expert in range(shape.moe.experts):
@@ -268,19 +268,21 @@ def _layer_weights(shape: ModelShape, local: int, number: int, *, layout: Layout
                 share=share,
             )
         yield Weight(
-            f"{megatron}mlp.router.weight", ((f"{theirs}mlp.gate.weight", (shape.moe.experts, hidden)),), Replicated()
+            f"{megatron}mlp.router.weight",
+            ((f"{theirs}mlp.gate.weight", (shape.moe.experts, hidden)),),
+            ReplicatedWeight(),
         )
     else:
         yield from _feed_forward(f"{megatron}mlp.", f"{theirs}mlp.", (shape.intermediate_size, hidden))
     for norm, name in (("input_layernorm", "input_layernorm"), ("pre_mlp_layernorm", "post_attention_layernorm")):
-        yield Weight(f"{megatron}{norm}.weight", ((f"{theirs}{name}.weight", (hidden,)),), Replicated())
+        yield Weight(f"{megatron}{norm}.weight", ((f"{theirs}{name}.weight", (hidden,)),), ReplicatedWeight())
 
 
 def _feed_forward(megatron: str, theirs: str, shape: tuple[int, int], *, share: int | None = None) -> Iterator[Weight]:
     """Yield the weights of a feed-forward block; `shape`: shape of its gate, `(inner, hidden)`."""
     gate_up = tuple((f"{theirs}{x}_proj.weight", shape) for x in ("gate", "up"))
     down = ((f"{theirs}down_proj.weight", shape[::-1]),)
-    rows, columns = (Stacked(), Columns()) if share is None else (Replicated(), Replicated())
+    rows, columns = (StackedWeight(), Columns()) if share is None else (ReplicatedWeight(), ReplicatedWeight())
     yield Weight(f"{megatron}linear_fc1.weight", gate_up, rows, share=share)
     yield Weight(f"{megatron}linear_fc2.weight", down, columns, share=share)
 

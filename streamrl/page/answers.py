@@ -19,7 +19,6 @@ from streamrl.config.trainer import ASYNCHRONOUS, SYNCHRONOUS
 from streamrl.errors import ConfigError
 from streamrl.launch.graph_picture import Arrow, Box, drawing
 from streamrl.records.evaluation import EvaluationReport
-from streamrl.records.health import Finding, findings
 from streamrl.records.rollouts import TOKEN_USES, Branch, KeptGroup
 from streamrl.records.table import Column, thinned
 from streamrl.records.timeline import without_figures
@@ -249,11 +248,6 @@ def _waits(run: RunView, *, most: int = 12) -> list[tuple[str, str, float, float
                 found[key] = found.get(key, 0.0) + float(gap)
     longest = sorted(found.items(), key=lambda item: -item[1])[:most]
     return [(name, what, waited, waited / max(seconds[name], 1e-9)) for (name, what), waited in longest]
-
-
-def health(run: RunView) -> list[Finding]:
-    """Return the health findings of the run, worst first."""
-    return findings(run.figures())
 
 
 class ResponseView(msgspec.Struct, frozen=True):

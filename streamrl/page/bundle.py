@@ -18,6 +18,7 @@ import msgspec
 
 from streamrl.page import answers
 from streamrl.page.server import STATIC
+from streamrl.records.health import findings
 from streamrl.records.view import RunView
 
 OVERVIEW_FILE = "overview.html"
@@ -46,7 +47,7 @@ def overview(run: RunView) -> str:
         "runs": [answers.facts(run, number=0)],
         "runs/0/steps": base64.b64encode(steps).decode(),
         "runs/0/evaluations": answers.evaluations(run),
-        "runs/0/health": answers.health(run),
+        "runs/0/health": findings(run.figures()),
     }
     figures = msgspec.json.encode(kept).decode().replace("<", "\\u003c")  # so no tag can begin in it
     script = (STATIC / "vendor" / "uPlot.iife.min.js").read_text() + "\n" + bundled(ENTRY)

@@ -17,7 +17,7 @@ import hmac
 import logging
 import secrets
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +30,7 @@ from streamrl import essential
 from streamrl.errors import ConfigError, DataError
 from streamrl.page import answers, logs
 from streamrl.page.lanes import lanes
+from streamrl.records.health import findings
 from streamrl.records.view import RunView
 from streamrl.transport.http import Hosts
 
@@ -92,8 +93,8 @@ class Page:
         self._locks = [asyncio.Lock() for _ in folders]
         self._watchers = 0
         self._news = asyncio.Condition()
-        self._told: list[answers.RunFacts] = []
-        self._somebody = asyncio.Event()
+        self._sent: list[answers.RunFacts] = []
+        self._watched = asyncio.Event()
         self.connections: Callable[[], int] = lambda: 0
         """Returns the number of open connections."""
 
@@ -106,18 +107,10 @@ class Page:
             "/api/runs": self._list,
             "/api/events": self._events,
             "/api/runs/{run:\\d+}/steps": self._steps,
-            "/api/runs/{run:\\d+}/evaluations": self._evaluations,
-            "/api/runs/{run:\\d+}/health": self._health,
-            "/api/runs/{run:\\d+}/timeline": self._timeline,
-            "/api/runs/{run:\\d+}/fleet": self._fleet,
-            "/api/runs/{run:\\d+}/rollouts": self._rollouts,
-            "/api/runs/{run:\\d+}/rollouts/search": self._search,
-            "/api/runs/{run:\\d+}/rollouts/{step:\\d+}/{seq:\\d+}": self._group,
-            "/api/runs/{run:\\d+}/config": self._config,
-            "/api/runs/{run:\\d+}/graph": self._graph,
-            "/api/runs/{run:\\d+}/logs": self._logs,
         }.items():
             app.router.add_get(f"/{{token}}{path}", handler)
+        for path, call in CALLS.items():
+            app.router.add_get(f"/{{token}}/api/runs/{{run:\\d+}}/{path}", partial(self._call, call))
         app.cleanup_ctx.append(self._looking)
         return app
 
@@ -164,95 +157,23 @@ class Page:
     # --- runs ---
 
     async def _list(self, request: web.Request) -> web.StreamResponse:
-        return await _send_json(request, [await self._of(number, _told_of) for number in range(len(self._runs))])
+        return await _send_json(request, await self._facts())
+
+    async def _facts(self) -> list[answers.RunFacts]:
+        return [
+            await self._of(number, lambda run, number=number: answers.facts(run, number=number))  # type: ignore[misc]
+            for number in range(len(self._runs))
+        ]
 
     async def _steps(self, request: web.Request) -> web.StreamResponse:
-        names = [name for name in request.query.get("names", "").split(",") if name]
-        first, last = float(request.query.get("first", "-inf")), float(request.query.get("last", "inf"))
-        points = int(request.query.get("points", "8000"))
-        if not points >= 2:
-            raise ValueError("points: at least 2")
+        body = await self._of(int(request.match_info["run"]), lambda run: _steps(run, request.query))
+        return await _send(request, body, "application/octet-stream")
 
-        def encoded(run: RunView, number: int) -> bytes:
-            return answers.steps(run, names=names, first=first, last=last, points=points)
+    async def _call(self, call: Call, request: web.Request) -> web.StreamResponse:
+        arguments = {**request.query, **request.match_info}
+        return await _send_json(request, await self._of(int(arguments["run"]), lambda run: call(run, arguments)))
 
-        return await _send(request, await self._of(_number(request), encoded), "application/octet-stream")
-
-    async def _evaluations(self, request: web.Request) -> web.StreamResponse:
-        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.evaluations(run)))
-
-    async def _health(self, request: web.Request) -> web.StreamResponse:
-        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.health(run)))
-
-    async def _timeline(self, request: web.Request) -> web.StreamResponse:
-        columns = min(max(int(request.query.get("columns", "600")), 10), 2000)
-
-        def made(run: RunView, number: int) -> object:
-            begin = float(request.query.get("begin", "0"))
-            end = float(request.query.get("end", str(max(1.0, run.end - run.begin))))
-            if not begin < end:
-                raise ValueError("begin: less than end")
-            return lanes(run, begin=begin, end=end, columns=columns)
-
-        return await _send_json(request, await self._of(_number(request), made))
-
-    async def _fleet(self, request: web.Request) -> web.StreamResponse:
-        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.fleet(run)))
-
-    async def _rollouts(self, request: web.Request) -> web.StreamResponse:
-        query = request.query
-        offset, limit = int(query.get("offset", "0")), int(query.get("limit", "50"))
-        if offset < 0 or not 1 <= limit <= MOST_ROWS:
-            raise ValueError(f"offset: at least 0; limit: from 1 to {MOST_ROWS}")
-
-        def made(run: RunView, number: int) -> object:
-            return run.rollouts.table(
-                sort=query.get("sort", "step"),
-                descending=query.get("descending", "true") == "true",
-                filter=query.get("filter", ""),
-                offset=offset,
-                limit=limit,
-            )
-
-        return await _send_json(request, await self._of(_number(request), made))
-
-    async def _search(self, request: web.Request) -> web.StreamResponse:
-        query = request.query
-        if not query.get("text"):
-            raise ValueError("text: what to search for")
-        before = (int(query["step"]), int(query["seq"])) if "step" in query and "seq" in query else None
-
-        def made(run: RunView, number: int) -> object:
-            return run.rollouts.search(query["text"], filter=query.get("filter", ""), before=before)
-
-        return await _send_json(request, await self._of(_number(request), made))
-
-    async def _group(self, request: web.Request) -> web.StreamResponse:
-        step, seq = int(request.match_info["step"]), int(request.match_info["seq"])
-        return await _send_json(
-            request, await self._of(_number(request), lambda run, _: answers.group(run, step=step, seq=seq))
-        )
-
-    async def _config(self, request: web.Request) -> web.StreamResponse:
-        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.settings(run)))
-
-    async def _graph(self, request: web.Request) -> web.StreamResponse:
-        return await _send_json(request, await self._of(_number(request), lambda run, _: answers.graph(run)))
-
-    async def _logs(self, request: web.Request) -> web.StreamResponse:
-        level = request.query.get("level", "DEBUG")
-        if level not in logs.LEVELS:
-            raise ValueError(f"level: one of {', '.join(logs.LEVELS)}")
-        processes = [name for name in request.query.get("processes", "").split(",") if name]
-
-        def made(run: RunView, number: int) -> object:
-            folder = run.folder / "logs"
-            lines = logs.tail(folder, processes=processes, level=level, text=request.query.get("text", ""))
-            return {"processes": logs.processes_with_logs(folder), "lines": lines}
-
-        return await _send_json(request, await self._of(_number(request), made))
-
-    async def _of(self, number: int, made: Callable[[RunView, int], Answer]) -> Answer:
+    async def _of(self, number: int, made: Callable[[RunView], Answer]) -> Answer:
         """Return the result of `made` for a refreshed run. It runs in a thread, so other requests are not blocked."""
         if number >= len(self._runs):
             raise web.HTTPNotFound(text=f"there is no run {number}: this page shows {len(self._runs)}")
@@ -260,7 +181,7 @@ class Page:
 
         def work() -> Answer:
             run.refresh()
-            return made(run, number)
+            return made(run)
 
         async with self._locks[number]:
             return await asyncio.to_thread(work)
@@ -273,14 +194,14 @@ class Page:
             raise web.HTTPServiceUnavailable(text=f"{MOST_WATCHERS} pages are open already; close one")
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream"})
         self._watchers += 1
-        self._somebody.set()
+        self._watched.set()
         try:
             await response.prepare(request)
             told: list[answers.RunFacts] = []
             while True:
                 async with asyncio.timeout(WRITE_SECONDS):
-                    if self._told != told:
-                        told = self._told
+                    if self._sent != told:
+                        told = self._sent
                         await response.write(b"data: " + msgspec.json.encode(told) + b"\n\n")
                     else:
                         await response.write(b": still here\n\n")
@@ -290,10 +211,10 @@ class Page:
         finally:
             self._watchers -= 1
             if not self._watchers:
-                self._somebody.clear()
+                self._watched.clear()
 
     def _is_news(self, told: list[answers.RunFacts]) -> bool:
-        return self._told != told
+        return self._sent != told
 
     async def _looking(self, app: web.Application) -> AsyncIterator[None]:
         task = essential.begin(self._look(), name="the look at the runs' folders")
@@ -303,13 +224,85 @@ class Page:
     async def _look(self) -> None:
         """Poll the runs for changes while a page is open."""
         while True:
-            await self._somebody.wait()
-            found = [await self._of(number, _told_of) for number in range(len(self._runs))]
-            if found != self._told:
+            await self._watched.wait()
+            found = await self._facts()
+            if found != self._sent:
                 async with self._news:
-                    self._told = found
+                    self._sent = found
                     self._news.notify_all()
             await asyncio.sleep(LOOK_SECONDS)
+
+
+# --- calls on one run ---
+
+Arguments = Mapping[str, str]
+"""The query of a request, and the parts of its path that are arguments, by name."""
+Call = Callable[[RunView, Arguments], object]
+
+
+def _steps(run: RunView, arguments: Arguments) -> bytes:
+    points = int(arguments.get("points", "8000"))
+    if not points >= 2:
+        raise ValueError("points: at least 2")
+    first, last = float(arguments.get("first", "-inf")), float(arguments.get("last", "inf"))
+    return answers.steps(run, names=_words(arguments.get("names")), first=first, last=last, points=points)
+
+
+def _timeline(run: RunView, arguments: Arguments) -> object:
+    begin, end = float(arguments.get("begin", "0")), float(arguments.get("end", max(1.0, run.end - run.begin)))
+    if not begin < end:
+        raise ValueError("begin: less than end")
+    return lanes(run, begin=begin, end=end, columns=min(max(int(arguments.get("columns", "600")), 10), 2000))
+
+
+def _rollouts(run: RunView, arguments: Arguments) -> object:
+    offset, limit = int(arguments.get("offset", "0")), int(arguments.get("limit", "50"))
+    if offset < 0 or not 1 <= limit <= MOST_ROWS:
+        raise ValueError(f"offset: at least 0; limit: from 1 to {MOST_ROWS}")
+    return run.rollouts.table(
+        sort=arguments.get("sort", "step"),
+        descending=arguments.get("descending", "true") == "true",
+        filter=arguments.get("filter", ""),
+        offset=offset,
+        limit=limit,
+    )
+
+
+def _search(run: RunView, arguments: Arguments) -> object:
+    if not arguments.get("text"):
+        raise ValueError("text: the text to search for is missing")
+    before = (int(arguments["step"]), int(arguments["seq"])) if {"step", "seq"} <= set(arguments) else None
+    return run.rollouts.search(arguments["text"], filter=arguments.get("filter", ""), before=before)
+
+
+def _logs(run: RunView, arguments: Arguments) -> object:
+    level = arguments.get("level", "DEBUG")
+    if level not in logs.LEVELS:
+        raise ValueError(f"level: one of {', '.join(logs.LEVELS)}")
+    folder, processes = run.folder / "logs", _words(arguments.get("processes"))
+    lines = logs.tail(folder, processes=processes, level=level, text=arguments.get("text", ""))
+    return {"processes": logs.processes_with_logs(folder), "lines": lines}
+
+
+def _words(text: str | None) -> list[str]:
+    return [word for word in (text or "").split(",") if word]
+
+
+CALLS: dict[str, Call] = {
+    "evaluations": lambda run, _: answers.evaluations(run),
+    "health": lambda run, _: findings(run.figures()),
+    "timeline": _timeline,
+    "fleet": lambda run, _: answers.fleet(run),
+    "rollouts": _rollouts,
+    "rollouts/search": _search,
+    "rollouts/{step:\\d+}/{seq:\\d+}": lambda run, named: answers.group(
+        run, step=int(named["step"]), seq=int(named["seq"])
+    ),
+    "config": lambda run, _: answers.settings(run),
+    "graph": lambda run, _: answers.graph(run),
+    "logs": _logs,
+}
+"""Path below a run → function that makes the reply."""
 
 
 def static_files() -> dict[str, Path]:
@@ -345,14 +338,6 @@ async def serve(
         await asyncio.Event().wait()
     finally:
         await runner.cleanup()
-
-
-def _told_of(run: RunView, number: int) -> answers.RunFacts:
-    return answers.facts(run, number=number)
-
-
-def _number(request: web.Request) -> int:
-    return int(request.match_info["run"])
 
 
 async def _send_json(request: web.Request, value: object) -> web.StreamResponse:

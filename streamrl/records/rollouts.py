@@ -552,7 +552,7 @@ class Rollouts:
                 raise DataError(f"rollouts have no column {sort!r}; they have {', '.join(_INDEX)}")
             if len(self._orders) > 8:
                 self._orders.clear()
-            self._orders[key] = _sorted(self.rows, conditions(filter), sort=sort, descending=descending)
+            self._orders[key] = _sorted(self.rows, filter, sort=sort, descending=descending)
         return self._orders[key]
 
     def _described(self, positions: NDArray[np.intp], *, texts: bool) -> list[Row]:
@@ -588,18 +588,6 @@ class Rollouts:
 # --- filters ---
 
 
-class Condition(NamedTuple):
-    """`column operator value`."""
-
-    column: str
-    operator: str
-    value: float | str
-
-    def holds(self, rows: pa.Table) -> pa.ChunkedArray:
-        """Return the mask `[rows]` of the rows for which it holds. An unknown value is unlike every other."""
-        return pc.fill_null(_OPERATORS[self.operator](rows[self.column], self.value), self.operator == "!=")
-
-
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": pc.greater_equal,
     "<=": pc.less_equal,
@@ -611,18 +599,20 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
 _CONDITION = re.compile(r"\s*(\w+)\s*(>=|<=|!=|==|=|<|>)\s*([^\s,<>=!]+)(?:\s*,|\s+and\b|\s+|$)", re.IGNORECASE)
 
 
-def conditions(filter: str) -> list[Condition]:
-    """Return the conditions in `filter`, separated by spaces, commas or `and`; raises `DataError` for other text."""
-    found = []
+def passing(rows: pa.Table, filter: str) -> NDArray[np.bool_]:
+    """Return the mask `[rows]` of the rows that pass `filter`: conditions such as `reward>=0.5`, separated by spaces,
+    commas or `and`. An unknown value is unlike every other. Raises `DataError` for other text."""
+    keep = np.ones(len(rows), np.bool_)
     rest = filter.strip()
     while rest:
         match = _CONDITION.match(rest)
         if match is None:
             raise DataError(f"filter {filter!r}: {rest!r} is no condition; write for example reward>=0.5 finish=length")
         column, compare, text = match[1], match[2].replace("==", "="), match[3]
-        found.append(Condition(column, compare, _value(column, compare, text, filter)))
+        value = _value(column, compare, text, filter)
+        keep &= pc.fill_null(_OPERATORS[compare](rows[column], value), compare == "!=").to_numpy()
         rest = rest[match.end() :].strip()
-    return found
+    return keep
 
 
 def _value(column: str, compare: str, text: str, filter: str) -> float | str:
@@ -638,13 +628,10 @@ def _value(column: str, compare: str, text: str, filter: str) -> float | str:
         raise DataError(f"filter {filter!r}: {text!r} is not a number to compare {column} with") from error
 
 
-def _sorted(rows: pa.Table, wanted: list[Condition], *, sort: str, descending: bool) -> NDArray[np.intp]:
-    """Return the positions of the rows for which all of `wanted` hold, sorted. Rows that are equal in `sort` are in the
-    order of steps, which `descending` reverses, too. Unknown values come last."""
-    keep = np.ones(len(rows), np.bool_)
-    for condition in wanted:
-        keep &= condition.holds(rows).to_numpy()
-    positions = np.flatnonzero(keep)
+def _sorted(rows: pa.Table, filter: str, *, sort: str, descending: bool) -> NDArray[np.intp]:
+    """Return the positions of the rows that pass `filter`, sorted. Rows that are equal in `sort` are in the order of
+    steps, which `descending` reverses, too. Unknown values come last."""
+    positions = np.flatnonzero(passing(rows, filter))
     positions = positions[np.argsort(rows["step"].to_numpy()[positions], kind="stable")]
     if descending:
         positions = positions[::-1]

@@ -26,7 +26,7 @@ from streamrl.records.rollouts import (
     KeptGroup,
     Rollouts,
     branches,
-    conditions,
+    passing,
     rows_of,
 )
 from streamrl.records.rollouts_writer import RolloutWriter
@@ -226,7 +226,7 @@ def test_sorting_is_sorting(tmp_path_factory, data):
 )
 def test_a_filter_that_makes_no_sense_is_an_error(filter, message):
     with pytest.raises(DataError, match=message):
-        conditions(filter)
+        passing(SCHEMA.empty_table(), filter)
 
 
 def test_a_column_that_is_not_there(tmp_path):

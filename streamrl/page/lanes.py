@@ -18,8 +18,6 @@ from streamrl.records.view import Process, RunView
 
 MOST_PIECES = 1500
 """Most pieces in a lane's window; if there are more, shares are drawn."""
-SILENT_BEATS = 8.0
-"""A process that misses this many usual heartbeats in a row counts as away during the gap."""
 
 
 class LanePiece(msgspec.Struct, frozen=True, array_like=True):
@@ -154,13 +152,9 @@ def _of_gserver(process: Process, times: Column, edges: Column) -> list[LanePiec
 
 def _away(process: Process, times: Column, edges: Column) -> list[LanePiece]:
     """Return pieces for the gaps without heartbeats and for restarts."""
-    gaps = np.diff(times)
-    if not len(gaps):
-        return []
-    usual = max(1.0, float(np.median(gaps)))
     began = np.flatnonzero(process.began_anew)
     pieces = [LanePiece(float(times[at]), float(times[at + 1]), "restart", 1.0, "started again") for at in began]
-    for at in np.flatnonzero(gaps > SILENT_BEATS * usual):
+    for at in np.flatnonzero(np.diff(times) > process.longest_pause):
         if at not in began:
             pieces.append(LanePiece(float(times[at]), float(times[at + 1]), "away", 1.0, "not heard of"))
     return [piece for piece in pieces if piece.end > edges[0] and piece.begin < edges[-1]][:MOST_PIECES]

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 CONFIG_FILE = "config.toml"
 LIVE_SECONDS = 30.0
 """A run without an ending that has written nothing for this many seconds is not live."""
+SILENT_BEATS = 8.0
+"""A process that misses this many usual heartbeats in a row counts as away during the gap."""
 ROLE_ORDER = ("gserver", "rollout", "controller", "model_worker")
 """Order of the processes where all are shown; other roles follow."""
 
@@ -93,6 +95,12 @@ class Process:
     def began_anew(self) -> NDArray[np.bool_]:
         """Whether the process or the whole run was restarted between each heartbeat and the next."""
         return np.diff(self.stats.column(PROCESSOR_SECONDS)) < 0  # False for NaN: older versions do not record it
+
+    @property
+    def longest_pause(self) -> float:
+        """Seconds without a heartbeat after which the process counts as away."""
+        gaps = np.diff(self.times)
+        return SILENT_BEATS * max(1.0, float(np.median(gaps))) if len(gaps) else float("inf")
 
     @property
     def restarts(self) -> int:

@@ -34,8 +34,6 @@ GAUGES = {
 """Role → figures of its heartbeats that are drawn as curves."""
 CURVES = ("reward_mean", "effective_sample_size", "tokens_per_second")
 """Figures of the steps that are drawn as curves."""
-AWAY_BEATS = 8.0
-"""A process was away if it is silent for this many usual intervals between its heartbeats."""
 GENERATES = 0.05
 """A gserver was generating if it computed for more than this share of the time between two heartbeats."""
 
@@ -182,7 +180,7 @@ def _process(process: Process, *, pid: int, origin: float) -> Iterator[Event]:
 
 def _waits(process: Process) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
     """Yield the waits and the work of a process; consecutive heartbeats with the same wait are one piece."""
-    times, longest = process.times.tolist(), _longest_pause(process)
+    times, longest = process.times.tolist(), process.longest_pause
     last, first = len(times) - 1, 0
     for row in range(len(times)):
         after = min(row + 1, last)
@@ -198,7 +196,7 @@ def _waits(process: Process) -> Iterator[tuple[str, float, float, dict[str, Any]
 
 def _generation(process: Process) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
     """Yield when a gserver generated, paused or was idle, with the share of the time that it computed."""
-    times, longest = process.times.tolist(), _longest_pause(process)
+    times, longest = process.times.tolist(), process.longest_pause
     computed, paused = (np.diff(process.grown(name)).tolist() for name in ("busy_seconds_total", "pause_seconds_total"))
     begin, name, busy = times[0], "", 0.0
     for row, (before, after) in enumerate(pairwise(times)):
@@ -220,12 +218,6 @@ def _generation(process: Process) -> Iterator[tuple[str, float, float, dict[str,
 
 def _share(name: str, busy: float, seconds: float) -> dict[str, Any]:
     return {"busy_share": round(min(1.0, busy / seconds), 3)} if name == "generates" and seconds > 0 else {}
-
-
-def _longest_pause(process: Process) -> float:
-    """Return the seconds without a heartbeat after which a process counts as away."""
-    pauses = np.sort(np.diff(process.times))
-    return AWAY_BEATS * max(1.0, float(pauses[len(pauses) // 2])) if len(pauses) else float("inf")
 
 
 def _finite(figures: Any, names: Sequence[str]) -> dict[str, float]:

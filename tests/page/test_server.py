@@ -254,17 +254,6 @@ async def test_news_of_a_run_that_is_being_written(run: Path) -> None:
         listener.cancel()
 
 
-async def test_a_timeline_that_was_thinned_out_is_read_anew(run: Path) -> None:
-    async with serving(run) as page:
-        before = (await page.json("api/runs"))[0]["beats"]
-        lines = (run / "timeline.jsonl").read_text().splitlines(keepends=True)
-        thinner = run / "timeline.thinner"
-        thinner.write_text("".join(lines[::2]))
-        thinner.replace(run / "timeline.jsonl")
-        after = (await page.json("api/runs"))[0]["beats"]
-        assert 0.4 * before < after < 0.6 * before
-
-
 @pytest.mark.parametrize("missing", ["config.toml", "metrics.jsonl", "timeline.jsonl", "final.json"])
 async def test_whatever_is_missing_the_rest_is_shown(run: Path, missing: str) -> None:
     (run / missing).unlink()

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.metrics import METRICS_FILE, Final, StepReport, write_ending, write_final
@@ -49,33 +48,6 @@ def test_each_report_is_there_before_the_writer_is_closed(tmp_path: Path) -> Non
 def test_figures_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, report(1, loss=math.nan, ratio=math.inf, reward=1.0))
     assert read_run(tmp_path).steps[0].metrics == {"reward": 1.0}
-
-
-def test_a_torn_line_costs_only_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = write(tmp_path, report(1), report(2))
-    file.write_bytes(file.read_bytes()[:-20])
-    assert read_run(tmp_path).steps == [report(1)]
-    assert "1 lines cannot be read" in caplog.text
-    write(tmp_path, report(3))
-    assert read_run(tmp_path).steps == [report(1), report(3)]
-
-
-def test_a_step_done_again_after_a_resume_counts_once(tmp_path: Path) -> None:
-    write(tmp_path, report(1), report(2, reward=0.1), report(2, reward=0.9), report(3))
-    assert [r.metrics.get("reward") for r in read_run(tmp_path).steps] == [None, 0.9, None]
-
-
-def test_a_full_disk_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
-    write(tmp_path, report(1), report(2), report(3))
-    assert caplog.text.count("metrics.jsonl cannot be written ([Errno 28] No space left on device)") == 1
-    assert len(caplog.records) == 1
-
-
-def test_a_folder_that_cannot_be_made_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "file").write_text("")
-    write(tmp_path / "file" / "run", report(1))
-    assert "metrics.jsonl cannot be written" in caplog.text
 
 
 def test_evaluations_have_a_file_of_their_own_once_there_is_one(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from streamrl.records.lineage import LINEAGES_FILE, Lineage
 from streamrl.records.timeline import PROCESSOR_SECONDS, HeartbeatEntry
@@ -49,3 +50,15 @@ def test_a_step_that_the_controller_reported_is_not_read_twice(tmp_path: Path) -
     assert run.refresh()
     assert [step.step for step in run.steps] == [1, 2]
     assert run.values("groups") == [8.0, 8.0]
+
+
+def test_gservers_are_not_idle_while_the_run_is_down(tmp_path: Path) -> None:
+    stats = [{"busy_seconds_total": 0.5 * up, PROCESSOR_SECONDS: float(up)} for up in range(10)]
+    beats = [
+        HeartbeatEntry(time=begin + up, role="gserver", index=0, stats=stats[up])
+        for begin in (EPOCH, EPOCH + 10_000)
+        for up in range(10)
+    ]
+    run = view_of(tmp_path, beats=beats)
+    assert run.generation_busy() == pytest.approx(0.5)
+    assert run.generation_busy(since=EPOCH + 10_005) == pytest.approx(0.5)

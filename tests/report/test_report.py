@@ -144,13 +144,6 @@ def test_stopped_run(tmp_path: Path) -> None:
     assert write_report(folder).steps == 1
 
 
-def test_a_step_reported_again_counts_once(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=5)
-    metrics = folder / "metrics.jsonl"
-    metrics.write_text(metrics.read_text() + metrics.read_text().splitlines()[-1] + "\n")
-    assert [step.step for step in read_run(folder).steps] == [1, 2, 3, 4, 5]
-
-
 def test_table_shows_the_figures(tmp_path: Path) -> None:
     text = printed(write_report(write_run(tmp_path / "run", plots=False)))
     for part in ("480", "lost 0, duplicated 5, rejected 2", "versions; limit 4", "0.310 s", "all steps are done"):
@@ -363,15 +356,3 @@ def test_what_is_unhealthy_is_in_the_summary_and_in_its_table(tmp_path: Path) ->
     text = console.export_text()
     assert "50% of the sampled tokens were more than 4 versions old" in text
     assert "try staleness.max_staleness=8 (now 4)" in " ".join(text.split())
-
-
-def test_gservers_are_not_idle_while_the_run_is_down(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=1)
-    beats = [
-        {"kind": "heartbeat", "time": begin + up, "role": "gserver", "index": 0,
-         "stats": {"busy_seconds_total": 0.5 * up, "processor_seconds_total": up}}
-        for begin in (EPOCH, EPOCH + 10_000)
-        for up in range(10)
-    ]  # fmt: skip
-    write_lines(folder / "timeline.jsonl", beats)
-    assert read_run(folder).generation_busy() == pytest.approx(0.5)

@@ -10,8 +10,8 @@ import msgspec
 from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.metrics import METRICS_FILE, Final, StepReport, write_ending, write_final
 from streamrl.records.sinks import MetricsWriter
-from streamrl.records.view import read_run
 from tests.evaluations import make_report
+from tests.runs import read_steps
 
 
 def report(step: int, **metrics: float) -> StepReport:
@@ -35,19 +35,19 @@ def write(folder: Path, *reports: StepReport) -> Path:
 
 def test_reports_come_back_as_they_went(tmp_path: Path) -> None:
     write(tmp_path / "new", report(1), report(2))
-    assert read_run(tmp_path / "new").steps == [report(1), report(2)]
+    assert read_steps(tmp_path / "new") == [report(1), report(2)]
 
 
 def test_each_report_is_there_before_the_writer_is_closed(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     writer.write(report(1))
-    assert read_run(tmp_path).steps == [report(1)]
+    assert read_steps(tmp_path) == [report(1)]
     writer.close()
 
 
 def test_figures_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     write(tmp_path, report(1, loss=math.nan, ratio=math.inf, reward=1.0))
-    assert read_run(tmp_path).steps[0].metrics == {"reward": 1.0}
+    assert read_steps(tmp_path)[0].metrics == {"reward": 1.0}
 
 
 def test_evaluations_have_a_file_of_their_own_once_there_is_one(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from streamrl.records.lineage import Lineage
 from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
 from streamrl.records.timeline import Timeline
-from streamrl.records.view import read_run
 from streamrl.seqs import SeqSet
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.secret import Secret
 from streamrl.types import SampleMeta
 from tests.evaluations import make_report
 from tests.groups import make_group
+from tests.runs import read_steps
 
 
 def make_progress(version: int = 3, **more: object) -> Progress:
@@ -214,7 +214,7 @@ def test_records_go_back_to_the_checkpoint(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(os.fstat(descriptor).st_ino))
     progress.rewind(tmp_path, policy_version=3)
     assert on_disk == [(tmp_path / "metrics.jsonl").stat().st_ino], "before it took the place of what there was"
-    assert read_run(tmp_path).steps == reports[:3]
+    assert read_steps(tmp_path) == reports[:3]
     assert not (tmp_path / "final.json").exists()
     progress.rewind(tmp_path / "nowhere", policy_version=3)
 

@@ -72,7 +72,7 @@ def measure(folder: Path, row: str, tokens: int, *, threads: int) -> Row:
     begun = MaskedTokens.of_prompt(prompt)
     sequences = [begun.more(random.integers(0, VOCABULARY, length), sampled=True) for length in lengths]
     group = packed(0, sequences, prompt=len(prompt))
-    (micro,) = pack([group], max_tokens=tokens, share_prefix=True, hidden_size=10**6)
+    (micro,) = pack([group], max_tokens=tokens, share_prefix=True)
     before = resident("VmRSS")
     begin_peak()
     began = time.perf_counter()

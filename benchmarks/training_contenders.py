@@ -88,9 +88,7 @@ def streamrl_contender(model: ParallelModel, *, share_prefix: bool, by_call: boo
         return [calls_of(group) for group in groups] if by_call else groups
 
     def computed(groups: list[TrajectoryGroup]) -> int:
-        batches = pack(
-            laid_out(groups), max_tokens=MICRO_TOKENS, share_prefix=share_prefix, hidden_size=model.hidden_size
-        )
+        batches = pack(laid_out(groups), max_tokens=MICRO_TOKENS, share_prefix=share_prefix)
         return sum(batch.tokens for batch in batches)
 
     def step(groups: list[TrajectoryGroup]) -> Found:

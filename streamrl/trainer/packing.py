@@ -1,9 +1,9 @@
 """Micro-batches from groups: the tokens of a row, their attention mask, and the predicting positions.
 
-Trajectories of a group have a common beginning: the prompt, and for agents the turns that episodes or calls share. So a
-row is a *trie*: a common beginning occurs once, and each token sees the tokens on its own path. A token keeps its
-position in its own sequence, so the results equal those of separate sequences, at a fraction of the work. `p p a a`,
-`p p b c c` and `p p b d d` make the row
+Trajectories have common beginnings: a template or tool descriptions in all groups, the prompt in a group, and the
+turns that an agent's episodes or calls share. So a row is a *trie*: a common beginning occurs once, and each token sees
+the tokens on its own path. A token keeps its position in its own sequence, so the results equal those of separate
+sequences, at a fraction of the work. `p p a a`, `p p b c c` and `p p b d d` make the row
 
     row             p  p  a  a  b  c  c  d  d
     position        0  1  2  3  2  3  4  3  4
@@ -12,16 +12,16 @@ position in its own sequence, so the results equal those of separate sequences, 
 In this depth-first order, a token's descendants follow it without a gap. So one number defines the queries that see it:
 all from the token itself up to the end of its descendants.
 
-Rows do not see each other, so a micro-batch is a sequence of rows of any length: a forest, without padding. There are
-as few micro-batches as `max_tokens` allows, since each costs a fixed time; on a GPU, the time of thousands of kernel
-launches.
+A micro-batch is one row of up to `max_tokens` tokens, without padding. Trajectories that do not even share their first
+token follow one another in it: a forest. There are as few micro-batches as `max_tokens` allows, since each costs a
+fixed time; on a GPU, the time of thousands of kernel launches.
 
 Pure functions over numpy; the backend turns the arrays into tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -31,30 +31,9 @@ from numpy.typing import NDArray
 from streamrl.types import NO_EXPERT, TrajectoryGroup
 
 
-class Row(msgspec.Struct):
-    """A trie of trajectories with a common first token: arrays of the shape `[row_tokens]`, and of `[predicted]`."""
-
-    group: int
-    """Index in the given groups."""
-    input_ids: NDArray[np.int64]
-    position_ids: NDArray[np.int64]
-    visible_until: NDArray[np.int64]
-    """The first later position in the row that does not see the token."""
-    predictors: NDArray[np.int64]
-    """Positions in the row with a hidden state that predicts a token, by default a sampled one. A position may predict
-    several tokens: one of each trajectory that shares it."""
-    targets: NDArray[np.int64]
-    """Index of the predicted token in the group's packed arrays."""
-    target_ids: NDArray[np.int64]
-    """The predicted token's id."""
-    routed_experts: NDArray[np.uint8]
-    """`[row_tokens, layers · top_k]`, or `[row_tokens, 0]`, as in `TrajectoryGroup`; a token that several trajectories
-    share has the experts of the row's first such trajectory."""
-
-
 class MicroBatch(msgspec.Struct):
-    """Tokens computed together; arrays of the shape `[rows, length]`, and of `[predicted]`. `pack` makes one row, in
-    which the trees follow one another."""
+    """Tokens computed together; arrays of the shape `[rows, length]`, and of `[predicted]` in the order of rows and
+    columns. `pack` makes one row, in which the trees follow one another."""
 
     input_ids: NDArray[np.int64]
     position_ids: NDArray[np.int64]
@@ -62,7 +41,8 @@ class MicroBatch(msgspec.Struct):
     """The first later column that does not see the token."""
     row_index: NDArray[np.int64]
     column_index: NDArray[np.int64]
-    """Row and column of the hidden state that predicts each sampled token."""
+    """Row and column of the hidden state that predicts each sampled token. A state may predict several tokens: one of
+    each trajectory that shares it."""
     group_index: NDArray[np.int64]
     target_index: NDArray[np.int64]
     """Group of each sampled token, and its index in the group's packed arrays."""
@@ -84,6 +64,22 @@ class MicroBatch(msgspec.Struct):
         """Number of computed tokens."""
         return self.input_ids.size
 
+    def states(self) -> States:
+        """Return the hidden states that predict, each once."""
+        length = self.input_ids.shape[1]
+        places, of_prediction = np.unique(self.row_index * length + self.column_index, return_inverse=True)
+        return States(*np.divmod(places, length), of_prediction)
+
+
+class States(NamedTuple):
+    """The distinct hidden states that predict, in the order of rows and columns."""
+
+    rows: NDArray[np.int64]
+    columns: NDArray[np.int64]
+    """`[states]`."""
+    of_prediction: NDArray[np.int64]
+    """`[predicted]`: the state that predicts each token, in ascending order."""
+
 
 IDLE = MicroBatch(
     input_ids=np.zeros((1, 1), np.int64),
@@ -104,27 +100,16 @@ last token of each trajectory, for a value of the whole trajectory."""
 
 
 def pack(
-    groups: Sequence[TrajectoryGroup],
-    *,
-    max_tokens: int,
-    share_prefix: bool,
-    hidden_size: int,
-    positions: Positions = "sampled",
+    groups: Sequence[TrajectoryGroup], *, max_tokens: int, share_prefix: bool, positions: Positions = "sampled"
 ) -> list[MicroBatch]:
-    """Lay out all `groups` in as few micro-batches of at most `max_tokens` tokens as first-fit-decreasing finds.
+    """Lay out all `groups` in few micro-batches of at most `max_tokens` tokens.
 
-    A single sequence longer than `max_tokens` gets a micro-batch of its own. `hidden_size` weighs attention against
-    other computation when trajectories are divided into rows.
+    A single trajectory longer than `max_tokens` gets a micro-batch of its own. Without `share_prefix` each trajectory
+    is a tree of its own.
     """
-    rows: list[Row] = []
-    for index, group in enumerate(groups):
-        paths = _paths(group)
-        if share_prefix:
-            together = _cheapest_rows(_sorted(paths), max_tokens, hidden_size)
-        else:
-            together = [[path] for path in paths]
-        rows += [_row(index, group, paths, positions) for paths in together]
-    return [_concatenated(together) for together in _fitting(rows, max_tokens)]
+    paths = [path for index, group in enumerate(groups) for path in _paths(index, group)]
+    paths = _sorted(paths) if share_prefix else sorted(paths, key=lambda path: -len(path.ids))
+    return [_micro_batch(groups, together, positions) for together in _fitting(paths, max_tokens)]
 
 
 def attention_mask(visible_until: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -141,6 +126,8 @@ def attention_mask(visible_until: NDArray[np.int64]) -> NDArray[np.bool_]:
 class _Path(NamedTuple):
     """A trajectory on its way through a trie."""
 
+    group: int
+    """Index in the given groups."""
     start: int
     """Its start in the group's packed arrays."""
     ids: NDArray[np.int32]
@@ -149,10 +136,13 @@ class _Path(NamedTuple):
     """Length of the common beginning with the previous path, in tokens."""
 
 
-def _paths(group: TrajectoryGroup) -> list[_Path]:
+def _paths(index: int, group: TrajectoryGroup) -> list[_Path]:
     ends = np.cumsum(group.seqlens, dtype=np.int64)
     starts = (ends - group.seqlens).tolist()
-    return [_Path(start, group.packed_input_ids[start:end]) for start, end in zip(starts, ends.tolist(), strict=True)]
+    return [
+        _Path(index, start, group.packed_input_ids[start:end])
+        for start, end in zip(starts, ends.tolist(), strict=True)
+    ]
 
 
 def _sorted(paths: Sequence[_Path]) -> list[_Path]:
@@ -170,104 +160,75 @@ def _in_common(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
     return int(differs.argmax())
 
 
-def _cheapest_rows(paths: Sequence[_Path], max_tokens: int, hidden_size: int) -> list[list[_Path]]:
-    """Divide sorted `paths` into the cheapest rows: larger rows share more tokens, but compute more masked attention.
-
-    For each token a layer costs about 24·hidden² for its matrices and 4·hidden·length for its attention, so a row costs
-    `tokens · (1 + length / (6 · hidden))`.
-    """
-    shared = np.array([path.shared for path in paths])
-    own = np.array([len(path.ids) for path in paths]) - shared
-    before = np.concatenate(([0], np.cumsum(own)))
-    least = np.zeros(len(paths) + 1)  # cost of the rows of the first paths, by the number of paths
-    firsts = []  # first path of the last of these rows
-    for end in range(1, len(paths) + 1):
-        tokens = shared[:end] + before[end] - before[:end]  # tokens of a row, by its first path
-        cost = least[:end] + tokens * (1 + tokens / (6 * hidden_size))
-        cost[:-1][tokens[:-1] > max_tokens] = np.inf
-        firsts.append(int(cost.argmin()))
-        least[end] = cost[firsts[-1]]
-    rows: list[list[_Path]] = []
-    end = len(paths)
-    while end:
-        first = firsts[end - 1]
-        rows.append([paths[first]._replace(shared=0), *paths[first + 1 : end]])
-        end = first
-    return rows[::-1]
-
-
-def _row(index: int, group: TrajectoryGroup, paths: Sequence[_Path], positions: Positions) -> Row:
-    """Return the trie of sorted `paths`: the tokens of each path that it does not share with the previous one."""
-    length = sum(len(path.ids) - path.shared for path in paths)
-    visible_until = np.full(length, length)
-    source: list[NDArray[np.int64]] = []
-    position: list[NDArray[np.int64]] = []
-    predictors: list[NDArray[np.int64]] = []
-    targets: list[NDArray[np.int64]] = []
-    columns = np.arange(0)  # columns of a path's tokens
-    placed = 0
+def _fitting(paths: Iterable[_Path], max_tokens: int) -> list[list[_Path]]:
+    """Divide sorted `paths` among micro-batches: each goes where it adds the fewest tokens, and there where the least
+    room is left (best fit). In the result, `shared` refers to the previous path of the same micro-batch."""
+    filled: list[list[_Path]] = []
+    room: list[int] = []  # tokens that still fit, by micro-batch
+    shared: list[int] = []  # common beginning of the present path and the micro-batch's last one
     for path in paths:
-        own = np.arange(path.shared, len(path.ids))
-        visible_until[columns[path.shared :]] = placed  # the previous path branches off here
-        columns = np.concatenate((columns[: path.shared], own + (placed - path.shared)))
-        placed += len(own)
-        source.append(path.start + own)
-        position.append(own)
-        if positions == "ends":
-            predictors.append(columns[-1:])
-            targets.append(np.array([path.start + len(path.ids) - 1]))
+        length = len(path.ids)
+        shared = [min(before, path.shared) for before in shared]
+        fits = [place for place in range(len(filled)) if length - shared[place] <= room[place]]
+        if fits:
+            place = min(fits, key=lambda place: (length - shared[place], room[place]))
         else:
-            sampled = np.flatnonzero(group.packed_loss_mask[path.start : path.start + len(path.ids)])
-            predictors.append(columns[sampled - 1])
-            targets.append(path.start + sampled)
-    tokens = np.concatenate(source)
-    return Row(
-        group=index,
-        input_ids=group.packed_input_ids[tokens].astype(np.int64),
-        position_ids=np.concatenate(position),
-        visible_until=visible_until,
-        predictors=np.concatenate(predictors),
-        targets=np.concatenate(targets),
-        target_ids=group.packed_input_ids[np.concatenate(targets)].astype(np.int64),
-        routed_experts=group.routed_experts[tokens],
-    )
-
-
-def _fitting(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Add each row, the longest first, to the first micro-batch with enough room (first-fit-decreasing)."""
-    filled: list[list[Row]] = []
-    room: list[int] = []
-    for row in sorted(rows, key=lambda row: -len(row.input_ids)):
-        length = len(row.input_ids)
-        place = next((i for i, left in enumerate(room) if length <= left), len(room))
-        if place == len(room):
+            place = len(filled)
             filled.append([])
-            room.append(max_tokens)
-        filled[place].append(row)
-        room[place] -= length
+            room.append(max(max_tokens, length))
+            shared.append(0)
+        filled[place].append(path._replace(shared=shared[place]))
+        room[place] -= length - shared[place]
+        shared[place] = length
     return filled
 
 
-def _concatenated(rows: Sequence[Row]) -> MicroBatch:
-    lengths = [len(row.input_ids) for row in rows]
-    counts = [len(row.predictors) for row in rows]
-    starts = np.cumsum([0, *lengths[:-1]])
-    columns = np.concatenate([row.predictors for row in rows])
-    width = max(row.routed_experts.shape[1] for row in rows)
-    routed_experts = [row.routed_experts if row.routed_experts.size else _unknown(row, width) for row in rows]
+def _micro_batch(groups: Sequence[TrajectoryGroup], paths: Sequence[_Path], positions: Positions) -> MicroBatch:
+    """Return the tries of sorted `paths`: the tokens of each path that it does not share with the previous one."""
+    length = sum(len(path.ids) - path.shared for path in paths)
+    visible_until = np.full(length, length)
+    input_ids, position_ids = np.empty(length, np.int64), np.empty(length, np.int64)
+    predictions: list[tuple[NDArray[np.int64], ...]] = []  # for each path: columns, groups, targets, target ids
+    routes = max(groups[path.group].routes for path in paths)
+    routed_experts = np.full((length, routes), NO_EXPERT, np.uint8)
+    columns = np.arange(0)  # columns of a path's tokens
+    placed = 0
+    for path in paths:
+        group, end = groups[path.group], placed + len(path.ids) - path.shared
+        visible_until[columns[path.shared :]] = placed  # the previous path branches off here
+        columns = np.concatenate((columns[: path.shared], np.arange(placed, end)))
+        input_ids[placed:end] = path.ids[path.shared :]
+        position_ids[placed:end] = np.arange(path.shared, len(path.ids))
+        if group.routes:
+            own = slice(path.start + path.shared, path.start + len(path.ids))
+            routed_experts[placed:end] = group.routed_experts[own]
+        predictions.append(_predictions(path, group, columns, positions))
+        placed = end
+    column_index, group_index, target_index, target_ids = map(np.concatenate, zip(*predictions, strict=True))
+    order = np.argsort(column_index, kind="stable")
     return MicroBatch(
-        input_ids=np.concatenate([row.input_ids for row in rows])[None],
-        position_ids=np.concatenate([row.position_ids for row in rows])[None],
-        visible_until=(np.concatenate([row.visible_until for row in rows]) + np.repeat(starts, lengths))[None],
-        row_index=np.zeros_like(columns),
-        column_index=columns + np.repeat(starts, counts),
-        group_index=np.repeat([row.group for row in rows], counts),
-        target_index=np.concatenate([row.targets for row in rows]),
-        target_ids=np.concatenate([row.target_ids for row in rows]),
-        routed_experts=np.concatenate(routed_experts)[None] if width else None,
+        input_ids=input_ids[None],
+        position_ids=position_ids[None],
+        visible_until=visible_until[None],
+        row_index=np.zeros_like(column_index),
+        column_index=column_index[order],
+        group_index=group_index[order],
+        target_index=target_index[order],
+        target_ids=target_ids[order],
+        routed_experts=routed_experts[None] if routes else None,
     )
 
 
-def _unknown(row: Row, width: int) -> NDArray[np.uint8]:
-    """Return `[row_tokens, width]` for `Row.routed_experts` of a row with no experts from the engine."""
-    return np.full((len(row.input_ids), width), NO_EXPERT, dtype=np.uint8)
+def _predictions(
+    path: _Path, group: TrajectoryGroup, columns: NDArray[np.int64], positions: Positions
+) -> tuple[NDArray[np.int64], ...]:
+    """Return columns, groups, targets and target ids of a path's predictions, as in `MicroBatch`."""
+    length = len(path.ids)
+    if positions == "ends":
+        targets = np.array([length - 1])
+        predicting = targets
+    else:
+        targets = np.flatnonzero(group.packed_loss_mask[path.start : path.start + length])
+        predicting = targets - 1
+    ids = path.ids[targets].astype(np.int64)
+    return columns[predicting], np.full_like(targets, path.group), path.start + targets, ids

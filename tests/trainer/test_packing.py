@@ -41,18 +41,6 @@ def prefixes(paths):
     return {path[:end] for path in paths for end in range(1, len(path) + 1)}
 
 
-def rows_of(groups, **options):
-    """`(group, its trajectories in the tree, micro-batch, columns of the tree)` of all trees of all micro-batches."""
-    for micro in pack(groups, positions="ends", **options):
-        for columns in trees_of(micro):
-            mine = (columns.start <= micro.column_index) & (micro.column_index < columns.stop)
-            (index,) = set(micro.group_index[mine].tolist())
-            ends = np.cumsum(groups[index].seqlens) - 1
-            numbers = np.searchsorted(ends, micro.target_index[mine])
-            assert ends[numbers].tolist() == micro.target_index[mine].tolist()
-            yield index, numbers.tolist(), micro, columns
-
-
 def trees_of(micro):
     """The columns of each tree: up to the first that does not see its root."""
     (until,) = micro.visible_until
@@ -62,15 +50,18 @@ def trees_of(micro):
         start = int(until[start])
 
 
-def cost(tokens, hidden):
-    return tokens * (1 + tokens / (6 * hidden))
+def paths_of(micro, groups):
+    """`(group, number)` of each trajectory in a micro-batch, from `positions="ends"`."""
+    for index, target in zip(micro.group_index.tolist(), micro.target_index.tolist(), strict=True):
+        ends = (np.cumsum(groups[index].seqlens) - 1).tolist()
+        yield index, ends.index(target)
 
 
-@given(group_lists(), st.booleans(), st.sampled_from([16, 64, 4096]), st.sampled_from([4, 64]))
-def test_every_sampled_token_sees_exactly_its_own_past(groups, share, max_tokens, hidden):
+@given(group_lists(), st.booleans(), st.sampled_from([16, 64, 4096]))
+def test_every_sampled_token_sees_exactly_its_own_past(groups, share, max_tokens):
     seen: list[tuple[int, int]] = []
     longest = max(int(group.seqlens.max()) for group in groups)
-    for micro in pack(groups, max_tokens=max_tokens, share_prefix=share, hidden_size=hidden):
+    for micro in pack(groups, max_tokens=max_tokens, share_prefix=share):
         assert micro.tokens <= max(max_tokens, longest)
         mask = attention_mask(micro.visible_until)
         places = zip(micro.row_index, micro.column_index, micro.group_index, micro.target_index, strict=True)
@@ -88,25 +79,29 @@ def test_every_sampled_token_sees_exactly_its_own_past(groups, share, max_tokens
     assert sorted(seen) == wanted
 
 
-@given(group_lists(), st.booleans(), st.sampled_from([16, 4096]), st.sampled_from([4, 64, 4096]))
-def test_a_tree_has_each_token_once_and_it_sees_its_own_path(groups, share, max_tokens, hidden):
+@given(group_lists(), st.booleans(), st.sampled_from([16, 4096]))
+def test_a_micro_batch_has_each_token_once_and_it_sees_its_own_path(groups, share, max_tokens):
     found = []
-    for index, numbers, micro, columns in rows_of(
-        groups, max_tokens=max_tokens, share_prefix=share, hidden_size=hidden
-    ):
-        nodes = prefixes([trajectories(groups[index])[number] for number in numbers])
-        ids, positions = micro.input_ids[0, columns], micro.position_ids[0, columns]
-        mask = attention_mask(micro.visible_until)[0, 0, columns]
-        assert not mask[:, : columns.start].any()
-        assert not mask[:, columns.stop :].any()
-        paths = [tuple(ids[visible].tolist()) for visible in mask[:, columns]]
-        assert sorted(paths) == sorted(nodes)
-        assert positions.tolist() == [len(path) - 1 for path in paths]
-        alone = len(mask) == micro.tokens
-        assert micro.branched or (alone and (mask == np.tri(len(nodes), dtype=bool)).all())
-        assert len(numbers) == 1 or share
-        found += [(index, number) for number in numbers]
+    for micro in pack(groups, max_tokens=max_tokens, share_prefix=share, positions="ends"):
+        packed = list(paths_of(micro, groups))
+        paths = [trajectories(groups[index])[number] for index, number in packed]
+        nodes = prefixes(paths) if share else [path[:end] for path in paths for end in range(1, len(path) + 1)]
+        mask = attention_mask(micro.visible_until)[0, 0]
+        seen = [tuple(micro.input_ids[0, visible].tolist()) for visible in mask]
+        assert sorted(seen) == sorted(nodes)
+        assert micro.position_ids[0].tolist() == [len(path) - 1 for path in seen]
+        assert micro.branched == (not (mask == np.tri(len(mask), dtype=bool)).all())
+        found += packed
     assert sorted(found) == [(i, number) for i, group in enumerate(groups) for number in range(len(group.seqlens))]
+
+
+@given(group_lists())
+def test_one_micro_batch_computes_each_token_of_all_groups_once(groups):
+    (micro,) = pack(groups, max_tokens=4096, share_prefix=True)
+    assert micro.tokens == len(prefixes([path for group in groups for path in trajectories(group)]))
+    states = micro.states()
+    assert states.columns[states.of_prediction].tolist() == micro.column_index.tolist()
+    assert len(states.columns) == len(set(micro.column_index.tolist()))
 
 
 LENGTHS = {
@@ -118,54 +113,48 @@ LENGTHS = {
 """Tokens of a prompt, most of a response, and lengths of responses as runs have them."""
 
 
+def drawn_groups(rng, lengths, *, template=0, count=16):
+    """Groups of eight with a prompt each, after a template that all share."""
+    prompt, most, draw = LENGTHS[lengths]
+    common, begun = rng.integers(0, 1000, template), template + prompt
+    for seq in range(count):
+        shared = np.concatenate([common, rng.integers(0, 1000, prompt)])
+        ids = [np.concatenate([shared, rng.integers(0, 1000, min(n, most))]) for n in draw(rng, 8).tolist()]
+        yield group_of(seq, rng, ids, [np.arange(len(path)) >= begun for path in ids], prompt=begun)
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_a_batch_takes_as_few_micro_batches_as_its_tokens_allow(lengths: str, share_prefix: bool) -> None:
-    """No token is padding. A micro-batch more than the tokens fill is possible where trees are large."""
-    prompt, most, draw = LENGTHS[lengths]
+    """No token is padding. A micro-batch more than the tokens fill is possible if trajectories are long."""
     rng = np.random.default_rng(0)
-    for seed in range(5):
-        groups = []
-        for seq in range(16):
-            shared = rng.integers(0, 1000, prompt)
-            ids = [np.concatenate([shared, rng.integers(0, 1000, min(n, most))]) for n in draw(rng, 8).tolist()]
-            groups.append(group_of(seq, rng, ids, [np.arange(len(path)) >= prompt for path in ids], prompt=prompt))
-        max_tokens = 8192 if seed else int(max(group.seqlens.max() for group in groups))
-        micros = pack(groups, max_tokens=max_tokens, share_prefix=share_prefix, hidden_size=2048)
-        trees = [columns.stop - columns.start for micro in micros for columns in trees_of(micro)]
-        largest = max(trees)
-        assert largest <= max_tokens
-        assert sum(micro.tokens for micro in micros) == sum(trees)
-        fewest = -(-sum(trees) // max_tokens)
-        assert len(micros) <= fewest + (0 if largest < max_tokens / 4 else 1 + fewest // 4)
+    for _ in range(5):
+        groups = list(drawn_groups(rng, lengths))
+        longest = int(max(group.seqlens.max() for group in groups))
+        micros = pack(groups, max_tokens=8192, share_prefix=share_prefix)
+        computed = sum(micro.tokens for micro in micros)
+        assert max(micro.tokens for micro in micros) <= 8192
+        fewest = -(-computed // 8192)
+        assert len(micros) <= fewest + (0 if longest < 2048 else 1 + fewest // 8)
         if not share_prefix:
-            assert sum(trees) == sum(group.tokens for group in groups)
+            assert computed == sum(group.tokens for group in groups)
 
 
-@given(group_lists(most=1), st.sampled_from([16, 4096]), st.sampled_from([2, 64, 4096]))
-def test_no_other_rows_of_neighbours_cost_less(groups, max_tokens, hidden):
-    paths = sorted(trajectories(groups[0]))
-    least = [0.0]
-    for end in range(1, len(paths) + 1):
-        sizes = [(first, len(prefixes(paths[first:end]))) for first in range(end)]
-        allowed = [(first, size) for first, size in sizes if size <= max_tokens or first == end - 1]
-        least.append(min(least[first] + cost(size, hidden) for first, size in allowed))
-    trees = rows_of(groups, max_tokens=max_tokens, share_prefix=True, hidden_size=hidden)
-    sizes = [len(prefixes([trajectories(groups[0])[number] for number in numbers])) for _, numbers, _, _ in trees]
-    assert np.isclose(sum(cost(size, hidden) for size in sizes), least[-1])
+def test_a_template_of_all_groups_is_computed_once_in_each_micro_batch() -> None:
+    """For example the descriptions of an agent's tools, of 2,000 tokens."""
+    rng = np.random.default_rng(0)
+    groups = list(drawn_groups(rng, "geometric", template=2000))
+    micros = pack(groups, max_tokens=8192, share_prefix=True)
+    own = sum(group.tokens - 2000 * group.size for group in groups)
+    shared = sum(128 * (group.size - 1) for group in groups)  # prompts
+    assert sum(micro.tokens for micro in micros) <= own - shared + len(micros) * (2000 + 128)
+    assert len(micros) == -(-(own - shared) // (8192 - 2000))
 
 
-@given(group_lists())
-def test_one_row_computes_each_token_of_the_trie_once(groups):
-    for group in groups:
-        micros = pack([group], max_tokens=4096, share_prefix=True, hidden_size=1_000_000)  # attention costs nothing
-        assert sum(micro.tokens for micro in micros) == len(prefixes(trajectories(group)))
-
-
-def test_trajectories_share_what_they_begin_with_when_that_saves_work():
+def test_trajectories_share_what_they_begin_with():
     group = branching_group(0, np.random.default_rng(0), prompt=40, turn=10)
-    (shared,) = pack([group], max_tokens=4096, share_prefix=True, hidden_size=512)
-    apart = pack([group], max_tokens=4096, share_prefix=False, hidden_size=512)
+    (shared,) = pack([group], max_tokens=4096, share_prefix=True)
+    apart = pack([group], max_tokens=4096, share_prefix=False)
     assert shared.branched
     assert shared.tokens == 40 + 10 + 2 * 10 + 4 * 10
     assert sum(micro.tokens for micro in apart) >= int(group.seqlens.sum())
@@ -175,16 +164,9 @@ def test_a_conversation_that_only_grows_needs_no_mask():
     history = np.arange(40)
     calls = [history[:length] for length in (10, 20, 30, 40)]
     group = group_of(0, np.random.default_rng(0), calls, [call % 10 > 5 for call in calls], prompt=5)
-    (micro,) = pack([group], max_tokens=4096, share_prefix=True, hidden_size=512)
+    (micro,) = pack([group], max_tokens=4096, share_prefix=True)
     assert micro.input_ids.tolist() == [history.tolist()]
     assert not micro.branched
-
-
-def test_long_responses_to_short_prompts_share_no_tree():
-    rng = np.random.default_rng(0)
-    group = random_group(0, rng, siblings=4, prompt=2, longest=200)
-    trees = rows_of([group], max_tokens=4096, share_prefix=True, hidden_size=8)
-    assert [len(numbers) for _, numbers, _, _ in trees] == [1] * 4
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
@@ -192,7 +174,7 @@ def test_each_token_is_given_its_experts(share_prefix: bool) -> None:
     """Here the experts of a token are its id, so that none is mistaken for another's."""
     group = branching_group(0, np.random.default_rng(0))
     group.packed_routed_experts = np.repeat(group.packed_input_ids, 4).astype(np.uint8)
-    micros = pack([group], max_tokens=60, share_prefix=share_prefix, hidden_size=32)
+    micros = pack([group], max_tokens=60, share_prefix=share_prefix)
     for micro in micros:
         assert micro.routed_experts is not None
         np.testing.assert_array_equal(micro.routed_experts, np.repeat(micro.input_ids[..., None], 4, -1))
@@ -203,13 +185,13 @@ def test_each_token_is_given_its_experts(share_prefix: bool) -> None:
 def test_groups_without_experts_are_packed_with_others() -> None:
     known, silent = (random_group(seq, np.random.default_rng(seq), siblings=1, prompt=9) for seq in (0, 1))
     known.packed_routed_experts = np.repeat(known.packed_input_ids, 4).astype(np.uint8)
-    [micro] = pack([known, silent], max_tokens=60, share_prefix=True, hidden_size=32)
+    [micro] = pack([known, silent], max_tokens=60, share_prefix=True)
     assert micro.routed_experts is not None
     experts = dict(zip(micro.group_index.tolist(), micro.routed_experts[0, micro.column_index], strict=False))
     assert (experts[1] == NO_EXPERT).all()
     assert (experts[0] != NO_EXPERT).all()
     assert int((micro.routed_experts[..., 0] != NO_EXPERT).sum()) == known.tokens
-    [bare] = pack([silent], max_tokens=60, share_prefix=True, hidden_size=32)
+    [bare] = pack([silent], max_tokens=60, share_prefix=True)
     assert bare.routed_experts is None
 
 
@@ -219,7 +201,7 @@ def test_ranks_that_share_rows_have_the_experts_of_their_own_columns(rank: int) 
     group.packed_routed_experts = np.repeat(group.packed_input_ids, 4).astype(np.uint8)
     context = ContextGroup()
     context.size, context._rank = 3, rank
-    for micro in pack([group], max_tokens=60, share_prefix=True, hidden_size=32):
+    for micro in pack([group], max_tokens=60, share_prefix=True):
         share = context.share(micro).micro
         assert share.routed_experts is not None
         assert share.routed_experts.shape == (*share.input_ids.shape, 4)

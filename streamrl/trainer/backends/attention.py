@@ -1,7 +1,7 @@
 """Attention of packed rows, with memory that grows with the number of tokens.
 
 In a row each token sees its ancestors in a tree (`packing.py`). Rows without branches are causal, and short rows use a
-dense mask; on CPUs short trees do, too, after they are stacked. For all other rows the mask is cut into blocks: on CPUs
+dense mask; on CPUs trees of short paths do, too, after they are cut and stacked. For all other rows the mask is cut into blocks: on CPUs
 into the segments and subtrees of the tree, each a call of torch's flash kernel; on CUDA into the tiles of
 `flex_attention`. Keys and values are never repeated for the query heads that share them (GQA).
 
@@ -27,7 +27,7 @@ from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
 
 DENSE_TOKENS = 256
-"""Maximal length of rows, and on CPUs of trees, with a dense mask; in longer ones, of subtrees."""
+"""Maximal length of rows, and on CPUs of paths, with a dense mask; in longer ones, of subtrees."""
 TILE = 128
 """Number of queries and keys of one tile of `flex_attention`'s block mask."""
 LEAST_HEAD_DIM = 16
@@ -148,43 +148,82 @@ def _part(visible_until: NDArray[np.int64], behind: int, device: torch.device) -
     return tree_tiles(to_device(visible_until, device), behind=behind)
 
 
+class TreePiece(NamedTuple):
+    """Adjacent subtrees with the same parent."""
+
+    ancestors: list[int]
+    """Columns of the tokens that all of them see."""
+    start: int
+    end: int
+    """The subtrees' columns."""
+
+    @property
+    def length(self) -> int:
+        return len(self.ancestors) + self.end - self.start
+
+
+def tree_pieces(visible_until: NDArray[np.int64], *, width: int) -> list[TreePiece]:
+    """Cut a forest into pieces of up to `width` tokens, ancestors included; no path may be longer than that."""
+    until: list[int] = visible_until.tolist()
+    pieces: list[TreePiece] = []
+    ancestors: list[int] = []
+    start = 0
+    while start < len(until):
+        while ancestors and until[ancestors[-1]] <= start:
+            ancestors.pop()
+        end = until[start]
+        if len(ancestors) + end - start > width:
+            ancestors.append(start)
+            start += 1
+            continue
+        last = pieces[-1] if pieces else None
+        if last is not None and last.ancestors == ancestors and last.length + end - start <= width:
+            pieces[-1] = last._replace(end=end)
+        else:
+            pieces.append(TreePiece(ancestors.copy(), start, end))
+        start = end
+    return pieces
+
+
 class TreeStack(NamedTuple):
-    """The short trees of a row, stacked into rows as long as the longest tree: one kernel call for all, with little
-    extra work."""
+    """A forest of short paths, stacked into rows: one kernel call for all of it. Each row is a `TreePiece`, so tokens
+    with descendants in several rows are repeated."""
 
     columns: Tensor
-    """`[stacked_rows · width]`: the row's column at each place; any column at places behind the trees."""
+    """`[stacked_rows · width]`: the forest's column at each place; any column at places behind a piece."""
     places: Tensor
-    """`[length]`: the place of each column of the row."""
+    """`[length]`: a place of each column of the forest."""
     mask: Tensor
     """`[stacked_rows, 1, width, width]` bool, as from `attention_mask`."""
 
     @classmethod
     def of(cls, visible_until: NDArray[np.int64], *, most: int) -> TreeStack | None:
-        """Return the stack for `visible_until` `[length]` of a row; None if a tree is longer than `most`."""
+        """Return the stack with the fewest scores for `visible_until` `[length]`; None if a path is longer than
+        `most`."""
         length = len(visible_until)
-        roots = [0]
-        while (end := int(visible_until[roots[-1]])) < length:
-            roots.append(end)
-        lengths = np.diff([*roots, length])
-        width = int(lengths.max())
-        if width > most:
+        ended = np.bincount(visible_until, minlength=length + 1).cumsum()[:length]  # subtrees, at each column
+        width = int((np.arange(1, length + 1) - ended).max())  # the longest path
+        cuts: list[list[TreePiece]] = []
+        while width <= most:
+            cuts.append(tree_pieces(visible_until, width=width))
+            width += -(-width // 4)
+        if not cuts:
             return None
-        starts = [0]  # the first column of each row of the stack
-        for root, tree in zip(roots, lengths.tolist(), strict=True):
-            if root + tree - starts[-1] > width:
-                starts.append(root)
-        counts = np.diff([*starts, length])
-        row = np.repeat(np.arange(len(starts)), counts)
-        place = np.arange(length) - np.repeat(starts, counts)
-        columns = np.zeros((len(starts), width), np.int64)
-        columns[row, place] = np.arange(length)
-        seen_until = np.tile(np.arange(width) + 1, (len(starts), 1))
-        seen_until[row, place] = visible_until - np.repeat(starts, counts)
+        return cls._of_pieces(visible_until, min(cuts, key=lambda cut: len(cut) * max(x.length for x in cut) ** 2))
+
+    @classmethod
+    def _of_pieces(cls, visible_until: NDArray[np.int64], pieces: Sequence[TreePiece]) -> TreeStack:
+        width = max(piece.length for piece in pieces)
+        columns = np.zeros((len(pieces), width), np.int64)
+        places = np.empty(len(visible_until), np.int64)
+        seen_until = np.tile(np.arange(width) + 1, (len(pieces), 1))
+        for row, (ancestors, start, end) in enumerate(pieces):
+            shared, filled = len(ancestors), len(ancestors) + end - start
+            columns[row, :shared], columns[row, shared:filled] = ancestors, np.arange(start, end)
+            places[columns[row, :filled]] = row * width + np.arange(filled)
+            seen_until[row, :shared], seen_until[row, shared:filled] = filled, visible_until[start:end] - start + shared
         return cls(
-            torch.from_numpy(columns.ravel()),
-            torch.from_numpy(row * width + place),
-            torch.from_numpy(attention_mask(seen_until)),
+            torch.from_numpy(columns.ravel()), torch.from_numpy(places), torch.from_numpy(attention_mask(seen_until))
         )
 
     def stacked(self, row: Tensor) -> Tensor:

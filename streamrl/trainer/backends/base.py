@@ -199,9 +199,6 @@ class ParallelModel(WholeWeights, Protocol):
     """A model over the ranks of one layout."""
 
     @property
-    def hidden_size(self) -> int: ...
-
-    @property
     def gives_output(self) -> bool:
         """Whether this rank gets outputs, as the ranks of the last pipeline stage do."""
         ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from streamrl.device import SideStream, to_device
@@ -43,6 +43,7 @@ from streamrl.trainer.backends.base import (
     read_weights,
 )
 from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
+from streamrl.trainer.backends.distribution import Predictions, in_chunks, token_distribution
 from streamrl.trainer.backends.experts import route, separate_experts, sparse_layers
 from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
 from streamrl.trainer.backends.optimizer import AdamW
@@ -158,11 +159,6 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 # --- torch ---
 
-HEAD_CHUNK_TOKENS = 1024
-"""Maximal number of tokens whose logits exist at once; more are computed chunk by chunk, and again in the backward
-pass."""
-
-
 class TorchModel:
     """`ParallelModel` over `world` ranks, which meet in torch's default process group. Each run of `context`
     consecutive ranks shares its rows; otherwise the ranks are data-parallel."""
@@ -211,10 +207,6 @@ class TorchModel:
             torch.zeros(len(sparse), len(sparse[0].experts), dtype=torch.long, device=spec.device) if sparse else None
         )
         """`[layers, experts]`: how often each was chosen since the last update; None if the model has no experts."""
-
-    @property
-    def hidden_size(self) -> int:
-        return int(self._net.model.config.hidden_size)
 
     @property
     def gives_output(self) -> bool:
@@ -359,9 +351,7 @@ class TorchModel:
                 self._tensor(own.input_ids),
                 TreeMask(micro, self._spec.device, self._context),
                 self._tensor(own.position_ids),
-                self._tensor(own.row_index),
-                self._tensor(own.column_index),
-                self._tensor(own.target_ids),
+                Predictions.of(own, self._spec.device),
                 self._spec.temperature if temperature is None else temperature,
             )
         return ModelOutput(self._context.gather(values, share), self._context.gather(entropy, share))
@@ -450,45 +440,27 @@ class _Net(nn.Module):
         input_ids: Tensor,
         tree: TreeMask,
         position_ids: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        ids: Tensor,
+        predictions: Predictions,
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """Return `(values, entropy)` of `ModelOutput`."""
         hidden = self.model.base_model(
             input_ids=input_ids, position_ids=position_ids, use_cache=False, tree=tree
         ).last_hidden_state
-        states = hidden[rows, columns]
+        states = hidden[predictions.rows, predictions.columns]
         if self._spec.head == "scalar":
-            values = self.model.score(states).float()[:, 0]
+            values = self.model.score(states).float()[:, 0].index_select(0, predictions.of_state)
             return values, torch.zeros_like(values)
-        starts = range(0, len(ids), HEAD_CHUNK_TOKENS)
-        if len(starts) <= 1:
-            return self._predict(states, ids, temperature)
-        parts = [
-            checkpoint(
-                self._predict,
-                states[a : a + HEAD_CHUNK_TOKENS],
-                ids[a : a + HEAD_CHUNK_TOKENS],
-                temperature,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for a in starts
-        ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return in_chunks(partial(self._predict, temperature=temperature), states, predictions)
 
-    def _predict(self, states: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logits = self.model.lm_head(states).float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        normaliser = logits.logsumexp(-1)
-        logprobs = logits.gather(-1, ids[:, None])[:, 0] - normaliser
-        with torch.set_grad_enabled(self._spec.entropy_gradient and torch.is_grad_enabled()):
-            probabilities = (logits - normaliser[:, None]).exp()
-            entropy = normaliser - (probabilities * logits).sum(-1)
-        return logprobs, entropy
+    def _predict(self, states: Tensor, of_state: Tensor, ids: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+        return token_distribution(
+            self.model.lm_head(states),
+            of_state,
+            ids,
+            temperature=temperature,
+            entropy_gradient=self._spec.entropy_gradient,
+        )
 
 
 def _attend(

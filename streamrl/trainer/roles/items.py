@@ -128,18 +128,13 @@ def at_targets(micro: MicroBatch, arrays: Sequence[NDArray[Any]]) -> NDArray[Any
 
 
 def pack_for(
-    model: ParallelModel,
-    groups: Sequence[TrajectoryGroup],
-    trainer: TrainerConfig,
-    *,
-    positions: Positions = "sampled",
+    groups: Sequence[TrajectoryGroup], trainer: TrainerConfig, *, positions: Positions = "sampled"
 ) -> list[MicroBatch]:
     """Return `groups` in micro-batches of the configured size."""
     return pack(
         groups,
         max_tokens=trainer.max_tokens_per_microbatch,
         share_prefix=trainer.share_prefix,
-        hidden_size=model.hidden_size,
         positions=positions,
     )
 
@@ -153,7 +148,7 @@ def infer_packed(
 ) -> list[NDArray[np.float32]] | None:
     """Return the model's output at `positions` (0 elsewhere), packed like each group; None where the model returns
     none. Collective."""
-    micros = pack_for(model, groups, trainer, positions=positions)
+    micros = pack_for(groups, trainer, positions=positions)
     outputs = model.infer(micros)
     return None if outputs is None else unpack(micros, outputs, groups)
 

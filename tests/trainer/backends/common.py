@@ -253,7 +253,7 @@ class Checks:
         model = self._make(make_spec(self._models / kind, gradient_checkpointing=True), self._layout)
         reference = Reference(self._models / kind)
         group = branching_group(0, np.random.default_rng(0), prompt=150, turn=60)
-        micros = pack([group], max_tokens=4096, share_prefix=True, hidden_size=10**6) if self._data == 0 else []
+        micros = pack([group], max_tokens=4096, share_prefix=True) if self._data == 0 else []
         with Largest() as largest:
             model.accumulate(micros, loss_of([group], micros))
         wanted = reference.step([group])

@@ -136,7 +136,7 @@ def make_groups(step: int = 0, count: int = 3) -> list[TrajectoryGroup]:
 def micro_batches(
     groups: Sequence[TrajectoryGroup], *, share_prefix: bool = True, max_tokens: int = 60
 ) -> list[MicroBatch]:
-    return pack(groups, max_tokens=max_tokens, share_prefix=share_prefix, hidden_size=32)
+    return pack(groups, max_tokens=max_tokens, share_prefix=share_prefix)
 
 
 def token_weights(group: TrajectoryGroup) -> Tensor:

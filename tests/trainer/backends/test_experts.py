@@ -81,7 +81,7 @@ def groups_of(trajectories: Sequence[Trajectory]) -> list[TrajectoryGroup]:
 
 
 def micros_of(groups: Sequence[TrajectoryGroup], *, share_prefix: bool = True) -> list[MicroBatch]:
-    return pack(groups, max_tokens=90, share_prefix=share_prefix, hidden_size=64)
+    return pack(groups, max_tokens=90, share_prefix=share_prefix)
 
 
 def largest_difference(model: TorchModel, groups: Sequence[TrajectoryGroup], *, share_prefix: bool) -> float:

@@ -38,13 +38,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _check_layouts(rank: int, models: Path, scratch: Path, world: int) -> None:
     import torch.distributed as dist
 
-    from streamrl.trainer.backends.megatron import network
+    from streamrl.trainer.backends import distribution
     from streamrl.trainer.backends.megatron.model import MegatronModel
 
     def make(spec, layout):
         return MegatronModel(spec, layout=layout, rank=rank, timeout_seconds=TIMEOUT_SECONDS)
 
-    network.HEAD_CHUNK_TOKENS = HEAD_CHUNK
+    distribution.HEAD_CHUNK_STATES = HEAD_CHUNK
     layouts = list(WORLDS[world])
     for number, layout in enumerate(layouts):
         checks = Checks(make, models=models, scratch=scratch, layout=layout, rank=rank, barrier=dist.barrier)

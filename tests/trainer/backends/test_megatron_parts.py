@@ -1,4 +1,4 @@
-"""The Megatron backend's parts that need no process group but their own: names, shapes, memory, head."""
+"""The Megatron backend's parts that need no process group but their own: names, shapes, memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,7 +19,6 @@ from tests.trainer.backends.reference import EXPERTS, KINDS, save_models
 
 pytest.importorskip("megatron.core")
 
-from streamrl.trainer.backends.megatron.network import token_distribution
 from streamrl.trainer.backends.megatron.shape import read_shape
 from streamrl.trainer.backends.megatron.weights import (
     Columns,
@@ -176,51 +174,3 @@ def test_layouts_that_do_not_fit_are_refused(models: Path) -> None:
     for layout, named in ((Layout(data=3, expert=3), "num_experts = 4"), (Layout(data=3, expert=2), "does not divide")):
         with pytest.raises(ModelError, match=named):
             shape.check(layout)
-
-
-@pytest.fixture(scope="module")
-def alone() -> dist.ProcessGroup:
-    """A group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    seed=st.integers(0, 1000),
-    ids=st.integers(2, 9),
-    padding=st.integers(0, 3),
-    temperature=st.sampled_from([0.5, 1.0, 2.0]),
-    scale=st.sampled_from([0.1, 3.0, 200.0]),
-)
-def test_distribution_equals_softmax(alone, seed, ids, padding, temperature, scale) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(4, ids + padding, generator=generator) * scale
-    targets = torch.randint(0, ids, (4,), generator=generator)
-    weights = torch.randn(2, 4, generator=generator)
-    gradients = []
-    outputs = []
-    for ours in (True, False):
-        leaf = logits.clone().requires_grad_()
-        if ours:
-            logprobs, entropy = token_distribution(
-                leaf,
-                targets,
-                first=0,
-                count=ids,
-                temperature=temperature,
-                entropy_gradient=True,
-                group=alone,
-            )
-        else:
-            all_logprobs = (leaf[:, :ids].double() / temperature).log_softmax(-1)
-            logprobs = all_logprobs.gather(-1, targets[:, None])[:, 0]
-            entropy = -(all_logprobs.exp() * all_logprobs).sum(-1)
-        (logprobs * weights[0] + entropy * weights[1]).sum().backward()
-        outputs.append((logprobs.detach().double(), entropy.detach().double()))
-        gradients.append(leaf.grad)
-    for ours, wanted in zip(*outputs, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
-    assert not gradients[0][:, ids:].any()

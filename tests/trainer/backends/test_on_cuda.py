@@ -31,10 +31,10 @@ def long_groups() -> list[TrajectoryGroup]:
 
 
 BATCHES: dict[str, list[MicroBatch]] = {
-    "short": pack(make_groups(0), max_tokens=60, share_prefix=True, hidden_size=32),
-    "long": pack(long_groups(), max_tokens=2000, share_prefix=True, hidden_size=32),
-    "concatenated": pack(make_groups(0, count=12), max_tokens=4096, share_prefix=True, hidden_size=32),
-    "apart": pack(make_groups(1), max_tokens=60, share_prefix=False, hidden_size=32),
+    "short": pack(make_groups(0), max_tokens=60, share_prefix=True),
+    "long": pack(long_groups(), max_tokens=2000, share_prefix=True),
+    "concatenated": pack(make_groups(0, count=12), max_tokens=4096, share_prefix=True),
+    "apart": pack(make_groups(1), max_tokens=60, share_prefix=False),
 }
 
 

@@ -20,12 +20,13 @@ HEAD_CHUNK = 16
 def _check(rank: int, models: Path, scratch: Path, world: int) -> None:
     import torch.distributed as dist
 
-    from streamrl.trainer.backends import torch as backend
+    from streamrl.trainer.backends import distribution
+    from streamrl.trainer.backends.torch import TorchModel
 
     def make(spec, layout):
-        return backend.TorchModel(spec, world=layout.data)
+        return TorchModel(spec, world=layout.data)
 
-    backend.HEAD_CHUNK_TOKENS = HEAD_CHUNK
+    distribution.HEAD_CHUNK_STATES = HEAD_CHUNK
     layout = Layout(data=world)
     for sharded in (0, 1) if world > 1 else (0,):
         checks = Checks(make, models=models, scratch=scratch, layout=layout, rank=rank, barrier=dist.barrier)

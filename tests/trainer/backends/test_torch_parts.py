@@ -60,7 +60,7 @@ def test_concatenated_trees_give_the_numbers_of_one_sequence_at_a_time(tmp_path,
     groups.append(branching_group(4, rng))
     found = []
     for max_tokens, share_prefix in ((4096, True), (1, False)):
-        micros = pack(groups, max_tokens=max_tokens, share_prefix=share_prefix, hidden_size=32)
+        micros = pack(groups, max_tokens=max_tokens, share_prefix=share_prefix)
         assert len(micros) == (1 if share_prefix else sum(group.size for group in groups))
         model.accumulate(micros, loss_of(groups, micros))
         gradients = {name: parameter.grad.clone() for name, parameter in model._parameters.items()}

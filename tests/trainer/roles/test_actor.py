@@ -439,7 +439,7 @@ def test_many_logits_in_chunks_give_the_same_gradient(tmp_path, monkeypatch, ent
     whole, chunked = make_backend(folder, algorithm=algorithm), make_backend(folder, algorithm=algorithm)
     expected, found = {}, {}
     whole.train(items, loss_tokens=50, episodes=12, before_update=lambda: whole.copy_gradients(expected))
-    monkeypatch.setattr("streamrl.trainer.backends.torch.HEAD_CHUNK_TOKENS", 7)
+    monkeypatch.setattr("streamrl.trainer.backends.distribution.HEAD_CHUNK_STATES", 7)
     chunked.train(items, loss_tokens=50, episodes=12, before_update=lambda: chunked.copy_gradients(found))
     assert expected.keys() == found.keys() != set()
     for name, gradient in expected.items():

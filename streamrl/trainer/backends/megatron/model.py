@@ -101,10 +101,6 @@ class MegatronModel:
         self._load_first()
 
     @property
-    def hidden_size(self) -> int:
-        return self._shape.hidden_size
-
-    @property
     def gives_output(self) -> bool:
         return self._place.pipeline == self._layout.pipeline - 1
 

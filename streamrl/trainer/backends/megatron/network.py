@@ -3,20 +3,17 @@
 Norms and linear layers are Transformer Engine's on a GPU where it is installed, and Megatron's own elsewhere. Its fused
 norm-and-linear is not used, so parameters have the same names in both cases. Experts are always Megatron's own
 (`experts.py`). Rows of a micro-batch are tries of trajectories, so attention and rotary positions are our own. The head
-is computed only at the predicted positions.
-
-Log-probabilities and entropies come from logits with a vocabulary that is cut over the tensor ranks. No rank ever has
-all logits of a token: each sums over its own part, and the sums are added up.
+is computed only for the states that predict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -29,12 +26,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import silu
-from torch.utils.checkpoint import checkpoint
 
 from streamrl.device import to_device
 from streamrl.trainer.backends.attention import TreeMask
 from streamrl.trainer.backends.base import ModelOutput, ModelSpec
 from streamrl.trainer.backends.context import ContextGroup, Share
+from streamrl.trainer.backends.distribution import Predictions, in_chunks, token_distribution
 from streamrl.trainer.backends.megatron.experts import Experts, facts_of
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
@@ -98,88 +95,7 @@ class TreeAttention(torch.nn.Module):
         return attention_bias.attend(query, key, value, scale=self._scale).permute(2, 0, 1, 3).flatten(2)
 
 
-# --- distribution ---
-
-
-def token_distribution(
-    logits: Tensor,
-    targets: Tensor,
-    *,
-    first: int,
-    count: int,
-    temperature: float,
-    entropy_gradient: bool,
-    group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
-    """Return `[tokens]` float32: log-probabilities of `targets` `[tokens]`, and entropies, at `temperature`.
-
-    `logits` `[tokens, columns]` belong to the token ids from `first`; columns from `count` on are padding, and are
-    ignored. The other ranks of `group` hold the other ids. Without `entropy_gradient` the entropy has no gradient.
-    """
-    found: tuple[Tensor, Tensor] = _Distribution.apply(  # type: ignore[no-untyped-call]
-        logits, targets - first, count, temperature, entropy_gradient, group
-    )
-    return found
-
-
-class _Distribution(torch.autograd.Function):
-    """Log-probabilities and entropies over a vocabulary on several ranks.
-
-    Forward exchanges a maximum and three sums for each token; backward exchanges nothing.
-
-    With p the probabilities, H the entropy, and y the target's one-hot vector:
-    d log p_y / d logits = (y - p) / T and d H / d logits = -p (log p + H) / T.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        columns: Tensor,
-        count: int,
-        temperature: float,
-        entropy_gradient: bool,
-        group: dist.ProcessGroup,
-    ) -> tuple[Tensor, Tensor]:
-        scaled = logits[:, :count].float() / temperature
-        peak = scaled.amax(-1)
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        scaled = scaled - peak[:, None]
-        mine = (columns >= 0) & (columns < count)
-        columns = torch.where(mine, columns, 0)
-        chosen = scaled.gather(-1, columns[:, None])[:, 0] * mine
-        weights = scaled.exp()
-        sums = torch.stack([weights.sum(-1), torch.linalg.vecdot(weights, scaled), chosen])
-        dist.all_reduce(sums, group=group)
-        total, weighted, chosen = sums
-        entropy = total.log() - weighted / total
-        ctx.save_for_backward(weights.div_(total[:, None]), entropy, columns, mine)
-        ctx.settings = (logits.shape, logits.dtype, temperature, entropy_gradient)
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return chosen - total.log(), entropy
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        of_logprob, of_entropy = gradients
-        probabilities, entropy, columns, mine = ctx.saved_tensors
-        shape, dtype, temperature, entropy_gradient = ctx.settings
-        found = probabilities * -of_logprob[:, None]
-        found.scatter_add_(-1, columns[:, None], (of_logprob * mine)[:, None])
-        if entropy_gradient:
-            slope = torch.xlogy(probabilities, probabilities).add_(probabilities * entropy[:, None])
-            found -= slope.mul_(of_entropy[:, None])
-        gradient = probabilities.new_zeros(shape, dtype=dtype)
-        gradient[:, : found.shape[1]] = found / temperature
-        return gradient, None, None, None, None, None
-
-
 # --- network ---
-
-HEAD_CHUNK_TOKENS = 1024
-"""Maximal number of tokens whose logits exist at once; more are computed chunk by chunk, and again in the backward
-pass."""
-
 
 class Batch(NamedTuple):
     """This rank's part of a micro-batch, on the device."""
@@ -190,10 +106,7 @@ class Batch(NamedTuple):
     """`[length, rows, 1, head_dim]` float32: the rotary angles of each token."""
     tree: TreeMask
     share: Share
-    columns: Tensor
-    rows: Tensor
-    targets: Tensor
-    """`[predicted]`: positions of the predictors, and the token ids that they predict."""
+    predictions: Predictions
     temperature: float
     """Divisor of the logits."""
     facts: Tensor | None
@@ -222,9 +135,7 @@ def to_batch(
         rotation=shape.rotation(tensor(own.position_ids)),
         tree=TreeMask(micro, device, context),
         share=share,
-        columns=tensor(own.column_index),
-        rows=tensor(own.row_index),
-        targets=tensor(own.target_ids),
+        predictions=Predictions.of(own, device),
         temperature=temperature,
         facts=facts_of(share, counted=micro is not IDLE, replayed=replays, device=device) if shape.sparse else None,
     )
@@ -338,33 +249,31 @@ class Network(LanguageModule):  # type: ignore[misc]
         if not self.post_process:
             assert isinstance(hidden, Tensor)
             return hidden
-        found = self._outputs(hidden[batch.columns, batch.rows], batch)
+        found = self._outputs(hidden[batch.predictions.columns, batch.predictions.rows], batch)
         return ModelOutput(*(self._context.gather(own, batch.share) for own in found))
 
     def _outputs(self, states: Tensor, batch: Batch) -> ModelOutput:
-        """Return the output for this rank's predicted positions, from their hidden states `[tokens, hidden]`."""
+        """Return the output for this rank's predictions, from `states` `[states, hidden]`."""
+        of_state = batch.predictions.of_state
         if len(states) == 0:
             nothing = states.sum(-1).float()
             return ModelOutput(values=nothing, entropy=torch.zeros_like(nothing))
         if self._spec.head == "scalar":
-            values = self.score(states)[:, 0].float()
+            values = self.score(states)[:, 0].float().index_select(0, of_state)
             return ModelOutput(values=values, entropy=torch.zeros_like(values))
-        chunks = [torch.split(tensor, HEAD_CHUNK_TOKENS) for tensor in (states, batch.targets)]
-        if len(chunks[0]) == 1:
-            return ModelOutput(*self._predict(states, batch.targets, batch.temperature))
-        parts = [
-            checkpoint(self._predict, *chunk, batch.temperature, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(*chunks, strict=True)
-        ]
-        return ModelOutput(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        predict = partial(self._predict, temperature=batch.temperature)
+        return ModelOutput(*in_chunks(predict, states, batch.predictions))
 
-    def _predict(self, states: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities of `targets`, and entropies, from the hidden `states` `[tokens, hidden]`."""
+    def _predict(
+        self, states: Tensor, of_state: Tensor, ids: Tensor, *, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the log-probabilities of the tokens `ids`, and entropies; see `token_distribution`."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(states, weight=weight)
         return token_distribution(
             logits,
-            targets,
+            of_state,
+            ids,
             first=self._first_id,
             count=self._ids,
             temperature=temperature,

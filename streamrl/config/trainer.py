@@ -89,7 +89,7 @@ class TrainerConfig(LayoutConfig, frozen=True):
     replay_routing: bool = True
     """For models with experts: train each token with the experts that computed it in the engine, if they are known."""
     share_prefix: bool = True
-    """Compute the common beginning of a group's trajectories once: the prompt, and an agent's turns."""
+    """Compute common beginnings of trajectories once: a template of all groups, the prompt, and an agent's turns."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, instead of keeping them."""
     save_every: str = "15m"

@@ -140,8 +140,7 @@ def _paths(index: int, group: TrajectoryGroup) -> list[_Path]:
     ends = np.cumsum(group.seqlens, dtype=np.int64)
     starts = (ends - group.seqlens).tolist()
     return [
-        _Path(index, start, group.packed_input_ids[start:end])
-        for start, end in zip(starts, ends.tolist(), strict=True)
+        _Path(index, start, group.packed_input_ids[start:end]) for start, end in zip(starts, ends.tolist(), strict=True)
     ]
 
 

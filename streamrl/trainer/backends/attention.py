@@ -1,9 +1,9 @@
 """Attention of packed rows, with memory that grows with the number of tokens.
 
 In a row each token sees its ancestors in a tree (`packing.py`). Rows without branches are causal, and short rows use a
-dense mask; on CPUs trees of short paths do, too, after they are cut and stacked. For all other rows the mask is cut into blocks: on CPUs
-into the segments and subtrees of the tree, each a call of torch's flash kernel; on CUDA into the tiles of
-`flex_attention`. Keys and values are never repeated for the query heads that share them (GQA).
+dense mask; on CPUs trees of short paths do, too, after they are cut and stacked. For all other rows the mask is cut
+into blocks: on CPUs into the segments and subtrees of the tree, each a call of torch's flash kernel; on CUDA into the
+tiles of `flex_attention`. Keys and values are never repeated for the query heads that share them (GQA).
 
 In a ring of n ranks (`context.py`) each rank has every n-th column. So the part of another rank's keys that a rank's
 queries see is a tree like the row's, or one in which no token sees itself: the same blocks, one set for each rank.

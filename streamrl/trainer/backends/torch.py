@@ -159,6 +159,7 @@ def _local(parameter: nn.Parameter) -> Tensor:
 
 # --- torch ---
 
+
 class TorchModel:
     """`ParallelModel` over `world` ranks, which meet in torch's default process group. Each run of `context`
     consecutive ranks shares its rows; otherwise the ranks are data-parallel."""

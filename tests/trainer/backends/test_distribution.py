@@ -38,9 +38,7 @@ def test_distribution_equals_softmax(
     for ours in (True, False):
         leaf = logits.clone().requires_grad_()
         if ours:
-            found = token_distribution(
-                leaf, states, targets, count=ids, temperature=temperature, entropy_gradient=True
-            )
+            found = token_distribution(leaf, states, targets, count=ids, temperature=temperature, entropy_gradient=True)
         else:
             logprobs = (leaf[states, :ids].double() / temperature).log_softmax(-1)
             found = logprobs.gather(-1, targets[:, None])[:, 0], -(logprobs.exp() * logprobs).sum(-1)

@@ -20,8 +20,9 @@ from streamrl.trainer.backends.optimizer import OPTIMIZER, AdamW, learning_rate,
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.packing import pack
 from streamrl.trainer.roles.items import unpack
+from streamrl.types import TrajectoryGroup
 from tests.trainer.backends.reference import loss_of, make_groups, make_spec, micro_batches
-from tests.trainer.models import branching_group, random_group, save_model
+from tests.trainer.models import branching_group, group_of, random_group, save_model
 
 
 def train(model, steps):
@@ -51,13 +52,22 @@ def test_an_optimizer_kept_elsewhere_makes_the_same_steps(tmp_path):
         assert torch.equal(part.values, other.values)
 
 
+def _begun_alike(seq: int, rng: np.random.Generator, *, prompt: int) -> TrajectoryGroup:
+    """A group whose prompt begins as others do; two of its responses are equal."""
+    begun = [*range(10, 10 + prompt - 1), seq]
+    responses = [[1, 2, 3], [1, 2, 3], [1, 4], [5]]
+    paths = [np.array([*begun, *response]) for response in responses]
+    return group_of(seq, rng, paths, [np.arange(len(path)) >= prompt for path in paths], prompt=prompt)
+
+
 @pytest.mark.parametrize("longest", [30, 300])
 def test_concatenated_trees_give_the_numbers_of_one_sequence_at_a_time(tmp_path, longest):
-    """Of trees with dense masks alone, and of one that is too long for them."""
+    """Of short paths, which are stacked, and of one that is too long; some groups share a template."""
     model = TorchModel(make_spec(save_model(tmp_path / "model", "qwen3")))
     rng = np.random.default_rng(0)
     groups = [random_group(i, rng, prompt=8 * i + 3, longest=longest if i == 2 else 30) for i in range(4)]
     groups.append(branching_group(4, rng))
+    groups += [_begun_alike(seq, rng, prompt=9) for seq in (5, 6)]
     found = []
     for max_tokens, share_prefix in ((4096, True), (1, False)):
         micros = pack(groups, max_tokens=max_tokens, share_prefix=share_prefix)

@@ -97,6 +97,7 @@ class TreeAttention(torch.nn.Module):
 
 # --- network ---
 
+
 class Batch(NamedTuple):
     """This rank's part of a micro-batch, on the device."""
 
@@ -264,9 +265,7 @@ class Network(LanguageModule):  # type: ignore[misc]
         predict = partial(self._predict, temperature=batch.temperature)
         return ModelOutput(*in_chunks(predict, states, batch.predictions))
 
-    def _predict(
-        self, states: Tensor, of_state: Tensor, ids: Tensor, *, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def _predict(self, states: Tensor, of_state: Tensor, ids: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         """Return the log-probabilities of the tokens `ids`, and entropies; see `token_distribution`."""
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
         logits, _ = self.output_layer(states, weight=weight)

@@ -21,10 +21,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamrl.local_cache import cache_home
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -164,11 +168,11 @@ def _multiply(core: int) -> None:
         for rows, inputs, outputs in SHAPES:
             x, y = torch.randn(rows, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
             query, key = x[None, None], y[None, None]
-            operations = (
-                (F.linear, (x, y)),
-                (torch.matmul, (y, x.T)),
-                (F.scaled_dot_product_attention, (query, key, key)),
-            )
+            operations: list[tuple[Callable[..., Tensor], list[Tensor]]] = [
+                (F.linear, [x, y]),
+                (torch.matmul, [y, x.T]),
+                (F.scaled_dot_product_attention, [query, key, key]),
+            ]
             for function, arguments in operations:
                 rounded = [argument.bfloat16() for argument in arguments]
                 right = function(*(argument.float() for argument in rounded))

@@ -135,7 +135,7 @@ class _Distribution(torch.autograd.Function):
         sums = torch.cat([weights.sum(-1), torch.linalg.vecdot(weights, scaled), chosen])
         if group is not None:
             dist.all_reduce(sums, group=group)
-        total, weighted, chosen = sums.split([len(logits), len(logits), len(chosen)])
+        total, weighted, chosen = torch.split(sums, [len(logits), len(logits), len(chosen)])
         entropy = total.log() - weighted / total
         ctx.save_for_backward(weights.div_(total[:, None]), entropy, of_state, columns, mine)
         ctx.settings = (logits.shape, logits.dtype, temperature, entropy_gradient)

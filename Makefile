@@ -1,5 +1,6 @@
 # make demo: install into .venv and watch SmolLM2-135M learn to add. make test: lint, types and the core of the tests.
 # make test-all: everything that is checked, also with real SGLang, clusters, several hosts, a browser and many faults.
+# make coverage: how much of streamrl/ the core of the tests runs.
 # make bench: which ratio has fallen since it was kept. make figures: measure what README and docs show, write the tables.
 # PYTHON=... chooses the interpreter (3.11 or newer); pip's own settings say where packages come from. For test-all,
 # SGLANG=no leaves out the tests with real SGLang, which need 3 GB more; SLURM=no those with a real Slurm (15 MB).
@@ -43,7 +44,7 @@ endif
 # Two environments are made at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test test-all lint docs bundle bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
+.PHONY: demo test test-all coverage lint docs bundle bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml --page
@@ -55,10 +56,18 @@ demo: $(INSTALLED)
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --max-worker-restart=0 --durations=25
 test test-all: export OMP_NUM_THREADS := 1
 test: lint
-	$(PYTEST) -m "not slow and not extra"
+	$(PYTEST) -m "not extra"
 
 test-all: lint $(VENVS_FOR_TESTS) $(SLURM_FOR_TESTS)
 	$(PYTEST)
+
+# Which lines and branches the core of the tests runs; `coverage html --show-contexts` shows which test runs each.
+coverage: export OMP_NUM_THREADS := 1
+coverage: $(INSTALLED_DEV)
+	rm -rf .coverage
+	-$(BIN)/coverage run -m pytest -m "not extra"
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
 
 lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
@@ -103,7 +112,7 @@ slurm-for-tests:
 	-$(MAKE) slurm
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(VLLM_VENV) $(SLURM_DIR) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) $(VLLM_VENV) $(SLURM_DIR) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ CLUSTERS = ("tests/launch/test_ray.py", "tests/launch/test_slurm.py")
 """The tests of each share a cluster."""
 LONGEST_FIRST = (
     CONTRACT,
+    "tests/e2e/test_chaos",
     "tests/e2e/test_learning",
     HOSTS,
     "tests/e2e/",
@@ -40,12 +43,12 @@ EXTRA = (
     *CLUSTERS,
     "tests/page/test_browser",
     "tests/gserver/updates/faults/",
-    "tests/e2e/test_agent_runs",
     "tests/e2e/test_agents",
+    "tests/e2e/test_chaos",
     "tests/e2e/test_collapse",
-    "tests/e2e/test_deaths",
-    "tests/e2e/test_elastic",
     "tests/e2e/test_failed_siblings",
+    "tests/e2e/test_failures",
+    "tests/e2e/test_full_disk",
     "tests/e2e/test_security",
     "tests/e2e/test_sglang",
     "tests/test_stale_loop",
@@ -62,6 +65,14 @@ gc.disable()  # while torch and the like are imported, which stay: see streamrl.
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Under `make coverage`, attribute the lines that run from now on to the test, in subprocesses as well."""
+    coverage = sys.modules.get("coverage")
+    if coverage is not None and (measured := coverage.Coverage.current()) is not None:
+        os.environ["COVERAGE_CONTEXT"] = nodeid
+        measured.switch_context(nodeid)
 
 
 class Scheduling(LoadScopeScheduling):

@@ -10,10 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from streamrl.device import compute_with
 from streamrl.records.metrics import StepReport
 from tests.planner.test_simulation import costs_of, settings_of
 
@@ -59,28 +56,6 @@ def test_contenders_of_the_trainer_agree(monkeypatch, tmp_path, agents):
     assert all(row["tokens_per_second"] > 0 for row in rows)
     trees, separate, *by_call = (row["tokens_computed"] for row in rows[: 2 + len(calls)])
     assert all(trees < separate < tokens for tokens in [*by_call, np.inf])
-
-
-@pytest.mark.parametrize("other", [(0.501, 2.0), (0.5, 2.01), (float("nan"), 2.0), (0.5, float("nan"))])
-def test_contenders_that_disagree_are_refused(other):
-    bench = importlib.import_module("bench_trainer")
-    found = importlib.import_module("training_batch").Found
-    bench.check({"a": found(0.5, 2.0), "b": found(0.50001, 2.0001)})
-    with pytest.raises(SystemExit, match="do not compute the same"):
-        bench.check({"a": found(0.5, 2.0), "b": found(*other)})
-
-
-def test_a_checkpoint_is_measured(tmp_path):
-    bench = importlib.import_module("bench_checkpoint")
-    shape = {**bench.SHAPE, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    model = Qwen3ForCausalLM(Qwen3Config(**shape))
-    model.save_pretrained(tmp_path / "model")
-    before = torch.get_num_threads()
-    found = bench.measure(tmp_path / "model", tmp_path, rank=0, world=1, port=0, repeats=1)
-    compute_with(before)
-    assert found["bytes"] == 12 * sum(weight.numel() for weight in model.parameters())
-    assert min(found[name] for name in ("copy", "standstill", "bare_write", "write")) > 0
-    assert (tmp_path / "step-000000" / "state" / "progress.json").exists()
 
 
 @pytest.mark.parametrize("arguments", [["bench_routing"], ["bench_rewards", "--quick"]], ids=" ".join)

@@ -13,8 +13,9 @@ import pytest
 
 from streamrl.config import Config
 from streamrl.controller import serve
-from streamrl.errors import PeerError, RunStopped, StreamRLError
+from streamrl.errors import PeerLost, RunStopped, StreamRLError
 from streamrl.gserver.manager import process
+from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.records.metrics import FINAL_FILE, METRICS_FILE, StepReport
 from streamrl.trainer.master.process import Master
@@ -57,15 +58,6 @@ async def test_it_beats_and_tells_what_it_waits_for(tmp_path: Path) -> None:
     assert stats["machine_processor_seconds_total"] > 0
 
 
-async def test_one_that_is_cancelled_says_so_in_its_last_figures(tmp_path: Path) -> None:
-    before = asyncio.all_tasks()
-    config = quiet(tmp_path)
-    async with controlled(config) as run:
-        await run.register("rollout")
-    assert asyncio.all_tasks() == before
-    assert json.loads((config.run_dir / FINAL_FILE).read_text())["policy_version"] == 0
-
-
 async def test_a_fault_of_the_master_ends_the_run_and_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -81,6 +73,34 @@ async def test_a_fault_of_the_master_ends_the_run_and_is_told(
         with pytest.raises(StreamRLError, match="the run has failed: controller/0: KeyError: 'a bug'"):
             await asyncio.wait_for(asyncio.shield(run.serving), 10)
     assert "Traceback" in caplog.text
+
+
+@pytest.mark.parametrize(("deaths", "rewinds"), [(1, 1), (3, 2)], ids=["within the budget", "beyond it"])
+async def test_the_death_of_a_model_worker_begins_another_lineage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deaths: int, rewinds: int
+) -> None:
+    died = iter([PeerLost("model_worker/0 has died")] * deaths)
+
+    async def train(self: Master) -> str:
+        if (death := next(died, None)) is not None:
+            raise death
+        return "all steps are made"
+
+    async def finish(self: Master) -> str:
+        return ""
+
+    monkeypatch.setattr(Master, "run", train)
+    monkeypatch.setattr(Master, "finish", finish)
+    config = quiet(tmp_path, restarts={"number": 2})
+    async with controlled(config) as run:
+        ending = asyncio.wait_for(asyncio.shield(run.serving), 30)
+        if deaths == rewinds:
+            await ending
+        else:
+            with pytest.raises(StreamRLError, match=r"restarts\.number"):
+                await ending
+    causes = [lineage.cause for lineage in lineages.read(config.run_dir) if lineage.cause]
+    assert causes == ["model_worker/0 has died"] * rewinds
 
 
 async def test_a_process_that_a_launcher_saw_die_ends_training(tmp_path: Path) -> None:
@@ -99,12 +119,6 @@ async def test_one_that_is_drained_before_its_first_step_stops_the_run(tmp_path:
         with pytest.raises(RunStopped, match="stopped on request after step 0"):
             await asyncio.wait_for(asyncio.shield(run.serving), 10)
     assert json.loads((config.run_dir / FINAL_FILE).read_text())["status"]["state"] == "stopped"
-
-
-async def test_nobody_else_is_the_controller(tmp_path: Path) -> None:
-    async with controlled(quiet(tmp_path)) as run:
-        with pytest.raises(PeerError, match="the run's controller; a run has one"):
-            await run.register("controller")
 
 
 async def test_one_that_cannot_listen_leaves_the_records_of_the_run_alone(tmp_path: Path) -> None:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import pytest
 
 from examples import ecs_grpo, ecs_ppo
-from streamrl import ecs
 from streamrl.config import from_dict
 from streamrl.ecs import Commands, DataQuery, MasterWorkerECS, ModelQuery, RawDataQuery
 from streamrl.errors import ConfigError
@@ -147,20 +143,6 @@ def test_each_call_of_a_function_is_an_mfc():
     assert calls["everything.critic_inf"].outputs == {"values"}
     assert calls["everything.actor_train"].inputs == STREAM_KEYS | {"score", "values"}
     assert calls["second_opinion.actor_inf_2"].outputs == {"other_score"}
-
-
-def test_a_function_is_traced_once():
-    traced = []
-
-    def actor_train(
-        commands: Commands, actor: ModelQuery["actor"], ids: DataQuery["packed_input_ids"], r: DataQuery["rewards"]
-    ):
-        traced.append(commands)
-        actor.train_step(commands.build_model_inputs(packed_input_ids=ids, rewards=r))
-
-    workflow = MasterWorkerECS([actor_train])
-    assert built(workflow) == built(workflow)
-    assert len(traced) == 1
 
 
 # --- refusals ---
@@ -324,35 +306,3 @@ def trains_reference(
 def test_what_cannot_be_a_workflow_is_refused_by_name(functions, message):
     with pytest.raises(ConfigError, match=message):
         built(functions, KL)
-
-
-CHECKED = """
-from __future__ import annotations
-from typing import Annotated
-from streamrl.ecs import Commands, DataQuery, ModelQuery
-
-Ref = Annotated[ModelQuery, "ref"]
-
-def ref_inf(commands: Commands, ref: Ref, ids: Annotated[DataQuery, "packed_input_ids"]) -> None:
-    result = ref.inference(commands.build_model_inputs(packed_input_ids=ids))
-    commands.set_data("ref_logprobs", result["ref_logprobs"])
-    ref.infer(ids)
-
-def in_short(ref: ModelQuery["ref"]) -> None:
-    ref.infer()
-"""
-
-
-def test_checkers_read_annotations(tmp_path: Path) -> None:
-    """In full where `Annotated` is written out; in short form but for the name, which they take for a type."""
-    file = tmp_path / "mine.py"
-    file.write_text(CHECKED)
-    words = ["--strict", "--follow-imports=skip", "--config-file=", "--no-error-summary", f"--cache-dir={tmp_path}"]
-    files = [file, Path(ecs.__file__)]
-    found = subprocess.run([sys.executable, "-m", "mypy", *words, *files], capture_output=True, text=True)
-    errors = [line.partition(": error: ")[::2] for line in found.stdout.splitlines() if "mine.py" in line]
-    assert [(place.rpartition(":")[2], message) for place, message in errors] == [
-        ("11", '"ModelQuery[Any]" has no attribute "infer"  [attr-defined]'),
-        ("13", 'Name "ref" is not defined  [name-defined]'),
-        ("14", '"ModelQuery[Any]" has no attribute "infer"  [attr-defined]'),
-    ], found.stdout + found.stderr

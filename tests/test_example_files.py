@@ -58,14 +58,6 @@ def test_a_file_that_was_changed_is_not_replaced(here: Path) -> None:
     assert not toml.exists()
 
 
-def test_what_cannot_be_copied_is_named(here: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no example 'guess_numbr'; did you mean guess_number\?"):
-        example_files.copied("guess_numbr")
-    (here / "examples").write_text("a file")
-    with pytest.raises(ConfigError, match=f"cannot be copied to {here}: .*File exists: 'examples'"):
-        example_files.copied("chain_sum")
-
-
 @pytest.mark.parametrize("asked", ["examples/chain_sum.toml", "chain_sum.toml", "chain_sum"])
 def test_a_missing_configuration_with_the_name_of_an_example_is_hinted_at(here: Path, asked: str) -> None:
     with pytest.raises(ConfigError, match="`streamrl examples chain_sum` copies the example of this name") as raised:

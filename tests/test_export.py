@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ModelError
-from streamrl.export import copy_settings, merge_adapter
+from streamrl.export import merge_adapter
 from streamrl.gserver.server.process import first_weights
 from tests.gserver.embedded.test_adapters import LORA, random_adapter, with_adapter, written
 from tests.gserver.tiny import make_model, save
@@ -51,19 +51,3 @@ def test_weights_keep_their_dtype_and_another_models_adapter_is_refused(tmp_path
     foreign = {name.replace("layers.1", "layers.9"): tensor for name, tensor in adapter.items()}
     with pytest.raises(ModelError, match=r"is of another model than .*: it has base_model\.model\.model\.layers\.9"):
         merge_adapter(base, written(tmp_path / "foreign", foreign), LORA, into=tmp_path / "other")
-
-
-def test_a_model_that_is_read_only_gives_checkpoints_that_are_not(tmp_path: Path) -> None:
-    """Settings are written anew beside the new weights. Looked at is what anybody but root is bound by."""
-    model = make_model()
-    base, adapter = save(model, tmp_path / "base"), written(tmp_path / "adapter", random_adapter(model, 3))
-    checkpoint, merged = tmp_path / "checkpoint", tmp_path / "merged"
-    checkpoint.mkdir()
-    for path in (*base.iterdir(), base):
-        path.chmod(0o555)
-    copy_settings(base, checkpoint)
-    merge_adapter(base, adapter, LORA, into=merged)
-    for folder in (checkpoint, merged):
-        for path in (*folder.iterdir(), folder):
-            assert path.stat().st_mode & 0o200, path
-    base.chmod(0o755)

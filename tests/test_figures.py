@@ -49,36 +49,11 @@ def test_a_page_has_the_tables_of_its_results(page):
     assert text == tables.rendered(page, text), f"`python benchmarks/figures.py --render` writes {page} again"
 
 
-def test_results_of_each_kind_of_gpu_have_a_table(tmp_path):
-    row = {"step": "training 1B", "seconds": 20.0, "ok": True, "tokens_per_second": 51234.5, "share_of_peak": 0.41}
-    about = {
-        "commit": {"id": "abc", "date": "2026-11-24T00:00:00Z", "changed": False},
-        "machine": {"processor": "Some CPU", "cores": 8, "devices": ["NVIDIA H100", "NVIDIA H100"]},
-    }
-    for name in ("gpu-a100", "gpu-h100"):
-        (tmp_path / f"{name}.json").write_text(json.dumps({**about, "rows": [row, row | {"ok": None, "note": "why"}]}))
-    (table,) = [table for table in tables.TABLES if table.benchmark == "gpu"]
-    page = "<!-- table: gpu -->\n\n<!-- end of table -->"
-    shown = tables.rendered(table.page, page, [table], kept=tmp_path)
-    assert shown.count("| training 1B | 20 | 51,234 tokens/s; 41% of the peak |") == 2
-    assert shown.count("| training 1B | 20 | skipped; why; 51,234 tokens/s; 41% of the peak |") == 2
-    assert shown.count("Some CPU, 8 cores, NVIDIA H100*") == 2
-    assert tables.NOT_MEASURED in tables.rendered(table.page, page, [table], kept=tmp_path / "none")
-
-
 def test_every_figure_of_the_readme_is_in_a_table_that_is_made():
     section = (ROOT / "README.md").read_text().partition("## Figures")[2].partition("\n## ")[0]
     written = tables.BLOCK.sub("", section)
     assert not [line for line in written.splitlines() if line.startswith("|")]
     assert not re.findall(r"\d (?:s|ms|MiB|GiB|tokens per second)\b", written)
-
-
-def test_rewards_that_do_not_flatter_are_in_the_table():
-    (throughput_table,) = [table for table in tables.TABLES if table.benchmark == "throughput"]
-    table = throughput_table.render(common.read_results(common.KEPT / "throughput.json"))
-    header, _, *rows = table.splitlines()
-    assert "final reward (least to most)" in header
-    assert all(re.search(r"\d\.\d{3} \(\d\.\d{3} to \d\.\d{3}\) \|$", row) for row in rows if "embedded" in row)
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
@@ -118,14 +93,6 @@ def test_a_table_changes_with_its_results_and_nothing_else_does(kept):
     assert tables.rendered("page.md", first, MADE_UP, kept) == first.replace("1.5", "2.5")
 
 
-@pytest.mark.parametrize(
-    "text", ["no place", PAGE + PAGE, PAGE.replace("of-rows", "other")], ids=["none", "two", "another"]
-)
-def test_a_page_without_the_right_places_is_refused(kept, text):
-    with pytest.raises(SystemExit, match="has places for the tables"):
-        tables.rendered("page.md", text, MADE_UP, kept)
-
-
 def test_a_quick_run_is_not_kept(kept):
     with pytest.raises(SystemExit, match="has not been run here"):
         figures.keep("bench")
@@ -133,25 +100,6 @@ def test_a_quick_run_is_not_kept(kept):
     with pytest.raises(SystemExit, match="quick run"):
         figures.keep("bench")
     assert not (kept / "bench.json").exists()
-
-
-def test_rows_of_another_state_are_not_added_to(kept):
-    assert common.earlier_rows("bench") == []
-    path = common.write_results("bench", {}, [{"value": 1}])
-    assert common.earlier_rows("bench") == [{"value": 1}]
-    found = json.loads(path.read_text())
-    for changed in ({"commit": {"id": "other"}}, {"machine": {"processor": "other"}}):
-        path.write_text(json.dumps(found | changed))
-        with pytest.raises(SystemExit, match=f"another {'commit' if 'commit' in changed else 'processor'}"):
-            common.earlier_rows("bench")
-
-
-def test_a_contender_that_is_missing_stops_all_before_it_begins(tmp_path, monkeypatch, capsys):
-    arguments = ["figures.py", "--run", "bench_engine", "--sglang-python", str(tmp_path / "none")]
-    monkeypatch.setattr(sys, "argv", [*arguments, "--vllm-python", sys.executable])
-    monkeypatch.setattr(figures, "run", lambda *_: pytest.fail("something was run"))
-    with pytest.raises(SystemExit, match="bench_engine lacks sglang"):
-        figures.main()
 
 
 # --- seeds of the throughput benchmark -----------------------------------------------------------
@@ -233,16 +181,6 @@ def test_each_row_is_compared_new_or_unmeasured(kept, now):
         assert change.fell == (now[change.name] / kept[change.name] - 1 < -0.1)
 
 
-@given(kept=ratios, one=ratios, other=ratios)
-def test_a_row_has_fallen_if_it_did_both_times(kept, one, other):
-    def fallen(now):
-        return {change.name for change in compare.compare(kept, now).fallen}
-
-    both = compare.better(one, other)
-    assert set(both) == set(one) | set(other)
-    assert fallen(both) & set(one) & set(other) == fallen(one) & fallen(other)
-
-
 @pytest.mark.parametrize("ratios", compare.COMPARED, ids=lambda ratios: ratios.__name__)
 def test_what_is_kept_has_ratios_to_compare_with(ratios):
     rows = common.read_results(common.KEPT / f"{ratios.__name__}.json")["rows"]
@@ -250,14 +188,6 @@ def test_what_is_kept_has_ratios_to_compare_with(ratios):
     assert found
     assert len(dict(found)) == len(found), "two rows have one name"
     assert not compare.compare(dict(found), dict(found)).fallen
-
-
-def test_the_loss_of_a_third_of_the_speed_up_is_seen():
-    rows = common.read_results(common.KEPT / "throughput.json")["rows"]
-    slower = [row | {"speedup": row["speedup"] * (2 / 3 if row["max_staleness"] == 4 else 0.95)} for row in rows]
-    found = compare.compare(dict(compare.throughput(rows)), dict(compare.throughput(slower)))
-    assert len(found.fallen) == 6
-    assert all("max_staleness 4" in change.name for change in found.fallen)
 
 
 @pytest.fixture
@@ -290,18 +220,6 @@ def test_comparing_fails_with_the_row_that_fell_twice(quick, capsys):
     assert "kept from other" in printed
 
 
-@pytest.mark.parametrize("load", [0.1, 3.0])
-def test_comparing_says_that_the_machine_did_other_work(quick, monkeypatch, capsys, load):
-    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
-    quick({"a": 1.0})
-    assert ("other work (load 3.0)" in capsys.readouterr().out) == (load > 1)
-
-
 def test_comparing_passes_where_a_second_run_did_not_fall(quick):
     quick({"a": 0.95})
     quick({"a": 0.5}, {"a": 0.97})
-
-
-def test_comparing_nothing_is_a_failure(quick):
-    with pytest.raises(SystemExit, match="no row was measured that is kept: bench_stream"):
-        quick({"b": 1.0})

@@ -433,14 +433,6 @@ def test_next_in_order_skips_what_is_closed(trained: set[int], rejected: set[int
         assert not set(found) & (trained | rejected)
 
 
-def test_a_batch_waits_for_the_missing_by_name() -> None:
-    ready = ReadyGroups({0: 0, 3: 0})
-    selection = select_batch(
-        ready, policy_version=0, groups_per_batch=3, max_staleness=1, over_age="wait", next_in_order=[0, 1, 3]
-    )
-    assert (selection.batch, selection.missing, selection.short) == ([], [1], 1)
-
-
 def test_mask_takes_the_oldest_admissions_and_drop_takes_none_too_old() -> None:
     ready = ReadyGroups({5: 4, 2: 1, 7: 4, 9: 3})
     arguments = {"policy_version": 4, "groups_per_batch": 2, "max_staleness": 2}
@@ -468,15 +460,3 @@ def test_what_is_trained_on_gets_as_fresh_as_a_slowed_run_asks_for(batch: int, s
         ledger.advance(version + 1)
     assert ages[staleness : 2 * staleness + 1] == [{staleness}] * (staleness + 1)
     assert ages[2 * staleness + 1 :] == [{slowed}] * (staleness + 2)
-
-
-def test_the_ledger_refuses_what_cannot_be() -> None:
-    ledger = Ledger(groups_per_batch=1, max_staleness=0, lease_seconds=LEASE)
-    (group,) = ledger.admit("rollout/0", 5, now=0.0)
-    assert ledger.accept(meta(17, [0])) is None, "it was never admitted"
-    assert ledger.running == 1
-    assert ledger.accept(meta(group.seq, [0]))
-    assert not ledger.reject(group.seq), "the trainer has it"
-    ledger.advance(1)
-    with pytest.raises(ValueError, match="went back from 1 to 0"):
-        ledger.advance(0)

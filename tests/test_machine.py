@@ -23,7 +23,3 @@ def test_a_process_space_is_a_boot_of_the_kernel_and_a_namespace(tmp_path: Path)
     boot.write_text("another\n")
     assert len({process_space(), process_space(namespace=namespace), process_space(boot=boot)}) == 3
     assert process_space(namespace=tmp_path / "missing") == ""
-
-
-def test_where_the_system_does_not_tell_nothing_is_shared(tmp_path: Path) -> None:
-    assert machine_identity(shared_memory=tmp_path / "missing") != machine_identity()

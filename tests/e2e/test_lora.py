@@ -13,7 +13,6 @@ from tests.e2e.harness import COPY_SCRATCH, SMALL, assert_exactly_once, largest_
 from tests.gserver.installed import sglang_python
 
 LORA = {"model__lora__rank": 8, "trainer__lr": 2e-2, "algorithm__kl_coef": 1e-3}
-LEARNED = 0.35
 
 
 def test_an_adapter_is_trained_published_and_gone_on_from(tmp_path: Path) -> None:
@@ -37,36 +36,6 @@ def test_an_adapter_is_trained_published_and_gone_on_from(tmp_path: Path) -> Non
     assert not list(final.glob("model*.safetensors"))
     adapter = load_file(final / "adapter_model.safetensors")
     assert all(tensor.isfinite().all() and tensor.any() for tensor in adapter.values())
-
-
-def test_an_adapter_on_random_weights_learns(tmp_path: Path) -> None:
-    """To end a response in time, and to say the one digit that is right: the first half of the reward, in few steps.
-
-    Runs of eight seeds had it within 18 steps. At three times this learning rate some fell to half of it on their way.
-    """
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "7=", "answer": "7"}\n' * 64)
-    settings = overrides(
-        tmp_path,
-        "learns",
-        model__lora__rank=16,
-        model__lora__alpha=32,
-        trainer__lr=3e-3,
-        trainer__batch_groups=8,
-        staleness__max_staleness=1,
-        algorithm__entropy_coef=0.01,
-        data__source="jsonl",
-        data__path=prompts,
-        run__total_train_steps=60,
-        run__stop_at_reward=LEARNED,
-        trainer__save_at_end="false",
-    )
-    run(COPY_SCRATCH, settings)
-    made = [step["metrics"] for step in steps(tmp_path / "learns")]
-    rewards = [metrics["reward_mean"] for metrics in made]
-    assert rewards[0] < LEARNED / 2
-    assert len(made) < 60, f"the mean never reached {LEARNED}: {rewards}"
-    assert largest_difference(tmp_path / "learns") < 1e-3
 
 
 @pytest.mark.timeout(600)

@@ -1,4 +1,4 @@
-"""What becomes of tokens that are too old when their batch is formed, under each policy, in whole runs."""
+"""Tokens that are too old when their batch is formed are masked, or their groups dropped; `test_chaos` waits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, assert_none_missing, overrides, run, summary
+from tests.e2e.harness import COPY_SCRATCH, assert_exactly_once, overrides, run, summary
 
 MAX_STALENESS = 4
-STEPS = 24
+STEPS = 16
 STRAGGLERS: dict[str, Any] = {
     # Simulated generation with a long tail: some responses take longer than the trainer needs for many steps.
     "gserver__engine": "simulated",
@@ -30,7 +30,7 @@ STRAGGLERS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("over_age", ["mask", "wait", "drop"])
+@pytest.mark.parametrize("over_age", ["mask", "drop"])
 def test_no_token_is_trained_on_that_is_too_old(tmp_path: Path, over_age: str) -> None:
     run_dir = tmp_path / over_age
     run(COPY_SCRATCH, overrides(tmp_path, over_age, **STRAGGLERS, staleness__over_age=over_age))
@@ -40,5 +40,3 @@ def test_no_token_is_trained_on_that_is_too_old(tmp_path: Path, over_age: str) -
     assert figures["oldest_token_age"] == MAX_STALENESS, "the run is one in which the bound matters"
     assert (figures["masked_share"] > 0) == (over_age == "mask")
     assert (figures["groups_dropped"] > 0) == (over_age == "drop")
-    if over_age == "wait":
-        assert_none_missing(run_dir)

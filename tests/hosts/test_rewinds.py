@@ -7,8 +7,6 @@ import re
 import time
 from typing import Any
 
-import pytest
-
 from streamrl.records import lineage as lineages
 from tests.e2e.harness import (
     assert_exactly_once,
@@ -44,11 +42,8 @@ def assert_whole(cluster: Cluster) -> None:
     wait_until_gone(run_dir, seconds=10)
 
 
-@pytest.mark.parametrize(
-    ("away", "rewinds"), [pytest.param(8.0, 0, id="longer than the lease"), pytest.param(25.0, 1, id="for a rewind")]
-)
-def test_the_controllers_host_is_cut_off_and_returns(away: float, rewinds: int, cluster: Cluster) -> None:
-    """Only model workers are started again, and only if the controller has missed them for so long that it rewinds."""
+def test_the_controllers_host_is_cut_off_for_longer_than_a_rewind_takes_and_returns(cluster: Cluster) -> None:
+    """Only model workers are started again."""
     cluster.settings = SETTINGS | {"gserver__count": 2, "rollout__workers": 2}
     controller = cluster.start(0, "controller", "--host", "0.0.0.0")
     trainer = cluster.start(1, "trainer")
@@ -56,13 +51,13 @@ def test_the_controllers_host_is_cut_off_and_returns(away: float, rewinds: int, 
     workers = cluster.start(3, "rollout", "--count", "2")
     wait_for_steps(cluster.run_dir, 8)
     cluster.hosts.cut(0)
-    time.sleep(away)
+    time.sleep(25)
     cluster.hosts.mend(0)
     wait_for_step_since(cluster, time.time())
     for command in (trainer, gservers, workers, controller):
         command.ends_well(seconds=60)
     assert_whole(cluster)
-    assert len(lineages.read(cluster.run_dir)) == rewinds
+    assert len(lineages.read(cluster.run_dir)) == 1
     for role in ("gserver", "rollout"):
         assert len(re.findall(rf"{role}/\d+ joined", controller.output)) == 2, "none was started again"
     for pool in (gservers, workers):

@@ -10,8 +10,6 @@ import re
 import time
 from pathlib import Path
 
-import pytest
-
 from streamrl.transport.control import FinishRun
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret
@@ -28,9 +26,7 @@ from tests.e2e.harness import (
     wait_for_steps,
 )
 from tests.forked import forking
-from tests.gserver.installed import sglang_python
 from tests.hosts.cluster import (
-    LEASE_SECONDS,
     MAX_STALENESS,
     PORT,
     SECRET,
@@ -59,15 +55,10 @@ def finish(holder: int, url: str) -> None:
     asyncio.run(tell())
 
 
-@pytest.mark.parametrize(
-    ("moment", "lease"),
-    [(2.0, LEASE_SECONDS), pytest.param(20.0, 30.0, marks=[pytest.mark.slow, pytest.mark.timeout(850)])],
-)
-def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, lease: float, cluster: Cluster) -> None:
+def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(cluster: Cluster) -> None:
     """With weights by broadcast: the last host has one of two gservers and one of two rollout workers. It is cut off
-    for a `moment`, then for longer than the `lease` (both in seconds), then for good."""
+    for two seconds, then for longer than the lease, then for good."""
     cluster.settings = SMALL | {"run__total_train_steps": 100000, "run__stop_at_reward": 2.0}
-    cluster.settings |= {"limits__silence_seconds": lease}
     hosts, run_dir = cluster.hosts, cluster.run_dir
     # in no particular order: who comes first waits
     near_gserver = cluster.start(2, "gserver")
@@ -88,7 +79,7 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
         wait_for_steps(run_dir, len(steps(run_dir)) + count)
 
     hosts.cut(3)
-    time.sleep(moment)
+    time.sleep(2)
     hosts.mend(3)
     goes_on(10)
 
@@ -118,52 +109,6 @@ def test_a_host_is_cut_off_for_a_moment_for_longer_and_for_good(moment: float, l
     assert_none_missing(run_dir)  # nor twice; the step that was under way at the end is not recorded
     assert all(int(age) <= MAX_STALENESS for step in steps(run_dir) for age in step["token_ages"])
     assert largest_difference(run_dir) < 1e-3
-
-
-def test_weights_through_a_disk_that_all_have(cluster: Cluster) -> None:
-    """The trainer under torchrun's variables, two gservers and two rollout workers by one command each."""
-    cluster.settings = SMALL | {
-        "weights__mode": "disk",
-        "run__total_train_steps": 400,
-        "run__stop_at_reward": LEARNED,
-    }
-    controller = cluster.start(0, "controller", "--host", "0.0.0.0", "--advertise", "10.77.0.1")
-    said = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "host1", "MASTER_PORT": "1"}
-    parts = [cluster.start(1 + rank, "trainer", variables={"RANK": str(rank), **said}) for rank in range(2)]
-    pools = [cluster.start(3, "gserver", "--count", "2"), cluster.start(2, "rollout", "--count", "2")]
-    for command in (*parts, *pools, controller):
-        command.ends_well()
-    assert cluster.rewards()[0] < 0.2
-    assert "gserver/1 joined at https://10.77.0.4:" in controller.output
-    assert "gserver/2 joined at https://10.77.0.4:" in controller.output
-    assert_exactly_once(cluster.run_dir)
-    assert_none_missing(cluster.run_dir)
-    assert largest_difference(cluster.run_dir) < 1e-3
-
-
-@pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
-def test_real_sglang_servers_on_two_other_hosts(cluster: Cluster) -> None:
-    cluster.settings = SMALL | {
-        "trainer__data_parallel": 1,
-        "gserver__engine": "sglang",
-        "gserver__count": 2,  # nothing starts before both are there
-        "gserver__sglang__python": sglang_python(),
-        "weights__pause_mode": "retract",
-        "limits__update_seconds": 60,
-        "limits__silence_seconds": 30,
-        "run__total_train_steps": 8,
-    }
-    controller = cluster.start(0, "controller", "--host", "10.77.0.1")
-    servers = [cluster.start(host, "gserver") for host in (1, 2)]
-    trainer = cluster.start(0, "trainer")
-    rollout = cluster.start(3, "rollout")
-    ending = (*servers, trainer, rollout, controller)  # whoever fails to start is named before those who wait for him
-    until(lambda: not all(command.running for command in ending), "the end of the run", seconds=400)
-    for command in ending:
-        command.ends_well(seconds=60)
-    assert_exactly_once(cluster.run_dir)
-    assert largest_difference(cluster.run_dir) < 1e-3
-    assert {step["metrics"]["gservers_compared"] for step in steps(cluster.run_dir)[-2:]} == {2}
 
 
 @IPV6

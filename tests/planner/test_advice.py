@@ -11,11 +11,10 @@ import pytest
 from rich.console import Console
 
 from streamrl.config import from_dict
-from streamrl.errors import ConfigError
 from streamrl.planner import advice
-from streamrl.planner.advice import MARGIN, Option, Plan, alternatives, as_json, choose, make_plan, shown, with_settings
+from streamrl.planner.advice import MARGIN, Option, Plan, alternatives, as_json, make_plan, shown
 from streamrl.planner.calibration import Calibration, read_calibration
-from streamrl.planner.simulation import Costs, Prediction, simulate
+from streamrl.planner.simulation import Costs, Prediction
 from tests.planner.runs import write_calibration
 
 BASE: dict[str, Any] = {
@@ -73,32 +72,11 @@ def test_a_synchronous_run_is_told_to_overlap(plan: Plan) -> None:
     assert [option.tokens for option in plan.others] == sorted((o.tokens for o in plan.others), reverse=True)
 
 
-def test_what_is_to_change_is_what_was_played(plan: Plan) -> None:
-    changed = with_settings(from_dict(BASE), plan.recommended.settings)
-    assert simulate(changed, plan.calibration.costs, steps=advice.STEPS) == plan.recommended.prediction
-    assert plan.change == [f"{key}={value}" for key, value in plan.recommended.settings.items()]
-
-
 def test_no_faster_option_was_passed_over_but_for_fresher_tokens(plan: Plan) -> None:
     for other in plan.others:
         if "trainer.batch_groups" in other.settings or other.settings.get("staleness.over_age") == "drop":
             continue
         assert other.tokens * (1 - MARGIN) <= plan.recommended.tokens or other.prediction.masked_share > 0.1
-
-
-def test_settings_that_are_good_stay() -> None:
-    good = from_dict(BASE | {"staleness": {"max_staleness": 1}})
-    found = make_plan(good, calibration(train_seconds=10.0))
-    assert found.recommended.settings.get("staleness.max_staleness", 1) <= 1
-    assert found.recommended.tokens >= (1 - MARGIN) * found.present.tokens
-
-
-def test_the_freshest_of_the_fastest_is_chosen() -> None:
-    present = option({}, tokens=50.0)
-    fast = option({"staleness.max_staleness": 8}, tokens=100.0, age=7.0)
-    fresh = option({"staleness.max_staleness": 2}, tokens=98.0, age=2.0)
-    slow = option({"staleness.max_staleness": 1}, tokens=80.0, age=1.0)
-    assert choose(present, [present, fast, fresh, slow]) is fresh
 
 
 def learner(*, learned_age: float) -> Any:
@@ -126,40 +104,6 @@ def test_a_change_is_worth_it_from_a_threshold_on(tokens: float, age: float, lea
     assert advice._is_worth_it(changed, present, learner(learned_age=learned_age)) == worth
 
 
-def test_a_plan_without_a_change_says_so_and_how_its_forecast_ages() -> None:
-    """Training is the limit, so tokens grow old; a policy that has learned trains faster, and they are fresh."""
-    config = from_dict(BASE | {"staleness": {"max_staleness": 4}})
-    costs = calibration(train_seconds=0.1, train_token_seconds=0.002, publish_seconds=0.0)
-    found = make_plan(config, costs)
-    assert found.present.prediction.mean_token_age > found.learned.mean_token_age + 1
-    assert found.change == []
-    assert found.recommended is found.present
-    text = " ".join(found.reasons)
-    assert "No change is worth it: of " in text
-    waits = found.learned.trainer["waits for groups"]
-    assert f"waits for groups {waits:.0%}, and the mean age is {found.learned.mean_token_age:.1f} versions" in text
-
-
-def test_other_batches_drops_and_masked_tokens_are_not_recommended() -> None:
-    present = option({}, tokens=50.0)
-    batch = option({"trainer.batch_groups": 16}, tokens=100.0)
-    drop = option({"staleness.over_age": "drop"}, tokens=100.0)
-    masked = option({"staleness.max_staleness": 1}, tokens=100.0, masked=0.3)
-    assert choose(present, [present, batch, drop, masked]) is present
-
-
-def test_alternatives_are_of_the_machine() -> None:
-    config = from_dict(BASE | {"gserver": {"count": 3, "max_running": 8}})
-    on_devices = list(alternatives(config, calibration()))
-    assert {"gserver.count": 2, "trainer.data_parallel": 2} in on_devices
-    assert not any("gserver.threads" in changed for changed in on_devices)
-    cores = calibration(cores=2.0, gservers_on_cores=True, trainer_on_cores=True)
-    on_cores = list(alternatives(config, cores))
-    assert {"trainer.threads": 2} in on_cores
-    assert {"gserver.threads": 2} in on_cores
-    assert not any("trainer.data_parallel" in changed for changed in on_cores)
-
-
 def test_other_divisions_have_as_many_devices() -> None:
     config = from_dict(
         BASE
@@ -173,22 +117,6 @@ def test_other_divisions_have_as_many_devices() -> None:
         {"gserver.count": 1, "trainer.data_parallel": 3},
         {"gserver.count": 5, "trainer.data_parallel": 1},
     ]
-
-
-def test_settings_that_are_not_allowed() -> None:
-    with pytest.raises(ConfigError, match="max_staleness"):
-        with_settings(from_dict(BASE), {"staleness.max_staleness": -1})
-
-
-def test_very_large_runs_get_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    def events() -> int:
-        found = make_plan(from_dict(BASE), calibration())
-        (longer,) = (other for other in found.others if other.settings == {"gserver.max_running": 64})
-        return longer.prediction.events
-
-    before = events()
-    monkeypatch.setattr(advice, "EVENTS", 10)
-    assert events() < before / 2
 
 
 def test_what_people_and_programs_are_told(plan: Plan) -> None:
@@ -223,13 +151,3 @@ def test_a_plan_from_the_folder_of_a_run(tmp_path: Path) -> None:
     found = make_plan(from_dict(BASE), read_calibration(folder, cores=2))
     assert found.present.prediction.cores_busy is not None
     assert any("cores" in note for note in found.calibration.notes)
-
-
-def test_an_earlier_run_of_the_configuration_is_pointed_to(tmp_path: Path) -> None:
-    config = from_dict(BASE | {"run": {"dir": str(tmp_path), "name": "run"}})
-    assert advice._earlier_runs(config) == []
-    for name, steps in (("run", 9), ("run-2", 3)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.jsonl").write_text("{}\n" * steps)
-    (note,) = advice._earlier_runs(config)
-    assert note.startswith(f"--from {tmp_path}/run plans from the costs of that run")

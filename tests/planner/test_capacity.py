@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from streamrl.config import LoraConfig
 from streamrl.errors import ConfigError, ModelError
 from streamrl.planner.capacity import (
-    GIB,
     ONLY_POLICY,
-    Division,
     Machine,
     Roles,
     TrainerLayout,
@@ -29,9 +25,7 @@ from streamrl.planner.capacity import (
     as_json,
     capacity_plan,
     check_layout,
-    division,
     server_memory,
-    shown,
     trained_per_second,
     trainer_memory,
     update_traffic,
@@ -133,18 +127,6 @@ def test_a_plan_fits_and_a_refusal_says_what_is_missing(shape: Shape, gpus: int,
     assert told["divisions"][0]["trainer"]["total"] == pytest.approx(best.trainer.total)
 
 
-def test_what_is_given_is_kept() -> None:
-    plan = capacity_plan(
-        KNOWN["Llama-3-70B"], Machine(gpus=64), Workload(), tensor=8, pipeline=2, gservers=2, server_tensor=8
-    )
-    assert {(d.layout.tensor, d.layout.pipeline, d.gservers, d.server_tensor) for d in plan.divisions} == {(8, 2, 2, 8)}
-    console = Console(width=120, file=io.StringIO(), record=True)
-    console.print(shown(plan))
-    text = " ".join(console.export_text().split())
-    assert "Llama-3-70B: 70.6 billion weights; 64 GPUs of 80 GiB" in text
-    assert "nothing was measured" in text
-
-
 @pytest.mark.parametrize(
     ("given", "error", "told"),
     [
@@ -159,11 +141,6 @@ def test_what_is_given_is_kept() -> None:
 def test_what_cannot_be_is_refused(given: dict[str, int], error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
         capacity_plan(KNOWN["Llama-3-70B"], Machine(gpus=64), Workload(), **given)
-
-
-@given(SHAPES, st.integers(1, 64), st.integers(0, 64))
-def test_context_parallelism_is_not_bounded_by_the_heads(shape: Shape, context: int, rank: int) -> None:
-    check_layout(shape, TrainerLayout(context=context), gpus_per_host=8, roles=Roles(lora_rank=rank))
 
 
 @given(SHAPES_AND_LAYOUTS, st.booleans(), st.booleans(), st.integers(0, 64))
@@ -199,36 +176,6 @@ def test_training_is_as_fast_as_it_was_on_a_gpu(measured: float, within: float) 
     shape = KNOWN["Llama-3.2-1B"]
     planned = trained_per_second(shape, Machine(gpus=1), gpus=1, mean_context=2048)
     assert planned == pytest.approx(measured * 4 / ONLY_POLICY.passes, rel=within)
-
-
-def test_a_plan_with_other_roles_says_so() -> None:
-    shape, machine = KNOWN["Llama-3-70B"], Machine(gpus=16)
-    with pytest.raises(ConfigError, match="does not fit"):
-        capacity_plan(shape, machine, Workload())
-    job = Workload(roles=Roles(lora_rank=16, reference=True))
-    plan = capacity_plan(shape, machine, job)
-    assert {one.layout.backend for one in plan.divisions} == {"torch"}
-    assert plan.divisions[0].checkpoint == 12 * shape.adapter(16)
-    console = Console(width=140, file=io.StringIO(), record=True)
-    console.print(shown(plan))
-    assert "70.6 billion weights, adapters of rank 16, a reference; 16 GPUs" in console.export_text()
-    with pytest.raises(ConfigError, match="adapters are trained by the torch backend"):
-        capacity_plan(shape, machine, job, tensor=8)
-
-
-def test_a_division_of_too_many_gpus_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"need 10 GPUs, 2 more than --gpus 8"):
-        division(
-            KNOWN["Qwen3-0.6B"], Machine(gpus=8), Workload(), layout=TrainerLayout(data=8), gservers=2, server_tensor=1
-        )
-
-
-def test_what_does_not_fit_names_the_lack() -> None:
-    found: Division = division(
-        KNOWN["Llama-3-70B"], Machine(gpus=2), Workload(), layout=TrainerLayout(), gservers=1, server_tensor=1
-    )
-    assert found.lacks == "a GPU of the trainer"
-    assert found.lacking > 16 * 70e9 - 80 * GIB
 
 
 # --- against what is really allocated ------------------------------------------------------------

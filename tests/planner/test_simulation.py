@@ -10,13 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
-from streamrl.errors import ConfigError
 from streamrl.planner.simulation import (
     GENERATING,
     NO_BATCH,
-    NO_PLACE,
     NO_ROOM,
-    PAUSED,
     TRAINING,
     Costs,
     Prediction,
@@ -69,23 +66,10 @@ def test_a_synchronous_run_takes_what_its_parts_take() -> None:
     assert found.tokens_trained_per_second == pytest.approx(11 / 15)
 
 
-def test_publication_and_what_is_between_steps_come_on_top() -> None:
-    costs = costs_of(publish_seconds=2.0, pause_seconds=0.5, between_seconds=1.0)
-    found = simulate(settings_of(), costs)
-    assert period(found) == pytest.approx(10 + 5 + 2 + 0.5)  # the time between two steps passes meanwhile
-    assert found.gservers[PAUSED] == pytest.approx(0.5 / 17.5)
-
-
 @pytest.mark.parametrize(("train", "expected"), [(5.0, 10.0), (25.0, 25.0)])
 def test_pools_that_overlap_take_what_the_slower_one_takes(train: float, expected: float) -> None:
     found = simulate(settings_of(eta=2), costs_of(train=train))
     assert period(found) == pytest.approx(expected)
-
-
-def test_tokens_grow_as_old_as_staleness_allows_where_training_limits() -> None:
-    """The ledger runs as far ahead as it may: with 3 batches under way each token is 2 versions old or nearly."""
-    found = simulate(settings_of(eta=2), costs_of(train=25.0))
-    assert 1.5 < found.mean_token_age <= 2.0
 
 
 def test_a_shared_core_is_shared() -> None:
@@ -97,20 +81,6 @@ def test_a_shared_core_is_shared() -> None:
     two = simulate(settings_of(eta=3), msgspec.structs.replace(costs, cores=2))
     assert period(two) == pytest.approx(10, rel=0.02)
     assert two.cores_busy == pytest.approx(15 / 20, rel=0.02)
-
-
-def test_requests_decode_together() -> None:
-    """Four slots: a step of 1 + 4 · 0.5 s makes four tokens. The first request begins a step before the others come."""
-    found = simulate(settings_of(batch=4, slots=4), costs_of(request_seconds=0.5, train=6.0))
-    generation = 1.5 + 9 * 3 + 2.5
-    assert period(found) == pytest.approx(generation + 6)
-    assert found.slots_used == pytest.approx((1.5 + 9 * 3 * 4 + 2.5 * 3) / 4 / (generation + 6))
-
-
-def test_the_slowest_response_holds_up_a_synchronous_batch() -> None:
-    found = simulate(settings_of(siblings=2, slots=2), costs_of(lengths=[[3, 21]], train=4.0))
-    assert period(found) == pytest.approx(20 + 4)
-    assert found.slots_used == pytest.approx((2 + 20) / (2 * 24))
 
 
 @pytest.mark.parametrize(
@@ -125,52 +95,6 @@ def test_the_slowest_response_holds_up_a_synchronous_batch() -> None:
 def test_most_new_tokens_are_those_of_a_turn(rollout: dict[str, Any], length: int) -> None:
     config = settings_of(rollout={"sampling": {"max_new_tokens": 11}, **rollout})
     assert period(simulate(config, costs_of(lengths=[[31]], train=4.0))) == pytest.approx(length - 1 + 4)
-
-
-@pytest.mark.parametrize(("siblings", "trajectories"), [(2, 6), (4, 12)])
-def test_an_agents_branches_are_played(siblings: int, trajectories: int) -> None:
-    """As many of each episode as there were, whatever the number of episodes."""
-    costs = costs_of(lengths=[[11] * 6], group_size=2, train=4.0)
-    found = simulate(settings_of(siblings=siblings, slots=12), costs)
-    assert period(found) == pytest.approx(10 + 4)
-    assert found.tokens_generated_per_second == pytest.approx(trajectories * 11 / 14)
-
-
-def test_a_prompt_is_computed_once_for_its_group() -> None:
-    costs = costs_of(lengths=[[11, 11]], prompt_tokens=100.0, prompt_token_seconds=0.02, train=4.0)
-    assert period(simulate(settings_of(siblings=2, slots=2), costs)) == pytest.approx(2 + 10 + 4)
-
-
-def test_rewards_and_rollout_workers_take_their_time() -> None:
-    costs = costs_of(lengths=[[11, 11]], reward_seconds=0.5, reward_wait_seconds=1.0, group_seconds=1.0, train=4.0)
-    config = settings_of(siblings=2, slots=2)
-    assert period(simulate(config, costs)) == pytest.approx(10 + 2 * 1.5 + 1.0 + 4)
-    two = settings_of(siblings=2, slots=2, rollout={"reward": {"processes": 2}})
-    assert period(simulate(two, costs)) == pytest.approx(10 + 1.5 + 1.0 + 4)
-
-
-def test_calls_of_a_coroutine_reward_wait_together_and_compute_in_turn() -> None:
-    costs = costs_of(lengths=[[11] * 4], reward_seconds=0.5, reward_wait_seconds=3.0, rewards_at_once=True, train=4.0)
-    config = settings_of(siblings=4, slots=4)
-    assert period(simulate(config, costs)) == pytest.approx(10 + 4 * 0.5 + 3.0 + 4)
-    two = settings_of(siblings=4, slots=4, rollout={"reward": {"concurrent_calls": 2}})
-    assert period(simulate(two, costs)) == pytest.approx(10 + 2 * 3.5 + 0.5 + 4)
-
-
-def test_places_in_rollout_workers_limit_what_runs() -> None:
-    config = settings_of(eta=4, batch=2, slots=8, rollout={"max_concurrent_groups": 1})
-    found = simulate(config, costs_of(train=1.0, group_seconds=2.0))
-    assert period(found) == pytest.approx(2 * (10 + 2), rel=0.05)
-    assert found.gservers[NO_PLACE] > 0.05
-
-
-def test_threads_and_ranks_share_the_work() -> None:
-    costs = costs_of(train=2.0, train_token_seconds=1.0, lengths=[[11]], step=0.001, thread_gain=1.6)
-    assert period(simulate(settings_of(), costs)) == pytest.approx(13, abs=0.1)
-    ranks = settings_of(batch=2, trainer={"data_parallel": 2})
-    assert period(simulate(ranks, costs)) == pytest.approx(2 + 22 / 2, abs=0.1)
-    threads = settings_of(trainer={"threads": 2})
-    assert period(simulate(threads, costs)) == pytest.approx(13 / 1.6, abs=0.1)
 
 
 def test_gservers_share_the_groups_by_the_real_routing() -> None:
@@ -211,16 +135,6 @@ def test_policies_for_old_tokens() -> None:
     assert found["drop"].dropped_share > 0
     assert found["drop"].masked_share == 0
     assert found["wait"].steps_per_hour < found["mask"].steps_per_hour
-
-
-def test_rejected_groups_give_their_places_back() -> None:
-    found = simulate(settings_of(), costs_of(rejected_share=0.5), steps=400)
-    assert period(found) == pytest.approx(20 + 5, rel=0.1)
-
-
-def test_nothing_to_train_on_is_told() -> None:
-    with pytest.raises(ConfigError, match="no length of a response is known"):
-        simulate(settings_of(), costs_of(lengths=[[]]))
 
 
 @settings(max_examples=60, deadline=None)

@@ -12,7 +12,6 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PLAIN_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
 def make_tokenizer(template: str | None = TEMPLATE) -> Any:

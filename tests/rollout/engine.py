@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from streamrl.config import Config
-from streamrl.config.sections import LoraConfig
 from streamrl.transport.generation import (
     FinishReason,
     GenerateReply,
@@ -163,13 +161,3 @@ def answer(
 
 def failure(status: int, message: str = "scripted") -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
-
-
-def with_named_adapters(config: Config) -> Config:
-    """`config` with gservers that have several adapters: each request names one."""
-    replace = msgspec.structs.replace
-    return replace(
-        config,
-        model=replace(config.model, lora=LoraConfig(rank=8)),
-        gserver=replace(config.gserver, engine="sglang"),
-    )

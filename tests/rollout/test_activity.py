@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.errors import DataError, RewardError, RewardTimeout
 from streamrl.records.timeline import FrequentFailure
-from streamrl.rollout.activity import LONGEST_ERROR, MOST_FAILURES, Activity, in_one_line
+from streamrl.rollout.activity import LONGEST_ERROR, Activity, in_one_line
 
 
 def raised(seq: int, last: str) -> RewardError:
@@ -35,13 +35,6 @@ def test_a_reward_that_costs_its_group_is_counted_once() -> None:
     activity.rejected(3, error)
     assert (activity.reward_errors, activity.groups_rejected) == (1, 1)
     assert activity.frequent_failure() == FrequentFailure("KeyError: 'level'", 1, "seq 3")
-
-
-def test_errors_without_end_do_not_fill_the_memory() -> None:
-    activity = Activity(idle="")
-    for word in range(3 * MOST_FAILURES):
-        activity.rejected(0, ValueError("x" * word))
-    assert len(activity._failures) == MOST_FAILURES
 
 
 @pytest.mark.parametrize(

@@ -159,20 +159,6 @@ async def test_no_token_of_mixed_weights_is_taken_and_another_gserver_goes_on(
     assert generation.interruptions == 1
 
 
-async def test_what_ended_before_weights_were_mixed_is_taken(client: GenerationClient) -> None:
-    spans = [("3", 0, 2), (MIXED_WEIGHTS, 2, 2)]
-    async with serving(script(answer([10, 2], version=MIXED_WEIGHTS, spans=spans))) as engine:
-        generation = await generate(client, engine.url)
-    assert (generation.output_ids, generation.versions, generation.interruptions) == ([10, 2], [3, 3], 0)
-
-
-async def test_a_response_goes_through_an_update_during_which_weights_were_mixed(client: GenerationClient) -> None:
-    spans = [("3", 0, 1), (MIXED_WEIGHTS, 1, 1), ("4", 1, 2)]
-    async with serving(script(answer([10, 2], version="4", spans=spans))) as engine:
-        generation = await generate(client, engine.url)
-    assert (generation.output_ids, generation.versions, generation.interruptions) == ([10, 2], [3, 4], 0)
-
-
 @pytest.mark.parametrize(
     ("at_the_beginning", "at_the_end", "version"),
     [(3, "5", 3), (5, "5", 5), (6, "5", 5), (0, "default", 0)],
@@ -225,26 +211,6 @@ async def test_an_adapter_that_is_not_there_is_asked_for_elsewhere_or_later(clie
             await generate(client, engine.url)  # nobody has named one
 
 
-async def test_siblings_that_travel_together_name_their_adapters(client: GenerationClient) -> None:
-    versions = iter((0, 7))
-    async with serving(lambda request, number: answer([2])) as engine:
-        generator = make_generator(
-            client, patience=20.0, part=4096, policy_version=lambda: next(versions), named_adapters=True
-        )
-        route = GroupRoute(engine.url, find_another=FixedRoutes().find_another)
-        made = await asyncio.gather(
-            *(generator.generate(PROMPT, max_new_tokens=8, rid=f"3.0.{i}", route=route) for i in range(2))
-        )
-    assert [request.lora_path for request in engine.requests] == [None, "streamrl-v7"]
-    assert [generation.versions for generation in made] == [[0], [7]]
-
-
-async def test_cut_at_the_last_token_of_the_budget(client: GenerationClient) -> None:
-    async with serving(script(answer([10, 11], finish="abort"))) as engine:
-        generation = await generate(client, engine.url, budget=2)
-    assert (generation.output_ids, generation.finish_reason) == ([10, 11], "length")
-
-
 @pytest.mark.parametrize("bad", [failure(503), failure(500), None], ids=["503", "500", "connection lost"])
 async def test_another_gserver_continues(client: GenerationClient, bad: Any) -> None:
     async with (
@@ -256,13 +222,6 @@ async def test_another_gserver_continues(client: GenerationClient, bad: Any) -> 
     assert routes.failed == [first.url]
     assert prompts(second) == [([*PROMPT, 10], 7)]
     assert (generation.output_ids, generation.versions) == ([10, 11, 2], [1, 2, 2])
-
-
-async def test_a_gserver_that_is_gone(client: GenerationClient) -> None:
-    async with serving(script()) as gone:
-        pass
-    async with serving(script(answer([2]))) as second:
-        assert (await generate(client, gone.url, routes=FixedRoutes("", "", second.url))).output_ids == [2]
 
 
 async def test_a_gserver_that_does_not_answer_in_time(client: GenerationClient) -> None:
@@ -288,23 +247,6 @@ async def test_no_progress_ends(client: GenerationClient, monkeypatch: pytest.Mo
         with pytest.raises(DeadlineExceeded, match=r"3\.0\.0: no token for .*queue is full"):
             await generate(client, engine.url, patience=0.3)
     assert len(engine.requests) > 3
-
-
-async def test_pauses_between_fruitless_attempts_grow(
-    client: GenerationClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pauses: list[float] = []
-    really_sleep = asyncio.sleep
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        await really_sleep(0)
-
-    monkeypatch.setattr(generation.asyncio, "sleep", sleep)
-    answers = [*(failure(503) for _ in range(8)), answer([10], finish="abort"), failure(503), answer([2])]
-    async with serving(script(*answers)) as engine:
-        await generate(client, engine.url)
-    assert [p for p in pauses if p] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 0.05]
 
 
 @pytest.mark.parametrize(
@@ -335,12 +277,6 @@ async def test_nonsense_is_refused(
     assert len(engine.requests) == 1
 
 
-async def test_an_answer_of_another_shape_is_refused(client: GenerationClient) -> None:
-    async with serving(script(failure(200))) as engine:
-        with pytest.raises(WireError, match="something else than a GenerateReply"):
-            await generate(client, engine.url)
-
-
 async def test_a_long_response_is_asked_for_in_parts(client: GenerationClient) -> None:
     answers = [
         answer([10, 11, 12], version="4", finish="length"),
@@ -359,18 +295,6 @@ async def test_a_long_response_is_asked_for_in_parts(client: GenerationClient) -
     assert (generation.finish_reason, generation.interruptions) == ("length", 0)
     seeds = {request.sampling_params.sampling_seed for request in engine.requests}  # type: ignore[union-attr]
     assert len(seeds) == 3
-
-
-async def test_one_that_stops_at_the_end_of_a_part_is_done(client: GenerationClient) -> None:
-    async with serving(script(answer([10, 11, 2], matched=2))) as engine:
-        generation = await generate(client, engine.url, budget=8, part=3)
-    assert (generation.output_ids, generation.finish_reason) == ([10, 11, 2], "stop")
-
-
-async def test_a_gserver_that_has_no_room_for_a_whole_part_ends_the_response(client: GenerationClient) -> None:
-    async with serving(script(answer([10, 11], finish="length"))) as engine:
-        generation = await generate(client, engine.url, budget=8, part=3)
-    assert (generation.output_ids, generation.finish_reason) == ([10, 11], "length")
 
 
 @pytest.mark.parametrize("finish", ["length", "abort"])
@@ -398,16 +322,6 @@ async def test_one_that_was_aborted_with_its_last_token_is_done(
     assert (generation.finish_reason, generation.matched, generation.interruptions) == ("stop", matched, 0)
 
 
-async def test_a_gserver_that_fails_costs_one_part(client: GenerationClient) -> None:
-    first = [answer([10, 11, 12], version="4", finish="length"), failure(500)]
-    second = [answer([13, 14], version="5", finish="stop")]
-    async with serving(script(*first)) as failing, serving(script(*second)) as other:
-        generation = await generate(client, failing.url, budget=8, part=3, routes=FixedRoutes(other.url))
-    assert prompts(other) == [([*PROMPT, 10, 11, 12], 3)]
-    assert generation.output_ids == [10, 11, 12, 13, 14]
-    assert (generation.versions, generation.interruptions) == ([4, 4, 4, 5, 5], 1)
-
-
 async def test_what_a_silent_gserver_was_asked_for_goes_on_at_another_with_what_it_had() -> None:
     client = GenerationClient(timeout=60.0)
 
@@ -429,11 +343,6 @@ async def test_what_a_silent_gserver_was_asked_for_goes_on_at_another_with_what_
         client.give_up([])
         await generate(client, other.url)
     await client.close()
-
-
-async def test_rounding_above_zero_is_clipped(client: GenerationClient) -> None:
-    async with serving(script(answer([10], logprobs=[(1e-6, 10, None)]))) as engine:
-        assert (await generate(client, engine.url)).logprobs == [0.0]
 
 
 async def test_sampling_seeds_are_fixed_for_each_request_and_differ(client: GenerationClient) -> None:
@@ -514,29 +423,6 @@ def test_a_response_ends_where_it_would_have_ended_in_one_request(
     assert in_parts(sampled, cuts, stop, aborts_say_so=aborts_say_so) == in_one_request(sampled, stop)
 
 
-def test_what_ended_a_response_is_returned() -> None:
-    endings = Endings(tokens={EOS}, strings=StopStrings(["bb"], decode_word))
-    assert endings.overlooked([0, 1, 1, 0], earlier=2, reported=False) == (3, "bb")
-    assert endings.overlooked([0, 1, 1, 0], earlier=2, reported=True) == (3, "bb")
-    assert endings.overlooked([0, EOS], earlier=0, reported=False) == (2, EOS)
-    assert endings.overlooked([0, EOS], earlier=0, reported=True) is None
-    assert endings.overlooked([], earlier=0, reported=False) is None
-
-
-def test_strings_are_looked_for_in_few_tokens() -> None:
-    asked: list[int] = []
-
-    def count(token_ids: list[int]) -> str:
-        asked.append(len(token_ids))
-        return decode_word(token_ids)
-
-    strings = StopStrings(["ab"], count)
-    assert strings.at_the_end([0] * 1000) is None
-    assert asked == [strings.reach]
-    assert StopStrings([], count).at_the_end([0]) is None
-    assert asked == [strings.reach]
-
-
 # --- what the manager is told ---
 
 
@@ -580,21 +466,6 @@ async def test_the_manager_hears_how_many_requests_of_a_group_are_in_flight() ->
     running.cancel()
 
 
-async def test_changes_while_a_report_is_on_its_way_go_into_the_next_one_and_ended_groups_into_none() -> None:
-    manager = ListeningManager()
-    manager.replies.clear()
-    reports = InFlightReports(manager, worker=0)  # type: ignore[arg-type]
-    running = asyncio.create_task(reports.run())
-    counts = [RequestCount(seq, siblings=2, reports=reports) for seq in range(3)]
-    with counts[0].request(5), counts[1].request(6):
-        assert await manager.next() == {0: (2, 5), 1: (2, 6)}
-        with counts[0].request(5), counts[1].request(6):
-            reports.forget(1)
-            manager.replies.set()
-            assert await manager.next() == {0: (2, 10)}
-    running.cancel()
-
-
 # --- told as it comes ---
 
 
@@ -619,15 +490,6 @@ async def test_tokens_are_told_as_they_come(client: GenerationClient) -> None:
     assert generation.versions == [4] * 4
 
 
-async def test_an_update_in_mid_stream_leaves_no_gap_and_no_double(client: GenerationClient) -> None:
-    first = [so_far(10), answer([10, 11], finish="abort", version="0")]
-    second = [so_far(12, version="1"), answer([12, 13, 2], version="1", matched=2)]
-    told, generation = await told_as_it_comes(client, first, second)
-    assert told == generation.output_ids == [10, 11, 12, 13, 2]
-    assert generation.versions == [0, 0, 1, 1, 1]
-    assert generation.interruptions == 1
-
-
 async def test_tokens_of_a_stream_that_breaks_off_are_kept(client: GenerationClient) -> None:
     first = [so_far(10), so_far(10, 11), None]
     second = [so_far(12, version="1"), answer([12, 2], version="1", matched=2)]
@@ -635,15 +497,6 @@ async def test_tokens_of_a_stream_that_breaks_off_are_kept(client: GenerationCli
     assert told == generation.output_ids == [10, 11, 12, 2]
     assert generation.versions == [0, 0, 1, 1]
     assert generation.logprobs == [-0.10, -0.11, -0.12, -0.02]
-
-
-async def test_tokens_of_mixed_weights_are_not_told(client: GenerationClient) -> None:
-    spans = [("0", 0, 1), (MIXED_WEIGHTS, 1, 2)]
-    first = [so_far(10), so_far(10, 11, version=MIXED_WEIGHTS), answer([10, 11], version=MIXED_WEIGHTS, spans=spans)]
-    second = [so_far(12, version="1"), answer([12, 2], version="1", matched=2)]
-    told, generation = await told_as_it_comes(client, first, second)
-    assert told == generation.output_ids == [10, 12, 2]
-    assert generation.versions == [0, 1, 1]
 
 
 async def test_a_gserver_that_takes_tokens_back_is_not_believed(client: GenerationClient) -> None:

@@ -85,18 +85,6 @@ async def test_one_http_request_for_each_group_and_moment():
         assert bodies[-1]["rid"] == "r7"
 
 
-async def test_all_hear_of_a_failure():
-    async def refuse(body):
-        return web.json_response({"error": {"message": "no room"}}, status=503)
-
-    async with gserver(refuse) as (url, _, client):
-        siblings = SiblingRequests(client)
-        calls = [siblings.generate(1, url, request(i)) for i in range(3)]
-        for error in await asyncio.gather(*calls, return_exceptions=True):
-            assert isinstance(error, PeerError)
-            assert "no room" in str(error)
-
-
 async def test_a_sibling_that_is_done_does_not_wait_for_the_others():
     goes_on = asyncio.Event()
 
@@ -119,24 +107,6 @@ async def test_a_sibling_that_is_done_does_not_wait_for_the_others():
         assert not calls[1].done()
         goes_on.set()
         assert [(await call).output_ids for call in calls[1:]] == [[1, 1], [2, 2]]
-
-
-async def test_a_connection_serves_one_batch_after_another():
-    """The end of a reply is awaited also when all siblings have theirs."""
-
-    async def end_late(body):
-        for content in batch_events(body):
-            yield content
-        await asyncio.sleep(0.05)
-        yield b"data: [DONE]\n\n"
-
-    async with gserver(end_late) as (url, _, client):
-        siblings = SiblingRequests(client)
-        for _ in range(2):
-            await asyncio.gather(*(siblings.generate(1, url, request(i)) for i in range(2)))
-            (sending,) = siblings._sending
-            await asyncio.wait([sending], timeout=5)
-            assert not sending.cancelled()
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
-from typing import Any
 
-import msgspec
-import numpy as np
 import pytest
 
-from streamrl.config.sections import as_evaluated
-from streamrl.errors import DataError, RewardError, StreamRLError, WireError
+from streamrl.errors import RewardError, StreamRLError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import Generation
-from streamrl.rollout.groups import GroupMaker, check_trajectory, shared_prefix
+from streamrl.rollout.groups import GroupMaker, shared_prefix
 from streamrl.rollout.workflows import Session, SingleTurn, TrajectoryBuilder
 from streamrl.transport.generation import SamplingParams
-from streamrl.types import NO_VERSION, Prompt, Trajectory, TrajectoryGroup
+from streamrl.types import Prompt, Trajectory, TrajectoryGroup
 from tests.rollout.making import Scripted, configured, engine_and_client, maker_of, received, route_to
 
 FAILURE = RewardError("the sandbox is gone")
@@ -44,18 +39,6 @@ def test_shared_prefix(siblings: list[tuple[list[int], list[int]]], length: int)
     assert shared_prefix([built(*sibling) for sibling in siblings]) == length
 
 
-def test_trajectories_that_a_trainer_could_not_use() -> None:
-    good = built([1], [2])
-    for change, message in [
-        ({"reward": float("nan")}, "reward is nan"),
-        ({"loss_mask": np.array([True, True])}, "first token is sampled"),
-        ({"loss_mask": np.array([False])}, "shapes"),
-        ({"policy_versions": np.array([NO_VERSION, NO_VERSION], dtype=np.int32)}, "NO_VERSION exactly"),
-    ]:
-        with pytest.raises(WireError, match=message):
-            check_trajectory(msgspec.structs.replace(good, **change))
-
-
 @pytest.fixture
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("streamrl.rollout.groups.FIRST_PAUSE_SECONDS", 0.0)
@@ -66,12 +49,6 @@ def five_percent(seq: int, sibling: int, attempt: int) -> Exception | None:
     chance = random.Random(f"{seq}/{sibling}/{attempt}")
     kinds = [FAILURE, StreamRLError("a process was lost"), TimeoutError("too late"), LookupError("no such tool")]
     return chance.choice(kinds) if chance.random() < 0.05 else None
-
-
-async def until(reached: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
-        while not reached():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.01)
 
 
 async def made(maker: GroupMaker, groups: int) -> list[TrajectoryGroup]:
@@ -123,24 +100,6 @@ async def test_a_retry_samples_with_seeds_of_its_own_that_are_the_same_each_time
     assert len(set(failing)) == 4
 
 
-@pytest.mark.usefixtures("no_pauses")
-@pytest.mark.parametrize(
-    ("rollout", "error"),
-    [
-        ({}, DataError("no room for the conversation")),
-        ({"on_failed_sibling": "reject"}, FAILURE),
-        ({"on_failed_sibling": "stop"}, FAILURE),
-        ({"on_failed_sibling": "shrink", "min_siblings": 3}, FAILURE),
-        ({"on_failed_sibling": "shrink", "min_siblings": 2}, DataError("no room for the conversation")),
-    ],
-)
-async def test_a_failure_that_ends_its_group_at_once(rollout: dict[str, Any], error: Exception) -> None:
-    workflow = Scripted(lambda seq, sibling, attempt: error if sibling == 1 else None)
-    with pytest.raises(type(error), match=str(error)):
-        await maker_of(workflow, configured(group_size=3, **rollout)).make(0, route_to())
-    assert sorted(workflow.attempts) == [(0, 0, 0), (0, 1, 0), (0, 2, 0)]
-
-
 async def test_no_sibling_is_made_again_once_its_group_is_too_old(no_pauses: None) -> None:
     workflow = Scripted(lambda seq, sibling, attempt: FAILURE if sibling == 1 else None)
     young = iter([True, True, False])
@@ -149,21 +108,6 @@ async def test_no_sibling_is_made_again_once_its_group_is_too_old(no_pauses: Non
             0, route_to(), may_retry=lambda: next(young)
         )
     assert [attempt for _, sibling, attempt in workflow.attempts if sibling == 1] == [0, 1, 2]
-
-
-async def test_a_group_that_is_cancelled_in_the_middle_of_a_retry_ends() -> None:
-    workflow = Scripted(lambda seq, sibling, attempt: FAILURE)
-    activity = Activity(idle="nothing")
-    shown: list[str] = []
-    activity.on_wait(shown.append)
-    making = asyncio.create_task(maker_of(workflow, configured(), activity=activity).make(0, route_to()))
-    await until(lambda: activity.siblings_retried == 8)
-    assert shown == ["nothing", "failed siblings to be made again"]
-    making.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await making
-    assert shown[-1] == "nothing"
-    assert len(workflow.attempts) == 8
 
 
 @pytest.mark.parametrize("branches", [1, 2])
@@ -177,33 +121,3 @@ async def test_a_group_shrinks_to_the_siblings_that_did_not_fail(branches: int) 
     assert group.episodes.tolist() == [episode for episode in range(3) for _ in range(branches)]
     assert activity.stats()["groups_shrunk_total"] == 1
     assert received(group, config).rewards.tolist() == group.rewards.tolist()
-
-
-async def test_too_many_failures_reject_a_group_that_may_shrink() -> None:
-    workflow = Scripted(lambda seq, sibling, attempt: FAILURE if sibling >= 2 else None)
-    with pytest.raises(RewardError):
-        await maker_of(workflow, configured(group_size=5, on_failed_sibling="shrink", min_siblings=3)).make(
-            0, route_to()
-        )
-
-
-async def test_siblings_that_are_left_out_do_not_hold_up_the_scoring_of_the_others() -> None:
-    gate_is_open = asyncio.Event()
-    waiting: set[int] = set()
-
-    async def before_scoring(sibling: int) -> None:
-        waiting.add(sibling)
-        await gate_is_open.wait()
-
-    config = configured(group_size=3, on_failed_sibling="shrink")
-    workflow = Scripted(lambda seq, sibling, attempt: FAILURE if sibling == 0 else None)
-    making = asyncio.create_task(maker_of(workflow, config).make(0, route_to(), before_scoring))
-    await until(lambda: waiting == {0, 1, 2})
-    gate_is_open.set()
-    assert (await making).size == 2
-
-
-def test_no_held_out_prompt_loses_samples() -> None:
-    for chosen, in_evaluation in [("shrink", "retry"), ("retry", "retry"), ("zero", "zero"), ("reject", "reject")]:
-        seen = as_evaluated(configured(on_failed_sibling=chosen)).rollout
-        assert (seen.on_failed_sibling, seen.fewest_siblings) == (in_evaluation, seen.group_size)

@@ -15,11 +15,10 @@ from streamrl.config.sections import as_evaluated
 from streamrl.errors import DataError
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.worker import serve
-from streamrl.transport.control import Admit, DataFacts, Drain
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
 from tests.gserver.harness import keep_beating
 from tests.rollout.characters import make_chat, save_tokenizer
-from tests.rollout.engine import Engine, answer, failure, serving, with_named_adapters
+from tests.rollout.engine import Engine, answer, failure, serving
 from tests.rollout.evaluating import evaluating
 
 CHAT = make_chat()
@@ -92,20 +91,6 @@ async def test_what_it_reports_is_what_the_gserver_said(tmp_path: Path, model_di
     assert report.seconds > 0
 
 
-async def test_a_held_out_prompt_names_the_adapter_that_is_served_whatever_heartbeats_say(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    config = with_named_adapters(configure(tmp_path))
-    config = msgspec.structs.replace(config, limits=msgspec.structs.replace(config.limits, heartbeat_seconds=60.0))
-    async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
-        await on.run.until(lambda status: any(p.role == "rollout" for p in status.processes), timeout=30)
-        on.run.manager.ledger.advance(7)
-        report = await on.evaluate(version=7)
-        await on.finish()
-    assert {request.lora_path for request in engine.requests} == {"streamrl-v7"}
-    assert (report.oldest_version, report.newest_version) == (7, 7)
-
-
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_each_evaluation_asks_the_same_all_rows_by_default_and_never_too_many_at_once(
     tmp_path: Path, model_dir: Path, workers: int
@@ -154,16 +139,6 @@ async def test_a_prompt_that_fails_is_rejected_alone(tmp_path: Path, model_dir: 
         await on.finish()
 
 
-async def test_a_row_at_which_the_data_function_raises_is_rejected_alone(tmp_path: Path, model_dir: Path) -> None:
-    config = configure(tmp_path, data={"path": "tests.rollout.user_code:row_of_some", "shuffle": False}, prompts=4)
-    async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
-        report = await on.evaluate()
-        assert (report.prompts, report.rejected) == (3, 1)
-        assert report.failure is not None
-        assert (report.failure.error, report.failure.example) == ("ValueError: row 2 is broken", "seq 2")
-        await on.finish()
-
-
 async def test_a_held_out_sample_that_fails_is_made_again(tmp_path: Path, model_dir: Path) -> None:
     config = configure(tmp_path, prompts=4)
     rollout = msgspec.structs.replace(config.rollout, sibling_retries=1, on_failed_sibling="shrink")
@@ -177,49 +152,6 @@ async def test_a_held_out_sample_that_fails_is_made_again(tmp_path: Path, model_
         await on.finish()
     assert (report.prompts, report.rejected) == (4, 0)
     assert len(engine.requests) == 2 * 4 * 3
-
-
-async def test_an_evaluation_in_which_all_fails_is_reported_and_the_next_one_is_made(
-    tmp_path: Path, model_dir: Path
-) -> None:
-    broken = True
-
-    def script(request: GenerateRequest, number: int) -> Any:
-        return failure(400) if broken else say(request, number)
-
-    config = configure(tmp_path, prompts=3)
-    async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
-        report = await on.evaluate(1)
-        assert (report.prompts, report.rejected, report.reward_mean) == (0, 3, None)
-        broken = False
-        assert (await on.evaluate(2)).prompts == 3
-        await on.finish()
-
-
-async def test_prompts_move_to_another_gserver(tmp_path: Path, model_dir: Path) -> None:
-    config = configure(tmp_path, prompts=4)
-
-    def broken(request: GenerateRequest, number: int) -> Any:
-        return failure(500)
-
-    async with (
-        serving(broken) as first,
-        serving(say) as second,
-        evaluating(config, model_dir, gservers=(first.url, second.url)) as on,
-    ):
-        report = await on.evaluate()
-        assert (report.prompts, report.rejected) == (4, 0)
-        assert first.requests
-        await on.finish()
-
-
-async def test_it_waits_for_a_gserver(tmp_path: Path, model_dir: Path) -> None:
-    async with serving(say) as engine, evaluating(configure(tmp_path, prompts=2), model_dir) as on:
-        on.ask()
-        await on.run.until(lambda status: any(p.role == "rollout" for p in status.processes), timeout=30)
-        await on.run.register("gserver", address=engine.url)
-        assert (await on.report()).prompts == 2
-        await on.finish()
 
 
 @pytest.mark.parametrize("ending", ["stop", "cancel"])
@@ -290,60 +222,6 @@ async def test_the_prompts_of_a_worker_that_dies_are_made_by_another(tmp_path: P
         assert (report.prompts, report.rejected) == (5, 0)
         beating.cancel()
         await on.finish()
-
-
-async def test_a_worker_that_is_asked_to_leave_finishes_its_held_out_prompts(tmp_path: Path, model_dir: Path) -> None:
-    go_on = asyncio.Event()
-
-    async def script(request: GenerateRequest, number: int) -> GenerateReply:
-        await go_on.wait()
-        return say(request, number)
-
-    config = configure(tmp_path, prompts=5)
-    async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
-        on.ask()
-        await until_asked(engine, 6)
-        await on.run.client.drain(Drain(role="rollout", index=0))
-        await on.run.until(lambda status: any("then it leaves" in p.waiting_for for p in status.processes))
-        go_on.set()
-        async with asyncio.timeout(30):
-            await on.workers[0]
-        status = await on.run.until(lambda status: all(p.role != "rollout" for p in status.processes))
-        assert status.evaluation is not None
-        assert (status.evaluation.prompts_done, len(engine.requests)) == (2, 6)
-
-
-async def test_results_of_a_forgotten_evaluation_are_refused_and_the_worker_goes_on(
-    tmp_path: Path, model_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    go_on = asyncio.Event()
-
-    async def script(request: GenerateRequest, number: int) -> GenerateReply:
-        await go_on.wait()
-        return say(request, number)
-
-    config = configure(tmp_path, prompts=4)
-    async with serving(script) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
-        on.ask(3)
-        await until_asked(engine, 6)
-        on.run.manager.evaluations.forget()
-        go_on.set()
-        report = await on.evaluate(3)
-        assert (report.prompts, report.rejected) == (4, 0)
-        assert len(engine.requests) == 6 + 12
-        await on.finish()
-    assert "the result of held-out prompt 0 was refused" in caplog.text
-
-
-async def test_workers_with_other_held_out_data_end_the_run(tmp_path: Path, model_dir: Path) -> None:
-    async with serving(say) as engine, evaluating(configure(tmp_path), model_dir, gservers=(engine.url,)) as on:
-        assert (await on.evaluate()).prompts == 20
-        await on.run.register("rollout", 1)
-        data = DataFacts(rows=19)
-        await on.run.client.admit(Admit(worker=1, count=1, data=data, held_out=True))
-        status = await on.run.client.status()
-        assert status.state == "failed"
-        assert "rollout/1 has 19 rows of held-out data" in status.message
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ from streamrl.errors import ConfigError
 from streamrl.models import ensure_checkpoint, vocab_size
 from streamrl.rollout.process import _open_workflow, load_data
 from streamrl.transport.addresses import Reach
-from tests.ipv6 import IPV6
 from tests.rollout.characters import make_chat
 
 SCRATCH = {"alphabet": "0123= ", "hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 16}
@@ -61,28 +59,3 @@ async def test_agents_elsewhere_may_ask_by_the_name_that_they_are_told(tmp_path:
         assert told.hostname == "rollout.example"
         assert await status_at(f"http://127.0.0.1:{told.port}", Host=told.netloc) == 401
         assert workflow._gateway._vocab_size == vocab_size(model_dir)
-
-
-@IPV6
-async def test_agents_of_a_machine_that_may_have_no_ipv4_address_ask_at_one_of_ipv6(tmp_path: Path) -> None:
-    config = configuration.from_dict(
-        {"model": MODEL, "rollout": {"agent": {"command": ["true"], "renderer": "template"}}}
-    )
-    async with AsyncExitStack() as at_exit:
-        joined = joined_at(Reach(announced="fd00::7", local="fd00::7"), at_exit)
-        model_dir = ensure_checkpoint(config, cache=tmp_path)
-        workflow: Any = await _open_workflow(config, joined=joined, chat=make_chat(), model_dir=model_dir)
-        assert urlsplit(workflow._url).hostname == "::1"
-        assert await status_at(workflow._url) == 401
-
-
-async def test_rollout_workers_of_one_machine_serve_their_agents_at_ports_of_their_own(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1] - 1  # worker 1 would have the next one
-    settings = {"agent": {"command": ["true"], "renderer": "template", "port": port}}
-    config = configuration.from_dict({"model": MODEL, "rollout": settings})
-    async with AsyncExitStack() as at_exit:
-        joined = joined_at(Reach(announced="127.0.0.1", local="127.0.0.1"), at_exit, index=1)
-        model_dir = ensure_checkpoint(config, cache=tmp_path)
-        workflow: Any = await _open_workflow(config, joined=joined, chat=make_chat(), model_dir=model_dir)
-        assert urlsplit(workflow._url).port == port + 1

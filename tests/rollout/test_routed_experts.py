@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from pathlib import Path
 
@@ -13,10 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from streamrl.errors import WireError
-from streamrl.rollout.agents.messages import Message
-from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall
 from streamrl.rollout.generation import Generation, GroupRoute, first_known
-from streamrl.rollout.workflows import TrajectoryBuilder
 from streamrl.transport.generation import FinishReason, GenerationClient, MetaInfo, decoded_routes, encoded_routes
 from streamrl.types import NO_EXPERT
 from tests.gserver.serving import serving
@@ -78,30 +74,6 @@ def test_the_experts_of_the_request_that_sampled_the_next_token_stay() -> None:
         first_known(known, np.zeros((3, 8), np.uint8))
 
 
-def sampled(output_ids: list[int], routed_experts: NDArray[np.uint8]) -> Generation:
-    count = len(output_ids)
-    return Generation(output_ids, [-1.0] * count, [0] * count, "stop", None, 0, routed_experts)
-
-
-def test_a_conversation_has_the_experts_of_all_its_turns() -> None:
-    """Of its last token nothing is known, and after each turn the next one says what computed the end of it."""
-    first, second = sampled([3, 4], routes(1, 1, 1)), sampled([6], routes(9, 9, 9, 2, 2))
-    wanted = routes(1, 1, 1, 2, 2, NO_EXPERT)
-    builder = TrajectoryBuilder()
-    builder.append_prompt([1, 2])
-    builder.append_sampled(first)
-    builder.append_feedback([5])
-    builder.append_sampled(second)
-    np.testing.assert_array_equal(builder.build(reward=0, finish_reason="stop").routed_experts, wanted)
-
-    tree = EpisodeTree()
-    opening = PolicyCall(None, (1, 2), first)
-    for call in (opening, PolicyCall(opening, (1, 2, 3, 4, 5), second)):
-        tree.add(call, messages=None, reply=Message(role="assistant", content=""), tools=[])
-    [trajectory] = tree.trajectories([0.0, 0.0])
-    np.testing.assert_array_equal(trajectory.routed_experts, wanted)
-
-
 async def test_a_response_in_parts_has_the_experts_of_one_in_a_piece(tmp_path: Path) -> None:
     """Over HTTP, from the engine; without asking there are none."""
     client = GenerationClient(timeout=20.0)
@@ -120,16 +92,3 @@ async def test_a_response_in_parts_has_the_experts_of_one_in_a_piece(tmp_path: P
     assert len(whole.routed_experts) == 9 + len(whole.output_ids) - 1
     np.testing.assert_array_equal(parts.routed_experts, whole.routed_experts)
     assert unasked.routed_experts is None
-
-
-async def test_siblings_that_travel_together_have_theirs(tmp_path: Path) -> None:
-    client = GenerationClient(timeout=20.0)
-    async with serving(save(make_model("qwen3-moe"), tmp_path)) as server:
-        generator = make_generator(client, patience=20.0, part=64, temperature=0.0)
-        generator._return_routed_experts = True
-        route = GroupRoute(server.url, find_another=no_other)
-        found = await asyncio.gather(
-            *(generator.generate(prompt(9), max_new_tokens=6, rid=f"0.0.{i}", route=route) for i in range(2))
-        )
-    await client.close()
-    assert [generation.routed_experts is not None for generation in found] == [True, True]

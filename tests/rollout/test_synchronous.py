@@ -8,12 +8,7 @@ import contextlib
 import pytest
 
 from streamrl.config import from_dict
-from streamrl.rollout.activity import Activity
-from streamrl.rollout.data import PromptSource
-from streamrl.rollout.generation import Generation, GroupRoute
-from streamrl.rollout.groups import GroupMaker
-from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
-from streamrl.rollout.workflows import TrajectoryBuilder
+from streamrl.rollout.synchronous import SynchronousRollout
 from streamrl.transport.control import Admission
 from streamrl.transport.request_reply import RequestChannel
 from streamrl.transport.synchronous import (
@@ -26,7 +21,6 @@ from streamrl.transport.synchronous import (
     number_on_channel,
 )
 from tests.credentials import peer_at, shown_by, verifier_of
-from tests.rollout.characters import make_chat
 
 SIBLINGS = 2
 ME = FIRST_ROLLOUT_WORKER + 3
@@ -152,61 +146,3 @@ async def test_an_admission_that_was_asked_for_is_not_lost_when_the_master_goes_
         given_up.cancel()
         with pytest.raises(asyncio.CancelledError):
             await given_up
-
-
-async def test_groups_of_a_predecessor_are_not_scored():
-    async with synchronous(Worker()) as (channel, _):
-        generated = await channel.call(ME, GenerateGroups(2), GroupsGenerated, timeout=10)
-        assert generated.seqs == [0, 1]
-        assert (await channel.call(ME, ScoreGroups([0, 7]), GroupsScored, timeout=10)).seqs == [0]
-
-
-async def test_it_ends_when_the_run_is_over():
-    async with synchronous(Worker(over_after=2)) as (channel, running):
-        assert (await channel.call(ME, GenerateGroups(2), GroupsGenerated, timeout=10)).seqs == [0, 1]
-        asking = asyncio.create_task(channel.call(ME, GenerateGroups(4), GroupsGenerated, timeout=30))
-        await asyncio.wait_for(running, 10)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
-
-
-async def test_a_gate_of_a_group_that_needs_no_score_opens_when_it_ends():
-    gate = ScoringGate(SIBLINGS)
-    waiting = asyncio.create_task(gate.generated())
-    gate.end(stored=True)
-    assert await waiting
-    assert await gate.ended()
-
-
-class ScoresSome:
-    """Scores the first sibling, and gives the second its reward itself."""
-
-    async def run(self, prompt, session):
-        reward = await session.score(None) if session.sibling == 0 else 0.5
-        builder = TrajectoryBuilder()
-        builder.append_prompt(prompt.input_ids)
-        builder.append_sampled(Generation([3], [0.0], [0], "stop", None, 0))
-        return builder.build(reward=reward, finish_reason="stop")
-
-
-async def test_a_sibling_that_needs_no_score_waits_like_the_others():
-    data = {"source": "python", "path": "tests.rollout.user_code:row"}
-    config = from_dict({"rollout": {"group_size": SIBLINGS}, "data": data})
-    chat = make_chat()
-    maker = GroupMaker(
-        config,
-        worker="rollout/3",
-        prompts=PromptSource.open(config, chat),
-        workflow=ScoresSome(),
-        chat=chat,
-        generator=None,
-        rewards=None,
-        activity=Activity(idle="nothing"),
-    )
-    gate = ScoringGate(SIBLINGS)
-    making = asyncio.create_task(maker.make(0, GroupRoute("http://x", find_another=None), gate.before_scoring))
-    async with asyncio.timeout(10):
-        assert await gate.generated()
-        assert not making.done()
-        gate.open()
-        assert (await making).rewards.tolist() == [0.0, 0.5]

@@ -26,7 +26,7 @@ from streamrl.types import NO_VERSION, SampleMeta
 from tests.credentials import verifier_of
 from tests.groups import held
 from tests.rollout.characters import make_chat, save_tokenizer
-from tests.rollout.engine import Engine, Script, answer, failure, serving, with_named_adapters
+from tests.rollout.engine import Engine, Script, answer, failure, serving
 from tests.rollout.manager import Manager, managing
 
 CHAT = make_chat()
@@ -181,21 +181,6 @@ async def test_no_more_groups_at_a_time_than_allowed_and_all_its_places_used(mod
         await on.finish()
 
 
-async def test_waiting_for_credit_is_shown_and_ends(model_dir: Path) -> None:
-    async with stage(say, model_dir, capacity=1) as on:
-        await on.manager.give(range(4))
-        await on.manager.until(
-            lambda: (
-                on.manager.heartbeats[-1:] != [] and on.manager.heartbeats[-1].waiting_for == "credit of the trainer"
-            )
-        )
-        for dataset in on.trainer.datasets:
-            await on.trainer.until(2)
-            dataset.discard(held(dataset), forget=False)
-        await on.manager.until(lambda: on.manager.heartbeats[-1].stats["groups_done_total"] == 4)
-        await on.finish()
-
-
 async def test_a_refused_request_rejects_its_group_alone(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     bad = PromptSource.open(configure(), CHAT).prompt(5).input_ids
 
@@ -211,25 +196,6 @@ async def test_a_refused_request_rejects_its_group_alone(model_dir: Path, caplog
     assert sorted(on.trainer.stored) == [0, 1, 2, 3, 4, 6, 7]
     assert "no such token" in on.manager.rejected[5]
     assert len([record for record in caplog.records if "group 5 is rejected" in record.getMessage()]) == 1
-
-
-async def test_a_workflow_that_is_cancelled_by_itself_rejects_its_group(model_dir: Path) -> None:
-    config = configure(workflow={"name": "tests.rollout.user_code:CancelsItself"})
-    async with stage(say, model_dir, config) as on:
-        await on.manager.give(range(4))
-        await on.manager.until(lambda: set(on.manager.rejected) == {1, 3})
-        await on.trainer.until(2)
-        await on.finish()
-    assert "the workflow was cancelled by itself" in on.manager.rejected[3]
-
-
-async def test_prompts_that_are_too_long_are_rejected(model_dir: Path) -> None:
-    config = configure(data={"max_prompt_tokens": 5})
-    async with stage(say, model_dir, config) as on:
-        await on.manager.give([3])
-        await on.manager.until(lambda: 3 in on.manager.rejected)
-        await on.finish()
-    assert "more than data.max_prompt_tokens = 5" in on.manager.rejected[3]
 
 
 @pytest.mark.parametrize(
@@ -276,16 +242,6 @@ async def test_a_failed_sibling_is_made_again_until_its_group_is_too_old(
     assert "LookupError" in on.manager.rejected[0]
 
 
-async def test_what_many_groups_fail_with_together_is_one_failure(model_dir: Path) -> None:
-    workflow = {"name": "tests.rollout.user_code:RowsFailWithOneError"}
-    config = configure(workflow=workflow, max_failures=3, data={"shuffle": False})
-    async with stage(say, model_dir, config) as on:
-        await on.manager.give(range(10))
-        await on.trainer.until(2)
-        await on.finish()
-    assert sorted(on.manager.rejected) == list(range(8))
-
-
 async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:
     reward = {"function": "tests.rollout.user_code:failing_reward"}
     config = configure(reward=reward, max_failures=1, on_failed_sibling="zero")
@@ -294,37 +250,6 @@ async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:
         await on.trainer.until(3)
         await on.finish()
     assert all(meta.rewards == [0.0] * 3 for meta in on.trainer.stored.values())
-
-
-async def test_the_most_frequent_failure_is_in_the_heartbeats(model_dir: Path) -> None:
-    reward = {"function": "tests.rollout.user_code:fails_on_some_rows"}
-    config = configure(reward=reward, data={"shuffle": False})
-    async with stage(say, model_dir, config) as on:
-        await on.manager.give(range(20))
-        await on.trainer.until(15)
-        await on.manager.until(lambda: len(on.manager.rejected) == 5)
-        await on.manager.until(lambda: (found := on.manager.heartbeats[-1].failure) is not None and found.count >= 5)
-        await on.finish()
-    failure = on.manager.heartbeats[-1].failure
-    assert failure is not None
-    assert failure.error == "KeyError: 'level 1'"
-    assert 5 <= failure.count <= 15  # of the siblings of five groups; the first of each ends the others
-    assert failure.example.startswith("row ")
-    assert "prompt 'item " in failure.example
-
-
-async def test_successes_in_between_keep_the_run_alive(model_dir: Path) -> None:
-    source = PromptSource.open(configure(), CHAT)
-    good = [source.prompt(seq).input_ids for seq in range(0, 20, 2)]
-
-    def script(request: GenerateRequest, number: int) -> Any:
-        return say(request, number) if request.input_ids in good else failure(400)
-
-    async with stage(script, model_dir, configure(max_failures=2, max_concurrent_groups=1)) as on:
-        await on.manager.give(range(20))
-        await on.manager.until(lambda: len(on.manager.rejected) == 10)
-        await on.finish()
-    assert len(on.trainer.stored) == 10
 
 
 async def test_groups_without_contrast_may_be_dropped(
@@ -359,31 +284,6 @@ async def test_data_that_cannot_be_read_stops_the_run_with_the_reason(model_dir:
                 await on.worker
         (told,) = on.manager.errors
         assert "nowhere.jsonl" in told
-
-
-async def test_a_manager_that_stumbles_is_asked_again(model_dir: Path) -> None:
-    async with stage(lambda request, number: failure(400), model_dir) as on:
-        on.manager.failures = 3
-        await on.manager.give([0])
-        await on.manager.until(lambda: 0 in on.manager.rejected)
-        on.manager.failures = 2
-        await on.manager.give([1])
-        await on.manager.until(lambda: 1 in on.manager.rejected)
-        await on.finish()
-
-
-async def test_a_group_asks_for_the_adapter_of_its_admission_whatever_heartbeats_say(model_dir: Path) -> None:
-    async with stage(say, model_dir, with_named_adapters(configure())) as on:
-        on.manager.served_version = 5
-        await on.manager.give([0])
-        await on.trainer.until(1)
-        heartbeats = len(on.manager.heartbeats)
-        await on.manager.until(lambda: len(on.manager.heartbeats) >= heartbeats + 2)
-        await on.manager.give([1])
-        await on.trainer.until(2)
-        await on.finish()
-    assert [request.lora_path for request in on.engine.requests] == ["streamrl-v5"] * 6
-    assert all(set(meta.version_counts) == {5} for meta in on.trainer.stored.values())
 
 
 async def test_groups_move_to_another_gserver(model_dir: Path) -> None:
@@ -438,16 +338,6 @@ async def test_when_the_run_has_gone_back_groups_are_kept_that_its_weights_can_l
     asked = {tuple(request.input_ids) for request in on.engine.requests}
     assert (*prompts[3], *CHAT.encode("1")) in asked, "the token before the abandoned one is kept"
     assert len(on.engine.requests) == 18 + 3
-
-
-async def test_a_group_of_abandoned_weights_is_not_sent_again(model_dir: Path) -> None:
-    async with stage(lambda request, number: answer([2], version="6"), model_dir) as on:
-        await on.manager.give(range(4))
-        await on.trainer.until(4)
-        await on.manager.go_back(Lineage(1, policy_version=6, cause="model_worker/0 died"))
-        await on.manager.go_back(Lineage(2, policy_version=5, parent=0, cause="model_worker/0 died"))
-        await on.finish()
-    assert on.manager.kept == [{0, 1, 2, 3}, set()]
 
 
 @pytest.mark.parametrize("ending", ["stop", "cancel"])

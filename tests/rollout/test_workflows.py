@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import numpy as np
@@ -11,15 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import RewardConfig, WorkflowConfig
-from streamrl.errors import ConfigError, DataError, RewardError, WireError
-from streamrl.rollout.activity import Activity
-from streamrl.rollout.chat import ChatTokenizer
+from streamrl.errors import ConfigError, RewardError, WireError
 from streamrl.rollout.generation import Generation
 from streamrl.rollout.groups import check_trajectory
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import TrajectoryBuilder, load_workflow
 from streamrl.types import NO_VERSION, Prompt, Trajectory
-from tests.rollout.characters import PLAIN_TEMPLATE, make_chat
 from tests.rollout.sessions import CHAT, PROMPT, QUESTION, parts, session
 
 
@@ -135,14 +131,6 @@ def test_workflows_that_cannot_be_made(config: WorkflowConfig, message: str) -> 
         load_workflow(config)
 
 
-async def test_requests_fit_into_the_context() -> None:
-    async with session("2<|im_end|>", rewards=Rewards(), max_context=len(PROMPT.input_ids) + 7) as (given, engine):
-        await given.generate(PROMPT.input_ids)
-        with pytest.raises(DataError, match=r"leaves no room in gserver\.max_context"):
-            await given.generate(PROMPT.input_ids * 2)
-    assert engine.requests[0].sampling_params.max_new_tokens == 7  # type: ignore[union-attr]
-
-
 async def test_reward_errors_reject_or_count_as_zero() -> None:
     response = Response(text="", finish_reason="stop", output_tokens=1)
     async with session(rewards=Rewards(RewardError("broken"))) as (given_session, _):
@@ -150,33 +138,6 @@ async def test_reward_errors_reject_or_count_as_zero() -> None:
             await given_session.score(response)
     async with session(rewards=Rewards(RewardError("broken")), failures_score_zero=True) as (given_session, _):
         assert await given_session.score(response) == 0.0
-
-
-async def test_stop_strings_are_not_part_of_the_text() -> None:
-    async with session(rewards=Rewards()) as (given_session, _):
-        generation = Generation(
-            output_ids=CHAT.encode("a;b;"),
-            logprobs=[0.0] * 4,
-            versions=[0] * 4,
-            finish_reason="stop",
-            matched=";",
-            interruptions=0,
-        )
-        assert given_session.response(generation).text == "a;b"
-
-
-def test_next_turn_closes_an_answer_that_did_not_close_itself() -> None:
-    messages = [{"role": "user", "content": "No."}]
-    closed = CHAT.next_turn(CHAT.encode("3<|im_end|>"), messages)
-    assert CHAT.next_turn(CHAT.encode("3"), messages) == [2, *closed]
-    plain = make_chat(PLAIN_TEMPLATE)
-    assert plain.decode(plain.next_turn(plain.encode("3"), messages)) == "No."
-
-
-def test_next_turn_needs_a_template_that_shows_answers() -> None:
-    chat: ChatTokenizer = make_chat("{{ messages[0]['content'] }}")
-    with pytest.raises(ConfigError, match="cannot serve several turns"):
-        chat.next_turn([1], [{"role": "user", "content": "No."}])
 
 
 PIECES = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 99), min_size=1, max_size=5)), max_size=6)
@@ -203,19 +164,3 @@ def test_builder_keeps_the_books(prompt: list[int], pieces: list[tuple[bool, lis
     else:
         with pytest.raises(WireError, match="sampled none"):
             check_trajectory(trajectory)
-
-
-async def test_a_response_that_may_not_be_scored_yet_names_whom_it_waits_for() -> None:
-    activity, told, may = Activity(idle="nothing"), [], asyncio.Event()
-    activity.on_wait(told.append)
-
-    async def before_scoring(sibling: int) -> None:
-        await may.wait()
-
-    async with session(rewards=Rewards(1.0), activity=activity, before_scoring=before_scoring) as (given_session, _):
-        scoring = asyncio.create_task(given_session.score(Response(text="2", finish_reason="stop", output_tokens=1)))
-        await asyncio.sleep(0.01)
-        assert told[-1] == "the master to ask for scores"
-        may.set()
-        assert await scoring == 1.0
-        assert told[-2:] == ["rewards", "nothing"]

@@ -8,40 +8,15 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from streamrl.errors import StreamRLError
 from streamrl.rollout.reward.functions import Response
-from streamrl.rollout.workflows import Session, SingleTurn, TrajectoryBuilder
+from streamrl.rollout.workflows import Session, TrajectoryBuilder
 from streamrl.types import Prompt, Trajectory
-
-
-class CodePoints:
-    """A tokenizer without a library behind it."""
-
-    chat_template = "contents, one after another"
-    all_special_ids: ClassVar[list[int]] = []
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return [ord(character) for character in text]
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return "".join(map(chr, token_ids))
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tools: object, tokenize: bool, add_generation_prompt: bool
-    ) -> str:
-        return "".join(message["content"] for message in conversation)
 
 
 def row(index: int, seed: int, *, word: str = "item") -> dict[str, Any]:
     return {"prompt": f"{word} {index} of {seed}", "answer": str(index), "level": index % 3}
-
-
-def row_of_some(index: int, seed: int) -> dict[str, Any]:
-    if index == 2:
-        raise ValueError("row 2 is broken")
-    return row(index, seed)
 
 
 def no_row(index: int, seed: int) -> Any:
@@ -174,12 +149,6 @@ def failing_reward(response: Response, prompt: Prompt) -> float:
     raise LookupError("no such thing")
 
 
-def fails_on_some_rows(response: Response, prompt: Prompt) -> float:
-    if prompt.index % 4 == 1:
-        raise KeyError("level 1")
-    return 1.0
-
-
 class Hinted:
     """Puts a hint before the prompt."""
 
@@ -195,27 +164,5 @@ class Hinted:
         return builder.build(reward=0.5, finish_reason="hinted")
 
 
-class CancelsItself:
-    """Waits for a task of its own that is cancelled, for every second prompt."""
-
-    async def run(self, prompt: Prompt, session: Session) -> Trajectory:
-        if prompt.seq % 2:
-            waiting = asyncio.create_task(asyncio.sleep(600))
-            asyncio.get_running_loop().call_soon(waiting.cancel)
-            await waiting
-        return await SingleTurn().run(prompt, session)
-
-
 class NotAWorkflow:
     pass
-
-
-class RowsFailWithOneError(SingleTurn):
-    """Rows below 8 do, as the episodes do whose agents ran in a process that ended."""
-
-    error = StreamRLError("their process ended")
-
-    async def run(self, prompt: Prompt, session: Session) -> Trajectory:
-        if int(prompt.answer) < 8:
-            raise self.error
-        return await super().run(prompt, session)

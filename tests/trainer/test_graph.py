@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
-from streamrl.trainer.calls import EvaluateHook, Offload, ParamRealloc, SaveHook
+from streamrl.trainer.calls import Offload, ParamRealloc, SaveHook
 from streamrl.trainer.graph import (
     GENERATED_KEYS,
     MFC,
@@ -170,11 +170,6 @@ def test_a_call_that_would_compute_something_else_is_refused(mfcs, message):
         build_graph(mfcs)
 
 
-def test_advantages_stand_for_rewards():
-    advantages = mfc("credit", ["rewards"], ["advantages"], interface="function", function="m:f")
-    assert [m.name for m in build_graph([train(inputs=["advantages"]), advantages]).mfcs] == ["credit", "train"]
-
-
 def only_training(config: Config) -> list[MFC]:
     """A training step with the keys of the stream alone."""
     return [train()]
@@ -209,15 +204,6 @@ def test_a_users_training_step_gets_what_the_settings_need(graph, algorithm, mes
         graph_of(configured(trainer={"graph": f"{__name__}:{graph}"}, algorithm=algorithm))
 
 
-def test_a_users_training_step_may_get_everything():
-    settings = {"algorithm": {"advantage": "gae", "kl_coef": 0.1}}
-    found = graph_of(configured(trainer={"graph": f"{__name__}:training_on_everything"}, **settings))
-    assert [sorted(m.name for m in level) for level in found.levels] == [
-        ["proximal_logprobs", "ref_logprobs", "values"],
-        ["critic", "train"],
-    ]
-
-
 def synchronous_graph(config: Config) -> list[MFC]:
     return [*upstream(config), *downstream(config)]
 
@@ -233,10 +219,6 @@ def test_a_users_graph_directs_generation_where_the_setting_says_so():
         graph_of(configured(trainer={"graph": f"synchronous:{__name__}:only_training"}, **settings))
     with pytest.raises(ConfigError, match=r"needs staleness\.max_staleness = 0"):
         configured(trainer={"graph": f"synchronous:{name}"})
-
-
-def test_a_group_needs_the_keys_of_arrivals_before_it_can_be_in_a_batch():
-    assert graph_of(configured(algorithm={"kl_coef": 0.1})).arrival_keys == STREAM_KEYS | {"ref_logprobs"}
 
 
 def users_graph(config: Config) -> list[MFC]:
@@ -255,28 +237,8 @@ def users_graph(config: Config) -> list[MFC]:
     return [own, *others, MFC(last.name, last.role, last.interface, inputs, last.outputs, post_hooks=(SaveHook(2),))]
 
 
-def saving_graph(config: Config) -> list[MFC]:
-    """The configured one, with a checkpoint after every second step and an evaluation after every third."""
-    *others, last = downstream(config)
-    return [*others, msgspec.structs.replace(last, post_hooks=(SaveHook(2), EvaluateHook(3)))]
-
-
-def test_the_masters_hooks_are_due_after_their_versions():
-    settings = {"trainer": {"graph": "tests.trainer.test_graph:saving_graph"}}
-    graph = graph_of(configured(evaluation={"every": "100 steps"}, **settings))
-    assert [v for v in range(1, 8) if graph.due(SaveHook, policy_version=v)] == [2, 4, 6]
-    assert [v for v in range(1, 8) if graph.due(EvaluateHook, policy_version=v)] == [3, 6]
-    with pytest.raises(ConfigError, match="actor_train has an EvaluateHook, but no frequency is set"):
-        graph_of(configured(**settings))
-
-
 def not_a_graph(config: Config) -> str:
     return "actor_train"
-
-
-def test_users_define_their_own():
-    graph = graph_of(configured(trainer={"graph": "tests.trainer.test_graph:users_graph"}))
-    assert [m.name for m in graph.mfcs] == ["length_penalty", "actor_train"]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import attention_mask, pack
 from streamrl.types import NO_EXPERT
-from tests.trainer.models import branching_group, group_of, random_group
+from tests.trainer.models import branching_group, group_of
 
 ALPHABET = [7, 3, 40]
 
@@ -39,15 +39,6 @@ def trajectories(group):
 def prefixes(paths):
     """The nodes of their trie."""
     return {path[:end] for path in paths for end in range(1, len(path) + 1)}
-
-
-def trees_of(micro):
-    """The columns of each tree: up to the first that does not see its root."""
-    (until,) = micro.visible_until
-    start = 0
-    while start < len(until):
-        yield slice(start, int(until[start]))
-        start = int(until[start])
 
 
 def paths_of(micro, groups):
@@ -151,24 +142,6 @@ def test_a_template_of_all_groups_is_computed_once_in_each_micro_batch() -> None
     assert len(micros) == -(-(own - shared) // (8192 - 2000))
 
 
-def test_trajectories_share_what_they_begin_with():
-    group = branching_group(0, np.random.default_rng(0), prompt=40, turn=10)
-    (shared,) = pack([group], max_tokens=4096, share_prefix=True)
-    apart = pack([group], max_tokens=4096, share_prefix=False)
-    assert shared.branched
-    assert shared.tokens == 40 + 10 + 2 * 10 + 4 * 10
-    assert sum(micro.tokens for micro in apart) >= int(group.seqlens.sum())
-
-
-def test_a_conversation_that_only_grows_needs_no_mask():
-    history = np.arange(40)
-    calls = [history[:length] for length in (10, 20, 30, 40)]
-    group = group_of(0, np.random.default_rng(0), calls, [call % 10 > 5 for call in calls], prompt=5)
-    (micro,) = pack([group], max_tokens=4096, share_prefix=True)
-    assert micro.input_ids.tolist() == [history.tolist()]
-    assert not micro.branched
-
-
 @pytest.mark.parametrize("share_prefix", [True, False])
 def test_each_token_is_given_its_experts(share_prefix: bool) -> None:
     """Here the experts of a token are its id, so that none is mistaken for another's."""
@@ -180,19 +153,6 @@ def test_each_token_is_given_its_experts(share_prefix: bool) -> None:
         np.testing.assert_array_equal(micro.routed_experts, np.repeat(micro.input_ids[..., None], 4, -1))
     if not share_prefix:
         assert sum(micro.tokens for micro in micros) == group.tokens
-
-
-def test_groups_without_experts_are_packed_with_others() -> None:
-    known, silent = (random_group(seq, np.random.default_rng(seq), siblings=1, prompt=9) for seq in (0, 1))
-    known.packed_routed_experts = np.repeat(known.packed_input_ids, 4).astype(np.uint8)
-    [micro] = pack([known, silent], max_tokens=60, share_prefix=True)
-    assert micro.routed_experts is not None
-    experts = dict(zip(micro.group_index.tolist(), micro.routed_experts[0, micro.column_index], strict=False))
-    assert (experts[1] == NO_EXPERT).all()
-    assert (experts[0] != NO_EXPERT).all()
-    assert int((micro.routed_experts[..., 0] != NO_EXPERT).sum()) == known.tokens
-    [bare] = pack([silent], max_tokens=60, share_prefix=True)
-    assert bare.routed_experts is None
 
 
 @pytest.mark.parametrize("rank", range(3))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -54,10 +53,3 @@ def make_array(piece: ArrayFacts) -> Array:
     """Values that depend on the array's name alone."""
     rng = np.random.default_rng([piece.seq, *piece.key.encode()])
     return rng.integers(0, 100, piece.shape).astype(piece.dtype)
-
-
-def shuffled(mapping: Mapping[Name, set[int]], seed: int) -> dict[Name, set[int]]:
-    """The same mapping, and the same sets, filled in another order."""
-    rng = np.random.default_rng(seed)
-    entries = list(mapping.items())
-    return {entries[i][0]: set(sorted(entries[i][1], reverse=True)) for i in rng.permutation(len(entries))}

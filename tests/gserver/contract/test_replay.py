@@ -28,8 +28,6 @@ from tests.gserver.contract.fixture import (
     served,
 )
 from tests.gserver.contract.replay import replay
-from tests.gserver.harness import live_gservers
-from tests.gserver.installed import sglang_python
 from tests.gserver.running_sglang import START_SECONDS
 
 pytestmark = [
@@ -41,8 +39,6 @@ PROMPTS = [[3, 1, 4, 1, 5], [2] * 17, [9, 8, 7, 6], [3, 1, 4, 1, 5]]
 MOST_TOKENS = 8000
 """More than a gserver makes while a test lasts."""
 LAST_TOKENS = 5
-REPORTED_TOKENS = 150
-"""After which an aborted answer of SGLang holds some, though its request was retracted: it tells of each 50th only."""
 FACTORS = (1.7, 0.6, 1.3)
 """Of the initial weights, for each of the versions that are published: distributions differ by much."""
 
@@ -182,25 +178,3 @@ async def generate_across_an_update_and_a_death(served: Contract, *, tokens_per_
 async def test_across_an_update_and_the_death_of_a_gserver(mode: str, tokens_per_request: int, tmp_path: Path) -> None:
     async with contract("embedded", tmp_path, pause_mode=mode, count=2) as served:  # type: ignore[arg-type]
         await generate_across_an_update_and_a_death(served, tokens_per_request=tokens_per_request)
-
-
-@pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
-async def test_across_updates_and_deaths_of_one_of_two_sglang_servers(tmp_path: Path) -> None:
-    """It dies while it generates, comes back with an update, and dies in the middle of the next one."""
-    async with contract("sglang", tmp_path, pause_mode="retract", count=2) as served:
-        await generate_across_an_update_and_a_death(served)
-        await served.restart(1)
-        await served.publish(FACTORS[1])
-        for url in served.urls:
-            assert (await served.client.model_info(url)).weight_version == "2"
-        assert await served.client.checksum(served.urls[0]) == await served.client.checksum(served.urls[1])
-        responses = Responses(served)
-        await responses.have(REPORTED_TOKENS)
-        await served.publish(FACTORS[2], halfway=lambda: served.kill(1))
-        await served.processes[1].ended()
-        await responses.move()
-        await responses.have(40)
-        made = await responses.end()
-        assert {version for response in made for version in response.versions} == {2, 3}
-        assert all(set(response.versions) == {2, 3} for response in made[::2])
-        assert live_gservers(await served.run.client.status()) == {0}

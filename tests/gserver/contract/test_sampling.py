@@ -58,12 +58,6 @@ async def test_log_probabilities_are_of_the_temperature_and_of_all_tokens(gserve
     assert (likeliest == torch.tensor(reply.output_ids)[:, None]).any(1).all()
 
 
-async def test_without_a_temperature_the_likeliest_token_is_taken(gserver: Contract) -> None:
-    reply = await draw(gserver, temperature=0.0, ignore_eos=True)
-    likeliest = gserver.logits(PROMPT, reply.output_ids).log_softmax(-1).amax(1).tolist()
-    assert output_logprobs(reply) == pytest.approx(likeliest, abs=TOLERANCE)
-
-
 async def test_a_token_that_ends_a_response_is_its_last(gserver: Contract) -> None:
     whole = (await draw(gserver, temperature=0.0, ignore_eos=True)).output_ids
     last = whole[TOKENS // 2]

@@ -15,7 +15,6 @@ from torch import Tensor
 from streamrl.checksum import weights_checksum
 from streamrl.config import LoraConfig
 from streamrl.errors import ModelError, Refused
-from streamrl.gserver.embedded.adapters import rows_of
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import Output
 from streamrl.lora import SETTINGS, TENSORS, adapter_settings, adapter_specs, pair_of
@@ -92,15 +91,6 @@ async def test_responses_are_those_of_the_model_with_the_adapter_added(
         torch.testing.assert_close(torch.tensor(output.input_logprobs[1:]), scored, rtol=0, atol=NEAR)
 
 
-@pytest.mark.parametrize("modules", [["v_proj"], ["q_proj", "v_proj", "up_proj"], ["o_proj", "down_proj", "gate_proj"]])
-async def test_some_layers_alone_are_adapted(model: Any, folder: Path, tmp_path: Path, modules: list[str]) -> None:
-    lora = LoraConfig(rank=3, alpha=8.0, target_modules=modules)
-    adapter = random_adapter(model, 2, lora)
-    async with engine_for(folder, lora=lora, adapter=written(tmp_path / "adapter", adapter, lora)) as engine:
-        [output] = await generate(engine, [job("a", prompt(9))])
-    assert differs(with_adapter(model, adapter, lora), prompt(9), output) < NEAR
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 async def test_a_request_keeps_the_adapter_that_it_began_with(
     model: Any, folder: Path, tmp_path: Path, deterministic: bool
@@ -139,29 +129,6 @@ async def test_a_request_keeps_the_adapter_that_it_began_with(
     assert late.weight_version == "12"
 
 
-@pytest.mark.parametrize("kept_first", [False, True])
-async def test_a_retracted_request_goes_on_with_the_new_adapter(
-    model: Any, folder: Path, tmp_path: Path, kept_first: bool
-) -> None:
-    """`kept_first`: it stays in place when the new adapter comes, and is retracted after that."""
-    adapters = [random_adapter(model, seed) for seed in range(2)]
-    first, second = (written(tmp_path / str(i), adapter) for i, adapter in enumerate(adapters))
-    async with engine_for(folder, lora=LORA, adapter=first, version="0") as engine:
-        ticket = engine.submit(job("a", prompt(12), params={"max_new_tokens": 100}, stream=True))
-        await grown(ticket, 3)
-        await engine.pause("in_place" if kept_first else "retract")
-        await update(engine, second, "1")
-        await engine.pause("retract")
-        await engine.resume()
-        output = await ticket.result()
-    old, new = output.spans
-    assert (old.version, new.version) == ("0", "1")
-    every = torch.tensor(output.logprobs)
-    for span, adapter in zip((old, new), adapters, strict=True):
-        wanted = response_logprobs(with_adapter(model, adapter), prompt(12), output.output_ids)
-        torch.testing.assert_close(every[span.start : span.end], wanted[span.start : span.end], rtol=0, atol=NEAR)
-
-
 async def test_a_new_adapter_changes_nothing_and_one_that_does_not_fit_is_refused(
     model: Any, folder: Path, tmp_path: Path
 ) -> None:
@@ -178,15 +145,3 @@ async def test_a_new_adapter_changes_nothing_and_one_that_does_not_fit_is_refuse
     with pytest.raises(ModelError, match="r is 8, and"):
         async with engine_for(folder, lora=LORA, adapter=written(tmp_path / "rank", {}, LoraConfig(rank=8))):
             pass
-
-
-def test_rows_are_grouped_by_adapter() -> None:
-    device = torch.device("cpu")
-    one, two = object(), object()
-    assert rows_of([], device=device) == []
-    assert rows_of([None, None], device=device) == []
-    assert rows_of([one, one], device=device) == [(one, None)]
-    found = [(adapter, rows.tolist()) for adapter, rows in rows_of([one, None, two, one], device=device)]
-    assert found == [(one, [0, 3]), (two, [2])]
-    [(adapter, rows)] = rows_of([one, None], device=device)
-    assert (adapter, rows.tolist()) == (one, [0])

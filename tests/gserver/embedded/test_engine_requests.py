@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from streamrl.errors import ModelError, Refused
+from streamrl.errors import Refused
 from streamrl.gserver.embedded.engine import EmbeddedEngine
-from streamrl.gserver.embedded.request import Request
-from streamrl.gserver.embedded.scheduler import Scheduler
 from streamrl.gserver.server.engine import GenerationFailed, Output, QueueFull, Ticket
-from streamrl.native.operations import TorchOperations
 from tests.gserver.tiny import EOS, engine_for, generate, job, make_model, prompt, response_logprobs, save
 
 
@@ -48,15 +43,6 @@ async def test_seeded_responses_do_not_depend_on_the_batch(folder: Path) -> None
     assert other.output_ids != alone.output_ids
 
 
-async def test_two_engines_of_one_seed_agree(folder: Path) -> None:
-    jobs = [job(str(i), prompt(6 + i)) for i in range(4)]
-    outputs = []
-    for _ in range(2):
-        async with engine_for(folder, seed=5) as engine:
-            outputs.append([output.output_ids for output in await generate(engine, jobs)])
-    assert outputs[0] == outputs[1]
-
-
 async def test_stop_tokens_end_a_response_and_are_kept(folder: Path) -> None:
     async with engine_for(folder) as engine:
         [whole] = await generate(engine, [job("a", prompt(8), params={"sampling_seed": 1, "max_new_tokens": 60})])
@@ -69,22 +55,6 @@ async def test_stop_tokens_end_a_response_and_are_kept(folder: Path) -> None:
     assert (cut.finish_reason.type, cut.finish_reason.matched) == ("stop", stop)
 
 
-async def test_end_of_sequence_ends_a_response_unless_ignored(folder: Path) -> None:
-    async with engine_for(folder) as engine:
-        params: dict[str, Any] = {"max_new_tokens": 300}
-        free = await generate(engine, [job(f"a{s}", prompt(8), params=params) for s in range(8)])
-        ended = await generate(
-            engine, [job(f"b{s}", prompt(8), params={**params, "ignore_eos": False}) for s in range(8)]
-        )
-    assert all(len(output.output_ids) == 300 for output in free)
-    assert any(EOS in output.output_ids for output in free)
-    for output in ended:
-        assert EOS not in output.output_ids[:-1]
-        assert output.finish_reason is not None
-        assert output.finish_reason.type == ("stop" if output.output_ids[-1] == EOS else "length")
-    assert any(output.output_ids[-1] == EOS for output in ended)
-
-
 async def test_stop_strings_across_tokens(folder: Path) -> None:
     async with engine_for(folder) as engine:
         params: dict[str, Any] = {"sampling_seed": 3, "max_new_tokens": 60}
@@ -95,19 +65,6 @@ async def test_stop_strings_across_tokens(folder: Path) -> None:
         assert letters(engine, cut) == text[: text.index(stop) + 3]
     assert cut.finish_reason is not None
     assert cut.finish_reason.matched == stop
-
-
-async def test_a_stop_string_may_be_the_text_of_a_special_token(folder: Path) -> None:
-    async with engine_for(folder) as engine:
-        params = [{"max_new_tokens": 300, "sampling_seed": seed} for seed in range(8)]
-        free = await generate(engine, [job(f"a{i}", prompt(8), params=p) for i, p in enumerate(params)])
-        stopped = [job(f"b{i}", prompt(8), params=p, stop=("<eos>",)) for i, p in enumerate(params)]
-        ended = await generate(engine, stopped)
-    assert any(EOS in output.output_ids for output in free)
-    for whole, cut in zip(free, ended, strict=True):
-        assert cut.finish_reason is not None
-        assert cut.finish_reason.matched == ("<eos>" if EOS in whole.output_ids else None)
-        assert cut.output_ids == [*whole.output_ids, EOS][: [*whole.output_ids, EOS].index(EOS) + 1][:300]
 
 
 async def test_min_new_tokens_holds_stops_back(folder: Path) -> None:
@@ -261,56 +218,6 @@ async def test_a_failed_step_fails_its_requests_only(folder: Path, monkeypatch: 
     assert len(output.output_ids) == 20
 
 
-async def test_an_engine_whose_gpu_has_failed_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA does not get over an illegal access or a broken GPU: all that comes after in the process fails, too."""
-
-    def failing(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("CUDA error: unspecified launch failure")
-
-    async with engine_for(folder) as engine:
-        monkeypatch.setattr(engine._scheduler._model, "decode", failing)
-        monkeypatch.setattr(engine._weights.served, "synchronize", failing)
-        ticket = engine.submit(job("a", prompt(5)))
-        with pytest.raises(GenerationFailed, match="unspecified launch failure"):
-            await ticket.result()
-        async with asyncio.timeout(20):
-            with pytest.raises(ModelError, match="the engine has stopped: RuntimeError: CUDA error"):
-                await engine.failed()
-
-
-async def test_who_runs_goes_on_when_there_is_no_memory_for_a_larger_cache(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory is short for one layer after another has grown."""
-    async with engine_for(folder, max_running=3) as engine:
-        cache = engine._scheduler._cache
-        params = {"max_new_tokens": 60}
-        tickets = [engine.submit(job(str(i), prompt(10 + i), params=params, stream=True)) for i in range(2)]
-        await grown(tickets[1], 3)
-        await engine.pause("in_place")
-        empty, made = cache._empty, 0
-
-        def failing() -> torch.Tensor:
-            nonlocal made
-            made += 1
-            if made == 2:
-                raise RuntimeError("out of memory")
-            return empty()
-
-        with monkeypatch.context() as patch:
-            patch.setattr(cache, "_empty", failing)
-            large = engine.submit(job("large", prompt(200)))
-            await engine.resume()
-            with pytest.raises(GenerationFailed, match="out of memory"):
-                await large.result()
-        outputs = [await ticket.result() for ticket in tickets]
-        [again] = await generate(engine, [job("again", prompt(200))])
-    model = make_model()
-    for length, output in ((10, outputs[0]), (11, outputs[1]), (200, again)):
-        expected = response_logprobs(model, prompt(length), output.output_ids)
-        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
-
-
 async def test_broken_weights_are_named(folder: Path) -> None:
     async with engine_for(folder) as engine:
         live = engine._weights.served
@@ -324,28 +231,6 @@ async def test_broken_weights_are_named(folder: Path) -> None:
     assert len(output.output_ids) == 20
 
 
-async def test_no_trace_of_broken_weights_is_left_in_the_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch reads the slot of a short request as far as that of the longest, and a NaN is not masked away."""
-    monkeypatch.setattr("streamrl.gserver.embedded.model.operations_for", TorchOperations)
-    name = "model.layers.0.self_attn.k_proj.weight"
-    async with engine_for(folder) as engine:
-        live = engine._weights.served
-        good = live.named[name].clone()
-        await engine._do(lambda: live.update({name: torch.full_like(good, float("nan"))}))
-        with pytest.raises(GenerationFailed, match="NaN"):
-            await engine.submit(job("broken", prompt(60))).result()
-        await engine._do(lambda: live.update({name: good}))
-        outputs = await generate(engine, [job("short", prompt(5)), job("long", prompt(100))])
-    assert [len(output.output_ids) for output in outputs] == [20, 20]
-
-
-async def test_closing_fails_what_is_not_finished(folder: Path) -> None:
-    async with engine_for(folder, max_context=2048) as engine:
-        ticket = engine.submit(job("a", prompt(5), params={"max_new_tokens": 2000}))
-    with pytest.raises(GenerationFailed, match="stopping"):
-        await ticket.result()
-
-
 async def test_a_dead_thread_is_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with engine_for(folder) as engine:
         monkeypatch.setattr(engine._scheduler, "_next_batch", lambda: 1 / 0)
@@ -354,34 +239,3 @@ async def test_a_dead_thread_is_reported(folder: Path, monkeypatch: pytest.Monke
             await ticket.result()
         with pytest.raises(Exception, match="ZeroDivisionError"):
             await engine.failed()
-
-
-async def test_more_slots_than_tokens_in_the_longest_context(folder: Path) -> None:
-    async with engine_for(folder, max_running=24, max_context=10) as engine:
-        jobs = [job(str(i), prompt(3, seed=i), params={"max_new_tokens": 7}) for i in range(30)]
-        outputs = await generate(engine, jobs)
-    assert [len(output.output_ids) for output in outputs] == [7] * 30
-
-
-async def test_requests_that_follow_each_other_closely_are_computed_together(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    batches: list[int] = []
-    prefill = Scheduler._prefill
-
-    def counting(self: Scheduler, batch: Sequence[Request]) -> None:
-        batches.append(len(batch))
-        prefill(self, batch)
-
-    monkeypatch.setattr(Scheduler, "_prefill", counting)
-    async with engine_for(folder) as engine:
-        engine._scheduler.decode_seconds = 20.0  # so requests within two seconds belong together
-        engine._commands.put(lambda: time.sleep(0.2))  # during which the first one comes
-        tickets = []
-        for name in "abc":
-            tickets.append(engine.submit(job(name, prompt(8))))
-            await asyncio.sleep(0.1)
-        async with asyncio.timeout(15):
-            for ticket in tickets:
-                await grown(ticket, 1)
-    assert batches == [3]

@@ -79,21 +79,6 @@ async def test_the_least_recently_used_go_first_and_memory_is_bounded(folder: Pa
         assert [await cached(seed) for seed in (1, 1)] == [0, 0]
 
 
-async def test_responses_end_as_ever_when_there_is_no_memory_to_keep_them(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def take(*_: Any) -> list[torch.Tensor]:
-        raise RuntimeError("out of memory")
-
-    async with engine_for(folder) as engine:
-        monkeypatch.setattr(engine._scheduler._cache, "take", take)
-        lengths = [20, 30, 40]
-        jobs = [job(str(length), prompt(10), params={"max_new_tokens": length}) for length in lengths]
-        outputs = await generate(engine, jobs)
-        assert engine.stats()["running"] == 0
-    assert [len(output.output_ids) for output in outputs] == lengths
-
-
 async def test_nothing_of_earlier_weights_is_shared_after_an_update(folder: Path, tmp_path: Path) -> None:
     new = make_model("qwen2-untied-linear-rope", seed=1)
     other = save(new, tmp_path)
@@ -114,24 +99,6 @@ async def test_nothing_of_earlier_weights_is_shared_after_an_update(folder: Path
         [output] = await generate(engine, [job("resumed", jobs[2])])
         assert output.cached_tokens <= 60 + 20  # what was computed since
         check(new, jobs[2], output)
-
-
-async def test_flushing_forgets(folder: Path) -> None:
-    async with engine_for(folder) as engine:
-        await generate(engine, [job("a", prompt(50))])
-        await engine.flush()
-        [output] = await generate(engine, [job("b", prompt(50))])
-    assert output.cached_tokens == 0
-
-
-async def test_a_response_takes_a_decode_step_less_than_it_has_tokens(folder: Path, model: Any) -> None:
-    """The prompt gives the first one; together, requests take the steps of the longest."""
-    async with engine_for(folder) as engine:
-        alone = await generate(engine, [job("alone", prompt(20))])
-        assert engine.stats()["decode_steps_total"] == len(alone[0].output_ids) - 1
-        both = await generate(engine, [job("a", prompt(20, seed=5)), job("b", prompt(20, seed=6))])
-        steps = engine.stats()["decode_steps_total"] - (len(alone[0].output_ids) - 1)
-        assert steps <= max(len(output.output_ids) for output in both)
 
 
 async def test_decoding_goes_on_between_the_chunks_of_a_long_prompt(folder: Path, model: Any) -> None:
@@ -214,13 +181,3 @@ async def test_what_happens_in_the_middle_of_a_prompt(folder: Path, model: Any, 
         [after] = await generate(engine, [job("after", prompt(LONG))])
         assert after.cached_tokens == LONG - 1
         check(now, prompt(LONG), after)
-
-
-async def test_prompts_that_are_scored_are_not_cut(folder: Path, model: Any) -> None:
-    async with engine_for(folder, max_context=2048, prefill_tokens=CHUNK_TOKENS) as engine:
-        jobs = [job("scored", prompt(LONG), logprob_start_len=0), job("other", prompt(300, seed=1))]
-        scored, other = await generate(engine, jobs)
-    assert len(scored.input_logprobs) == LONG
-    expected = response_logprobs(model, prompt(LONG)[:1], prompt(LONG)[1:])
-    assert torch.allclose(torch.tensor(scored.input_logprobs[1:]), expected, atol=1e-4)
-    check(model, prompt(300, seed=1), other)

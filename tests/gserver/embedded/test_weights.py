@@ -9,13 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 from torch import Tensor
 
 from streamrl.architecture import Architecture, Rope
 from streamrl.checksum import tensor_sums, weights_checksum
 from streamrl.gserver.embedded.model import Extension, KVCache, Model
-from streamrl.gserver.embedded.products import Matrix, can_pack
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights, Parameters
 from streamrl.machine import SHARED_MEMORY
 from streamrl.safetensors_files import Copiers, layout, mapped
@@ -132,56 +130,6 @@ def test_any_sequence_of_updates_and_swaps(
             logits(model, count=count), fresh_logits(a, live, compute_dtype=torch.float32, count=count), atol=1e-4
         )
         assert buffers.served.checksum() == weights_checksum({n: t.to(dtype) for n, t in live.items()})
-
-
-@pytest.mark.skipif(not can_pack(torch.float32), reason="this torch has no packed products")
-def test_a_set_is_packed_once_after_it_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters = Parameters(architecture(tied=False), dtype=torch.float32, device=CPU)
-    save_file({name: random_weight(t, 1) for name, t in parameters.named.items()}, tmp_path / "model.safetensors")
-    packed = []
-    original = Matrix.pack
-    monkeypatch.setattr(Matrix, "pack", lambda m, library: (packed.append(m), original(m, library)))
-    parameters.load(tmp_path)
-    assert not packed
-    parameters.pack()
-    assert len(packed) == 4 * 2 + 1
-    logits(model_of(parameters))
-    parameters.pack()
-    assert len(packed) == 4 * 2 + 1
-    parameters.write("model.norm.weight", torch.ones(16))
-    assert all(matrix.packed for matrix in parameters._matrices)
-    parameters.write("model.layers.0.self_attn.k_proj.weight", torch.ones(16, 16))
-    assert [matrix.packed for matrix in parameters._matrices].count(False) == 1
-    parameters.pack()
-    assert all(matrix.packed for matrix in parameters._matrices)
-
-
-@pytest.mark.parametrize("way", ["written", "adopted"])
-@pytest.mark.parametrize("deterministic", [False, True])
-async def test_a_set_is_served_as_it_is_and_packed_meanwhile_unless_answers_must_not_depend_on_it(
-    tmp_path: Path, way: str, deterministic: bool
-) -> None:
-    old, new = make_model(seed=0), make_model(seed=1)
-    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY if way == "adopted" else tmp_path) as folder:
-        update = Path(folder)
-        save_file({n: tensor.contiguous() for n, tensor in weights_of(new).items()}, update / "model.safetensors")
-        async with engine_for(save(old, tmp_path / "old"), deterministic=deterministic) as engine:
-            await engine.receiver.begin()
-            await engine.load(update, "1")
-            staged = engine._weights._staged_or_new()
-            assert staged.read_only == (way == "adopted")
-            assert await engine.receiver.staged_sums() == {
-                name: tensor_sums(tensor) for name, tensor in weights_of(new).items()
-            }
-            if can_pack(torch.float32):
-                assert all(matrix.packed == deterministic for matrix in staged._matrices)
-            await engine.end_update()
-            assert engine._weights.served is staged
-            assert engine.weight_version == "1"
-            outputs = await generate(engine, [job(str(i), prompt(20 + i)) for i in range(6)])
-    for i, output in enumerate(outputs):
-        expected = response_logprobs(new, prompt(20 + i), output.output_ids)
-        assert torch.allclose(torch.tensor(output.logprobs), expected, atol=1e-4)
 
 
 @settings(max_examples=30, deadline=None)

@@ -9,7 +9,6 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -18,14 +17,12 @@ import pytest
 from streamrl.errors import PeerError
 from streamrl.gserver.manager import http as manager_http
 from streamrl.gserver.manager.access import ALLOWED, LOOKS
-from streamrl.gserver.manager.members import has_ended
-from streamrl.gserver.manager.registry import Member
 from streamrl.machine import machine_identity, process_space
 from streamrl.transport import control
 from streamrl.transport.control import Admit, FailRun, FinishRun, Heartbeat, Register
 from streamrl.transport.keys import bearer
 from streamrl.transport.manager_client import PLACE_TAKEN, ControlClient
-from tests.gserver.harness import HERE, NO_PROCESS, Run, managed, small_config
+from tests.gserver.harness import HERE, Run, managed, small_config
 
 
 async def status_of(run: Run, key: str, headers: dict[str, str], *, body: Any = None) -> int:
@@ -67,12 +64,6 @@ async def test_every_call_is_refused_to_those_whose_it_is_not(tmp_path: Path) ->
                     assert await status_of(run, key, token) == 403, (key, role)
         status = await run.client.status()
         assert (status.state, status.ledger.next_seq) == ("running", 0)
-
-
-async def test_no_process_can_join_as_the_controller(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run:
-        with pytest.raises(PeerError, match="the run's controller; a run has one"):
-            await run.register("controller")
 
 
 async def test_a_member_speaks_in_its_own_name_alone(tmp_path: Path) -> None:
@@ -131,33 +122,6 @@ async def test_the_place_of_a_process_that_has_ended_is_free_at_once(tmp_path: P
             assert (await run.process("rollout")).pid == os.getpid()
 
 
-async def test_a_number_of_another_container_says_nothing_of_its_process(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It shares the network and the memory of this one, not the numbers of processes."""
-    async with managed(small_config(tmp_path, limits={"silence_seconds": 1.0})) as run:
-        place = {"machine": machine_identity(), "process_space": "pid:[1]"}
-        message = Register("rollout", 0, "", run.config.digest(), NO_PROCESS, HERE, **place)
-        async with run.member() as first, run.member() as second:
-            await first.register(message, patience=5.0)
-            await second.register(msgspec.structs.replace(message, pid=os.getpid()), patience=0.0)
-            assert "claims to be rollout/0" in caplog.text, "it has to wait until the first one's lease has run out"
-
-
-@pytest.mark.parametrize(("said", "ended"), [(PermissionError, False), (ProcessLookupError, True)])
-def test_a_process_that_proc_hides_has_not_ended(
-    said: type[OSError], ended: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Mounted with hidepid=2, /proc shows no process of another user; a signal to it is still refused otherwise."""
-
-    def kill(pid: int, signal: int) -> None:
-        assert (pid, signal) == (NO_PROCESS, 0)
-        raise said
-
-    monkeypatch.setattr(os, "kill", kill)
-    assert has_ended(Member("rollout", 0, pid=NO_PROCESS, process_space=process_space())) is ended
-
-
 async def keep_beating(client: ControlClient) -> None:
     while True:
         await client.heartbeat(Heartbeat(role="rollout", index=0, stats={}))
@@ -184,17 +148,6 @@ async def test_a_web_page_can_forge_no_request(tmp_path: Path, headers: dict[str
     async with managed(small_config(tmp_path)) as run:
         for key in ("GET /status", "GET /health", "GET /silent?after=5"):
             assert await status_of(run, key, bearer(run.secret.shown) | headers) == status
-
-
-@pytest.mark.parametrize("target", ["http://evil.example/health", "http://localhost/health", "*", "evil.example:80"])
-async def test_a_request_to_no_path_is_refused(tmp_path: Path, target: str) -> None:
-    """A proxy gets such requests, and their `Host` would not be the one that counts (RFC 9112, section 3.2.2)."""
-    async with managed(small_config(tmp_path)) as run:
-        address = urlsplit(run.url)
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        writer.write(b"GET %s HTTP/1.1\r\nHost: localhost\r\n\r\n" % target.encode())
-        assert (await asyncio.wait_for(reader.readline(), 10)).split()[1] == b"400"
-        writer.close()
 
 
 async def test_refusals_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

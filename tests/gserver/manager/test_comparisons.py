@@ -77,15 +77,6 @@ async def test_what_is_not_served_yet_is_asked_about_once_it_is(tmp_path: Path) 
         assert score.logprobs == SCORES
 
 
-async def test_one_that_joins_later_is_asked_too(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted(2) as (early, late):
-        await join(run, early)
-        await run.client.compare(question(0))
-        await scores_of(run, 0, count=1)
-        await join(run, late, first=1)
-        assert [s.gserver for s in await scores_of(run, 0, count=2)] == ["gserver/0", "gserver/1"]
-
-
 async def test_one_that_does_not_answer_holds_nobody_up_and_is_named(tmp_path: Path) -> None:
     config = small_config(tmp_path, gserver={"count": 2}, limits={"update_seconds": 30.0})
     async with managed(config) as run, scripted(2) as gservers:
@@ -113,15 +104,6 @@ async def test_one_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
             while run.manager.scores(0)[0].problem:
                 await run.beat("gserver")
         assert gserver.counts["/generate"] == 2
-
-
-async def test_a_simulated_engine_is_left_out_by_name(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted(engine="simulated") as (gserver,):
-        await join(run, gserver)
-        await run.client.compare(question(0))
-        (score,) = await scores_of(run, 0, count=1)
-        assert score.problem == "its engine is simulated, it has no model"
-        assert gserver.counts["/generate"] == 0
 
 
 SCORED = FinishReason(type="length", length=0)

@@ -60,15 +60,6 @@ async def test_workers_of_a_synchronous_graph_get_the_numbers_that_its_master_ca
         assert await run.client.place(AskPlace(role="gserver", config_digest=config.digest()), patience=1.0) == 1
 
 
-async def test_a_run_starts_with_as_many_as_are_configured_whatever_their_numbers(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.register("gserver", 5, address=gserver.url)
-        await run.register("rollout", 7)
-        assert (await run.client.status()).message == "waits for model_worker/0 to join"
-        await run.until_live(5)
-        assert await run.admit_seqs(1, worker=7) == [0]
-
-
 async def test_a_drained_worker_is_told_and_forgotten_once_it_has_left(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await joined(run, gserver)
@@ -114,44 +105,6 @@ async def test_what_does_not_finish_is_handed_over(tmp_path: Path) -> None:
         assert first.paused, "its requests are aborted, and none begins there any more"
         await first.die()
         assert (await run.client.route(AskRoute(worker=0, seq=0, failed=first.url))).gserver == second.url
-
-
-async def test_one_that_misses_an_update_while_it_drains_hands_over_at_once(tmp_path: Path) -> None:
-    """Its requests would continue under old weights for the rest of `limits.drain_seconds`."""
-    async with managed(small_config(tmp_path, gserver={"count": 2})) as run, scripted(2) as (first, second):
-        await joined(run, first, second)
-        await run.admit(2)
-        await run.client.drain(Drain(role="gserver", index=0))
-        first.faults["/end_weight_update"] = ["refuse"]
-        reply = await publish(run, 1)
-        assert (reply.done, reply.evicted) == (True, [0])
-        await told_to_leave(run, 0)
-        assert first.paused
-        assert (await run.process("gserver", 0)).state == "draining"
-        assert (await publish(run, 2)).done
-        assert (first.weight_version, second.weight_version) == ("default", "2")
-
-
-async def test_one_that_falls_silent_while_it_drains_is_asked_to_leave_when_it_returns(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, limits={"silence_seconds": 2.0})
-    async with managed(config) as run, scripted(2) as gservers:
-        await joined(run, *gservers)
-        await run.admit(2)
-        await run.client.drain(Drain(role="gserver", index=0))
-        await run.until(
-            lambda status: [p.state for p in status.processes if (p.role, p.index) == ("gserver", 0)] == ["silent"]
-        )
-        assert (await run.beat("gserver", 0)).leave
-        assert (await run.process("gserver", 0)).state == "draining"
-
-
-async def test_a_silent_gserver_is_drained_at_once(tmp_path: Path) -> None:
-    config = small_config(tmp_path, limits={"silence_seconds": 0.2})
-    async with managed(config) as run, scripted() as (gserver,):
-        await run.register("gserver", address=gserver.url)  # on a busy machine it may fall silent before it is live
-        await run.until(lambda status: {p.state for p in status.processes if p.role == "gserver"} == {"silent"})
-        await run.client.drain(Drain(role="gserver", index=0))
-        assert "gserver/0" not in members(await run.client.status())
 
 
 async def test_a_drained_controller_ends_the_run_as_stopped(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from streamrl.errors import PeerError, StreamRLError
 from streamrl.gserver.manager import process
-from streamrl.transport.control import Admit, AskRoute, FinishRun
+from streamrl.transport.control import Admit
 from streamrl.transport.manager_client import GONE_BACK
 from tests.gserver.harness import Run, keep_beating, limit_trainer_patience, managed, small_config
-from tests.gserver.scripted import scripted
 
 
 @pytest.fixture(autouse=True)
@@ -47,30 +46,11 @@ async def test_the_manager_leaves_once_everyone_was_told(tmp_path: Path) -> None
         await ended(run)
 
 
-async def test_groups_are_not_rerouted_once_the_run_is_over(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.register("gserver", address=gserver.url)
-        await run.register("rollout")
-        await run.until_live(0)
-        run.manager.finish("done", stopped=False)
-        asked = len(gserver.calls)
-        assert (await run.client.route(AskRoute(worker=0, seq=0, failed=gserver.url))).gserver == ""
-        assert len(gserver.calls) == asked
-
-
 async def test_the_manager_does_not_wait_for_the_silent(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path, limits={"silence_seconds": 0.3})) as run:
         await everyone(run)
         run.manager.finish("done", stopped=False)
         assert (await run.beat("model_worker")).stop  # the trainer may take longer
-        await ended(run)
-
-
-async def test_the_manager_waits_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "TELL_SECONDS", 0.3)
-    async with managed(small_config(tmp_path)) as run:
-        await everyone(run)
-        run.manager.finish("done", stopped=False)
         await ended(run)
 
 
@@ -101,25 +81,6 @@ async def test_a_rollout_worker_that_gives_up_ends_the_run_only_if_no_other_make
         assert (await run.beat("rollout", 1, error="rollout/1: KeyError: 'answer'")).stop
         status = await run.client.status()
         assert (status.state, status.message) == ("failed", "rollout/1: KeyError: 'answer'")
-
-
-async def test_in_a_synchronous_graph_every_rollout_worker_is_needed(tmp_path: Path) -> None:
-    config = small_config(
-        tmp_path, rollout={"workers": 2}, trainer={"graph": "synchronous"}, staleness={"max_staleness": 0}
-    )
-    async with managed(config) as run:
-        await everyone(run)
-        await run.register("rollout", 1)
-        await run.beat("rollout", 1, stats={"groups_done_total": 1.0})
-        assert (await run.beat("rollout", 0, error="rollout/0: OSError: no more files")).stop
-
-
-async def test_the_first_reason_stands(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run:
-        await run.client.finish_run(FinishRun(error="the loss is not a number"))
-        run.manager.finish("fine", stopped=False)
-        status = await run.client.status()
-        assert (status.state, status.message) == ("failed", "the loss is not a number")
 
 
 async def test_the_silence_of_a_model_worker_counts_as_its_death(

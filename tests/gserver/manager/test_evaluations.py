@@ -26,7 +26,6 @@ from streamrl.records.evaluation import EvaluationReport, pass_at_k
 from streamrl.transport.control import (
     Admission,
     Admit,
-    AskRoute,
     DataFacts,
     EvaluationStatus,
     EvaluationTask,
@@ -34,7 +33,6 @@ from streamrl.transport.control import (
     Leave,
 )
 from streamrl.transport.generation import ServerInfo
-from streamrl.transport.keys import bearer
 from tests.gserver.harness import NO_PROCESS, Run, managed, small_config
 from tests.gserver.scripted import scripted
 
@@ -124,45 +122,12 @@ def test_an_evaluation_from_its_request_to_its_report() -> None:
     assert (played.status.done, played.status.last, played.status.running) == (1, report, None)
 
 
-def test_rows_beyond_the_wanted_prompts_are_not_tried_and_without_rows_nothing_begins() -> None:
-    played = Played(rows=0, prompts=3)
-    played.evaluations.request(1)
-    assert played.take() is None
-    played.evaluations.set_rows(10)
-    played.make_all()
-    assert played.reports[0].prompts == 3
-
-
-def test_no_more_prompts_are_under_way_than_the_configuration_allows_over_all_workers() -> None:
-    played = Played(max_concurrent=3)
-    played.evaluations.request(1)
-    taken = [played.taken(f"rollout/{number}") for number in range(3)]
-    assert played.take("rollout/3") is None
-    played.end(taken[1])
-    assert played.taken("rollout/3").seq == 3
-    assert played.take("rollout/0") is None
-
-
 def test_training_groups_that_lack_a_place_come_first_but_not_for_ever() -> None:
     played = Played(gservers=2, most_requests=1, max_concurrent=99)
     played.evaluations.request(1)
     played.taken(begun=10, wait=True)  # the first one has its turn at once
     begun = [played.take(begun=10 + groups, wait=True) is not None for groups in range(2 * GROUPS_BETWEEN + 1)]
     assert [number for number, has in enumerate(begun) if has] == [GROUPS_BETWEEN, 2 * GROUPS_BETWEEN]
-
-
-def test_a_place_that_training_leaves_is_taken_at_once_and_a_full_gserver_only_in_turn() -> None:
-    played = Played(gservers=2, most_requests=4, max_concurrent=99, rows=99)
-    played.evaluations.request(1)
-    taken = 0
-    while played.take(begun=0) is not None:
-        taken += 1
-    assert taken == 2 * 5  # each gserver has some waiting, so that no slot is empty (gserver.AHEAD)
-    assert not played.fleet.has_capacity
-    assert played.take(begun=GROUPS_BETWEEN - 1) is None
-    assert played.taken(begun=GROUPS_BETWEEN).gserver == "http://g0"
-    assert played.taken(begun=2 * GROUPS_BETWEEN).gserver == "http://g1"  # the one with the least to do
-    assert played.load == [6, 6]
 
 
 def test_an_evaluation_ends_though_training_takes_every_place_that_is_free() -> None:
@@ -188,13 +153,6 @@ def test_an_evaluation_ends_though_training_takes_every_place_that_is_free() -> 
     assert played.reports[0].prompts == 40
     assert max(shares) < 0.3  # training keeps most of the gserver
     assert begun >= 39 * GROUPS_BETWEEN
-
-
-def test_without_a_gserver_nothing_begins() -> None:
-    played = Played(gservers=0)
-    played.evaluations.request(1)
-    assert played.take(begun=99) is None
-    assert played.status.running is None
 
 
 def test_a_prompt_moves_to_another_gserver_with_its_load_as_long_as_its_worker_makes_it() -> None:
@@ -319,16 +277,6 @@ def test_figures_that_cannot_be_are_refused_by_name_and_change_nothing(fields: d
     with pytest.raises(WireError, match=f"result of held-out prompt 0: .*{problem}"):
         played.evaluations.count(hostile)
     assert (played.status.prompts_done, played.load) == (0, [2])
-
-
-@pytest.mark.parametrize("seq", [-1, 1, 10**9])
-def test_a_result_of_a_prompt_that_was_not_given_out_is_refused(seq: int) -> None:
-    played = Played()
-    played.evaluations.request(1)
-    admission = played.taken()
-    with pytest.raises(PeerError, match=rf"held-out prompt {seq} was not given out; those below 1 were"):
-        played.end(msgspec.structs.replace(admission, seq=seq))
-    assert played.status.prompts_done == 0
 
 
 workers = st.sampled_from(["rollout/0", "rollout/1"])
@@ -539,59 +487,6 @@ async def test_a_held_out_prompt_has_its_turn_though_groups_take_every_place(tmp
             task.cancel()
 
 
-async def test_a_held_out_prompt_takes_a_place_as_soon_as_no_group_waits_for_it(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path, staleness={"max_staleness": 0})) as run, scripted() as (gserver,):
-        await run.register("gserver", address=gserver.url)
-        await run.register("rollout")
-        await run.until_live(0)
-        record = run.manager._fleet.all()[0]
-        run.manager.evaluate(0, training_over=False)
-        await take(run)
-        assert await run.admit_seqs(1) == [0]
-        record.info = ServerInfo(max_running_requests=1)  # it is full
-        group, prompt = asyncio.create_task(run.admit_seqs(1)), asyncio.create_task(take(run))
-        await still_waits(group)
-        run.manager._signals.held_out.wake()  # looked at before the group that waits
-        record.info = ServerInfo(max_running_requests=100)
-        assert await asyncio.wait_for(group, 30) == [1]  # the last one that the ledger has room for
-        assert (await asyncio.wait_for(prompt, 5)).seq == 1  # sooner than its long poll ends
-
-
-async def test_a_prompt_whose_reply_was_lost_is_given_again_under_its_ticket(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
-        await run.register("gserver", address=gserver.url)
-        await run.register("rollout")
-        run.manager.evaluate(3, training_over=False)
-        message = Admit(worker=0, count=1, data=ROWS, held_out=True, ticket="a")
-        replies = [(await run.manager.groups.admit(message)).admissions for _ in range(2)]
-        assert replies[0] == replies[1] != []
-        assert (await take(run)).seq == 1
-
-
-async def test_prompts_and_groups_share_the_gservers_and_move_when_one_fails(tmp_path: Path) -> None:
-    config = evaluating(tmp_path, gserver={"count": 2}, evaluation={"every": "1 step"})
-    async with managed(config) as run, scripted(2) as gservers:
-        for index, gserver in enumerate(gservers):
-            await run.register("gserver", index, address=gserver.url)
-        await run.register("rollout")
-        await run.until_live(0, 1)
-        run.manager.evaluate(0, training_over=False)
-        urls = [gserver.url for gserver in gservers]
-        prompts = [await take(run) for _ in range(4)]
-        assert [urls.index(prompt.gserver) for prompt in prompts] == [0, 1, 0, 1]
-        assert [admission.gserver for admission in await run.admit(2)] == urls
-        assert (await load(run, 0), await load(run, 1)) == (3, 3)
-        moved = AskRoute(worker=0, seq=0, failed=urls[0], evaluation=prompts[0].evaluation)
-        assert (await run.client.route(moved)).gserver == urls[1]
-        assert (await load(run, 0), await load(run, 1)) == (2, 4)
-        group = AskRoute(worker=0, seq=0, failed=urls[0])
-        assert (await run.client.route(group)).gserver == urls[1]
-        assert (await load(run, 0), await load(run, 1)) == (1, 5)
-        for prompt in prompts:
-            await end(run, prompt)
-        assert (await load(run, 0), await load(run, 1)) == (0, 2)
-
-
 @pytest.mark.parametrize("how", ["replaced", "silent", "left"])
 async def test_the_prompts_of_a_worker_that_is_gone_go_to_another(tmp_path: Path, how: str) -> None:
     lease = {"limits": {"silence_seconds": 0.5}} if how == "silent" else {}
@@ -614,17 +509,6 @@ async def test_the_prompts_of_a_worker_that_is_gone_go_to_another(tmp_path: Path
             assert run.manager.evaluations.status().prompts_done == 1
 
 
-async def test_the_end_of_the_run_ends_every_wait(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path)) as run:
-        await run.register("rollout")
-        message = Admit(worker=0, count=1, data=ROWS, held_out=True)
-        waiting = asyncio.create_task(run.client.admit(message))
-        await still_waits(waiting)
-        run.manager.finish("done", stopped=False)
-        reply = await asyncio.wait_for(waiting, 30)
-        assert (reply.admissions, reply.stop) == ([], True)
-
-
 async def test_once_training_is_over_no_group_starts_and_the_evaluation_has_the_gservers(tmp_path: Path) -> None:
     async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
         await run.register("gserver", address=gserver.url)
@@ -642,42 +526,3 @@ async def test_once_training_is_over_no_group_starts_and_the_evaluation_has_the_
         assert (status.done, status.waiting, status.left_out) == (1, None, 0)
         run.manager.finish("done", stopped=False)
         assert (await asyncio.wait_for(admission, 30)).stop
-
-
-async def test_hostile_results_are_refused_by_name_over_the_wire_too(tmp_path: Path) -> None:
-    async with managed(evaluating(tmp_path)) as run, scripted() as (gserver,):
-        await run.register("gserver", address=gserver.url)
-        token = (await run.register("rollout")).token
-        await run.register("rollout", 1)
-        run.manager.evaluate(7, training_over=False)
-        prompt = await take(run)
-        good = msgspec.to_builtins(result_of(prompt))
-        async with run.member(token) as member, aiohttp.ClientSession(headers=bearer(token)) as session:
-            with pytest.raises(PeerError, match="no evaluation 'stranger' runs") as refusal:
-                await member.held_out_result(msgspec.convert(good | {"evaluation": "stranger"}, HeldOutResult))
-            assert refusal.value.status == 404
-            with pytest.raises(PeerError, match="speaks in the name of rollout/1"):
-                await member.held_out_result(msgspec.convert(good | {"worker": 1}, HeldOutResult))
-            for hostile, status in (
-                (good | {"seq": 5}, 400),
-                (good | {"rewards": [1.0, 1.0]}, 400),
-                (good | {"rewards": [None]}, 400),  # how JSON has a NaN
-                (good | {"rewards": "1.0"}, 400),
-                (good | {"lengths": []}, 400),
-                (good, 200),
-            ):
-                async with session.post(f"{run.url}/evaluation", data=msgspec.json.encode(hostile)) as response:
-                    assert response.status == status, await response.text()
-            overflow = msgspec.json.encode(good).replace(b"[1.0]", b"[1e999]")
-            async with session.post(f"{run.url}/evaluation", data=overflow) as response:
-                assert response.status == 400
-            rows = {"worker": 0, "count": 1, "held_out": True, "data": {"rows": -1}}
-            async with session.post(f"{run.url}/admit", data=msgspec.json.encode(rows)) as response:
-                assert response.status == 400
-        assert run.manager.evaluations.status().prompts_done == 1
-
-
-async def test_a_run_without_evaluation_has_no_figures_of_one(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run:
-        status = await run.client.status()
-        assert status.evaluation is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,29 +12,24 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 
-from streamrl.architecture import architecture_of
 from streamrl.config import Config
-from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError
-from streamrl.gserver.manager.admission import LEAST_PAUSE_SECONDS, REPORTS_PER_SECOND
+from streamrl.errors import PeerError
 from streamrl.gserver.manager.core import Manager
-from streamrl.gserver.manager.process import managing
 from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.records.files import read_records
 from streamrl.records.metrics import StepReport
 from streamrl.records.progress import Progress
-from streamrl.records.timeline import FrequentFailure, HeartbeatEntry, Timeline, TimelineEntry
+from streamrl.records.timeline import FrequentFailure, HeartbeatEntry, TimelineEntry
 from streamrl.transport import manager_client
 from streamrl.transport.addresses import is_wildcard
 from streamrl.transport.control import (
-    LONG_POLL_SECONDS,
     Admit,
     AskPlace,
     AskRoute,
     DataFacts,
     GroupInHand,
     Heartbeat,
-    InFlight,
     Keep,
     PublishBegin,
     Register,
@@ -43,8 +37,6 @@ from streamrl.transport.control import (
     Role,
     Snapshot,
 )
-from streamrl.transport.generation import GenerationClient
-from streamrl.transport.secret import Secret
 from tests.gserver.harness import (
     Run,
     commit_publication,
@@ -120,14 +112,6 @@ async def test_nobody_tells_others_of_a_loopback_address(tmp_path: Path, host: s
         await run.register("gserver", 1, address="http://10.0.0.1:1")
 
 
-async def test_an_address_that_can_be_nobodys_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever asks a gserver there would fail: the manager is the first, and cannot do without its checks."""
-    async with managed(small_config(tmp_path)) as run:
-        with pytest.raises(PeerError, match=r"http://gpu\.\.cluster:1, and gpu\.\.cluster can be nobody's name"):
-            await run.register("gserver", address="http://gpu..cluster:1")
-    assert "cannot do without it" not in caplog.text
-
-
 async def test_all_begin_with_the_same_weights(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run:
 
@@ -140,15 +124,6 @@ async def test_all_begin_with_the_same_weights(tmp_path: Path) -> None:
         told = r"gserver/1 on \S+ begins with other weights than model_worker/0 on \S+: the folders"
         with pytest.raises(PeerError, match=told):
             await run.client.register(message("gserver", 1, "b"), patience=1.0)
-
-
-async def test_who_is_refused_does_not_decide_on_the_weights(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run:
-        message = run.registration("model_worker")
-        mistaken = msgspec.structs.replace(message, model="a checkpoint's", begins_from="a checkpoint")
-        with pytest.raises(PeerError, match="goes on from a checkpoint, and the controller from no checkpoint"):
-            await run.client.register(mistaken, patience=1.0)
-        await run.client.register(msgspec.structs.replace(message, model="the model's"), patience=1.0)
 
 
 async def test_a_resumed_run_takes_a_larger_total_and_refuses_a_pool_with_the_old_one(tmp_path: Path) -> None:
@@ -202,66 +177,12 @@ async def test_of_a_run_that_goes_on_a_gserver_may_begin_without_the_checkpoint(
             await run.client.register(message("gserver", 3, "another's", identity), patience=1.0)
 
 
-async def test_a_gserver_of_an_earlier_start_of_the_run_does_not_keep_the_trainer_out(tmp_path: Path) -> None:
-    """It began from the checkpoint of that start, and is back before the trainer of the next one is there."""
-    prompts = progress.prompts_digest(small_config(tmp_path))
-    identities = []
-    for version in (3, 6):
-        checkpoint = tmp_path / "checkpoints" / f"step-{version:06d}"
-        checkpoint.mkdir(parents=True)
-        progress.write(checkpoint, Progress(version, trained=[(0, 2 * version)], rejected=[], prompts=prompts))
-        config = small_config(tmp_path, run={"resume_from": str(checkpoint)})
-        identities.append(progress.identity(config))
-    earlier, latest = identities
-    async with managed(config) as run:
-
-        async def join(role: Role, index: int, model: str, begins_from: str) -> None:
-            told = msgspec.structs.replace(run.registration(role, index), model=model, begins_from=begins_from)
-            await run.client.register(told, patience=1.0)
-
-        await join("gserver", 0, "those of version 3", earlier)
-        await join("model_worker", 0, "those of version 6", latest)
-        await join("gserver", 1, "those of version 3", earlier)
-        with pytest.raises(PeerError, match=r"gserver/2 on \S+ begins with other weights"):
-            await join("gserver", 2, "others of version 6", latest.replace(latest[-4:], "0000"))
-
-
-async def test_the_base_of_an_adapter_is_compared_also_where_the_adapter_is_not(tmp_path: Path) -> None:
-    """What brings a gserver up to date brings no base."""
-    checkpoint = tmp_path / "checkpoints" / "step-000003"
-    checkpoint.mkdir(parents=True)
-    prompts = progress.prompts_digest(small_config(tmp_path))
-    progress.write(checkpoint, Progress(policy_version=3, trained=[(0, 6)], rejected=[], prompts=prompts))
-    config = small_config(tmp_path, run={"resume_from": str(checkpoint)}, model={"lora": {"rank": 2}})
-    async with managed(config) as run:
-
-        async def join(role: Role, index: int, model: str, begins_from: str) -> None:
-            told = msgspec.structs.replace(run.registration(role, index), model=model, begins_from=begins_from)
-            await run.client.register(told, patience=1.0)
-
-        await join("model_worker", 0, "the base", progress.identity(config))
-        await join("gserver", 0, "the base", "")
-        with pytest.raises(PeerError, match=r"gserver/1 on \S+ begins with other weights"):
-            await join("gserver", 1, "another base", "")
-
-
 async def test_a_heartbeat_of_a_stranger_is_told_to_register(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_client, "PATIENCE_SECONDS", 0.3)  # it is asked again, since it may register yet
     async with managed(small_config(tmp_path)) as run:
         assert not (await run.beat("rollout", 3)).known
         with pytest.raises(PeerError, match="rollout/3 is not registered"):
             await run.admit(worker=3)
-
-
-async def test_heartbeats_of_all_are_in_the_timeline(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver)
-        await run.register("model_worker", address="tcp://w")
-        roles: tuple[Role, ...] = ("gserver", "rollout", "model_worker")
-        for role in roles:
-            await run.beat(role)
-    lines = [json.loads(line) for line in (run.config.run_dir / "timeline.jsonl").read_text().splitlines()]
-    assert {line["role"] for line in lines if line["kind"] == "heartbeat"} == set(roles)
 
 
 async def test_the_failure_of_a_worker_is_in_the_status_and_in_the_timeline(tmp_path: Path) -> None:
@@ -303,13 +224,6 @@ async def test_topology_waits_for_those_who_are_missing(tmp_path: Path) -> None:
         assert [peer.address for peer in await result_of(topology)] == ["tcp://a", "tcp://b"]
 
 
-async def test_topology_names_who_is_missing_when_patience_ends(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run:
-        await run.register("model_worker", 0)
-        with pytest.raises(DeadlineExceeded, match="1 of 2 model_worker processes registered"):
-            await run.client.topology("model_worker", 2, patience=0.1)
-
-
 async def test_admission_stops_at_the_ledgers_bound(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
@@ -339,21 +253,6 @@ async def test_a_run_that_is_slowed_admits_less_until_it_is_not(tmp_path: Path) 
         assert await result_of(call) == [4, 5]
 
 
-async def test_an_admission_without_room_comes_back_empty_handed(tmp_path: Path) -> None:
-    config = small_config(tmp_path)
-    client, timeline = GenerationClient(timeout=1.0), Timeline(tmp_path)
-    secret = Secret.make()
-    manager = Manager(config, client=client, timeline=timeline, secret=secret, long_poll_seconds=0.05)
-    run = Run(config, "http://unused", asyncio.create_task(manager.watch()))
-    await manager.members.register(run.registration("rollout"))
-    reply = await manager.groups.admit(Admit(worker=0, count=1))
-    assert reply.admissions == []
-    assert not reply.stop
-    run.serving.cancel()
-    await manager.close()
-    timeline.close()
-
-
 async def test_a_waiting_admission_is_woken_by_a_rejection(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
@@ -362,15 +261,6 @@ async def test_a_waiting_admission_is_woken_by_a_rejection(tmp_path: Path) -> No
         await run.client.reject(Reject(worker=0, seq=2, reason="too long"))
         assert await result_of(admission) == [4]
         assert list(run.manager.ledger.rejected) == [2]
-
-
-async def test_a_waiting_admission_is_woken_by_a_drop(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver)
-        await run.admit()
-        admission = await waiting(run.admit_seqs())
-        run.drop(1)
-        assert await result_of(admission) == [1]
 
 
 async def test_a_waiting_admission_is_woken_by_a_new_version(tmp_path: Path) -> None:
@@ -385,14 +275,6 @@ async def test_a_waiting_admission_is_woken_by_a_new_version(tmp_path: Path) -> 
         assert reply.policy_version == 1
 
 
-async def test_a_waiting_admission_is_woken_by_the_first_gserver(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.register("rollout")
-        admission = await waiting(run.admit())
-        await run.register("gserver", address=gserver.url)
-        assert {a.gserver for a in await result_of(admission)} == {gserver.url}
-
-
 async def test_nothing_is_admitted_before_all_gservers_have_joined(tmp_path: Path) -> None:
     config = small_config(tmp_path, gserver={"count": 2})
     async with managed(config) as run, scripted(2) as (first, second):
@@ -400,41 +282,6 @@ async def test_nothing_is_admitted_before_all_gservers_have_joined(tmp_path: Pat
         admission = await waiting(run.admit(2))
         await run.register("gserver", 1, address=second.url)
         assert {a.gserver for a in await result_of(admission)} == {first.url, second.url}
-
-
-async def test_a_gserver_that_never_joins_does_not_hold_the_others_up_for_ever(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2}, limits={"start_seconds": 0.3})
-    async with managed(config) as run, scripted() as (gserver,):
-        await join(run, gserver)
-        assert await result_of(asyncio.ensure_future(run.admit_seqs(2))) == [0, 1]
-
-
-async def test_groups_go_to_the_gserver_with_the_fewest_in_flight(tmp_path: Path) -> None:
-    config = small_config(tmp_path, gserver={"count": 2})
-    async with managed(config) as run, scripted(2) as (first, second):
-        await join(run, first, second)
-        assert [a.gserver for a in await run.admit()] == [first.url, second.url] * 2
-        run.take(1, 3)
-        await run.client.reject(Reject(worker=0, seq=0, reason="filtered"))
-        assert (await run.process("gserver", 0)).stats["groups_in_flight"] == 1
-        assert [a.gserver for a in await run.admit()] == [second.url]
-
-
-async def test_workers_share_the_room(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver, workers=2)
-        assert await run.admit_seqs(worker=0) == [0, 1]
-        assert await run.admit_seqs(worker=1) == [2]
-        assert await run.admit_seqs(worker=0) == [3]
-
-
-async def test_more_workers_report_less_often_each(tmp_path: Path) -> None:
-    pauses = []
-    for workers in (1, 40):
-        async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-            await join(run, gserver, workers=workers)
-            pauses.append((await run.client.in_flight(InFlight(worker=0, groups=[]))).pause_seconds)
-    assert pauses == [LEAST_PAUSE_SECONDS, 40 / REPORTS_PER_SECOND]
 
 
 async def test_asking_again_for_an_admission_whose_answer_was_lost_gives_the_same_groups(tmp_path: Path) -> None:
@@ -448,23 +295,6 @@ async def test_asking_again_for_an_admission_whose_answer_was_lost_gives_the_sam
                     answers.append(await response.json())
         assert answers[0] == answers[1]
         assert (await run.client.status()).ledger.running == 2
-
-
-async def test_who_asks_again_for_an_admission_does_not_wait_in_line(tmp_path: Path) -> None:
-    """Whoever is in line may wait for the very groups whose answer was lost."""
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver, workers=2)
-        body = msgspec.json.encode(Admit(worker=0, count=4, ticket="t"))
-        async with run.session() as session:
-            async with session.post(f"{run.url}/admit", data=body) as response:
-                given = (await response.json())["admissions"]
-            while (await run.client.status()).ledger.room:
-                await run.admit(worker=1)
-            in_line = await waiting(run.admit(worker=1))
-            async with asyncio.timeout(LONG_POLL_SECONDS / 4), session.post(f"{run.url}/admit", data=body) as response:
-                assert (await response.json())["admissions"] == given
-        assert given
-        in_line.cancel()
 
 
 async def test_a_caller_that_hung_up_is_admitted_nothing(tmp_path: Path) -> None:
@@ -493,13 +323,6 @@ async def test_a_failed_gserver_is_replaced_for_its_group(tmp_path: Path) -> Non
         assert {a.gserver for a in await run.admit()} == {second.url}
 
 
-async def test_the_only_gserver_is_named_again_if_it_answers(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver)
-        await run.admit(1)
-        assert (await run.client.route(AskRoute(worker=0, seq=0, failed=gserver.url))).gserver == gserver.url
-
-
 async def test_a_route_waits_for_a_gserver_to_come_back(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted(2) as (dead, reborn):
         await join(run, dead)
@@ -521,18 +344,6 @@ async def test_a_restarted_worker_gives_its_prompts_back(tmp_path: Path) -> None
         assert await run.admit_seqs(worker=1) == [0, 1]
 
 
-async def test_a_call_that_still_waits_is_admitted_nothing_once_another_process_is_that_worker(tmp_path: Path) -> None:
-    """One whose machine was cut off does not hang up."""
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await run.register("rollout", 0, pid=200)
-        old = await waiting(run.admit(worker=0))
-        await run.register("rollout", 0, pid=999)
-        new = await waiting(run.admit(worker=0))
-        await run.register("gserver", 0, address=gserver.url)
-        assert [admission.seq for admission in await result_of(new)] == [0, 1, 2, 3]
-        assert await result_of(old) == []
-
-
 async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path, limits={"silence_seconds": 0.8})) as run, scripted() as (gserver,):
         await join(run, gserver, workers=2)
@@ -545,22 +356,6 @@ async def test_the_prompts_of_a_silent_worker_go_to_another(tmp_path: Path) -> N
         assert (await run.process("rollout", 1)).state == "silent"
         assert (await run.client.status()).ledger.expired >= 2
         beating.cancel()
-
-
-async def test_while_the_manager_stands_still_nobody_falls_silent_and_no_lease_runs_out(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = small_config(tmp_path, limits={"silence_seconds": 2.0})
-    async with managed(config) as run, scripted() as (gserver,):
-        await join(run, gserver)
-        assert await run.admit_seqs() == [0, 1, 2, 3]
-        time.sleep(3.5)  # noqa: ASYNC251 (so that nothing goes on here)
-        await run.beat("gserver")
-        await run.beat("rollout")
-        status = await run.client.status()
-    assert "the manager stood still" in caplog.text
-    assert "has been silent" not in caplog.text
-    assert (status.ledger.running, status.ledger.expired) == (4, 0)
 
 
 async def test_heartbeats_keep_leases(tmp_path: Path) -> None:
@@ -593,26 +388,6 @@ async def test_a_silent_gserver_leaves_routing_and_returns(tmp_path: Path) -> No
         beating.cancel()
 
 
-async def test_a_prompt_that_kills_its_workers_is_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = small_config(tmp_path, trainer={"batch_groups": 1}, staleness={"max_staleness": 0})
-    async with managed(config) as run, scripted() as (gserver,):
-        await join(run, gserver)
-        for pid in range(1000, 1003):
-            assert await run.admit_seqs() == [0]
-            await run.register("rollout", 0, pid=pid)
-        assert await run.admit_seqs() == [1]
-        assert list(run.manager.ledger.rejected) == [0]
-    assert "seq 0 is given up: 3 of the last 3 workers that died had it" in caplog.text
-
-
-async def test_a_rejection_by_a_worker_that_lost_the_lease_is_ignored(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver, workers=2)
-        assert await run.admit_seqs(worker=0) == [0, 1]
-        await run.client.reject(Reject(worker=1, seq=0, reason="late"))
-        assert (await run.client.status()).ledger.rejected == 0
-
-
 async def test_when_the_run_has_gone_back_workers_keep_what_would_be_admitted_next(tmp_path: Path) -> None:
     async with scripted() as [gserver], managed(small_config(tmp_path)) as run:
         await join(run, gserver, workers=2)
@@ -642,25 +417,6 @@ async def test_when_the_run_has_gone_back_workers_keep_what_would_be_admitted_ne
 
         run.manager.report(StepReport(step=1, time=0.0, metrics={}, token_ages={}, spans=[]))
         assert [each.groups_kept for each in lineages.read(run.config.run_dir)] == [2]
-
-
-async def test_the_status_has_the_model_that_the_trainer_has_reported(tmp_path: Path) -> None:
-    model = architecture_of(
-        {
-            "model_type": "llama",
-            "num_attention_heads": 4,
-            "vocab_size": 50,
-            "hidden_size": 16,
-            "intermediate_size": 32,
-            "num_hidden_layers": 2,
-            "rms_norm_eps": 1e-6,
-            "max_position_embeddings": 64,
-        }
-    )
-    async with managed(small_config(tmp_path)) as run:
-        assert (await run.client.status()).model is None
-        run.manager.take_model(model)
-        assert (await run.client.status()).model == model
 
 
 async def test_a_gserver_with_other_weights_waits_for_the_next_update(tmp_path: Path) -> None:
@@ -789,31 +545,6 @@ async def test_the_timeline_tells_what_the_pools_did(tmp_path: Path) -> None:
     assert 0 < publication["pause"] < 1
 
 
-async def test_a_full_disk_does_not_stop_the_manager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    config = small_config(tmp_path)
-    config.run_dir.mkdir(parents=True)
-    (config.run_dir / "timeline.jsonl").symlink_to("/dev/full")
-    async with managed(config) as run:
-        await run.register("rollout")
-        for _ in range(3):
-            assert (await run.beat("rollout")).known
-    assert caplog.text.count("timeline.jsonl cannot be written") == 1
-
-
-async def opened(config: Config, *, host: str, port: int) -> None:
-    async with managing(config, host=host, port=port):
-        pass
-
-
-async def test_an_address_in_use_is_named(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run:
-        port = int(run.url.rpartition(":")[2])
-        with pytest.raises(StreamRLError, match=f"cannot listen at 127.0.0.1:{port}"):
-            await opened(run.config, host="127.0.0.1", port=port)
-    with pytest.raises(StreamRLError, match=r"cannot listen at 203\.0\.113\.7:.*manager\.host is an address of this"):
-        await opened(run.config, host="203.0.113.7", port=0)
-
-
 async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what_is_handed_out(tmp_path: Path) -> None:
     config = small_config(tmp_path, run={"total_train_epochs": 1}, staleness={"max_staleness": 9})
     async with managed(config) as run, scripted() as (gserver,):
@@ -828,15 +559,6 @@ async def test_the_first_worker_tells_the_size_of_the_data_and_epochs_bound_what
         await waiting(run.admit())
         await run.client.reject(Reject(worker=0, seq=4, reason="no"))
         assert (await run.client.status()).ledger.room == 0  # 4 trained and 1 given up: that was the epoch
-
-
-async def test_a_worker_that_asks_for_no_group_does_not_wait_for_one(tmp_path: Path) -> None:
-    """Those of a synchronous graph do, to tell the size of the data, before they take the master's calls."""
-    async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
-        await join(run, gserver)
-        async with asyncio.timeout(LONG_POLL_SECONDS / 2):
-            assert (await run.client.admit(Admit(worker=0, count=0, data=DataFacts(5)))).admissions == []
-        assert (await run.client.status()).data_rows == 5
 
 
 @pytest.mark.parametrize("other", [DataFacts(6, "abc"), DataFacts(5, "xyz")])

@@ -170,13 +170,6 @@ def test_no_gserver_takes_much_more_than_it_runs(capacity: int, group: int) -> N
     assert fleet.has_capacity == (fleet.all()[0].load.routed.requests < capacity * (1 + AHEAD))
 
 
-def test_tokens_fill_a_gserver_as_requests_do() -> None:
-    fleet = fleet_of(1, capacity=100, tokens=1000)
-    assert fleet.assign(Work(2, 900), now=0.0) is not None
-    assert fleet.assign(Work(1, 300), now=0.0) is not None
-    assert fleet.assign(Work(1, 1), now=0.0) is None
-
-
 def test_capacity_that_becomes_free_is_told() -> None:
     told: list[int] = []
     fleet = Fleet(on_capacity=lambda: told.append(1))
@@ -228,14 +221,3 @@ def test_speed_is_that_at_high_concurrency() -> None:
     assert load.speed == 800.0, "it did nothing, for example because it was paused"
     beat(400.0, 1.0, 8.0)
     assert 400.0 < load.speed < 800.0, "slow with much to do"
-
-
-def test_a_fast_gserver_gets_more_and_a_group_costs_no_look_at_all_gservers() -> None:
-    fleet = fleet_of(1000)
-    for gserver in fleet.all():
-        learn_speed(fleet, gserver, 10.0 if gserver.index else 100.0)
-    for _ in range(2000):
-        fleet.assign(Work(1, 100), now=0.0)
-    loads = [len(g.routes) for g in fleet.all()]
-    assert loads[0] > 5 * max(loads[1:])
-    assert len(fleet._with_capacity._heap) <= 2 * 1000 + 64

@@ -61,19 +61,6 @@ async def test_who_comes_later_does_not_overtake() -> None:
     assert await late is None
 
 
-async def test_who_has_left_is_passed_over() -> None:
-    line: WaitingQueue[int] = WaitingQueue()
-    places = Places()
-    tasks = await in_line(line, places, 3)
-    tasks[0].cancel()
-    await asyncio.gather(tasks[0], return_exceptions=True)
-    places.free = 1
-    line.wake()
-    assert await tasks[1] == 1
-    line.close()
-    assert await tasks[2] is None
-
-
 async def test_who_leaves_unserved_lets_the_next_one_try() -> None:
     """Who asked for what there was not, while there is something for those behind."""
     line: WaitingQueue[int] = WaitingQueue()
@@ -85,25 +72,3 @@ async def test_who_leaves_unserved_lets_the_next_one_try() -> None:
     assert await greedy is None
     async with asyncio.timeout(10):
         assert await modest == 1
-
-
-async def test_what_is_found_as_the_time_runs_out_is_not_lost() -> None:
-    line: WaitingQueue[int] = WaitingQueue()
-    places = Places()
-    (task,) = await in_line(line, places, 1, timeout=0.05)
-
-    def at_the_last_moment() -> None:
-        places.free = 1
-        line._serve()
-
-    asyncio.get_running_loop().call_later(0.0499, at_the_last_moment)
-    assert (await task is None) == (places.given == [])
-
-
-async def test_a_closed_line_asks_once() -> None:
-    line: WaitingQueue[int] = WaitingQueue()
-    line.close()
-    places = Places()
-    assert await line.find(lambda: places.take(1), timeout=30.0) is None
-    places.free = 1
-    assert await line.find(lambda: places.take(1), timeout=30.0) == 1

@@ -247,22 +247,6 @@ async def test_a_publisher_that_dies_leaves_the_old_weights(folder: Path, new_fi
         assert (await client.get("/model_info"))["weight_version"] == "2"
 
 
-async def test_versions_can_be_named_without_an_update(folder: Path) -> None:
-    async with serving(folder) as client:
-        await client.post("/update_weight_version", {"new_version": "12"})
-        assert (await client.get("/model_info"))["weight_version"] == "12"
-        answer = await client.post("/generate", {"input_ids": prompt(9)})
-    assert answer["meta_info"]["weight_version"] == "12"
-
-
-async def test_a_checkpoint_of_another_shape_is_refused(folder: Path, tmp_path: Path) -> None:
-    other = save(make_model("llama"), tmp_path)
-    async with serving(folder) as client:
-        answer = await client.post("/update_weights_from_disk", {"model_path": str(other)}, status=400)
-        assert "architecture" in answer["error"]["message"]
-        await client.post("/generate", {"input_ids": prompt(9)})
-
-
 @pytest.mark.parametrize("sender_dies", [False, True])
 async def test_a_hanging_receive_does_not_keep_the_process(sender_dies: bool, folder: Path, new_file: str) -> None:
     """Nor does it break the process's end, when it fails just then."""

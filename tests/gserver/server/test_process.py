@@ -6,24 +6,19 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, cast
-from urllib.parse import urlsplit
+from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import ClientSession, web
+from aiohttp import web
 
 from streamrl.config import from_dict
 from streamrl.errors import ModelError, PeerError
 from streamrl.gserver.embedded.scheduler import Scheduler
-from streamrl.gserver.server import process
 from streamrl.gserver.server.process import first_weights, serve
-from streamrl.records import progress
-from streamrl.records.progress import Progress
-from streamrl.transport.addresses import Listening
 from streamrl.transport.control import Heartbeat, HeartbeatReply, Register, RegisterReply
 from streamrl.transport.generation import GenerateRequest, GenerationClient
-from streamrl.transport.keys import GserverKeys, generation_key
+from streamrl.transport.keys import generation_key
 from streamrl.transport.secret import VARIABLE, Secret
 from tests.gserver.serving import config_of
 from tests.gserver.tiny import make_model, save
@@ -101,31 +96,6 @@ async def test_joins_serves_reports_and_leaves(engine: str, manager: Manager, fo
         await client.close()
 
 
-async def test_it_may_be_asked_by_the_name_that_others_are_told(folder: Path) -> None:
-    config = config_of(engine="simulated")
-    listening = Listening(at="127.0.0.1", announced="gpu7.example")
-    serving = process._embedded(config, index=0, model_dir=folder, listening=listening, keys=GserverKeys(), tls=None)
-    async with serving as (_, told), ClientSession() as session:
-        url = urlsplit(told)
-        assert url.hostname == "gpu7.example"
-        for name, status in ((url.netloc, 200), ("elsewhere.example", 403)):
-            asked = session.get(f"http://127.0.0.1:{url.port}/model_info", headers={"Host": name})
-            async with asked as answer:
-                assert answer.status == status
-
-
-async def test_cancellation_leaves_nothing_behind(manager: Manager, folder: Path) -> None:
-    before = asyncio.all_tasks()
-    serving = asyncio.create_task(serve(config_of(), manager_url=manager.url, model_dir=folder))
-    await asyncio.wait_for(manager.heartbeats.get(), 20)
-    serving.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await serving
-    for task in asyncio.all_tasks() - before:  # the test manager's own connections
-        assert "membership" not in repr(task), task
-        assert "gserver" not in repr(task), task
-
-
 async def test_a_hung_engine_is_told_and_ends_the_gserver(
     manager: Manager, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,30 +143,6 @@ async def test_a_dead_engine_is_told_and_ends_the_gserver(
     assert any("ZeroDivisionError" in error for error in errors)
 
 
-async def test_what_a_killed_gserver_left_of_its_merged_model_makes_room_for_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def merge(base: Path, adapter: Path, lora: Any, *, into: Path) -> None:
-        into.mkdir()
-
-    monkeypatch.setattr(process, "merge_adapter", merge)
-    config = from_dict(
-        {
-            "run": {"name": "merging", "dir": str(tmp_path), "device": "cpu", "resume_from": str(tmp_path / "adapter")},
-            "model": {"lora": {"rank": 2}},
-            "weights": {"lora": "merged"},
-        }
-    )
-    left, others = (config.run_dir / name / "model" for name in ("merged-1-abc", "merged-10-abc"))
-    for folder in (left, others):
-        folder.mkdir(parents=True)
-    async with first_weights(config, index=1, model_dir=tmp_path) as merged:
-        assert merged.is_dir()
-        assert not left.parent.exists()
-    assert not merged.exists()
-    assert others.is_dir()
-
-
 @pytest.mark.parametrize("engine", ["sglang", "embedded"])
 async def test_sglang_gets_what_others_read_in_parts_as_an_export_for_as_long_as_it_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
@@ -213,21 +159,3 @@ async def test_sglang_gets_what_others_read_in_parts_as_an_export_for_as_long_as
         assert (folder == checkpoints[0]) == (engine == "embedded")
     async with first_weights(config, index=0, model_dir=checkpoints[1]):
         assert folder.is_dir() == (engine == "embedded")
-
-
-def test_a_gserver_of_a_machine_with_its_prompts_in_another_place_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    """Where files of prompts are may differ, and one configuration may be of all that is on a machine."""
-    data = {"source": "jsonl", "path": "train.jsonl"}
-    checkpoint = tmp_path / "step-000004"
-    checkpoint.mkdir()
-    prompts = progress.prompts_digest(from_dict({"data": data}))
-    progress.write(checkpoint, Progress(4, trained=[(0, 8)], rejected=[], prompts=prompts))
-    there = from_dict(
-        {
-            "run": {"resume_from": str(checkpoint)},
-            "data": data | {"path": "/local/train.jsonl"},
-            "gserver": {"engine": "simulated"},
-        }
-    )
-    engine = process.make_engine(there, index=0, model_dir=tmp_path, text=cast(Any, None))
-    assert engine.weight_version == "4"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -173,28 +172,6 @@ async def test_one_that_does_not_fit_is_refused(
         assert not server.calls or server.calls[-1][0] == "/continue_generation"
 
 
-@pytest.mark.parametrize("tells", [False, True])
-async def test_experts_are_replayed_from_one_that_tells_them(model_dir: Path, tells: bool) -> None:
-    shape = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 6}
-    (model_dir / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **shape}))
-    async with elsewhere(flags={"enable_return_routed_experts": tells}) as (server, _):
-        if tells:
-            async with running(joining(server.url), index=0, model_dir=model_dir) as (served, _):
-                assert served.name == "sglang"
-            return
-        with pytest.raises(ConfigError, match="--enable-return-routed-experts, or set trainer"):
-            async with running(joining(server.url), index=0, model_dir=model_dir):
-                pass
-
-
-async def test_a_model_that_sglang_would_take_for_another_is_refused(model_dir: Path) -> None:
-    shape = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 6}
-    (model_dir / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "mlp_only_layers": [1], **shape}))
-    with pytest.raises(ModelError, match=r"layers \[1\] have none"):
-        async with running(joining("http://127.0.0.1:9"), index=0, model_dir=model_dir):
-            pass
-
-
 @pytest.mark.parametrize("version", ["0.5.23.post1", "0.5.24rc1", "0.6.0", "1.0.0", "0.0.0.dev1+gabcdef"])
 async def test_newer_ones_and_builds_without_a_number_may_join(model_dir: Path, version: str) -> None:
     async with (
@@ -202,14 +179,6 @@ async def test_newer_ones_and_builds_without_a_number_may_join(model_dir: Path, 
         running(joining(server.url), index=0, model_dir=model_dir) as (served, _),
     ):
         assert served.name == "sglang"
-
-
-async def test_one_that_is_not_there_is_named(model_dir: Path) -> None:
-    async with elsewhere() as (server, runner):
-        await runner.cleanup()
-        with pytest.raises(PeerLost, match=rf"no SGLang server answers at {server.url} \(gserver.sglang.addresses\)"):
-            async with running(joining(server.url), index=0, model_dir=model_dir):
-                pass
 
 
 @pytest.mark.parametrize(

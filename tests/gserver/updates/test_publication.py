@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from streamrl.errors import PeerError
-from streamrl.records.lineage import Lineage
 from streamrl.transport.control import PublishReply, Status
 from streamrl.transport.generation import MIXED_WEIGHTS
 from tests.gserver.harness import (
@@ -126,14 +125,6 @@ async def test_a_server_takes_a_place_in_the_group_for_each_of_its_ranks(tmp_pat
         assert gservers[3].bodies[INIT][-1]["rank_offset"] == 4
 
 
-async def test_a_server_that_says_it_has_no_ranks_is_left_out(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, gservers):
-        gservers[0].ranks = 0
-        reply, _ = await attempt(run, 1)
-        assert reply.done
-        assert [gserver.counts[INIT] for gserver in gservers] == [0, 1]
-
-
 async def test_a_group_is_formed_once_for_the_same_members(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, gservers):
         _, group = await attempt(run, 1)
@@ -151,18 +142,6 @@ async def test_a_publisher_without_the_group_gets_a_new_one(tmp_path: Path) -> N
         assert reply.done
         assert other != group
         assert [gserver.bodies[DESTROY] for gserver in gservers] == [[{"group_name": group}]] * 2
-
-
-async def test_a_new_gserver_makes_a_new_group(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, _), scripted() as (late,):
-        _, group = await attempt(run, 1)
-        await run.register("gserver", 2, address=late.url)
-        begin = await begin_publication(run, 2, group=group)
-        assert begin.group_name != group
-        assert begin.world_size == 4
-        assert (await commit_publication(run, 2, begin.group_name)).done
-        assert live_gservers(await run.client.status()) == {0, 1, 2}
-        assert late.weight_version == "2"
 
 
 async def test_a_restarted_gserver_makes_a_new_group(tmp_path: Path) -> None:
@@ -191,29 +170,6 @@ async def test_a_commit_that_is_sent_twice_gets_the_same_answer(tmp_path: Path) 
         first = await commit_publication(run, 1, begin.group_name)
         assert await commit_publication(run, 1, begin.group_name) == first
         assert [gserver.counts[END] for gserver in gservers] == [1, 1]
-
-
-async def test_a_commit_without_its_begin_is_refused(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, _):
-        with pytest.raises(PeerError, match=r"there is no update to version 1 in group 'weights-9'; begin it first"):
-            await commit_publication(run, 1, "weights-9")
-
-
-async def test_a_version_is_not_published_twice(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, _):
-        assert (await publish(run, 1)).done
-        with pytest.raises(PeerError, match="version 1 cannot be published: the gservers are at 1"):
-            await begin_publication(run, 1)
-
-
-async def test_the_version_served_is_the_ledgers(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, gservers):
-        run.manager.ledger.restore(Lineage(policy_version=5), trained=range(10), rejected=())
-        with pytest.raises(PeerError, match="version 5 cannot be published: the gservers are at 5"):
-            await begin_publication(run, 5)
-        assert (await publish(run, 6)).done
-        assert run.manager.ledger.policy_version == 6
-        assert {gserver.weight_version for gserver in gservers} == {"6"}
 
 
 @pytest.mark.parametrize("path", COLLECTIVE)
@@ -263,18 +219,6 @@ async def test_a_gserver_that_fails_in_the_swap_is_evicted_and_the_update_stands
             assert bad.weight_version == "2"
 
 
-@pytest.mark.parametrize("fault", ["stall", "die"])
-async def test_a_swap_does_not_wait_for_a_gserver_that_hangs(tmp_path: Path, fault: Fault) -> None:
-    async with fleet(tmp_path, timeout=120.0) as (run, (good, bad)):
-        bad.faults[END] = [fault]
-        begin = await begin_publication(run, 1)
-        commit = asyncio.create_task(commit_publication(run, 1, begin.group_name))
-        await run.until(lambda s: s.ledger.policy_version == 1 and CONTINUE in good.calls)
-        assert not good.paused
-        commit.cancel()
-        await asyncio.gather(commit, return_exceptions=True)
-
-
 @pytest.mark.parametrize("fault", ["stall_after", "nonsense_after"])
 async def test_a_swap_whose_answer_was_lost_counts(tmp_path: Path, fault: Fault) -> None:
     async with fleet(tmp_path) as (run, gservers):
@@ -315,17 +259,6 @@ async def test_a_gserver_that_cannot_be_resumed_is_resumed_at_its_next_heartbeat
         assert not bad.paused
 
 
-async def test_all_gservers_failing_alike_evicts_nobody(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, gservers):
-        for gserver in gservers:
-            gserver.faults[RECEIVE] = ["refuse"]
-        reply, _ = await attempt(run, 1)
-        assert not reply.done
-        assert reply.evicted == []
-        assert live_gservers(await run.client.status()) == {0, 1}
-        assert (await attempt(run, 1))[0].done
-
-
 async def test_a_transfer_may_take_long_as_long_as_it_goes_on(tmp_path: Path) -> None:
     """The deadline is on what comes next, so it is the same for a small model and for a large one."""
     async with fleet(tmp_path, timeout=2.5) as (run, gservers):
@@ -336,17 +269,6 @@ async def test_a_transfer_may_take_long_as_long_as_it_goes_on(tmp_path: Path) ->
         assert status.publication["state"] == "transferring"
         assert (await commit_publication(run, 1, begin.group_name, timeout=20)).done
         assert [gserver.counts[RECEIVE] for gserver in gservers] == [6, 6]
-
-
-async def test_a_gserver_that_stops_in_the_middle_of_a_transfer_is_given_up(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, (good, bad)):
-        bad.bucket_seconds = [0.1, 60.0]
-        reply, _ = await attempt(run, 1)
-        assert not reply.done
-        assert "gserver/1 while transferring" in reply.error
-        assert f"within {TIMEOUT:g} s" in reply.error
-        assert reply.evicted == [1]
-        assert not good.paused
 
 
 async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:
@@ -363,17 +285,6 @@ async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:
         assert reply.evicted == []
         assert [gserver.counts[PAUSE] for gserver in gservers] == [0, 0]
         assert (await publish(run, 1)).done
-
-
-async def test_a_gserver_that_died_is_found_when_the_publisher_fails(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, (good, bad)):
-        for gserver in (good, bad):
-            gserver.faults[RECEIVE] = ["stall"]
-        begin = await begin_publication(run, 1)
-        await run.until(lambda s: RECEIVE in bad.calls)
-        await bad.die()
-        reply = await commit_publication(run, 1, begin.group_name, error="connection reset by peer")
-        assert reply.evicted == [1]
 
 
 async def test_a_publisher_that_never_commits_is_not_waited_for(tmp_path: Path) -> None:
@@ -396,15 +307,6 @@ async def test_a_publisher_that_begins_again_rolls_its_own_update_back(tmp_path:
         assert (await run.client.status()).publication["failed"] == 1
 
 
-async def test_a_dead_gserver_is_left_out_from_the_start(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, (_, dead)):
-        await dead.die()
-        begin = await begin_publication(run, 1)
-        assert begin.world_size == 2
-        assert (await commit_publication(run, 1, begin.group_name)).done
-        assert live_gservers(await run.client.status()) == {0}
-
-
 async def test_who_cannot_be_reached_holds_up_one_update_and_no_other(tmp_path: Path) -> None:
     """A firewall, for example: it is heard of, and what it is sent is lost."""
     async with fleet(tmp_path) as (run, (good, bad)):
@@ -425,16 +327,6 @@ async def test_who_cannot_be_reached_holds_up_one_update_and_no_other(tmp_path: 
         assert live_gservers(await run.client.status()) == {0, 1}
 
 
-async def test_who_could_not_be_reached_is_asked_again_where_there_is_no_other(tmp_path: Path) -> None:
-    async with fleet(tmp_path) as (run, gservers):
-        for gserver in gservers:
-            gserver.faults["/server_info"] = ["stall"]
-        with pytest.raises(PeerError, match="nowhere to go"):
-            await begin_publication(run, 1)
-        assert (await publish(run, 1)).done
-        assert live_gservers(await run.client.status()) == {0, 1}
-
-
 async def test_an_update_waits_for_a_gserver_to_join(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1, timeout=30.0) as (run, (dead,)), scripted() as (fresh,):
         await dead.die()
@@ -444,13 +336,6 @@ async def test_an_update_waits_for_a_gserver_to_join(tmp_path: Path) -> None:
         await run.register("gserver", 0, address=fresh.url, pid=888)
         assert (await asyncio.wait_for(publication, 30)).done
         assert fresh.weight_version == "1"
-
-
-async def test_an_update_without_any_gserver_is_refused(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1) as (run, (dead,)):
-        await dead.die()
-        with pytest.raises(PeerError, match="weights v1 have nowhere to go: no gserver answered within"):
-            await begin_publication(run, 1)
 
 
 async def test_an_update_is_refused_in_time_though_a_gserver_that_answers_nothing_goes_on_beating(
@@ -512,14 +397,3 @@ class TestWithoutStaging:
             again, _ = await attempt(run, 1)
             assert again.done
             assert 0 in live_gservers(await run.client.status())
-
-    async def test_a_failure_before_the_first_bucket_leaves_them_serving(self, tmp_path: Path) -> None:
-        async with fleet(tmp_path, staged=False) as (run, (good, bad)):
-            for gserver in (good, bad):
-                gserver.faults[BEGIN] = ["refuse"]
-            reply, _ = await attempt(run, 1)
-            assert not reply.done
-            assert live_gservers(await run.client.status()) == {0, 1}
-            assert not good.paused
-            assert not bad.paused
-            assert "/abort_request" not in good.calls

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from streamrl.errors import PeerError
-from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.machine import machine_identity
 from streamrl.transport.control import PublishBegin, PublishCommit, PublishReply, Snapshot
 from streamrl.transport.generation import MIXED_WEIGHTS
@@ -28,9 +27,6 @@ from tests.gserver.scripted import Fault, ScriptedGserver, scripted
 
 BEGIN = "/begin_weight_update"
 LOAD = "/update_weights_from_disk"
-JOIN = "/init_weights_update_group"
-RECEIVE = "/update_weights_from_distributed"
-LEAVE = "/destroy_weights_update_group"
 VERIFY = "/weights_checker"
 PAUSE = "/pause_generation"
 NAME = "/update_weight_version"
@@ -122,14 +118,6 @@ async def test_every_rank_of_a_server_tells_what_it_took(tmp_path: Path, others:
         assert live_gservers(await run.client.status()) == {0}
 
 
-async def test_one_that_cannot_tell_what_came_is_asked_once(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1, staged=False) as (run, (gserver,)):
-        gserver.tells_received = False
-        for version in (1, 2):
-            assert (await publish(run, version, checksums={"a": "1"})).done
-        assert gserver.counts[VERIFY] == 1
-
-
 async def test_other_weights_than_were_trained_are_refused_and_named(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, (good, bad)):
         good.sums, bad.sums = {"a": "1", "b": "2"}, {"a": "1", "b": "3"}
@@ -206,24 +194,6 @@ async def test_a_gserver_that_cannot_be_resynced_waits_for_the_next_version(tmp_
         waiting.cancel()
 
 
-async def test_the_next_version_ends_a_resync_under_way(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1, timeout=10.0) as (run, (old,)), scripted() as (late,):
-        assert (await publish(run, 1)).done
-        late.faults[LOAD] = ["stall"]
-        await run.register("gserver", 1, address=late.url)
-        await run.manager.resync_needed()
-        snapshot = Snapshot(folder="/weights/v1")
-        await run.client.publish_begin(PublishBegin(version=1, weights=snapshot, resync=True), timeout=20.0)
-        await run.until(lambda _: LOAD in late.calls)
-        assert (await publish(run, 2)).done
-        assert (old.weight_version, late.weight_version) == ("2", "default")
-        await run.beat("gserver", 1)  # brings a check
-        await run.manager.resync_needed()
-        assert (await publish(run, 2, resync=True)).done
-        assert late.weight_version == "2"
-        assert live_gservers(await run.client.status()) == {0, 1}
-
-
 async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: Path) -> None:
     async with fleet(tmp_path, 1) as (run, (near,)), scripted() as (far,):
         assert (await run.client.gserver_places()).machines == [machine_identity()]
@@ -248,31 +218,6 @@ async def test_a_gserver_on_another_host_cannot_read_this_ones_memory(tmp_path: 
         broadcast = await begin_publication(run, 1, resync=True)
         assert (await commit_publication(run, 1, broadcast.group_name)).done
         assert far.weight_version == "1"
-
-
-async def test_a_gserver_on_another_gpu_is_not_told_to_read_the_trainers(tmp_path: Path) -> None:
-    async with (
-        managed(small_config(tmp_path, limits={"update_seconds": 2.0})) as run,
-        scripted(3) as (near, far, late),
-    ):
-        await run.register("gserver", 0, address=near.url, gpu="GPU-1")
-        await run.register("gserver", 1, address=far.url, gpu="GPU-2")
-        await run.until_live(0, 1)
-        places = await run.client.gserver_places()
-        assert (places.machines, places.gpus) == ([machine_identity()], ["GPU-1", "GPU-2"])
-        with pytest.raises(
-            PeerError, match="weights in memory of the trainer's GPU reach gservers on the trainer's GPU"
-        ):
-            await publish(run, 1, machine=machine_identity(), gpu="GPU-3")
-        assert (await publish(run, 1, machine=machine_identity(), gpu="GPU-1")).done
-        assert (near.weight_version, far.weight_version) == ("1", "default")
-        needed = await asyncio.wait_for(run.manager.resync_needed(), 10)
-        assert needed == ["gserver/1"], "the publisher has to send to it"
-        await run.register("gserver", 2, address=late.url, gpu="GPU-1")
-        await run.until(lambda _: late.counts["/model_info"] > 0)
-        assert (await publish(run, 1, machine=machine_identity(), gpu="GPU-1", resync=True)).done
-        assert live_gservers(await run.client.status()) == {0, 2}
-        assert late.weight_version == "1"
 
 
 async def test_the_publisher_is_asked_for_weights_that_only_it_has(tmp_path: Path) -> None:
@@ -308,55 +253,3 @@ async def test_a_run_without_hope_ends_with_the_reason(tmp_path: Path) -> None:
         assert (
             "no gserver serves weights v1, and gserver/0 could not be brought to them in 2 attempts" in status.message
         )
-
-
-async def test_one_that_dies_has_not_failed(tmp_path: Path) -> None:
-    """The manager cannot reach it, and has yet to learn from its silence that it has died."""
-    async with fleet(tmp_path, 1, attempts=1) as (run, (gserver,)), scripted(2) as (dying, successor):
-        assert (await publish(run, 1)).done
-        await gserver.die()
-        dying.faults[BEGIN] = ["die"]
-        resyncing = asyncio.create_task(resync(run, 1))
-        await run.register("gserver", 0, address=dying.url, pid=999)
-        await run.until(lambda status: BEGIN in dying.calls, timeout=20)
-        await asyncio.sleep(0.3)
-        assert dying.calls.count(BEGIN) == 1
-        assert (await run.client.status()).state != "failed"
-        await run.register("gserver", 0, address=successor.url, pid=1000)
-        await run.until_live(0)
-        resyncing.cancel()
-
-
-async def test_the_publisher_is_not_asked_again_and_again_for_one_that_died(tmp_path: Path) -> None:
-    async with fleet(tmp_path, 1) as (run, (gserver,)), scripted(2) as (dying, successor):
-        begin = await begin_publication(run, 1)
-        assert (await commit_publication(run, 1, begin.group_name)).done
-        await gserver.die()
-        dying.faults[BEGIN] = ["die"]
-        await run.register("gserver", 0, address=dying.url, pid=999)
-        assert await run.manager.resync_needed() == ["gserver/0"]
-        assert not (await publish(run, 1, resync=True)).done
-        waiting = asyncio.create_task(run.manager.resync_needed())
-        done, _ = await asyncio.wait({waiting}, timeout=0.3)
-        assert not done
-        assert (await run.client.status()).state != "failed"
-        await run.register("gserver", 0, address=successor.url, pid=1000)
-        assert await asyncio.wait_for(waiting, 10) == ["gserver/0"]
-        assert (await publish(run, 1, resync=True)).done
-        await run.until_live(0)
-
-
-async def test_a_step_that_fails_unforeseen_ends_the_update_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def broken(*_: Any, **options: Any) -> None:
-        raise ZeroDivisionError("a fault of the manager's own")
-
-    async with fleet(tmp_path, 1) as (run, (gserver,)):
-        with monkeypatch.context() as patch:
-            patch.setattr(WeightCalls, "begin", broken)
-            reply = await publish(run, 1)
-        assert not reply.done
-        assert "a fault of the manager's own" in reply.error
-        assert (await publish(run, 1)).done
-        assert gserver.weight_version == "1"

@@ -74,30 +74,6 @@ async def test_an_adapter_is_loaded_beside_the_others_and_nobody_is_paused(tmp_p
             assert {Path(folder).name for folder in gserver.adapters.values()} == {"v000001", "v000002"}
 
 
-async def test_requests_are_ended_where_they_are_to_be(tmp_path: Path) -> None:
-    async with (
-        scripted(staged=False, version="0") as (gserver,),
-        publishing(tmp_path, gserver, pause_mode="abort") as (_, publisher),
-    ):
-        await publish(publisher, 1)
-        assert gserver.bodies["/pause_generation"] == [{"mode": "abort"}]
-        assert changes(gserver)[-3:] == ["/pause_generation", "/update_weight_version", "/continue_generation"]
-
-
-async def test_one_that_is_loaded_already_is_loaded_again(tmp_path: Path) -> None:
-    """By an attempt whose answer was lost, for example."""
-    async with (
-        scripted(staged=False, version="0") as (gserver,),
-        publishing(tmp_path, gserver) as (_, publisher),
-    ):
-        gserver.adapters["streamrl-v1"] = "/of/an/attempt/before"
-        assert (await publish(publisher, 1)).attempts == 1
-        assert Path(gserver.adapters["streamrl-v1"]).parent.name.startswith("streamrl-")
-        gserver.faults["/load_lora_adapter"] = ["error"]
-        assert (await publish(publisher, 2)).attempts == 2
-        assert gserver.weight_version == "2"
-
-
 async def test_another_adapter_than_was_trained_is_served_by_nobody(tmp_path: Path) -> None:
     async with (
         scripted(2, staged=False, version="0") as (good, bad),

@@ -221,6 +221,15 @@ def test_one_whose_weights_differ_stops_the_others_before_they_pause() -> None:
     assert states.evicted == states.blamed == {"bad"}
 
 
+def test_a_failed_transfer_ends_the_requests_of_mixed_weights_before_they_continue() -> None:
+    plan = plan_for(way="broadcast", staged=False, joined=True, verified=False)
+    states = UpdateStates({"good": plan, "bad": plan})
+    taken = drive(states, states.start(), bad=Step.RECEIVE)
+    for name in ("good", "bad"):
+        assert [step for who, step in taken if who == name][-2:] == [Step.CLEAR, Step.RESUME]
+    assert states.evicted == {"good", "bad"}
+
+
 def test_a_commit_before_all_are_ready_is_kept() -> None:
     states = UpdateStates({"a": plan_for(way="broadcast", staged=True, joined=True, verified=False)})
     steps = states.start()

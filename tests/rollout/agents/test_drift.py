@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
 
 from streamrl.config import SamplingConfig
-from streamrl.errors import AgentError, PeerError
-from streamrl.rollout.agents.messages import ChatRequest, Message, RequestRefused
+from streamrl.errors import AgentError
+from streamrl.rollout.agents.messages import ChatRequest, Message
 from streamrl.rollout.agents.model_renderer import renderer_of
 from streamrl.rollout.agents.workflow import Episode, EpisodeScore, Score
 from streamrl.rollout.chat import ChatTokenizer
@@ -81,26 +80,6 @@ async def test_a_conversation_that_ends_with_the_policys_own_answer_goes_on_from
     assert second.prompt_ids[: len(first.prompt_ids) + 2] == (*first.prompt_ids, *first.output_ids)
     episode.delivered([first, second])
     assert (episode.conversations, episode.rewritten, episode.rerendered) == (1, 0, 0)
-
-
-async def test_of_several_answers_one_fails_and_the_others_end() -> None:
-    session, ended = Scripted(), []
-
-    async def generate(input_ids: list[int], **_: Any) -> Generation:
-        if not ended:
-            ended.append("not yet")
-            try:
-                await asyncio.sleep(600)
-            finally:
-                ended.append("now")
-        raise PeerError("the gserver is on fire")
-
-    session.generate = generate  # type: ignore[method-assign]
-    episode = Episode(session, renderer_of(CHAT, name="template"), max_calls=10)  # type: ignore[arg-type]
-    with pytest.raises(RequestRefused, match="the policy cannot be asked: the gserver is on fire"):
-        await episode.complete(ChatRequest(messages=(ASKED,), n=2), call="both")
-    await asyncio.sleep(0)
-    assert ended == ["not yet", "now"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "template"])

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -14,27 +12,23 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import psutil
 import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI
 
 from streamrl.config import AgentConfig, Config, RolloutConfig
-from streamrl.errors import AgentError, WireError
+from streamrl.errors import AgentError
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.gateway import Gateway
 from streamrl.rollout.agents.policy import Endpoint, Score
 from streamrl.rollout.agents.rendering import TemplateRenderer
-from streamrl.rollout.agents.runner import MOST_AT_ONCE, Agents, RemoteAgents, agents_of
-from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, task_of
+from streamrl.rollout.agents.runner import Agents, RemoteAgents, agents_of
+from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable
 from streamrl.rollout.groups import check_trajectory
-from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import Session
 from streamrl.transport.generation import SamplingParams
 from streamrl.types import Prompt, Trajectory
-from streamrl.userland import MOST_ABANDONED
 from tests.processes import lives
-from tests.rollout.agents.user_agents import FLOOD
 from tests.rollout.making import configured, engine_and_client, maker_of, route_to
 from tests.rollout.sessions import CHAT, PROMPT, parts, session
 
@@ -156,16 +150,6 @@ async def test_a_rewritten_history_is_a_conversation_of_its_own() -> None:
     assert activity.stats()["agent_rewritten_total"] == 1
 
 
-async def test_several_answers_to_one_call_are_trajectories() -> None:
-    found = await play(SOLVE, "several", "a<|im_end|>", "b<|im_end|>", "c<|im_end|>")
-    assert sorted(parts(trajectory)[-1][1] for trajectory in found) == ["a}", "b}", "c}"]
-
-
-async def test_a_score_that_is_notified_counts_and_the_last_one_does() -> None:
-    (found,) = await play(SOLVE, "notify 0.25 0.75", "Two<|im_end|>")
-    assert found.reward == 0.75
-
-
 @pytest.mark.parametrize(
     ("question", "discount", "rewards", "score"),
     [
@@ -209,19 +193,6 @@ async def test_answers_with_rewards_of_their_own_are_trajectories_of_their_own(
 async def test_a_reward_for_an_answer_that_there_is_not_is_refused_by_name(question: str, says: str) -> None:
     with pytest.raises(AgentError, match=says):
         await play(SOLVE, question, "Two<|im_end|>", "Yes<|im_end|>")
-
-
-async def test_a_plain_function_may_return_a_coroutine() -> None:
-    (found,) = await play(
-        AgentConfig(function="tests.rollout.agents.user_agents:solve_decorated"), "once", "Two<|im_end|>"
-    )
-    assert found.reward == 0.5
-
-
-async def test_a_plain_function_runs_in_a_thread() -> None:
-    plain = AgentConfig(function="tests.rollout.agents.user_agents:plain")
-    (found,) = await play(plain, "x", "Two<|im_end|>")
-    assert found.reward == 0.25
 
 
 @pytest.mark.parametrize(
@@ -316,91 +287,10 @@ async def test_an_agent_that_misbehaves_is_refused_and_disturbs_nobody(question:
     assert asked.max_new_tokens == 50, "no more than the run allows"
 
 
-async def test_of_ten_thousand_calls_those_beyond_the_limit_are_refused_and_disturb_nobody() -> None:
-    limit, said = 20, "Two<|im_end|>"
-    async with (
-        playing(msgspec.structs.replace(SOLVE, max_calls=limit)) as workflow,
-        session(*[said] * limit) as (bad, engine),
-        session(*[said] * 2) as (good, _),
-    ):
-        flooding = asyncio.create_task(workflow.run(task("flood regardless"), bad))
-        (beside,) = await workflow.run(task("twice"), good)
-        flooded = await flooding
-    assert [one.reward for one in flooded] == [FLOOD - limit] * limit
-    assert len(engine.requests) == limit
-    assert (beside.reward, beside.turns) == (1.0, 2)
-
-
-async def test_the_string_that_ends_an_answer_is_trained_on_and_not_told() -> None:
-    async with playing(SOLVE) as workflow, session("So 2;", matched=";") as (made, engine):
-        (found,) = await workflow.run(task("stop"), made)
-    (asked,) = [request.sampling_params for request in engine.requests]
-    assert isinstance(asked, SamplingParams)
-    assert asked.stop == [";"]
-    assert (found.reward, parts(found)[-1]) == (1.0, (True, "So 2;"))
-
-
-async def test_an_answer_that_is_streamed_is_trained_like_any_other() -> None:
-    (found,) = await play(SOLVE, "stream", "Two<|im_end|>", "Yes, two<|im_end|>")
-    assert [text for sampled, text in parts(found) if sampled] == ["Two}", "Yes, two}"]
-    assert (found.reward, found.turns) == (1.0, 2)
-
-
-async def test_what_failed_scores_zero_where_it_is_to() -> None:
-    (found,) = await play(SOLVE, "raise", "Two<|im_end|>", failures_score_zero=True)
-    assert found.reward == 0.0
-    with pytest.raises(AgentError, match=r"good.*a score is a number"):
-        await play(SOLVE, "text", failures_score_zero=True)
-
-
-async def test_no_episode_scores_zero_for_the_end_of_a_process_that_another_may_have_ended() -> None:
-    texts = ["Two<|im_end|>"] * 3
-    async with playing(SOLVE) as workflow, session(*texts, rewards=None, failures_score_zero=True) as (made, engine):
-        innocent = asyncio.create_task(workflow.run(task("hang"), made))
-        async with asyncio.timeout(30):
-            await engine.arrived.wait()
-        with pytest.raises(AgentError, match="exit code 7"):
-            await workflow.run(task("exit after asking"), made)
-        with pytest.raises(AgentError, match="in which 2 episodes ran"):
-            await innocent
-        (alone,) = await workflow.run(task("exit after asking"), made)
-        assert alone.reward == 0.0
-
-
-async def test_no_episode_scores_zero_whose_time_passed_while_another_blocked_its_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("streamrl.rollout.agents.runner.HANG_SECONDS", 0.5)
-    config = msgspec.structs.replace(SOLVE, timeout_seconds=5)
-    given = session("Two<|im_end|>", rewards=None, failures_score_zero=True)
-    async with playing(config) as workflow, given as (made, engine):
-        innocent = asyncio.create_task(workflow.run(task("hang"), made))
-        async with asyncio.timeout(30):
-            await engine.arrived.wait()
-        blocking = asyncio.create_task(workflow.run(task("spin"), made))
-        with pytest.raises(AgentError, match="in which 2 episodes ran"):
-            await innocent
-        with pytest.raises(AgentError, match="in which 2 episodes ran"):
-            await blocking
-
-
-async def test_an_error_of_the_policy_is_no_fault_of_the_agent() -> None:
-    async with playing(SOLVE) as workflow, session("", rewards=None, failures_score_zero=True) as (made, _):
-        with pytest.raises(WireError, match="without a single token"):
-            await workflow.run(task("once"), made)
-
-
 async def test_many_at_the_same_time_in_one_process() -> None:
     async with playing(SOLVE) as workflow, session(*["Two<|im_end|>"] * 20, rewards=None) as (made, _):
         found = await asyncio.gather(*(workflow.run(task("once"), made) for _ in range(20)))
     assert [trajectory.reward for one in found for trajectory in one] == [0.5] * 20
-
-
-async def test_a_function_that_cannot_be_used_says_so() -> None:
-    for name, says in (("nowhere", "has no nowhere"), ("takes_one", r"must take \(task, policy\)")):
-        config = AgentConfig(function=f"tests.rollout.agents.user_agents:{name}")
-        with pytest.raises(AgentError, match=says):
-            await agents_of(Config(rollout=RolloutConfig(agent=config))).start()
 
 
 async def test_secrets_stay_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,84 +323,6 @@ def asked(agents: Agents, question: str) -> asyncio.Task[Score]:
     )
 
 
-async def test_an_episode_that_ends_before_it_begins_ends_no_others() -> None:
-    async with started(msgspec.structs.replace(SOLVE, environment=["OTHER_API_KEY"])) as agents:
-        with pytest.raises(AgentError, match="exit code 7"):
-            await asked(agents, "exit")
-        other, given_up = asked(agents, "sleep 3"), asked(agents, "nothing")  # both wait for the next process
-        await asyncio.sleep(0.1)
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
-        assert await other == Score(1.0)
-
-
-async def test_the_end_of_a_process_is_one_error_of_all_its_episodes() -> None:
-    async with started(SOLVE) as agents:
-        episodes = [asked(agents, "sleep 600"), asked(agents, "sleep 600"), asked(agents, "exit")]
-        errors = await asyncio.gather(*episodes, return_exceptions=True)
-    assert "exit code 7" in str(errors[0])
-    assert all(error is errors[0] for error in errors)
-
-
-async def test_an_episode_that_is_given_up_twice_ends_no_others() -> None:
-    async with started(SOLVE) as agents:
-        other, slow_to_end = asked(agents, "sleep 4"), asked(agents, "sleep 600 0.5")
-        await asyncio.sleep(0.5)
-        for _ in range(2):  # at its time limit, and because a sibling has failed
-            slow_to_end.cancel()
-            await asyncio.sleep(0.1)
-        assert await other == Score(1.0)
-
-
-async def test_plain_functions_that_run_on_though_they_are_given_up_take_no_thread_from_later_ones() -> None:
-    async with started(AgentConfig(function="tests.rollout.agents.user_agents:sleeps")) as agents:
-        hanging = [asked(agents, "600") for _ in range(MOST_AT_ONCE + MOST_ABANDONED + 1)]
-        await asyncio.sleep(0.5)
-        for episode in hanging:
-            episode.cancel()
-        await asyncio.gather(*hanging, return_exceptions=True)
-        assert await asyncio.wait_for(asked(agents, "0"), 30) == Score(1.0)
-
-
-async def test_the_time_of_an_episode_counts_from_when_there_is_a_thread_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("streamrl.rollout.agents.runner.MOST_AT_ONCE", 1)
-    begun: list[str] = []
-
-    def run(name: str, seconds: str) -> asyncio.Task[Score]:
-        endpoint = Endpoint("http://x", "1", "key", "policy")
-        playing = agents.run({"question": seconds}, endpoint, begun=lambda: begun.append(name))
-        return asyncio.create_task(playing)
-
-    async with started(AgentConfig(function="tests.rollout.agents.user_agents:sleeps")) as agents:
-        first, given_up, last = run("first", "1"), run("given up", "600"), run("last", "0")
-        await asyncio.sleep(0.3)
-        given_up.cancel()
-        assert await first == Score(1.0)
-        assert await asyncio.wait_for(last, 30) == Score(1.0)
-    assert begun == ["first", "last"]
-
-
-async def test_an_episode_that_is_given_up_while_its_process_starts_leaves_none_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "slow_to_import.py").write_text("import time; time.sleep(600)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    before = set(psutil.Process().children())
-    agents = agents_for(AgentConfig(function="slow_to_import:solve"))
-    for _ in range(2):
-        given_up = asked(agents, "x")
-        async with asyncio.timeout(30):
-            while set(psutil.Process().children()) <= before:  # noqa: ASYNC110 (nothing tells of a process)
-                await asyncio.sleep(0.05)
-        given_up.cancel()
-        await asyncio.gather(given_up, return_exceptions=True)
-    assert len(set(psutil.Process().children()) - before) == 1, "the process starts for the next episode"
-    await agents.close()
-    assert set(psutil.Process().children()) <= before
-
-
 # --- programs ---
 
 PROGRAM = """
@@ -529,13 +341,6 @@ async def test_a_program_is_an_agent() -> None:
     assert found.reward == 5.0
 
 
-async def test_a_program_may_say_more_than_a_number() -> None:
-    said = """print('{"score": 0.5, "rewards": {"0": 0.25}, "metrics": {"length": 3}}')"""
-    program = "\n".join([*PROGRAM.splitlines()[:-2], said])
-    (found,) = await play(AgentConfig(command=[sys.executable, "-c", program, "{question}"]), "1+1?", "Two<|im_end|>")
-    assert found.reward == 0.75
-
-
 @pytest.mark.parametrize(
     ("command", "says"),
     [
@@ -552,33 +357,6 @@ async def test_a_program_that_fails_says_so(command: list[str], says: str) -> No
     seconds = 0.5 if says.startswith("no score") else 60
     with pytest.raises(AgentError, match=f"(?s){says}"):
         await play(AgentConfig(command=command, timeout_seconds=seconds), "x")
-
-
-async def test_a_task_that_is_too_long_for_a_program_says_so() -> None:
-    with pytest.raises(AgentError, match=r"true cannot be started: Arg.* \(STREAMRL_TASK has \d{6} bytes\)"):
-        await play(AgentConfig(command=["true"]), "x" * 200_000)
-
-
-async def test_what_a_program_started_ends_with_it(tmp_path: Path) -> None:
-    script = f"sleep 600 & echo $! > {tmp_path}/pid; wait"
-    await assert_ends_with_its_episode(AgentConfig(command=["sh", "-c", script]), "x", tmp_path / "pid")
-
-
-async def test_a_program_that_leaves_a_daemon_behind_ends_its_episode_nonetheless(tmp_path: Path) -> None:
-    """One of a session of its own, which holds what the program printed to open."""
-    script = f"setsid sleep 60 & echo $! > {tmp_path}/pid; sleep 0.5; echo thinking; printf 0.5"
-    agents = agents_for(AgentConfig(command=["sh", "-c", script]))
-    try:
-        async with asyncio.timeout(30):
-            assert await asked(agents, "x") == Score(0.5)
-    finally:
-        os.kill(pid_in(tmp_path / "pid"), signal.SIGKILL)
-
-
-async def test_a_task_is_a_row() -> None:
-    row = msgspec.structs.replace(PROMPT, answer=2, metadata={"level": 3})
-    question = PROMPT.messages[-1]["content"]
-    assert task_of(row) == {"question": question, "messages": PROMPT.messages, "answer": 2, "level": 3}
 
 
 def pid_in(file: Path, *, seconds: float = 60.0) -> int:
@@ -653,41 +431,6 @@ async def leased(asking: aiohttp.ClientSession, workflow: AgentWorkflow) -> dict
     async with asking.post(f"{workflow._url}/episodes") as answer:
         assert answer.status == 200
         return dict(await answer.json())
-
-
-async def test_an_agent_elsewhere_ends_its_episode_with_a_score_also_where_a_reward_function_judges() -> None:
-    class Judge:
-        async def score(self, response: Response, prompt: Prompt) -> float:
-            return float(len(response.text))
-
-    config = AgentConfig(remote=True, scored_by="reward", timeout_seconds=5)
-    async with playing(config) as workflow, session("Two<|im_end|>", rewards=Judge()) as (made, _):
-        playing_it = asyncio.create_task(workflow.run(task("1+1?"), made))
-        async with aiohttp.ClientSession() as asking:
-            async with asking.post(f"{workflow._url}/episodes") as answer:
-                lease = await answer.json()
-            async with AsyncOpenAI(base_url=lease["base_url"], api_key=lease["api_key"]) as client:
-                await client.chat.completions.create(model=lease["model"], messages=lease["task"]["messages"])
-            shown = {"Authorization": f"Bearer {lease['api_key']}"}
-            async with asking.post(lease["score_url"], json={"score": 0}, headers=shown) as answer:
-                assert answer.status == 200
-            (found,) = await playing_it
-    assert found.reward == len("Two")
-
-
-async def test_an_episode_whose_group_was_given_up_is_not_leased() -> None:
-    agents = RemoteAgents()
-    given_up, waiting = (
-        asyncio.create_task(agents.run({"number": number}, Endpoint("", "", "", ""), begun=lambda: None))
-        for number in range(2)
-    )
-    await asyncio.sleep(0)
-    given_up.cancel()
-    await asyncio.gather(given_up, return_exceptions=True)
-    lease = await agents.lease(1.0)
-    assert lease is not None
-    assert lease.task == {"number": 1}
-    await waiting
 
 
 async def test_who_asks_for_an_episode_shows_the_key_where_there_is_one() -> None:

@@ -5,11 +5,8 @@ import json
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
-
-from streamrl.rollout.agents import gateway as module
 
 ASKED: Any = [{"role": "user", "content": "hello"}]
 BODY: Any = {"model": "policy", "messages": ASKED}
@@ -55,12 +52,6 @@ async def test_a_client_that_hung_up_gets_the_generation_that_it_asked_for(serve
     assert await ask() == (200, "answer 2")
 
 
-async def test_a_client_that_hung_up_and_asks_something_else_is_answered_anew(served, ask):
-    await hang_up(served, ask)
-    served.episode.may_answer.set()
-    assert await ask({**BODY, "n": 2}) == (200, "answer 2")
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_stayed_in_the_buffers_was_not_delivered(served, ask, stream):
     served.episode.padding = "." * 20_000_000
@@ -102,21 +93,6 @@ async def test_clients_that_time_out_ask_again_by_themselves(served, streamed):
     assert (text, len(served.episode.requests)) == ("answer 1", 1)
 
 
-async def test_anthropics_client_asks_again_by_itself(served):
-    answering = asyncio.create_task(answer_the_second(served.episode))
-    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret", timeout=0.5, max_retries=5) as client:
-        answer = await client.messages.create(model="m", max_tokens=5, messages=ASKED)
-    await answering
-    assert answer.content[0].text == "answer 1"
-    assert len(served.episode.requests) == 1
-
-
-async def test_the_same_question_again_is_a_new_sample(served, ask):
-    assert [await ask(), await ask()] == [(200, "answer 1"), (200, "answer 2")]
-    assert await ask(x_stainless_retry_count="1") == (200, "answer 2")
-    assert served.episode.seen == 2
-
-
 async def test_an_idempotency_key_is_bound_to_path_and_body(served, ask):
     assert await ask(Idempotency_Key="k") == (200, "answer 1")
     assert await ask(Idempotency_Key="k") == (200, "answer 1")
@@ -125,16 +101,6 @@ async def test_an_idempotency_key_is_bound_to_path_and_body(served, ask):
         assert (status, "Idempotency-Key" in message) == (422, True)
     assert await ask(Idempotency_Key="other") == (200, "answer 2")
     assert (len(served.episode.requests), served.gateway.retries_answered) == (2, 1)
-
-
-async def test_only_the_last_requests_are_kept(served, ask, monkeypatch):
-    monkeypatch.setattr(module, "KEPT_REQUESTS", 2)
-    for number in range(4):
-        await ask({**BODY, "max_tokens": number + 1}, Idempotency_Key=str(number))
-    assert await ask({**BODY, "max_tokens": 3}, x_stainless_retry_count="1") == (200, "answer 3")
-    assert await ask({**BODY, "max_tokens": 4}, Idempotency_Key="3") == (200, "answer 4")
-    assert await ask({**BODY, "max_tokens": 2}, x_stainless_retry_count="1") == (200, "answer 5")
-    assert await ask({**BODY, "max_tokens": 1}, Idempotency_Key="0") == (200, "answer 6")
 
 
 @pytest.mark.parametrize("retried", ["0", "1"])
@@ -151,43 +117,3 @@ async def test_of_two_that_ask_the_same_at_once_one_hangs_up(served, ask, retrie
     served.episode.may_answer.set()
     assert sorted([await again, await second]) == [(200, "answer 1"), (200, "answer 2")]
     assert (len(served.episode.requests), served.episode.seen) == (2, 2)
-
-
-async def test_what_was_hung_up_on_counts_until_it_is_generated(serve):
-    served = await serve(concurrent_requests=1)
-    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=0) as client:
-        await hang_up(served, lambda body: client.chat.completions.create(**body))
-        with pytest.raises(openai.RateLimitError, match="limit"):
-            await client.chat.completions.create(model="m", messages=ASKED, n=2)
-        served.episode.may_answer.set()
-        answer = await client.chat.completions.create(**BODY)
-        assert answer.choices[0].message.content == "answer 1"
-        assert len((await client.chat.completions.create(model="m", messages=ASKED, n=2)).choices) == 2
-
-
-async def test_what_was_refused_for_the_limit_and_is_asked_again_is_a_sample_of_its_own(serve):
-    served = await serve(concurrent_requests=1)
-    served.episode.may_answer.clear()
-    async with openai.AsyncOpenAI(base_url=served.url + "/v1", api_key="secret", max_retries=5) as client:
-        first, second = [asyncio.create_task(client.chat.completions.create(**BODY)) for _ in range(2)]
-        for _ in range(2):
-            await served.episode.found.acquire()
-        await asyncio.sleep(0.2)  # the second has been refused by now
-        served.episode.may_answer.set()
-        said = [answer.choices[0].message.content for answer in await asyncio.gather(first, second)]
-    assert sorted(said) == ["answer 1", "answer 2"]
-    assert (len(served.episode.requests), served.gateway.retries_answered) == (2, 0)
-
-
-async def test_closing_cancels_what_is_generated(serve, monkeypatch):
-    monkeypatch.setattr(module, "CLOSE_SECONDS", 60)
-    served = await serve()
-    served.episode.may_answer.clear()
-    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
-        call = asyncio.create_task(session.post(served.url + "/v1/chat/completions", json=BODY))
-        await served.episode.started.acquire()
-        async with asyncio.timeout(20):
-            await served.gateway.close()
-        with pytest.raises(aiohttp.ClientError):
-            await call
-    assert served.episode.cancelled

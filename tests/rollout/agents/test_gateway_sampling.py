@@ -24,19 +24,6 @@ async def client(served):
         yield client
 
 
-async def test_sampling_like_the_runs_is_no_warning(served, client, caplog):
-    like: Any = {"temperature": 0.7, "top_p": 0.9}
-    extra = {"top_k": 20, "min_p": 0, "repetition_penalty": 1.0, "min_tokens": 0}
-    await client.chat.completions.create(model="policy", messages=ASKED, **like, extra_body=extra)
-    await client.completions.create(model="policy", prompt="x", **like)
-    await client.responses.create(model="policy", input="x", **like)
-    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret") as other:
-        body: Any = {**like, "top_k": 20}
-        await other.messages.create(model="policy", max_tokens=1, messages=ASKED, extra_body=body)
-    await generate(served, {"temperature": 0.7, "top_p": 0.9, "top_k": 20})
-    assert not caplog.messages
-
-
 async def test_sampling_unlike_the_runs_is_one_warning_for_each_setting(served, client, caplog):
     for temperature in (0.0, 1.0):
         await client.chat.completions.create(model="policy", messages=ASKED, temperature=temperature, top_p=0.9)
@@ -46,32 +33,6 @@ async def test_sampling_unlike_the_runs_is_one_warning_for_each_setting(served, 
         "agents ask for a top_k of 5; the run's 20 is used",
         "agents ask for a top_p of 1.0; the run's 0.9 is used",
     ]
-
-
-async def test_what_is_left_out_is_one_warning_for_each_setting(served, client, caplog):
-    for seed in (1, 2):
-        await client.chat.completions.create(model="policy", messages=ASKED, seed=seed, reasoning_effort="low")
-    asked: Any = {"model": "policy", "messages": ASKED, "parallel_tool_calls": True}
-    await client.chat.completions.create(**asked)
-    await client.chat.completions.create(**{**asked, "parallel_tool_calls": False})
-    async with anthropic.AsyncAnthropic(base_url=served.url, api_key="secret") as other:
-        extra: Any = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
-        one: Any = {"type": "auto", "disable_parallel_tool_use": True}
-        await other.messages.create(model="policy", max_tokens=1, messages=ASKED, tool_choice=one, extra_body=extra)
-    assert sorted(caplog.messages) == [
-        "agents ask for parallel_tool_calls = False; it is left out",
-        "agents ask for reasoning_effort = 'low'; it is left out",
-        "agents ask for seed = 1; it is left out",
-        "agents ask for thinking = {'type': 'enabled', 'budget_tokens': 1024}; it is left out",
-        "agents ask for tool_choice.disable_parallel_tool_use = True; it is left out",
-    ]
-
-
-async def test_tokens_that_end_answers_are_told_in_each_api_that_has_them(served, client):
-    await client.chat.completions.create(model="policy", messages=ASKED, extra_body={"stop_token_ids": [7]})
-    await client.completions.create(model="policy", prompt="x", extra_body={"stop_token_ids": [7]})
-    await generate(served, {"stop_token_ids": [7]})
-    assert [request.stop_token_ids for request in served.episode.requests] == [(7,)] * 3
 
 
 @pytest.mark.parametrize("top", [None, 0])
@@ -84,33 +45,6 @@ async def test_log_probabilities_of_what_was_sampled(client, caplog, top):
     streamed = [chunk.choices[0].logprobs async for chunk in stream]
     assert [token.logprob for found in streamed if found for token in found.content] == [-0.5, -0.25]
     assert not caplog.messages
-
-
-async def test_of_the_likeliest_tokens_there_is_the_sampled_one(client, caplog):
-    for _ in range(2):
-        answer = await client.chat.completions.create(model="policy", messages=ASKED, logprobs=True, top_logprobs=5)
-    token = answer.choices[0].logprobs.content[0]
-    assert [(top.token, top.logprob) for top in token.top_logprobs] == [("a", -0.5)]
-    assert len(caplog.messages) == 1
-    assert "top_logprobs" in caplog.text
-    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
-        await client.chat.completions.create(model="policy", messages=ASKED, logprobs=True, top_logprobs=21)
-
-
-async def test_log_probabilities_of_completions(client, caplog):
-    none = await client.completions.create(model="policy", prompt="x")
-    assert none.choices[0].logprobs is None
-    found = (await client.completions.create(model="policy", prompt="x", logprobs=0)).choices[0].logprobs
-    assert (found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset) == (
-        ["a", "b"],
-        [-0.5, -0.25],
-        None,
-        [0, 1],
-    )
-    assert not caplog.messages
-    found = (await client.completions.create(model="policy", prompt="x", logprobs=5)).choices[0].logprobs
-    assert found.top_logprobs == [{"a": -0.5}, {"b": -0.25}]
-    assert len(caplog.messages) == 1
 
 
 async def test_strings_that_end_answers_are_told_in_each_api(served, client):
@@ -146,12 +80,6 @@ async def test_several_answers_are_choices_in_each_api_that_has_them(served, cli
             if choice.finish_reason
         ]
         assert ended == [0, 1, 2]
-
-
-async def test_another_model_is_one_warning(client, caplog):
-    for _ in range(2):
-        await client.chat.completions.create(model="gpt-5", messages=ASKED)
-    assert caplog.messages == ["agents ask for the model 'gpt-5'; the policy answers"]
 
 
 async def generate(served, sampling, *, path="/inference/v1/generate", key="secret", **headers):

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.rollout.agents import gateway as module
 from streamrl.rollout.agents.messages import Completion, Message, MessagePiece, RequestRefused, ToolCall
 from streamrl.rollout.agents.rendering import certain_text, parse_text
 from streamrl.stop_strings import before_stop
@@ -68,21 +67,6 @@ async def test_a_chat_is_streamed_as_it_comes(speaking):
     assert speaking.episode.seen == 1
 
 
-async def test_several_streamed_answers_are_told_apart_by_openais_client(served):
-    said = [Message("assistant", "one two"), Message("assistant", "three"), Message("assistant", "")]
-
-    async def complete(request, *, call, on_piece):
-        for index, text in ((1, "thr"), (0, "one"), (1, "ee"), (0, " t")):
-            on_piece(MessagePiece(index, text))
-        return [Completion(message, "stop", (1, 2), (3, 4), (-0.5, -0.25), ("a", "b")) for message in said]
-
-    served.episode.complete = complete
-    async with openais(served) as client, client.chat.completions.stream(model="m", messages=ASKED, n=3) as stream:
-        choices = (await stream.get_final_completion()).choices
-    assert [choice.message.content or "" for choice in choices] == ["one two", "three", ""]
-    assert [(choice.index, choice.finish_reason) for choice in choices] == [(0, "stop"), (1, "stop"), (2, "stop")]
-
-
 async def test_anthropics_messages_are_streamed_as_they_come(speaking):
     client = anthropic.AsyncAnthropic(base_url=speaking.url, api_key="secret", max_retries=0)
     async with client, client.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream:
@@ -109,40 +93,6 @@ async def test_responses_are_streamed_as_they_come(speaking):
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call"]
 
 
-async def test_completions_are_streamed_as_they_come(speaking):
-    speaking.said = Message("assistant", "one two")
-    async with openais(speaking) as client:
-        texts = []
-        async for chunk in await client.completions.create(model="m", prompt="hello", stream=True):
-            texts.append(chunk.choices[0].text)
-            if "one" in texts:
-                speaking.go.set()
-    assert "".join(texts) == "one two"
-
-
-async def test_a_model_that_goes_back_to_reasoning_is_told_whole(served):
-    async def complete(request, *, call, on_piece):
-        on_piece(MessagePiece(0, "one"))
-        on_piece(MessagePiece(0, reasoning="h"))
-        on_piece(MessagePiece(0, " t"))
-        return [Completion(WHOLE, "tool_calls", (1, 2), (3, 4), (-0.5, -0.25), ("a", "b"))]
-
-    served.episode.complete = complete
-    async with openais(served) as client:
-        stream = await client.chat.completions.create(model="m", messages=ASKED, tools=TOOLS, stream=True)
-        deltas = [chunk.choices[0].delta async for chunk in stream]
-        async with client.responses.stream(model="m", input="hello") as events:
-            whole = await events.get_final_response()
-    assert "".join(delta.content or "" for delta in deltas) == "one two"
-    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "hm"
-    assert (whole.output[0].content[0].text, whole.output_text) == ("hm", "one two")
-    client = anthropic.AsyncAnthropic(base_url=served.url, api_key="secret", max_retries=0)
-    async with client, client.messages.stream(model="m", max_tokens=9, messages=ASKED) as stream:
-        blocks = (await stream.get_final_message()).content
-    assert "".join(block.text for block in blocks if block.type == "text") == "one two"
-    assert "".join(block.thinking for block in blocks if block.type == "thinking") == "hm"
-
-
 async def test_who_asks_again_in_mid_stream_hears_it_from_the_beginning(speaking):
     body = {"model": "m", "messages": ASKED, "stream": True}
     async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
@@ -156,18 +106,6 @@ async def test_who_asks_again_in_mid_stream_hears_it_from_the_beginning(speaking
     chunks = [json.loads(line[6:]) for line in rest.split("\n") if line.startswith("data: {")]
     assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == " two"
     assert (speaking.asked, speaking.episode.seen, speaking.gateway.retries_answered) == (1, 1, 1)
-
-
-async def test_what_everybody_has_hung_up_on_is_cancelled(speaking, monkeypatch):
-    monkeypatch.setattr(module, "ABANDONED_SECONDS", 0.05)
-    body = {"model": "m", "messages": ASKED, "stream": True}
-    async with aiohttp.ClientSession(headers={"Authorization": "Bearer secret"}) as session:
-        async with session.post(speaking.url + "/v1/chat/completions", json=body) as first:
-            await first.content.readuntil(b"one")
-            first.close()
-        async with asyncio.timeout(20):
-            await speaking.cancelled.wait()
-    assert speaking.episode.seen == 0
 
 
 async def test_an_error_in_mid_stream_is_an_event(speaking):

@@ -39,17 +39,6 @@ async def test_the_session_is_the_episode(served, generate):
     assert (await generate({"X-Session-ID": "session", "Authorization": "Bearer other"}))[0] == 401
 
 
-async def test_sessions_with_the_same_key_have_retries_of_their_own(served, generate):
-    retried = {"x-stainless-retry-count": "1"}
-    first = await generate({"X-Session-ID": "session"})
-    assert await generate({"X-Session-ID": "session", **retried}) == first
-    assert await generate({"X-Session-ID": "e1", **retried}) != first
-    assert len(served.episode.requests) == 2
-    served.gateway.forget("secret")
-    await generate({"X-Session-ID": "session", **retried})
-    assert len(served.episode.requests) == 3
-
-
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [

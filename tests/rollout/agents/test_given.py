@@ -14,7 +14,6 @@ from streamrl.rollout.agents.protocols import anthropic, chat
 from streamrl.rollout.agents.workflow import Episode, EpisodeScore, Score
 from streamrl.rollout.generation import Generation
 from tests.rollout.agents.test_drift import ASKED, CHAT, SURE, Scripted
-from tests.rollout.qwen import TEMPLATE, make_qwen
 
 GIVEN = "The sum is"
 QUESTION = {"role": "user", "content": "What is 2 + 2?"}
@@ -39,11 +38,6 @@ class Streaming(Scripted):
 def test_the_beginning_of_an_answer_is_no_message_of_the_conversation(api: Any, more: dict[str, Any]) -> None:
     request = api.parse(json.dumps({"messages": BEGUN, "max_tokens": 9, **more}).encode()).request
     assert request == ChatRequest((Message("user", "What is 2 + 2?"),), given=GIVEN, max_tokens=9)
-
-
-def test_an_answer_of_openais_follows_that_of_the_assistant() -> None:
-    request = chat.parse(json.dumps({"messages": BEGUN, "add_generation_prompt": True}).encode()).request
-    assert (len(request.messages), request.given) == (2, "")
 
 
 @pytest.mark.parametrize(
@@ -121,21 +115,3 @@ async def test_an_answer_that_was_cut_off_goes_on_from_the_tokens_that_were_samp
     (found,) = episode.trajectories(EpisodeScore(Score(1.0), []), discount=1.0)
     assert found.input_ids[found.loss_mask].tolist() == [token for answer in answers for token in answer.output_ids]
     assert (found.turns, episode.rewritten, episode.rerendered) == (3, 0, 0)
-
-
-async def test_an_answer_that_ended_is_no_beginning_of_another() -> None:
-    session: Any = Streaming(CHAT.encode("4<|im_end|>"), CHAT.encode("2<|im_end|>"))
-    episode = Episode(session, renderer_of(CHAT, name="template"), max_calls=10)
-    for asked in (ChatRequest((ASKED,)), ChatRequest((ASKED,), given="4")):
-        (answer,) = await episode.complete(asked, call="any", on_piece=lambda piece: None)
-    text = CHAT.tokenizer.decode(list(answer.prompt_ids), skip_special_tokens=False)
-    assert text.endswith("<|im_start|>assistant\n4")
-    assert episode.conversations == 2
-
-
-async def test_a_model_that_begins_with_reasoning_does_not_go_on_from_a_given_text() -> None:
-    session: Any = Scripted()
-    thinking = make_qwen(TEMPLATE.replace('"<|im_start|>assistant\\n" if', '"<|im_start|>assistant\\n<think>\\n" if'))
-    episode = Episode(session, renderer_of(thinking, name="template"), max_calls=10)
-    with pytest.raises(RequestRefused, match="cannot go on from the text of an assistant"):
-        await episode.complete(ChatRequest((ASKED,), given=GIVEN), call="first")

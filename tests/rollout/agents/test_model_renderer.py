@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -16,13 +14,12 @@ from tokenizers import AddedToken
 from streamrl.errors import ConfigError
 from streamrl.rollout.agents.messages import Message, ToolCall
 from streamrl.rollout.agents.model_renderer import WHOLE_ANSWERS, ModelRenderer, renderer_of
-from streamrl.rollout.agents.rendering import SampledTokens, TemplateRenderer, to_template
+from streamrl.rollout.agents.rendering import SampledTokens, to_template
 from streamrl.rollout.chat import ChatTokenizer
 from tests.rollout.characters import make_chat
-from tests.rollout.qwen import TEMPLATE, make_qwen
+from tests.rollout.qwen import make_qwen
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}}
-CALL = ToolCall("call_1", "look", '{"x": 1}')
 ASKED = Message("user", "What is 2 + 2?")
 
 
@@ -90,12 +87,6 @@ def test_it_extends_within_a_cycle_of_tools_and_writes_anew_what_comes_after(
         assert [*prompt, *output, *extended] == qwen.render(to_template([ASKED, answer, *new]), [TOOL])
 
 
-def test_a_cut_answer_is_closed_before_what_follows(qwen: ChatTokenizer, renderer: ModelRenderer) -> None:
-    prompt, output = renderer.render([ASKED], [TOOL]), qwen.encode("I add")
-    extended = renderer.extend(SampledTokens(prompt, output, [TOOL]), [Message("tool", "rain", tool_call_id="call_1")])
-    assert qwen.tokenizer.decode(extended or [], skip_special_tokens=False).startswith("<|im_end|>\n<|im_start|>user\n")
-
-
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
@@ -126,49 +117,12 @@ def test_it_reads_what_the_model_says(
     )
 
 
-def test_the_stop_string_is_not_part_of_the_answer(qwen: ChatTokenizer, renderer: ModelRenderer) -> None:
-    prompt = renderer.render([ASKED], [])
-    assert renderer.parse(SampledTokens(prompt, qwen.encode("so 4; and")), matched_stop=";").content == "so 4"
-
-
-def test_the_template_says_where_it_writes_earlier_turns_anew(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    chat = make_qwen()
-    renderer = renderer_of(chat, name="template")
-    assert isinstance(renderer, TemplateRenderer)
-    assert "begin a conversation of its own: a user after an answer with reasoning" in caplog.text
-    prompt = renderer.render([ASKED], [])
-    more = [Message("user", "Sure?")]
-    thought = chat.encode("<think>\nTwo.\n</think>\n\n4<|im_end|>")
-    assert renderer.extend(SampledTokens(prompt, thought), more) is None
-    assert renderer.extend(SampledTokens(prompt, chat.encode("4<|im_end|>")), more) is not None
-
-
-def test_another_template_is_no_known_model(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    assert isinstance(renderer_of(make_chat()), TemplateRenderer)
-    assert "the chat template; it leaves earlier turns as they were" in caplog.text
-    changed = make_qwen(TEMPLATE.replace("# Tools", "# Your tools"))
-    assert isinstance(renderer_of(changed), TemplateRenderer)
-    assert isinstance(renderer_of(changed, name="qwen3"), ModelRenderer)
-    assert "qwen3 does not write what the model's chat template writes: user with tools" in caplog.text
-
-
 @pytest.mark.parametrize(
     ("name", "says"), [("qwen9", "there is none; known: auto, template, qwen3"), ("qwen3", "does not fit the model")]
 )
 def test_a_renderer_that_cannot_be_had_is_named(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         renderer_of(make_chat(), name=name)
-
-
-def test_without_the_package_of_renderers_its_extra_is_named(
-    qwen: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "renderers.base", None)  # it cannot be imported
-    with pytest.raises(ConfigError, match=r'pip install "streamrl\[agents\]"; or take "template"'):
-        renderer_of(qwen)
-    assert isinstance(renderer_of(qwen, name="template"), TemplateRenderer)
 
 
 def test_drift_is_what_would_be_other_tokens_if_it_were_tokenized_anew(qwen: ChatTokenizer) -> None:
@@ -246,23 +200,3 @@ def test_what_is_certain_is_the_beginning_of_what_will_have_been_said(
         certain = renderer.certain(SampledTokens(prompt, output[:length], tools), stops=stops)
         assert whole.content.startswith(certain.content)
         assert whole.reasoning.startswith(certain.reasoning)
-
-
-def test_what_each_model_says_is_certain_word_by_word(known: tuple[ChatTokenizer, dict[str, ModelRenderer]]) -> None:
-    call = ToolCall("functions.look:0", "look", "{}")  # as Kimi names its calls
-    answer = Message("assistant", "So: a + b.", "Two and two.", (call,))
-    for kind, renderer in known[1].items():
-        asked, tools = [ASKED], [TOOL]
-        prompt = renderer.render(asked, tools)
-        written = renderer._renderer.render_ids(to_template([*asked, answer]), tools=tools, add_generation_prompt=False)
-        shared = next((n for n, (a, b) in enumerate(zip(prompt, written, strict=False)) if a != b), len(prompt))
-        prompt, output = written[:shared], written[shared:]
-        whole = renderer.parse(SampledTokens(prompt, output, tools), matched_stop="")
-        assert (whole.content.strip(), len(whole.tool_calls)) == (answer.content, 1), kind
-        parts = [
-            renderer.certain(SampledTokens(prompt, output[:n], tools), stops=()) for n in range(1, len(output) + 1)
-        ]
-        said = list(dict.fromkeys((part.reasoning, part.content) for part in parts))
-        assert said[-1] == (whole.reasoning, answer.content), kind
-        assert len({content for _, content in said}) > 3, kind
-        assert not whole.reasoning or len({thought for thought, _ in said}) > 3, kind

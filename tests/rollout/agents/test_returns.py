@@ -123,15 +123,3 @@ def test_each_token_gets_what_followed_its_call_compared_with_the_group(
     assert sorted(token for token, _ in found_by_token) == sorted(expected)  # each once
     for token, advantage in found_by_token:
         assert advantage == pytest.approx(expected[token], rel=1e-3, abs=1e-4), token
-
-
-def test_scores_of_another_number_than_episodes_are_refused() -> None:
-    tree = made([-1, 0], 100)
-    found = tree.trajectories([1.0, 2.0], score=2.0)
-    group = TrajectoryGroup.from_trajectories(
-        seq=0, worker="rollout/0", prompt_length=1, trajectories=found, episodes=[0, 0]
-    )
-    assert group.scores == [2.0]
-    for scores in ([2.0, 1.0], [float("nan")]):
-        with pytest.raises(codec.WireError, match="scores"):
-            through_the_wire(msgspec.structs.replace(group, scores=scores))

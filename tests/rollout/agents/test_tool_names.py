@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.rollout.agents.messages import ToolCall, with_tool_names
+from streamrl.rollout.agents.messages import ToolCall
 from streamrl.rollout.agents.protocols import anthropic, chat, responses
 from streamrl.rollout.agents.rendering import TemplateRenderer
 from streamrl.rollout.agents.workflow import Episode
@@ -76,10 +76,3 @@ async def test_a_result_has_the_name_of_the_tool_that_was_called(
     assert "tool functions.add\nok" in asked
     assert asked.index("functions.add") < asked.index("tool functions.look\nok")
     assert episode.rewritten == edited
-
-
-def test_a_result_without_its_call_has_no_name() -> None:
-    _, body = of_chat((ToolCall("1", "look", "{}"),))
-    asked = chat.parse(json.dumps(body).encode()).request.messages
-    assert [message.tool_name for message in with_tool_names(asked)] == ["", "", "look"]
-    assert [message.tool_name for message in with_tool_names([asked[0], asked[2]])] == ["", ""]

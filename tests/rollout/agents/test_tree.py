@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.rollout.agents.messages import Message, ToolCall
+from streamrl.rollout.agents.messages import Message
 from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall
 from streamrl.rollout.generation import Generation
 from streamrl.types import NO_VERSION, Trajectory
@@ -97,31 +97,6 @@ def test_a_conversation_that_goes_on_is_one_trajectory() -> None:
     assert trajectory.reward == 0.5
 
 
-def test_what_two_branches_share_is_trained_on_in_the_first() -> None:
-    episode = Episode()
-    first = [user("hello")]
-    reply = episode.ask(first)
-    episode.ask([*first, reply, user("left")])
-    episode.ask([*first, reply, user("right")])
-    left, right = trajectories(episode.tree, 1.0)
-    assert left.input_ids.tolist()[:4] == right.input_ids.tolist()[:4]
-    assert (left.turns, right.turns) == (2, 1)
-    assert left.loss_mask[2:4].all()
-    assert not right.loss_mask[2:4].any()
-
-
-def test_an_answer_is_known_again_as_clients_send_it_back() -> None:
-    tree = EpisodeTree()
-    messages = [user("hello")]
-    call = ToolCall(id="call_1", name="look", arguments='{"x": 1, "y": 2}')
-    reply = assistant(" I look. ", reasoning="hm", tool_calls=(call,))
-    made = PolicyCall(None, (1,), Generation([2], [-0.5], [0], "stop", None, 0))
-    tree.add(made, messages=messages, reply=reply, tools=[TOOL])
-    sent_back = assistant("I look.", tool_calls=(ToolCall(id="call_1", name="look", arguments='{"y":2,"x":1}'),))
-    result = Message(role="tool", content="nothing", tool_call_id="call_1")
-    assert tree.find([*messages, sent_back, result], [TOOL]) == (made, 2)
-
-
 def test_of_two_answers_with_the_same_text_the_one_with_the_reasoning_sent_back_or_the_newest_is_continued() -> None:
     tree = EpisodeTree()
     messages = [user("hello")]
@@ -154,11 +129,3 @@ def test_another_history_continues_nothing(other: list[Message]) -> None:
     assert tree.find([user("hello"), assistant("answer"), user("go on")], []) == (made, 2)
     assert tree.find(other, []) == (None, 0)
     assert tree.find([user("hello"), assistant("answer"), user("go on")], [TOOL]) == (None, 0)
-
-
-def test_a_call_has_to_begin_with_what_it_continues() -> None:
-    tree = EpisodeTree()
-    generation = Generation([2], [-0.5], [0], "stop", None, 0)
-    parent = PolicyCall(None, (1,), generation)
-    with pytest.raises(ValueError, match="does not begin with its parent's 2"):
-        tree.add(PolicyCall(parent, (1, 3), generation), messages=[user("a")], reply=assistant("b"), tools=[])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -104,28 +103,6 @@ def test_an_interpreter_that_there_is_not_is_named() -> None:
     agent = AgentConfig(verifiers=TASKSET, python="/no/such/python")
     with pytest.raises(ConfigError, match=r"rollout.agent.python = '/no/such/python' cannot be started"):
         PromptSource.open(config_of(agent), CHAT)
-
-
-async def test_an_interpreter_that_there_is_not_is_named_by_agents_too() -> None:
-    agent = AgentConfig(function=f"{TASKSET}:x", python="/no/such/python")
-    with pytest.raises(AgentError, match=r"rollout.agent.python = '/no/such/python' cannot be started"):
-        await agents_of(config_of(agent)).start()
-
-
-async def test_a_function_may_have_arguments_and_an_interpreter_of_its_own(tmp_path: Path) -> None:
-    (tmp_path / "elsewhere.py").write_text("async def f(task, policy, *, word): return {'metrics': {word: 1}}\n")
-    config = AgentConfig(function="elsewhere:f", python=needs_verifiers(), args={"word": "seen"})
-    here = os.getcwd()
-    os.chdir(tmp_path)
-    try:
-        agents = agents_of(config_of(config))
-        await agents.start()
-        await agents.close()
-        wrong = agents_of(config_of(msgspec.structs.replace(config, args={"words": "seen"})))
-        with pytest.raises(AgentError, match=r"must take \(task, policy, \*, words\)"):
-            await wrong.start()
-    finally:
-        os.chdir(here)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import os
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -198,36 +196,3 @@ def spawn(path: str) -> None:
     Path(path).write_text(str(subprocess.Popen(["sleep", "600"]).pid))
     while True:
         pass
-
-
-def plain(task: dict[str, Any], policy: Any) -> float:
-    """No coroutine; several of these sleep at the same time."""
-    import openai
-
-    client = openai.OpenAI(base_url=policy.base_url, api_key=policy.api_key)
-    client.chat.completions.create(model="anything", messages=ASKED)  # type: ignore[arg-type]
-    time.sleep(0.2)
-    return 0.25
-
-
-def sleeps(task: dict[str, Any], policy: Any) -> float:
-    """Whatever becomes of its episode, for as many seconds as the question says."""
-    time.sleep(float(task["question"]))
-    return 1.0
-
-
-def takes_one(task: dict[str, Any]) -> float:
-    return 0.0
-
-
-def decorated(function: Any) -> Any:
-    """What a decorator that knows nothing of coroutines makes of a function."""
-
-    @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
-        return function(*arguments)
-
-    return call
-
-
-solve_decorated = decorated(solve)

@@ -103,30 +103,6 @@ def test_blocks_give_the_numbers_of_a_dense_mask(parents, heads, precision):
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=5 * tolerance)
 
 
-@pytest.mark.parametrize("length", [30, 600])
-@pytest.mark.parametrize("trees", ["one chain", "branches"])
-def test_rows_of_a_micro_batch_are_computed_together(length, trees):
-    """Short rows by a dense mask, long ones by blocks; of several lengths, so that some are padded."""
-    chain = [*range(-1, length - 1)]
-    branches = [0 if token % 100 == 99 else parent for token, parent in enumerate(chain)]
-    padded = [-1 if token > length - 20 else parent for token, parent in enumerate(chain)]
-    rows = [chain, chain, padded] if trees == "one chain" else [branches, chain, padded]
-    micro = micro_of(rows)
-    if trees == "one chain":  # padding predicts nothing
-        kept = (micro.row_index < 2) | (micro.column_index <= length - 20)
-        micro.row_index, micro.column_index = micro.row_index[kept], micro.column_index[kept]
-    assert micro.branched == (trees == "branches")
-    inputs, gradient = drawn(len(rows), length, heads=4, kv_heads=2, dtype=torch.float64)
-    with torch.no_grad():
-        gradient[2, :, length - 19 :] = 0
-    ours = TreeMask(micro, torch.device("cpu"), ContextGroup()).attend(*inputs)
-    wanted = by_the_definition(inputs, torch.stack([dense(parents) for parents in rows])[:, None])
-    real = gradient != 0
-    torch.testing.assert_close(ours[real], wanted[real])
-    for mine, theirs in zip(*(torch.autograd.grad(x, inputs, gradient) for x in (ours, wanted)), strict=True):
-        torch.testing.assert_close(mine, theirs)
-
-
 class InThreads(ContextGroup):
     """A rank of a ring whose others are threads."""
 
@@ -189,14 +165,6 @@ def assert_a_ring_equals_the_definition(size, rows, *, heads, dtype, tolerance):
 def test_ranks_in_a_ring_give_the_numbers_of_a_dense_mask(parents, size, heads, precision):
     dtype, tolerance = precision
     assert_a_ring_equals_the_definition(size, [parents], heads=heads, dtype=dtype, tolerance=tolerance)
-
-
-def test_ranks_in_a_ring_compute_several_long_rows():
-    """Of which one is a chain and one has branches that are longer than a dense mask may be."""
-    chain = [*range(-1, 650)]
-    branches = [5 if token == 640 else 9 if token == 40 else parent for token, parent in enumerate(chain)]
-    for rows in ([chain, branches], [chain]):
-        assert_a_ring_equals_the_definition(2, rows, heads=(2, 1), dtype=torch.float64, tolerance=1e-12)
 
 
 @settings(deadline=None, max_examples=60)

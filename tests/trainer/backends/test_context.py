@@ -10,14 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.trainer.backends.context import ContextGroup, Share, heads_can_be_shared
+from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
-from streamrl.trainer.packing import IDLE, attention_mask, pack
+from streamrl.trainer.packing import attention_mask
 from tests.trainer.backends.common import Checks
 from tests.trainer.backends.reference import EXPERTS, SCALAR, THREE_HEADS, make_groups, micro_batches, save_models
 from tests.trainer.backends.world import TIMEOUT_SECONDS, run_world
-from tests.trainer.models import branching_group
 
 TORCH = {
     2: {Layout(context=2): ["qwen3", EXPERTS, SCALAR, THREE_HEADS]},
@@ -64,24 +63,6 @@ def test_ranks_that_share_rows_equal_transformers(tmp_path: Path, world: int, ba
     run_world(world, _check, tmp_path / "models", tmp_path / "scratch", world, backend)
 
 
-def _gather(rank: int) -> None:
-    import torch.distributed as dist
-
-    if hasattr(dist, "all_gather_single"):  # new in torch 2.13, and streamrl takes 2.9
-        del dist.all_gather_single
-    own = torch.tensor([[1.0, 2.0], [3.0]][rank], requires_grad=True)
-    share = Share(micro=IDLE, real=np.ones((1, 1), np.bool_), most=2, places=np.array([0, 2, 1]))
-    whole = ContextGroup(dist.group.WORLD).gather(own, share)
-    assert whole.tolist() == [1.0, 3.0, 2.0]
-    (whole * torch.tensor([1.0, 10.0, 100.0])).sum().backward()
-    assert own.grad is not None
-    assert own.grad.tolist() == [[1.0, 100.0], [10.0]][rank]
-
-
-def test_what_ranks_predict_is_put_together_with_the_oldest_torch() -> None:
-    run_world(2, _gather)
-
-
 class Of(ContextGroup):
     """A rank of a context group that exchanges nothing."""
 
@@ -113,14 +94,6 @@ def test_shares_hold_each_token_and_each_prediction_once(size, seed):
                 begin = rank * share.most
                 together[begin : begin + len(found)] = found + (rank if name == "column_index" else 0)
             assert all((together[share.places] == getattr(micro, name)).all() for share in shares)
-
-
-def test_the_work_of_long_rows_is_shared_evenly():
-    group = branching_group(0, np.random.default_rng(0), prompt=150, turn=60)
-    (micro,) = pack([group], max_tokens=4096, share_prefix=True)
-    for size in (2, 4):
-        counts = [len(Of(rank, size).share(micro).micro.target_ids) for rank in range(size)]
-        assert max(counts) <= 1.1 * len(micro.target_ids) / size
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9))

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -100,18 +99,6 @@ async def test_replayed_tokens_have_the_engines_logprobs(tmp_path: Path) -> None
     for share_prefix in (True, False):
         assert largest_difference(replaying, groups, share_prefix=share_prefix) < 1e-4
         assert largest_difference(free, groups, share_prefix=share_prefix) > 0.05
-
-
-async def test_all_that_is_attended_to_is_known(tmp_path: Path) -> None:
-    """Also of tokens that the engine had in its cache. What the last layer makes of a prompt is never looked at, but at
-    its end."""
-    responses = await sampled(save(make_model(SHAPE), tmp_path))
-    for ids, output in responses:
-        assert output.routed_experts is not None
-        known = (output.routed_experts != NO_EXPERT).all(-1)
-        assert known[:, 0].all()
-        assert not known[:, DENSE].any()
-        assert known[len(ids) - 1 :, LAYERS - 1].all()
 
 
 def test_gradients_flow_through_the_shares_of_replayed_experts(tmp_path: Path) -> None:
@@ -205,26 +192,3 @@ def test_the_balancing_loss_is_that_of_transformers_in_each_layer(tmp_path: Path
         assert found is not None
         assert torch.allclose(found, gradient, atol=1e-5 * float(gradient.abs().max()) + 1e-8), name
     assert ours.update(lambda: None).expert_load == pytest.approx(float((load.amax(1) / load.mean(1)).mean()))
-
-
-def test_a_rank_that_computes_nothing_takes_nothing_of_the_balancing_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those that compute share it among them: it is as strong where a minibatch has too few groups for all ranks."""
-    group = random_group(0, np.random.default_rng(0), prompt=20)
-    group.packed_input_ids %= 39
-    micros = micros_of([group], share_prefix=False)
-    spec = make_spec(save(make_model(SHAPE), tmp_path), router_aux_loss_coef=0.5)
-    alone = TorchModel(spec)
-    alone.accumulate(micros, lambda _, output: output.values.sum() * 0.0)
-    # of two ranks, of which the other one has nothing to add to any sum
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    one_of_two = TorchModel(spec, world=2)
-    one_of_two.accumulate(micros, lambda _, output: output.values.sum() * 0.0)
-    for name in ("model.layers.0.mlp.gate.weight", "model.layers.2.mlp.gate.weight"):
-        wanted, found = alone._parameters[name].grad, one_of_two._parameters[name].grad
-        assert wanted is not None
-        assert found is not None
-        assert float(wanted.abs().max()) > 1e-4
-        assert torch.allclose(found, wanted), name

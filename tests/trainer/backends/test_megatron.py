@@ -19,9 +19,9 @@ TP_PP_DP = Layout(tensor=2, pipeline=2, data=2)
 ALL = [*KINDS, SCALAR]
 WORLDS = {
     1: {Layout(): [*ALL, EXPERTS]},
-    2: {TP: ALL, PP: ALL, DP: ["llama_tied", "qwen2", "qwen3", SCALAR]},
-    4: {TP_PP: ["odd", "qwen3", "llama"], TP_DP: [SCALAR, "qwen2"], PP_DP: ["llama_tied", "qwen3"]},
-    8: {TP_PP_DP: ["llama_tied", "qwen2"]},
+    2: {TP: ALL, PP: ["llama_tied", "qwen2", SCALAR], DP: ["llama_tied"]},
+    4: {TP_PP: ["odd", "qwen3"], TP_DP: [SCALAR], PP_DP: ["llama_tied"]},
+    8: {TP_PP_DP: ["qwen2"]},
 }
 """Layouts and the models that each is checked with, by world size."""
 HEAD_CHUNK = 16

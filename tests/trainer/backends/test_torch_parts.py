@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from streamrl.config import OptimizerConfig
 from streamrl.errors import ModelError
@@ -84,18 +83,6 @@ def test_concatenated_trees_give_the_numbers_of_one_sequence_at_a_time(tmp_path,
     assert norm == pytest.approx(wanted_norm, rel=1e-5)
 
 
-def test_a_padding_token_in_a_prompt_has_a_gradient(tmp_path):
-    shape = {"vocab_size": 48, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    pad = int(make_groups(0)[0].packed_input_ids[0])
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**shape, **heads, pad_token_id=pad)).save_pretrained(tmp_path)
-    model = TorchModel(make_spec(tmp_path))
-    before = weights(model)["model.embed_tokens.weight"][pad]
-    train(model, range(1))
-    assert not torch.equal(weights(model)["model.embed_tokens.weight"][pad], before)
-
-
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -133,17 +120,6 @@ def test_learning_rates_are_those_of_torchs_schedulers(schedule, warmup, total, 
     assert learning_rate(10_000, peak=2.0, config=config, total_steps=total) == pytest.approx(
         2.0 if schedule == "constant" else 2.0 * ratio
     )
-
-
-def test_torchs_cosine_rises_again_beyond_its_end_where_a_run_may_go_on():
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-    scheduler = CosineAnnealingLR(optimizer, 10, eta_min=0.2)
-    for _ in range(20):
-        optimizer.step()
-        scheduler.step()
-    assert scheduler.get_last_lr()[0] > 1.9
-    config = OptimizerConfig(schedule="cosine", min_lr_ratio=0.1, warmup_steps=0)
-    assert learning_rate(20, peak=2.0, config=config, total_steps=10) == pytest.approx(0.2)
 
 
 class Alone:

@@ -39,12 +39,3 @@ def test_wait_takes_admission_order_and_skips_what_was_given_up():
     assert select(0).batch == [1, 3]
     buffer.trained_on([1, 3])
     assert select(1).missing == [4, 5]
-
-
-def test_minibatches_share_every_group_once_in_order():
-    former = make_former(minibatches=3, batch=8)
-    batch = [make_meta(seq, versions={0: 3, 5: 4}) for seq in range(8)]
-    parts = former.minibatches(batch)
-    assert [meta.seq for part in parts for meta in part] == list(range(8))
-    assert [len(part) for part in parts] == [3, 2, 3]
-    assert former.tokens_in_loss(batch[0], policy_version=5) == 4  # version 0 is too old at 5

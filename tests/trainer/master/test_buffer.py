@@ -101,30 +101,6 @@ async def test_an_mfc_on_arrivals_waits_for_as_many_groups_as_it_asks_for():
     assert await read(buffer, ref_inf()) == [3]  # one that asks for no number takes what is ready
 
 
-async def test_the_last_groups_of_a_batch_are_read_though_fewer_than_asked_for():
-    """With max_staleness = 0 no other group comes before the batch has been trained on."""
-    buffer = make_buffer(batch_groups=4, kl_coef=0.1)
-    buffer.put_batch([make_meta(0), make_meta(1), make_meta(2)])
-    assert await read(buffer, ref_inf(3)) == [0, 1, 2]
-    reading = asyncio.create_task(read(buffer, ref_inf(3)))
-    buffer.put_batch([make_meta(3)])
-    assert await waits(reading)  # others may come while no batch is waited for
-    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
-    assert await reading == [3]
-    taking.cancel()
-
-
-async def test_an_awaited_batch_that_lacks_groups_does_not_shorten_calls():
-    buffer = make_buffer(batch_groups=4, kl_coef=0.1)
-    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
-    reading = asyncio.create_task(read(buffer, ref_inf(3)))
-    buffer.put_batch([make_meta(0), make_meta(1)])
-    assert await waits(reading)
-    buffer.put_batch([make_meta(2)])
-    assert await reading == [0, 1, 2]
-    taking.cancel()
-
-
 async def test_an_mfc_on_batches_waits_for_the_keys_of_its_part_alone():
     buffer = make_buffer(batch_groups=3, kl_coef=0.1)
     batch = [make_meta(seq) for seq in (4, 0, 2)]
@@ -142,37 +118,11 @@ async def test_an_mfc_on_batches_waits_for_the_keys_of_its_part_alone():
     assert await whole == [4, 0, 2]
 
 
-async def test_a_group_that_comes_again_after_a_drop_is_read_again():
-    buffer = make_buffer(kl_coef=0.1)
-    for _ in range(2):
-        buffer.put_batch([make_meta(0)])
-        assert await read(buffer, ref_inf()) == [0]
-        with buffer.dropping([0]):
-            pass
-    buffer.amend_batch(["ref_logprobs"], [[0]], Layout())  # the answer for a group that is gone
-    assert len(buffer) == 0
-
-
 async def test_a_long_wait_is_named(caplog):
     buffer = make_buffer(warning=0.05)
     with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
         await asyncio.wait_for(buffer.take_batch(two_oldest, describe), 0.3)
     assert "the test waits for 2 groups, for 0 s now" in caplog.text
-
-
-async def test_a_long_wait_is_named_though_something_happens_all_the_time(caplog):
-    buffer = make_buffer(warning=0.2)
-
-    async def wake():
-        while True:
-            await asyncio.sleep(0.01)
-            buffer.wake()
-
-    waking = asyncio.create_task(wake())
-    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
-        await asyncio.wait_for(buffer.take_batch(two_oldest, describe), 1.0)
-    waking.cancel()
-    assert 1 <= caplog.text.count("the test waits for 2 groups") <= 3, "after 0.2 s, and again when twice as long"
 
 
 async def test_what_an_mfc_gives_is_there_for_the_batch_and_rewards_are_part_of_the_metadata():
@@ -196,9 +146,3 @@ def test_a_prompt_goes_back_only_after_workers_have_discarded_its_group():
     assert 1 in buffer
     buffer.trained_on([1])
     assert (ledger.state(1), ledger.accepted) == ("trained", 1)
-
-
-def test_a_group_that_was_given_up_is_not_taken_when_it_comes():
-    buffer = make_buffer()
-    assert [meta.seq for meta in buffer.put_batch([make_meta(4), make_meta(50)])] == [50]
-    assert (4 in buffer, 50 in buffer, buffer.consumed) == (True, False, 1)

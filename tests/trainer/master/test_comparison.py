@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import from_dict
-from streamrl.errors import ConfigError, DeadlineExceeded, TrainingError
+from streamrl.errors import DeadlineExceeded, TrainingError
 from streamrl.trainer.calls import Sibling, Trained
 from streamrl.trainer.master.comparison import (
     ENOUGH_TOKENS,
@@ -35,14 +35,6 @@ def meta(seq, lengths, *, prompt=10, rewards=None):
         version_counts={0: sum(lengths)},
         generation_seconds=1.0,
     )
-
-
-def test_the_shortest_response_that_makes_a_fair_mean_is_compared():
-    assert response_to_compare([meta(0, [3, 40]), meta(1, [20, 9])]) == Sibling(1, 1)
-    assert response_to_compare([meta(0, [40, 9], prompt=50), meta(1, [20, 30])]) == Sibling(1, 0)
-    assert response_to_compare([meta(0, [1, 3]), meta(1, [2, 1])]) == Sibling(0, 1)
-    assert response_to_compare([meta(0, [9, 9], rewards=[1.0, 1.0]), meta(1, [20, 30])]) == Sibling(1, 0)
-    assert response_to_compare([]) is None
 
 
 @given(st.lists(st.lists(st.integers(1, 40), min_size=2, max_size=5), min_size=1, max_size=6))
@@ -76,12 +68,6 @@ def test_figures_are_of_each_gserver_and_of_all():
     )
 
 
-def test_without_the_trainers_own_nobody_is_compared():
-    figures = compared_figures([Scores("gserver/0", [-1.0])], [], sampled=[0])
-    assert (figures["gservers_compared"], figures["gservers_not_compared"]) == (0, 1)
-    assert "logprob_diff_mean" not in figures
-
-
 def trained(*logprobs):
     return Trained(compute_seconds=0, blocked_seconds=0, sums={}, maxima={}, token_ages={}, compared=[*logprobs])
 
@@ -96,11 +82,6 @@ async def found(scores, sampled, *logprobs, chosen=True):
     )
     await asyncio.sleep(0.01)  # until they are asked
     return await comparison.figures([trained(), trained(*logprobs)])
-
-
-async def test_what_gservers_scored_is_compared_with_what_a_rank_computed():
-    figures = await found([Scores("gserver/0", [-1.0, -5.0, -2.5])], [0, 2], -1.0, -2.0)
-    assert figures["logprob_diff_mean/gserver_0"] == 0.25
 
 
 @pytest.mark.parametrize(
@@ -142,15 +123,6 @@ def watch(**trainer):
     return MismatchWatch(warning=config.logprob_diff_warning, limit=config.trainer.logprob_diff_limit)
 
 
-SMALL = [{}, {"logprob_diff_mean/gserver_0": 0.05}, {"sampling_diff_mean": 1e-6}, {"logprob_diff_max/gserver_0": 0.4}]
-
-
-@pytest.mark.parametrize("figures", SMALL)
-def test_small_differences_and_versions_without_any_are_passed_over(figures, caplog):
-    watch(logprob_diff_warning=0.05, logprob_diff_limit=0.2).look({"groups": 8} | figures, policy_version=3)
-    assert not caplog.records
-
-
 def test_a_large_one_is_told_with_its_gserver_and_version(caplog):
     figures = {"logprob_diff_mean/gserver_0": 1e-6, "logprob_diff_mean/gserver_11": 0.31}
     with caplog.at_level(logging.WARNING):
@@ -167,20 +139,3 @@ def test_beyond_the_limit_the_run_stops(name):
         TrainingError, match=r"differ by 0\.31 nats .* more than trainer\.logprob_diff_limit = 0\.3: a gs"
     ):
         watch(logprob_diff_limit=0.3).look({name: 0.31}, policy_version=7)
-
-
-def test_that_a_gserver_is_not_compared_is_told_when_it_begins(caplog):
-    looking = watch()
-    for version, (compared, missing) in enumerate([(2, 0), (1, 1), (1, 1), (2, 0), (0, 0), (0, 2)]):
-        looking.look({"gservers_compared": compared, "gservers_not_compared": missing}, policy_version=version)
-    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
-        "version 1 was compared on 1 gservers, and not on 1",
-        "version 4 was compared on 0 gservers, and not on 0",
-    ]
-
-
-def test_a_limit_below_the_warning_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"trainer\.logprob_diff_limit = 0\.01 is below trainer\.logprob_diff_warning"
-    ):
-        watch(logprob_diff_warning=0.05, logprob_diff_limit=0.01)

@@ -39,11 +39,6 @@ async def make_prompt(run: Run) -> None:
     await run.client.held_out_result(HeldOutResult(0, prompt.evaluation, prompt.seq, **figures))  # type: ignore[arg-type]
 
 
-async def make(run: Run) -> None:
-    for _ in range(2):
-        await make_prompt(run)
-
-
 def evaluating(
     folder: Path, *, run: dict[str, Any] | None = None, limits: dict[str, Any] | None = None, **evaluation: Any
 ) -> Config:
@@ -52,19 +47,6 @@ def evaluating(
 
 def versions(reports: list[EvaluationReport]) -> list[int]:
     return [report.policy_version for report in reports]
-
-
-async def test_reports_are_kept_in_order(tmp_path: Path) -> None:
-    async with desk(evaluating(tmp_path, every="1 step")) as (evaluations, run, written):
-        for version in (1, 2):
-            evaluations.request(version)
-            await make(run)
-            assert written[-1].policy_version == version
-        evaluations.request(2)
-        status = run.manager.status().evaluation
-        assert status is not None
-        assert status.running is status.waiting is None  # the same version is not evaluated twice
-    assert versions(written) == [1, 2]
 
 
 async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
@@ -79,21 +61,6 @@ async def test_the_end_waits_for_the_last_evaluation(tmp_path: Path) -> None:
         assert await evaluations.wait_for(9) == ""
 
 
-async def test_a_run_that_does_not_wait_for_its_last_evaluation_warns_of_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with desk(evaluating(tmp_path, every="1 step")) as (evaluations, run, written):
-        evaluations.request(8)
-        await make(run)
-        evaluations.warn_of_unfinished()
-        assert versions(written) == [8]
-        assert not caplog.records
-        evaluations.request(9)
-        evaluations.warn_of_unfinished()
-    assert versions(written) == [8]
-    assert "the run ends before the evaluation of version 9 is done: set evaluation.at_end" in caplog.text
-
-
 async def test_the_end_does_not_wait_for_ever_and_names_the_prompts_that_are_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -105,13 +72,6 @@ async def test_the_end_does_not_wait_for_ever_and_names_the_prompts_that_are_don
     missed = "the evaluation of version 9 was not finished within limits.evaluation_seconds = 1"
     assert reason == f"; {missed} (1 of 2 prompts are done)"
     assert missed in caplog.text
-
-
-async def test_the_end_names_data_that_no_rollout_worker_has_reported(tmp_path: Path) -> None:
-    async with desk(evaluating(tmp_path, at_end=True, limits={"evaluation_seconds": 0.1})) as (evaluations, _, _):
-        evaluations.request(9)
-        reason = await asyncio.wait_for(evaluations.wait_for(9), 30)
-    assert reason.endswith("(no rollout worker has opened the held-out data)")
 
 
 @pytest.mark.parametrize(

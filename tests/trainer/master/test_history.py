@@ -34,19 +34,6 @@ def test_whichever_limit_is_reached_first_ends_the_run() -> None:
     assert end(both, step=5, consumed=19) == "5 steps are done"
 
 
-def test_without_any_limit_a_hundred_steps_are_made_and_epochs_alone_have_no_limit_of_steps() -> None:
-    assert end(limits(), step=99, consumed=10**9) == ""
-    assert end(limits(), step=100) == "100 steps are done"
-    assert end(limits(total_train_epochs=1), step=10**6, consumed=9) == ""
-
-
-def test_the_reward_ends_the_run_once_the_window_is_full() -> None:
-    config = limits(stop_at_reward=0.5, stop_window=3)
-    assert end(config, step=2, rewards=(1.0, 1.0)) == ""
-    assert end(config, step=4, rewards=(0.0, 0.4, 0.5, 0.6)) == "the mean reward reached 0.500 after 4 steps"
-    assert end(config, step=4, rewards=(1.0, 0.4, 0.5, 0.5)) == ""
-
-
 def test_saves_and_evaluations_are_counted_apart() -> None:
     config = from_dict(
         {
@@ -123,21 +110,3 @@ def test_a_run_of_epochs_always_ends_and_starts_nothing_that_it_does_not_need(
 )
 def test_schedules_end_where_the_run_does(run: dict[str, int], data: dict[str, object], steps: int) -> None:
     assert from_dict({"run": run, "data": data}).planned_steps() == steps
-
-
-@pytest.mark.parametrize(
-    ("run", "batch", "steps"),
-    [
-        ({"total_train_epochs": 10}, 4, 25),
-        ({"total_train_epochs": 10}, 8, 10 + 8),  # 60 groups are left
-        ({"total_train_epochs": 10}, 2, 10 + 30),
-        ({"total_train_epochs": 4}, 8, 10),
-        ({"total_train_epochs": 10, "total_train_steps": 15}, 8, 15),
-        ({"total_train_epochs": 10, "total_train_steps": 90}, 8, 10 + 8),
-        ({"total_train_steps": 90}, 8, 90),
-    ],
-)
-def test_the_schedule_of_a_resumed_run_ends_where_the_run_does(run: dict[str, int], batch: int, steps: int) -> None:
-    """After 10 steps on batches of 4 of 10 rows."""
-    config = from_dict({"run": run, "data": {"size": 10}, "trainer": {"batch_groups": batch}})
-    assert config.planned_steps(steps=10, groups=40) == steps

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.errors import TransferError
 from streamrl.trainer.graph import SEQUENCE_KEYS, STREAM_KEYS, Graph
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
@@ -61,10 +59,3 @@ def test_what_a_call_gave_is_with_the_heads_and_goes_with_the_group():
     with buffer.dropping([0]) as held:
         assert held == {0: [0], 1: [0]}
     assert buffer.trained_on([1]) == {2: [1], 3: [1]}
-
-
-def test_an_array_that_was_never_made_is_named():
-    buffer = AsyncIOSequenceBuffer(Graph(()), admitted_ledger())
-    buffer.put_batch([make_meta(7)])
-    with pytest.raises(TransferError, match="seq 7 values"):
-        buffer.bring([[7]], ["values"], Layout())

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from streamrl.config import from_dict
 from streamrl.errors import PeerError, PeerLost, first_error
 from streamrl.records import progress, snapshots
-from streamrl.trainer.calls import ParamRealloc
 from streamrl.trainer.graph import downstream
 from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER
-from tests.trainer.pretended import TRANSFORMER, Script, clock, make_group, pretended, virtually, whole_run
+from tests.trainer.pretended import Script, clock, make_group, pretended, virtually, whole_run
 
 
 def configured(folder, **sections):
@@ -93,14 +92,6 @@ def runs(draw):
         slots=draw(st.integers(1, 20)),
     )
     return sections, script
-
-
-def test_roles_are_trained_one_after_another_and_so_their_times_add_up(tmp_path):
-    """Each pretended call says that it computed for a second, and each optimizer that it took a quarter of one."""
-    _, run = whole_run(configured(tmp_path, algorithm={"advantage": "gae"}), Script())
-    for report in run.manager.reports:
-        assert report.metrics["train_seconds"] == 3.0  # critic_inf, actor_train, critic_train
-        assert report.metrics["update_seconds"] == 0.5
 
 
 @given(runs())
@@ -189,30 +180,6 @@ def test_a_publication_that_fails_ends_the_run_with_its_error_while_a_batch_is_a
     virtually(work())
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_what_fails_once_the_weights_are_served_ends_the_run_at_once(tmp_path, late):
-    """Though no group comes for a long time, and even if a gserver that came too `late` wants the weights again."""
-
-    async def work():
-        script = Script(tokens=lambda seq: 8 if seq < 4 else 5_000, seconds=lasting(Publish=10.0))
-        async with pretended(configured(tmp_path, trainer={"logprob_diff_limit": 0.09}), script) as run:
-            run.manager.opinions = lambda version: [-0.6]
-            training = asyncio.create_task(run.master.run())
-            await asyncio.sleep(15.0)
-            assert [event.name for event in run.workers.events[-1:]] == [
-                "ClearDataCache"
-            ]  # the weights are on their way
-            if late:
-                run.manager.lacking.add("gserver/1")
-                run.manager.wake()
-            with pytest.raises(BaseExceptionGroup) as failure:
-                await training
-            assert "gserver/0 and the trainer differ by 0.1 nats" in str(first_error(failure.value))
-            assert clock() < 20.0
-
-    virtually(work())
-
-
 def test_gservers_that_are_there_first_get_weights_once_the_workers_have_some(tmp_path):
     """As on machines that have no copy of the checkpoint that the run goes on from."""
 
@@ -225,21 +192,6 @@ def test_gservers_that_are_there_first_get_weights_once_the_workers_have_some(tm
         (loading,), first = run.workers.named("Initialize"), run.workers.named("Publish")[0]
         assert first.call.resync
         assert first.begin >= loading.end >= 50.0
-
-    virtually(work())
-
-
-def test_the_manager_hears_the_configuration_of_the_model_and_workers_must_agree_on_it(tmp_path):
-    async def work():
-        async with pretended(configured(tmp_path, trainer={"data_parallel": 2}), Script()) as run:
-            await run.master.run()
-            assert run.manager.model == TRANSFORMER
-        async with pretended(configured(tmp_path, trainer={"data_parallel": 2}), Script()) as run:
-            other = msgspec.structs.replace(TRANSFORMER, layers=3)
-            run.workers.models[1] = other
-            with pytest.raises(BaseExceptionGroup) as failure:
-                await run.master.run()
-            assert "model_worker/1 has another model than model_worker/0 (3 layers" in str(first_error(failure.value))
 
     virtually(work())
 
@@ -264,24 +216,6 @@ def test_a_slow_publication_holds_up_the_next_update_but_not_what_comes_before_i
     )
 
 
-def moving_graph(config):
-    """The reference takes over the policy when it is asked for the first time at a version."""
-    *others, train = downstream(config)
-    return [*(msgspec.structs.replace(mfc, post_hooks=(ParamRealloc("actor", "ref"),)) for mfc in others), train]
-
-
-def test_weights_that_a_call_on_arrivals_gives_away_are_not_published_meanwhile(tmp_path):
-    """Ranks that have parts of them would gather them for both, and not in the same order on each. A call waits for a
-    publication that was asked for before it."""
-    script = Script(seconds=lasting(ref_inf=3.0, reading=5.0, Publish=2.0, actor_train=1.0, ClearDataCache=2.0))
-    config = configured(tmp_path, algorithm={"kl_coef": 0.1}, trainer={"graph": f"{__name__}:moving_graph"})
-    _, run = whole_run(config, script)
-    giving = [event for event in run.workers.named("ref_inf") if event.call.post_hooks]
-    assert len(giving) >= 3
-    for publication in run.workers.named("Publish"):
-        assert not any(event.begin < publication.begin < event.end for event in giving)
-
-
 def test_gservers_are_compared_at_every_version_that_is_trained_from(tmp_path):
     """Also where no response is of age 0; one that differs is named, and ends the run."""
 
@@ -303,13 +237,6 @@ def test_gservers_are_compared_at_every_version_that_is_trained_from(tmp_path):
     assert [round(found["logprob_diff_mean/gserver_1"], 3) for found in figures] == [0, 0, 0, 0, 0.1]
     assert {found["logprob_diff_mean/gserver_0"] for found in figures} == {0.0}
     assert any("sampling_diff_mean" not in found for found in figures)
-
-
-def test_nobody_waits_for_gservers_to_be_asked(tmp_path):
-    script = Script(seconds=lasting(HaveScored=50.0, actor_train=3.0, Publish=1.0))
-    _, run = whole_run(configured(tmp_path), script)
-    assert run.workers.named("actor_train")[-1].end < 50
-    assert {report.metrics["gservers_compared"] for report in run.manager.reports} == {0}
 
 
 def test_checkpoints_come_after_the_right_steps_and_say_how_far_the_run_was(tmp_path):
@@ -351,20 +278,6 @@ def test_snapshots_are_taken_after_steps_without_a_checkpoint(tmp_path, monkeypa
     assert virtually(work(reads_snapshots=False)) == [("step-000004", False)], "model worker 0 is on another host"
 
 
-def test_a_step_is_written_down_before_its_checkpoint_is(tmp_path):
-    """Else a run that is killed between the two goes on without the step's figures."""
-    config = configured(tmp_path, run={"total_train_steps": 5}, trainer={"save_every": "2 steps"})
-    written = []
-
-    def seconds(name, count):
-        if name == "Save":
-            written.append(len((config.run_dir / "metrics.jsonl").read_text().splitlines()))
-        return 30.0 if name == "Publish" else 0.0
-
-    whole_run(config, Script(seconds=seconds))
-    assert written == [2, 4, 5]
-
-
 def moving_away(*, first):
     """Figures of a policy that is near its data, and from the step from version `first` on far from it."""
 
@@ -382,27 +295,6 @@ def losing_reward(*, first):
         return msgspec.structs.replace(make_group(seq, versions), rewards=np.full(2, float(seq < first), np.float32))
 
     return group
-
-
-def test_a_run_that_collapses_is_told_and_goes_on(tmp_path, caplog):
-    script = Script(figures=moving_away(first=30), group=losing_reward(first=140))
-    config = configured(tmp_path, run={"total_train_steps": 45})
-    reason, run = whole_run(config, script)
-    assert reason == "45 steps are done"
-    health = [report.health for report in run.manager.reports]
-    states = [found.state for found in health]
-    assert sorted(set(states)) == ["collapsing", "healthy", "warning"]
-    assert 30 <= states.index("warning") < 35 <= states.index("collapsing") < 40
-    written = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [step["health"].get("state", "healthy") for step in written] == states
-    assert health[-1].turn[0].startswith("staleness.max_staleness=1")
-    told = [record.message for record in caplog.records if "staleness.max_staleness=1" in record.message]
-    assert len(told) == 2
-    assert "may be about to fall apart" in told[0]
-    assert "is collapsing" in told[1]
-    assert "reward fallen from 1.000" in told[1]
-    assert {event.call.lr_scale for event in run.workers.named("actor_train")} == {1.0}
-    assert "lr_scale" not in run.manager.reports[-1].metrics
 
 
 def test_a_run_in_trouble_is_slowed_on_all_ranks_alike_and_stays_so_when_it_is_resumed(tmp_path):
@@ -472,41 +364,6 @@ def test_an_evaluation_is_asked_for_once_the_gservers_have_the_version(tmp_path)
     assert [over for _, over, _ in run.manager.evaluated] == [False, False, False, True]
     written = (config.run_dir / "evaluations.jsonl").read_text().splitlines()
     assert [json.loads(line)["policy_version"] for line in written] == [0, 2, 4, 5]
-
-
-def test_a_run_whose_last_evaluation_was_cut_off_makes_that_and_nothing_else(tmp_path):
-    """Its last checkpoint stays as it is: gservers may still read it."""
-    config = configured(tmp_path, evaluation={"at_end": True})
-    whole_run(config, Script())
-    (config.run_dir / "evaluations.jsonl").unlink()
-    final = config.run_dir / "checkpoints" / "final"
-    again = msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, resume_from=str(final)))
-    reason, run = whole_run(again, Script())
-    assert (reason, run.steps, run.workers.named("Save")) == ("6 steps are done", [], [])
-    assert [version for version, _, _ in run.manager.evaluated] == [6]
-    assert progress.evaluated(config.run_dir, policy_version=6)
-    reason, run = whole_run(again, Script())
-    assert (reason, run.steps, run.manager.evaluated) == ("6 steps are done", [], [])  # nothing is left to do
-    more = msgspec.structs.replace(again, run=msgspec.structs.replace(again.run, total_train_steps=7))
-    _, run = whole_run(more, Script())
-    assert [event.call.progress.policy_version for event in run.workers.named("Save")] == [7]
-
-
-def test_gservers_get_weights_during_the_last_evaluation(tmp_path):
-    async def work():
-        config = configured(tmp_path, evaluation={"at_end": True}, trainer={"save_at_end": False})
-        async with pretended(config, Script(seconds=lasting(evaluation=100.0))) as run:
-            await run.master.run()
-            finishing = asyncio.create_task(run.master.finish())
-            await run.manager.until(lambda: run.manager.evaluated)
-            run.manager.lacking.add("gserver/0")
-            run.manager.wake()
-            await asyncio.sleep(50.0)
-            assert not run.manager.lacking
-            assert not finishing.done()
-            assert await finishing == ""
-
-    virtually(work())
 
 
 def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_no_other(tmp_path):
@@ -641,19 +498,6 @@ def test_a_run_ends_by_steps_epochs_or_reward(tmp_path, settings, script, reason
     assert [line["seqs"] for line in lines] == run.steps
 
 
-def test_a_synchronous_graph_ends_too_when_the_last_groups_are_given_up(tmp_path):
-    config = configured(
-        tmp_path,
-        run={"total_train_steps": None, "total_train_epochs": 1},
-        trainer={"graph": "synchronous"},
-        staleness={"max_staleness": 0},
-    )
-    script = Script(rows=6, rejects=lambda seq: seq >= 4, seconds=lasting(Generate=5.0))
-    reason, run = whole_run(config, script)
-    assert reason == "1 epochs are done after 1 steps"
-    assert run.steps == [[0, 1, 2, 3]]
-
-
 @pytest.mark.parametrize("busy_with", ["Initialize", "ref_inf", "actor_train", "Publish", "Save"])
 def test_a_run_that_is_stopped_ends_at_once_whatever_it_is_busy_with(tmp_path, busy_with):
     async def work():
@@ -757,46 +601,6 @@ def test_a_run_goes_on_with_other_batches_and_bounds(tmp_path, changed, over_age
     assert [line["seqs"] for line in lines] == begun.steps[:5] + run.steps
 
 
-def test_a_run_that_goes_on_with_other_batches_ends_with_its_epochs(tmp_path):
-    """41 of the first run's groups are given up or trained on when it is saved, in batches of 4."""
-    epochs = {"total_train_steps": None, "total_train_epochs": 3}
-    script = Script(rejects=lambda seq: seq % 10 == 7, tokens=lambda seq: 1 + seq % 5, rows=30)
-    config = configured(tmp_path, run={"total_train_steps": 9}, trainer={"save_every": "9 steps"})
-    _, begun = whole_run(config, script)
-    folder = config.run_dir / "checkpoints" / "step-000009"
-    consumed = progress.read(folder).groups_consumed
-    config = configured(tmp_path, run=epochs | {"resume_from": str(folder)}, trainer={"batch_groups": 7})
-    reason, run = whole_run(config, script)
-    assert reason == f"3 epochs are done after {9 + len(run.steps)} steps"
-    assert_exactly_once(run, flat(begun.steps))
-    ledger = run.manager.ledger
-    assert 90 <= 36 + 7 * len(run.steps) + len(ledger.rejected) < 90 + 7
-    assert consumed < 90
-
-
-def test_a_run_that_has_gone_back_and_ends_before_its_next_checkpoint_goes_on_from_there(tmp_path):
-    """And not from one of the steps that it left, which its records no longer have."""
-    whole_run(configured(tmp_path, trainer={"save_every": "2 steps"}), Script())
-    older = tmp_path / "pretended" / "checkpoints" / "step-000002"
-    config = configured(
-        tmp_path, run={"total_train_steps": 3, "resume_from": str(older)}, trainer={"save_at_end": False}
-    )
-    progress.begin_lineage(config)
-    whole_run(config, Script())
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3]
-    assert progress.checkpoints(config.run_dir)[-1] == older
-
-
-def test_a_run_that_begins_anew_has_no_steps_of_the_start_before(tmp_path):
-    """On a machine with a disk of its own, where a master has made steps and no checkpoint."""
-    config = configured(tmp_path, run={"total_train_steps": 3}, trainer={"save_at_end": False})
-    whole_run(config, Script())
-    _, run = whole_run(config, Script())
-    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["seqs"] for line in lines] == run.steps
-
-
 @pytest.mark.parametrize("busy_with", ["Initialize", "Generate", "ref_inf", "actor_train", "Publish", "Save"])
 def test_a_master_that_is_asked_to_leave_saves_its_last_step_and_ends_the_run(tmp_path, busy_with):
     """The step under way is completed; a batch that is not there yet is not waited for."""
@@ -829,19 +633,3 @@ def test_a_master_that_is_asked_to_leave_saves_its_last_step_and_ends_the_run(tm
     assert (made > 0) == (busy_with not in ("Initialize", "ref_inf"))
     found = progress.checkpoints(run.config.run_dir)
     assert [folder.name for folder in found] == [f"step-{made:06d}"] * bool(made)
-
-
-def test_a_stop_after_a_checkpoint_of_the_same_step_writes_no_second_one(tmp_path):
-    async def work():
-        script = Script(tokens=lambda seq: 4 if seq < 4 else 500)
-        config = configured(tmp_path, trainer={"save_every": "1 step"})
-        async with pretended(config, script) as run:
-            training = asyncio.create_task(run.master.run())
-            await asyncio.sleep(50.0)
-            run.master.leave()
-            await training
-            await run.master.finish()
-        return run
-
-    run = virtually(work())
-    assert [event.call.progress.policy_version for event in run.workers.named("Save")] == [1]

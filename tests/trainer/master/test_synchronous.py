@@ -9,7 +9,6 @@ import random
 import pytest
 
 from streamrl.config import from_dict
-from streamrl.errors import DeadlineExceeded
 from streamrl.ledger import Ledger, Selection
 from streamrl.rollout.synchronous import SynchronousRollout
 from streamrl.trainer.graph import graph_of
@@ -199,62 +198,6 @@ async def test_the_groups_of_a_worker_that_falls_silent_are_made_by_the_others(m
         lasting.asked.clear()
         await batches.make(2)  # the dead one is asked for nothing
         assert lasting.asked[0] == GenerateGroups(2)
-
-
-@pytest.mark.parametrize("dies_in", [GenerateGroups, ScoreGroups])
-async def test_a_worker_started_anew_makes_the_groups_of_its_predecessor(dies_in):
-    async with rollout_pool({"mute": [dies_in]}) as (batches, (dying,), start):
-        making = asyncio.create_task(batches.make(3))
-        await dying.silent.wait()
-        await dying.die()
-        successor = start(0)
-        await asyncio.wait_for(making, 15)  # well before the silence of 20 s would have been noticed
-        assert successor.asked[0] == GenerateGroups(3)
-        assert len(scored(successor)) == 3
-
-
-async def test_what_a_worker_stored_before_it_died_is_not_made_again():
-    async with rollout_pool({"mute": [ScoreGroups], "stores_unheard": 2}) as (batches, (dying,), start):
-        making = asyncio.create_task(batches.make(3))
-        await dying.silent.wait()
-        await dying.die()
-        successor = start(0)
-        await asyncio.wait_for(making, 15)
-        assert successor.asked == [GenerateGroups(1), ScoreGroups([3])]
-        assert batches.trained == [[0, 1, 3]]
-
-
-async def test_workers_are_asked_for_less_when_groups_arrive_that_were_taken_for_lost():
-    async with rollout_pool({}, {"mute": [ScoreGroups]}) as (batches, (_, dying), start):
-        making = asyncio.create_task(batches.make(6))
-        await dying.silent.wait()
-        await dying.die()
-        successor = start(1, mute=[GenerateGroups])  # would wait for groups that the ledger does not give out any more
-        await successor.silent.wait()
-        batches.buffer.put_batch([meta(seq) for seq in scored(dying)])
-        await asyncio.wait_for(making, 15)
-        assert len(batches.trained[0]) == 6
-
-
-async def test_a_group_that_was_stored_before_is_made_up_for(monkeypatch):
-    """By a predecessor of the worker, whom nobody waited for any more: the trainer has had it."""
-    monkeypatch.setattr("streamrl.trainer.master.synchronous.NEWS_SECONDS", 0.1)
-    async with rollout_pool({}) as (batches, (worker,), _):
-        store = worker._store
-        worker._store = lambda seqs: store([seq for seq in seqs if seq != 1])
-        await asyncio.wait_for(batches.make(3), 15)
-        assert batches.trained == [[0, 2, 3]]
-
-
-async def test_that_nobody_is_left_is_told(monkeypatch):
-    monkeypatch.setattr(request_reply, "SILENCE_SECONDS", 0.5)
-    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
-    async with rollout_pool({"mute": [GenerateGroups]}, timeout=2.0) as (batches, (dying,), _):
-        making = asyncio.create_task(batches.make(3))
-        await dying.silent.wait()
-        await dying.die()
-        with pytest.raises(DeadlineExceeded, match="no word from rollout/0, nor within another 2 s"):
-            await asyncio.wait_for(making, 30)
 
 
 class Station:

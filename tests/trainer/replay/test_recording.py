@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import math
-import os
 import threading
 from pathlib import Path
 
@@ -135,22 +134,6 @@ def test_no_damage_goes_unnoticed(tmp_path: Path, data: st.DataObject) -> None:
         assert str(file) in str(error)
 
 
-def test_a_file_of_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "FORMAT", "99")
-    write_step(tmp_path / "new", make_step())
-    monkeypatch.undo()
-    with pytest.raises(DataError, match="new: a record of format 99; this version of streamrl reads 5"):
-        read_step(tmp_path / "new")
-    rank = write_part(tmp_path, range(1, 2))
-    part = msgspec.json.decode((rank / "part.json").read_bytes(), type=RankRecording)
-    (rank / "part.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(part, format="0")))
-    with pytest.raises(DataError, match="format 0"):
-        read_recording(tmp_path / "run")
-    (rank / "part.json").write_text("{")
-    with pytest.raises(DataError, match=r"part\.json: this part of the record cannot be read"):
-        read_recording(tmp_path / "run")
-
-
 def test_a_record_has_the_steps_that_all_ranks_have(tmp_path: Path) -> None:
     """A run was killed: one rank wrote a step more, and was in the middle of another."""
     two = {"trainer": {"data_parallel": 2}}
@@ -164,23 +147,6 @@ def test_a_record_has_the_steps_that_all_ranks_have(tmp_path: Path) -> None:
     assert_same(steps[1], make_step(3, rank=1))
     with pytest.raises(DataError, match="step 4 is not in the record, which has 1 to 3"):
         found.load(4)
-
-
-def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has kept no record .* run\.record"):
-        read_recording(tmp_path)
-    rank = write_part(tmp_path, range(1, 5))
-    (rank / "step-000002.parquet").rename(tmp_path / "away")
-    with pytest.raises(DataError, match="rank-0: the file of step 2 is missing"):
-        read_recording(tmp_path / "run")
-    (tmp_path / "away").rename(rank / "step-000002.parquet")
-    (rank / "step-000003.parquet").write_bytes((rank / "step-000004.parquet").read_bytes())
-    found = read_recording(tmp_path / "run")
-    with pytest.raises(DataError, match=r"step-000003\.parquet: this is step 4"):
-        found.load(3)
-    write_part(tmp_path / "two", range(1, 3), trainer={"data_parallel": 2})
-    with pytest.raises(DataError, match="lacks rank-1: is it on that rank's host"):
-        read_recording(tmp_path / "two" / "run")
 
 
 class Disk:
@@ -199,33 +165,6 @@ class Disk:
             appear(file, content)
 
         monkeypatch.setattr(recording, "_appear", write)
-
-
-def test_a_full_disk_costs_nothing_if_there_is_room_again_soon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk = Disk(monkeypatch)
-    writer = RecordWriter(tmp_path / "run", make_part(tmp_path), warn_seconds=10, limit_seconds=30)
-    note = tmp_path / "run" / "record" / "from-000000" / "rank-0" / "stopped.txt"
-    size = note.stat().st_size
-    writer.keep(make_step(1))
-    while writer._on_their_way:
-        writer._on_their_way.popleft().result(30)
-    disk.full = True
-    for step in (2, 3, 4):
-        writer.keep(make_step(step))
-    while writer._on_their_way:
-        writer._on_their_way.popleft().result(30)
-    assert note.read_text().strip() == "step 2 cannot be written: [Errno 28] No space left on device"
-    assert note.stat().st_size == size, "a full disk has no room for the note but what it had"
-    assert [record.message for record in caplog.records if "the run continues" in record.message] != []
-    stopped = read_recording(tmp_path / "run").parts[0]
-    assert (stopped.last, stopped.stopped) == (1, f"rank 0: {note.read_text().strip()}")
-    disk.full = False
-    writer.keep(make_step(5))
-    writer.close()
-    whole = read_recording(tmp_path / "run").parts[0]
-    assert (whole.last, whole.stopped) == (5, "")
 
 
 def test_a_disk_that_stays_full_ends_the_record_and_not_the_run(
@@ -250,76 +189,6 @@ def test_a_disk_that_stays_full_ends_the_record_and_not_the_run(
     assert found.last == 1
     assert "step 2 cannot be written" in found.stopped
     assert "the record ends for good" in caplog.text
-
-
-def test_a_slow_disk_holds_two_steps_up_and_then_training_for_so_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk = Disk(monkeypatch)
-    writer = RecordWriter(tmp_path / "run", make_part(tmp_path), warn_seconds=0.05, limit_seconds=0.2)
-    disk.go_on.clear()
-    for step in (1, 2):
-        writer.keep(make_step(step))
-    assert "waits" not in caplog.text
-    writer.keep(make_step(3))
-    assert "training waits for the record" in caplog.text
-    assert "did not take a step in time; the run continues without" in caplog.text
-    disk.go_on.set()
-    writer.close()
-    assert read_recording(tmp_path / "run").parts[0].last <= 2
-
-
-def test_a_disk_that_is_full_or_slow_does_not_keep_a_checkpoint_from_being_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    disk = Disk(monkeypatch)
-    writer = RecordWriter(tmp_path / "run", make_part(tmp_path), warn_seconds=10, limit_seconds=2)
-    on_disk: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: on_disk.append(os.fstat(descriptor).st_ino))
-    disk.go_on.clear()
-    writer.keep(make_step(1))
-    writer.to_disk()
-    assert "the last steps of the record are not written yet" in caplog.text
-    disk.full = True
-    disk.go_on.set()
-    writer.to_disk()
-    disk.full = False
-    writer.keep(make_step(2))
-    writer.to_disk()
-    (folder,) = (tmp_path / "run" / "record").glob("from-*/rank-0")
-    for path in (folder / "part.json", *(folder / f"step-{step:06d}.parquet" for step in (1, 2)), folder):
-        assert path.stat().st_ino in on_disk
-    monkeypatch.setattr(os, "fsync", failing)
-    writer.keep(make_step(3))
-    writer.to_disk()
-    assert "may be lost with the machine: [Errno 28] No space left" in caplog.text
-    writer.close()
-
-
-def failing(descriptor: int) -> None:
-    raise NO_ROOM
-
-
-def test_a_folder_that_cannot_be_made_costs_the_record_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "run").write_text("a file")
-    writer = RecordWriter(tmp_path / "run", make_part(tmp_path), warn_seconds=1, limit_seconds=1)
-    writer.keep(make_step(1))
-    writer.close()
-    assert "there is no record" in caplog.text
-
-
-def test_a_start_of_the_run_that_recorded_nothing_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_part(tmp_path, range(1, 4))
-    disk = Disk(monkeypatch)
-    disk.full = True
-    write_part(tmp_path, range(4, 4))
-    assert "there is no record" in caplog.text
-    disk.full = False
-    write_part(tmp_path, range(7, 9))
-    found = read_recording(tmp_path / "run")
-    assert [(part.begins_at, part.last) for part in found.parts] == [(0, 3), (6, 8)]
 
 
 def test_a_resumed_run_takes_its_record_back_to_the_checkpoint(tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from streamrl.config import Config, from_dict, overridden
 from streamrl.device import compute_with
-from streamrl.errors import ConfigError, DataError, ModelError
+from streamrl.errors import ConfigError
 from streamrl.launch.replay import comparison_table, outcome_of, prepare, verdict
 from streamrl.records import progress
-from streamrl.records.metrics import METRICS_FILE, StepReport
+from streamrl.records.metrics import METRICS_FILE
 from streamrl.records.view import read_run
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
@@ -28,18 +27,17 @@ from streamrl.trainer.calls import (
     Function,
     Inference,
     MinibatchShare,
-    ParamRealloc,
     Save,
     Sibling,
     Trained,
     TrainStep,
 )
-from streamrl.trainer.graph import MFC, SEQUENCE_KEYS, STREAM_KEYS, graph_of
+from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.executor import hooks_of
 from streamrl.trainer.redistributor import deal
 from streamrl.trainer.replay import process as replaying
-from streamrl.trainer.replay.plan import Difference, ReplayBatch, ReplayOutcome, ReplayPlan, changes, computed, stretch
+from streamrl.trainer.replay.plan import ReplayBatch, ReplayOutcome, ReplayPlan, changes, computed, stretch
 from streamrl.trainer.replay.recording import RecordedStep, read_recording
 from streamrl.trainer.roles.advantages import assign_credit
 from streamrl.trainer.roles.items import TrainItem
@@ -49,7 +47,6 @@ from streamrl.trainer.worker.data import WorkerData
 from streamrl.types import SampleMeta
 from tests.runs import read_steps
 from tests.trainer.models import random_group, save_model
-from tests.trainer.replay.test_recording import write_part
 
 GROUPS = 4
 
@@ -221,26 +218,6 @@ def test_a_resumed_run_is_replayed_in_one_go(tmp_path: Path) -> None:
     assert stretch(read_recording(config.run_dir)) == (1, 3, "from there on the run had another trainer.lr")
 
 
-def test_a_record_that_begins_at_a_checkpoint(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    silent = overridden(config, ["run.record=false"])
-    record(silent, range(1, 3), save=True)
-    checkpoint = config.run_dir / "checkpoints" / "mid"
-    record(overridden(config, [f"run.resume_from={checkpoint}"]), range(3, 6))
-    outcome = replay(config, tmp_path)
-    assert (outcome.first_step, outcome.last_step, outcome.difference) == (3, 5, None)
-    moved = tmp_path / "moved" / "run"
-    moved.parent.mkdir()
-    config.run_dir.rename(moved)
-    elsewhere = overridden(config, [f"run.dir={moved.parent}"])
-    assert replay(elsewhere, tmp_path, to="of the moved one").difference is None
-    (moved / "checkpoints" / "mid").rename(moved / "checkpoints" / "away")
-    with pytest.raises(
-        ConfigError, match=r"begins at version 2, from the checkpoint .*mid, which is not there any more"
-    ):
-        replay(elsewhere, tmp_path, to="late")
-
-
 def test_another_objective_on_the_same_data(tmp_path: Path) -> None:
     """Its loss in the first step, where the weights are the recorded run's, is what the objective's function gives."""
     config = configured(tmp_path, algorithm={"proximal": "behavior"})
@@ -260,21 +237,6 @@ def test_another_objective_on_the_same_data(tmp_path: Path) -> None:
     without = [msgspec.structs.replace(step, token_ages={}) for step in steps]  # all tokens were masked
     (tmp_path / "again" / METRICS_FILE).write_bytes(b"".join(msgspec.json.encode(step) + b"\n" for step in without))
     assert list(comparison_table(outcome, tmp_path / "again").columns[2].cells) == ["–"] * 3
-
-
-def test_the_table_of_a_replay_fits_into_80_columns(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("recorded", "replayed")]
-    figures = {"loss": -0.064, "grad_norm": 0.644, "effective_sample_size": 1.0, "clip_share": 0.12, "reward_mean": 0.5}
-    for folder in folders:
-        folder.mkdir()
-        step = StepReport(step=1000, time=0.0, metrics=figures, token_ages={1: 3})
-        (folder / METRICS_FILE).write_bytes(msgspec.json.encode(step))
-    outcome = ReplayOutcome(str(folders[0]), 1000, 1000, changed={}, difference=None, environment={})
-    console = Console(width=80)
-    with console.capture() as told:
-        console.print(comparison_table(outcome, folders[1]))
-    for shown in ("1000", "-0.064 → -0.064", "0.644 → 0.644", "1.000 → 1.000", "12% → 12%"):
-        assert shown in told.get()
 
 
 def ess(answer: Trained) -> float:
@@ -336,26 +298,6 @@ def expected_loss(config: Config) -> float:
     return total
 
 
-def test_what_the_record_lacks_is_computed(tmp_path: Path) -> None:
-    """Several minibatches want `actor_inf`, and a KL term the reference, which the run had not."""
-    config = configured(tmp_path)
-    record(config, range(1, 4))
-    outcome = replay(config, tmp_path, "algorithm.minibatches=2", "algorithm.kl_coef=0.1", "staleness.max_staleness=0")
-    assert len(outcome.changed) == 3
-    steps = read_run(tmp_path / "again").steps
-    assert [step.metrics["kl"] > 0 for step in steps] == [True, True, True]
-    assert all(set(step.token_ages) <= {0} for step in steps)
-    assert steps[2].metrics["tokens_masked"] > 0
-
-
-def test_first_weights_that_have_changed_are_refused(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    record(config, range(1, 2))
-    save_model(tmp_path / "model", seed=1)
-    with pytest.raises(ModelError, match="first weights of the actor are not those that the recorded run began with"):
-        replay(config, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("override", "why"),
     [
@@ -377,63 +319,6 @@ def test_what_cannot_be_changed_is_refused_by_name(tmp_path: Path, override: str
     with pytest.raises(ConfigError, match=why):
         prepare(config.run_dir, to=None, steps=None, overrides=[override])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "run"], "nothing is left behind"
-
-
-def test_the_replays_folder(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    record(config, range(1, 4))
-    first = prepare(config.run_dir, to=None, steps=2, overrides=["metrics.plots=true"])
-    assert first.config.run_dir == tmp_path / "run-replay"
-    assert first.steps == (1, 2, "")
-    assert not first.config.run.record
-    assert prepare(config.run_dir, to=None, steps=9, overrides=[]).config.run_dir == tmp_path / "run-replay-2"
-    with pytest.raises(ConfigError, match=r"--to .*run: this folder is not empty"):
-        prepare(config.run_dir, to=config.run_dir, steps=None, overrides=[])
-    with pytest.raises(ConfigError, match="no replay that came to its end"):
-        outcome_of(tmp_path / "run-replay")
-    with pytest.raises(ConfigError, match="nowhere: no such folder"):
-        prepare(tmp_path / "nowhere", to=None, steps=None, overrides=[])
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="no record"):
-        prepare(tmp_path / "empty", to=None, steps=None, overrides=[])
-
-
-def test_changes_that_change_no_number(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    same = overridden(config, ["metrics.plots=true", "run.name=x", "trainer.save_at_end=false"])
-    assert changes(config, same) == {}
-    assert changes(config, overridden(config, ["algorithm.minibatches=2"])) == {"algorithm.minibatches": (1, 2)}
-
-
-def test_why_a_record_ends(tmp_path: Path) -> None:
-    write_part(tmp_path, range(1, 4))
-    write_part(tmp_path, range(6, 8))
-    (tmp_path / "run/record/from-000000/rank-0/stopped.txt").write_text("step 4 cannot be written: no room")
-    found = stretch(read_recording(tmp_path / "run"))
-    assert found == (1, 3, "steps 4 to 5 were not recorded (rank 0: step 4 cannot be written: no room)")
-    for step in (1, 2, 3):
-        (tmp_path / f"run/record/from-000000/rank-0/step-{step:06d}.parquet").unlink()
-    with pytest.raises(DataError, match=r"the record has no whole step .*no room"):
-        stretch(read_recording(tmp_path / "run"))
-
-
-def test_weights_are_given_once_in_a_step_however_many_calls_it_has() -> None:
-    """A second time a part of them would be taken again."""
-    hook = ParamRealloc("actor", "ref", share=0.5)
-    keys = frozenset({"ref_logprobs"})
-    mfcs = [
-        MFC("ref_inf", "ref", "inference", SEQUENCE_KEYS, keys, groups=2, pre_hooks=(hook,)),
-        MFC("actor_train", "actor", "train_step", STREAM_KEYS | keys, frozenset()),
-    ]
-    groups = [random_group(seq, np.random.default_rng(seq), versions=(0, 2)) for seq in range(4)]
-    parts = [Inference("ref_inf", [0, 1], [hook]), Inference("ref_inf", [2, 3])]
-    tokens = sum(int(group.packed_loss_mask.sum()) for group in groups)
-    train = TrainStep("actor_train", 1, -1, [MinibatchShare([0, 1, 2, 3], tokens, 16)])
-    step = RecordedStep(2, 0, [*parts, train], [], groups, {})
-    config = from_dict({"trainer": {"batch_groups": 4}, "staleness": {"max_staleness": 2}})
-    for changed in ([], ["algorithm.minibatches"]):
-        plan = ReplayPlan(config, mfcs, rank=0, policy_version=1, changed=changed)
-        assert plan.calls(ReplayBatch([step])) == [*parts, train]
 
 
 @given(st.data())
@@ -496,29 +381,3 @@ def test_without_changes_the_calls_are_the_recorded_ones(data: st.DataObject) ->
 
 def dealt_tokens(step: RecordedStep) -> list[int]:
     return [m.loss_tokens for call in step.calls if isinstance(call, TrainStep) for m in call.minibatches]
-
-
-def test_a_verdict_names_what_differs() -> None:
-    same = ReplayOutcome("runs/a", 1, 8, {}, None, {})
-    assert (
-        verdict(same)
-        == "steps 1 to 8 of runs/a: loss, gradient norm and every other figure are the recorded ones, bit for bit"
-    )
-    other = msgspec.structs.replace(
-        same,
-        difference=Difference(3, 1, "actor_train: grad_norm", "0.1", "0.2"),
-        environment={"threads": ("1", "2"), "torch": ("2.9", "2.10")},
-    )
-    assert verdict(other) == (
-        "step 3, rank 1: actor_train: grad_norm is 0.2, and was recorded as 0.1; "
-        "the likely cause: threads '2' instead of '1', torch '2.10' instead of '2.9'"
-    )
-
-
-def test_a_replays_figures_are_read_like_a_runs(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    record(config, range(1, 3))
-    replay(config, tmp_path, steps=1)
-    (step,) = read_run(tmp_path / "again").steps
-    assert isinstance(step, StepReport)
-    assert {"reward_mean", "loss", "grad_norm", "tokens_trained", "step_seconds"} <= step.metrics.keys()

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from streamrl.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from streamrl.errors import ModelError, TrainingError
 from streamrl.export import copy_settings
 from streamrl.safetensors_files import MODEL, bytes_of_parts, file_name, write_bytes
 from streamrl.trainer.algorithms.losses import KLCoefficient
@@ -183,21 +182,6 @@ def test_a_step_tells_what_it_found_of_one_response_before_the_update(tmp_path, 
     assert elsewhere.compared == []
     again = policy.train(items, loss_tokens=60, episodes=20, before_update=lambda: None, compared=Sibling(3, 2))
     assert again.compared != pytest.approx(want.tolist(), abs=1e-3)
-
-
-def test_bfloat16_computes_near_float32_on_float32_master_weights(tmp_path):
-    folder = save_model(tmp_path / "model")
-    groups = make_groups(3)
-    exact, rough = make_backend(folder), make_backend(folder, dtype=torch.bfloat16)
-    pairs = zip(*(b.logprobs(groups, reference=False) for b in (exact, rough)), strict=True)
-    differences = np.concatenate([np.abs(a - b) for a, b in pairs])
-    assert 0 < differences.max() < 0.05
-    items = [make_item(group) for group in groups]
-    for backend in (exact, rough):
-        backend.train(items, loss_tokens=60, episodes=12, before_update=lambda: None)
-    for (name, a), (_, b) in zip(exact.named_weights(), rough.named_weights(), strict=True):
-        assert b.dtype == torch.float32
-        assert float((a - b).abs().max()) < 1e-3, name
 
 
 def loop_advantages(items, algorithm, kl_coef):
@@ -390,47 +374,6 @@ def test_gradients_and_three_steps_equal_a_loop(tmp_path, name, episodes):
             kl_coef *= 1 + max(-0.2, min(0.2, error)) / algorithm.kl_horizon
 
 
-@pytest.mark.parametrize(
-    ("pull", "age", "changes"),
-    [(0.0, 3, False), (0.1, 0, False), (0.1, 3, True)],
-    ids=["no pull", "on-policy", "a pull to the older policy"],
-)
-def test_groups_without_contrast_are_counted_and_change_nothing_but_by_a_pull(tmp_path, pull, age, changes):
-    folder = save_model(tmp_path / "model")
-    algorithm = AlgorithmConfig(behavior_kl_coef=pull)
-    items = [make_item(group) for group in make_groups(3)]
-    items[1].group.rewards[:] = 0.1
-    for item in items:
-        item.age[:] = age
-    tokens = sum(int(item.group.packed_loss_mask.sum()) for item in items)
-    with_all = make_backend(folder, algorithm=algorithm)
-    with_all.train(items, loss_tokens=tokens, episodes=12, before_update=lambda: None)
-    without = make_backend(folder, algorithm=algorithm)
-    without.train([items[0], items[2]], loss_tokens=tokens, episodes=12, before_update=lambda: None)
-    pairs = list(zip(with_all.named_weights(), without.named_weights(), strict=True))
-    assert all(torch.equal(a, b) for (_, a), (_, b) in pairs) != changes
-
-
-def test_over_age_tokens_have_no_gradient(tmp_path):
-    folder = save_model(tmp_path / "model")
-    backend = make_backend(folder)
-    group = make_groups(1)[0]
-    item = make_item(group, oldest=100)
-    found = backend.train([item], loss_tokens=1, episodes=4, before_update=lambda: None)
-    assert found.maxima["grad_norm"] == 0.0
-    assert found.sums.get("tokens", 0) == 0
-
-
-def test_a_gradient_that_is_no_number_stops_before_the_weights_change(tmp_path):
-    backend = make_backend(save_model(tmp_path / "model"))
-    before = [w.clone() for _, w in backend.named_weights()]
-    group = make_groups(1)[0]
-    group.packed_behavior_logprobs[group.packed_loss_mask] = np.nan
-    with pytest.raises(TrainingError, match="gradient norm is nan"):
-        backend.train([make_item(group)], loss_tokens=5, episodes=4, before_update=lambda: None)
-    assert all(torch.equal(a, w) for a, (_, w) in zip(before, backend.named_weights(), strict=True))
-
-
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.2])
 def test_many_logits_in_chunks_give_the_same_gradient(tmp_path, monkeypatch, entropy_coef):
     folder = save_model(tmp_path / "model")
@@ -483,16 +426,6 @@ def test_a_run_that_goes_on_equals_one_that_never_stopped(tmp_path):
         assert got.maxima == wanted.maxima
     for (name, a), (_, b) in zip(whole.named_weights(), second.named_weights(), strict=True):
         assert torch.equal(a, b), name
-
-
-def test_state_of_another_model_is_refused(tmp_path):
-    backend = make_backend(save_model(tmp_path / "model"))
-    with pytest.raises(ModelError, match="cannot be taken over"):
-        backend.load_state(tmp_path)
-    backend.train([make_item(g) for g in make_groups(2)], loss_tokens=50, episodes=8, before_update=lambda: None)
-    backend.save(tmp_path)
-    with pytest.raises(ModelError, match="cannot be taken over"):
-        make_backend(save_model(tmp_path / "other", "qwen3")).load_state(tmp_path)
 
 
 SPREAD = {

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from streamrl.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
-from streamrl.errors import TrainingError
 from streamrl.trainer.algorithms.advantages import gae
-from streamrl.trainer.algorithms.losses import KLCoefficient, clipped_value_loss
+from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec, Ranks
 from streamrl.trainer.backends.torch import TorchModel
 from streamrl.trainer.layout import Layout
@@ -43,23 +42,6 @@ def test_gae_is_the_sum_that_defines_it(responses):
     got = gae(flat[:, 0], flat[:, 1], lengths, gamma=GAMMA, gae_lambda=LAMBDA)
     want = [a for response in responses for a in loop_gae(*map(list, zip(*response, strict=True)))]
     assert got.tolist() == pytest.approx(want, abs=1e-9)
-
-
-def test_the_value_clip_takes_the_larger_error():
-    values = torch.tensor([0.0, 1.0, 3.0], requires_grad=True)
-    old, returns = torch.tensor([0.1, 0.0, 2.9]), torch.tensor([1.0, 2.0, 0.0])
-    found = clipped_value_loss(values, old, returns, clip=0.2)
-    assert found.loss.tolist() == pytest.approx([0.5, 1.62, 4.5])
-    assert found.clipped.tolist() == [False, True, False]
-    found.loss.sum().backward()
-    assert values.grad.tolist() == pytest.approx([-1.0, 0.0, 3.0])
-
-
-def test_a_value_within_the_clip_does_not_count_as_clipped():
-    generator = torch.Generator().manual_seed(0)
-    values, old, returns = (torch.randn(1000, generator=generator) * 0.05 for _ in range(3))
-    found = clipped_value_loss(values, old, returns, clip=1.0)
-    assert not found.clipped.any()  # although old + (new - old) is not always new
 
 
 def save_critic(folder, *, seed=3):
@@ -205,15 +187,6 @@ def test_a_checkpoint_without_a_scalar_head_starts_at_zero_and_is_saved_with_one
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert loaded.score.weight.shape == (1, 32)
     assert type(loaded).__name__ == "LlamaForSequenceClassification"
-
-
-def test_a_critic_without_gae_says_what_to_set(tmp_path):
-    folder = save_model(tmp_path / "model")
-    _, critic = roles(folder, folder, AlgorithmConfig(), CriticConfig())
-    item = make_item(make_groups(1)[0])
-    item.values = np.zeros(item.group.tokens, np.float32)
-    with pytest.raises(TrainingError, match=r"algorithm\.advantage"):
-        train(critic, [item], Minibatch(5, 4), 0)
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])

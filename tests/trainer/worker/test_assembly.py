@@ -127,57 +127,6 @@ def test_a_model_with_other_tokens_is_refused(tmp_path: Path, role: str, algorit
         Assembly(config, roles=graph_of(config).roles, model_dir=policy, rank=0, device=torch.device("cpu"))
 
 
-SHARE, TIMES = 0.05, 20
-
-
-def _average(source, target):
-    """Move all of `source` by a thousandth, and `target` after it; raise unless it goes as far as it should."""
-    before = {name: weight.float().clone() for name, weight in target.gather_weights()}
-    goal = {name: weight * 1.001 for name, weight in before.items()}
-    source.load_weights(goal.items())
-    for _ in range(TIMES):
-        give_weights(source, target, share=SHARE, world=1)
-    left = (1 - SHARE) ** TIMES
-    for name, weight in target.gather_weights():
-        wanted = left * before[name] + (1 - left) * goal[name]
-        torch.testing.assert_close(weight.float(), wanted, rtol=1e-5, atol=1e-7, msg=name)
-
-
-def test_a_reference_that_is_a_moving_average_moves_in_bfloat16_too(tmp_path: Path) -> None:
-    folder = save_model(tmp_path / "model")
-    config = from_dict(
-        {
-            "model": {"path": str(folder)},
-            "trainer": {"dtype": "bfloat16"},
-            "algorithm": {"kl_coef": 0.1, "ref_update_every": 1, "ref_update_share": SHARE},
-            "run": {"device": "cpu"},
-        }
-    )
-    cpu = torch.device("cpu")
-    assembly = Assembly(config, roles=frozenset({"actor", "ref"}), model_dir=folder, rank=0, device=cpu)
-    _average(assembly.actor.model, assembly.roles["ref"].model)
-
-
-def _average_of_megatron(rank: int, folder: Path) -> None:
-    from streamrl.trainer.backends.megatron.model import MegatronModel
-
-    spec = make_spec(folder, lr=None, averaged=True, dtype=torch.bfloat16)
-    target = MegatronModel(spec, layout=Layout(), rank=rank, timeout_seconds=TIMEOUT_SECONDS)
-    computed = {name: parameter.clone() for name, parameter in target._module.named_parameters()}
-    _average(TorchModel(make_spec(folder)), target)
-    moved = [not torch.equal(parameter, computed[name]) for name, parameter in target._module.named_parameters()]
-    assert any(moved)  # it computes with the average, rounded
-    target.offload()
-    target.onload()
-    assert {weight.dtype for _, weight in target.gather_weights()} == {torch.float32}
-    target.close()
-
-
-def test_a_moving_average_of_megatron_moves_in_bfloat16_too(tmp_path: Path) -> None:
-    pytest.importorskip("megatron.core")
-    run_world(1, _average_of_megatron, save_model(tmp_path / "model"))
-
-
 def test_weights_are_given_and_published_across_layouts_and_backends(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core")
     save_models(tmp_path)

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from streamrl import config as configuration
-from streamrl.errors import ConfigError
 from streamrl.machine import machine_identity
-from streamrl.trainer.worker.publisher import Carrier, Carriers, carriers_for
-from streamrl.trainer.worker.weight_files import WeightFiles, has_room
+from streamrl.trainer.worker.publisher import Carrier, carriers_for
+from streamrl.trainer.worker.weight_files import WeightFiles
 from streamrl.trainer.worker.weight_memory import WeightMemory
 from streamrl.transport.addresses import LOCAL
-from streamrl.transport.collective import Broadcaster, backend_for
+from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import GserverPlaces
 
 MODEL = {"path": "scratch", "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}}
@@ -76,27 +75,9 @@ def test_otherwise_weights_are_broadcast(
     assert f"weights.mode: collective, because {why}" in caplog.text
 
 
-def test_adapters_go_to_sglang_in_files_wherever_it_is(tmp_path: Path) -> None:
-    for machines in ((HERE,), (AWAY,), ()):
-        files = carrier(tmp_path, machines=machines, model=MODEL | {"lora": {"rank": 2}}, gserver={"engine": "sglang"})
-        assert isinstance(files, WeightFiles)
-        files.close()
-
-
 @pytest.mark.parametrize("machines", [(AWAY,), (HERE, AWAY), ()])
 def test_gservers_elsewhere_get_a_broadcast(tmp_path: Path, machines: Sequence[str]) -> None:
     assert isinstance(carrier(tmp_path, machines=machines), Broadcaster)
-
-
-def test_the_way_changes_with_the_gservers(tmp_path: Path) -> None:
-    config = configuration.from_dict({"model": MODEL, "run": {"dir": str(tmp_path)}})
-    carriers = carriers_for(
-        config, listening=LOCAL.listening, backend="gloo", dtype=torch.float32, device=CPU, numbers=1000
-    )
-    found = [carriers.choose(GserverPlaces(machines, [""])) for machines in ([HERE], [HERE, AWAY], [HERE])]
-    assert [type(each) for each in found] == [WeightFiles, Broadcaster, WeightFiles]
-    assert found[0] is found[2]
-    carriers.close()
 
 
 ON_GPU: dict[str, Any] = {"device": torch.device("cuda", 0), "gpu": "GPU-1", "gpu_memory": 12_000}
@@ -135,22 +116,6 @@ def test_others_get_a_broadcast_from_a_trainer_on_a_gpu(
     assert why in caplog.text
 
 
-def test_under_windows_weights_are_broadcast_to_the_same_gpu(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    caplog.set_level("INFO")
-    monkeypatch.setattr("streamrl.trainer.worker.publisher.GPUS_OF_WINDOWS", tmp_path)
-    assert isinstance(carrier(tmp_path, gpus=["GPU-1"], **ON_GPU), Broadcaster)
-    assert "processes cannot share a GPU's memory under Windows (WSL 2)" in caplog.text
-
-
-def test_the_way_changes_when_a_gserver_comes_on_another_gpu(tmp_path: Path) -> None:
-    far, near = object(), object()
-    carriers = Carriers(far, near=near, machine=HERE, gpu="GPU-1")  # type: ignore[arg-type]
-    found = [carriers.choose(GserverPlaces([HERE], gpus)) for gpus in (["GPU-1"], ["GPU-1", "GPU-2"], ["GPU-1"])]
-    assert found == [near, far, near]
-
-
 def test_room_on_the_gpu_is_looked_for_when_weights_are_ready_and_until_they_have_it(tmp_path: Path) -> None:
     """After a step what training takes is no longer free, and what it has taken already is not asked for again. As the
     models are loaded neither is known: another number of bytes for each weight is to come with each backend."""
@@ -171,31 +136,3 @@ def test_room_on_the_gpu_is_looked_for_when_weights_are_ready_and_until_they_hav
         found.append(type(carriers.choose(GserverPlaces([HERE], ["GPU-1"]))))
     assert found == [Broadcaster, WeightMemory, WeightMemory]
     carriers.close()
-
-
-def test_a_mode_that_was_chosen_is_taken(tmp_path: Path) -> None:
-    assert isinstance(carrier(tmp_path, weights={"mode": "collective"}), Broadcaster)
-
-
-def test_over_gloo_weights_are_sent_from_the_cpu(tmp_path: Path) -> None:
-    """They come there first from a GPU, which does not have to be there for that."""
-    assert isinstance(carrier(tmp_path, device=torch.device("cuda")), Broadcaster)
-
-
-@pytest.mark.parametrize(
-    ("device", "chosen", "backend"),
-    [("cpu", "auto", "gloo"), ("cuda", "auto", "nccl"), ("cuda", "gloo", "gloo"), ("cuda", "nccl", "nccl")],
-)
-def test_the_backend_is_that_of_the_device_unless_it_is_chosen(device: str, chosen: str, backend: str) -> None:
-    weights = configuration.from_dict({"weights": {"backend": chosen}}).weights
-    assert backend_for(weights, torch.device(device)) == backend
-
-
-def test_a_host_without_shared_memory_has_no_room_there(tmp_path: Path) -> None:
-    assert has_room(1, tmp_path)
-    assert not has_room(1, tmp_path / "missing")
-
-
-def test_a_backend_is_of_a_broadcast() -> None:
-    with pytest.raises(ConfigError, match=r"weights.backend is of weights.mode"):
-        configuration.from_dict({"weights": {"mode": "disk", "backend": "gloo"}})

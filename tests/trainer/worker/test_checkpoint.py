@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,13 +14,12 @@ import pytest
 import torch
 
 from streamrl.config import Config, from_dict
-from streamrl.errors import DeadlineExceeded, ModelError, PeerLost
-from streamrl.models import initial_checkpoint, load_tokenizer
+from streamrl.errors import DeadlineExceeded, PeerLost
 from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.trainer.calls import ParamRealloc
 from streamrl.trainer.graph import MFC, downstream
-from streamrl.trainer.worker.assembly import Assembly, resume
+from streamrl.trainer.worker.assembly import Assembly
 from streamrl.trainer.worker.checkpoint import REPLACED, CheckpointWriter, Together, take_snapshot, write_folder
 from tests.trainer.backends.world import run_world
 from tests.trainer.models import save_model
@@ -155,39 +153,6 @@ def test_a_full_disk_costs_one_checkpoint_and_is_told_once(tmp_path: Path) -> No
     assert names(tmp_path) == {"step-000002", "step-000004"}
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_left_and_the_new_one_counts(tmp_path, monkeypatch, caplog) -> None:
-    """As on NFS, while somebody reads a file of it."""
-    writer = alone()
-
-    def save(version: int) -> str:
-        writer.begin(tmp_path / f"step-{version:06d}", Shared(version))
-        return writer.finish(limit=LIMIT)
-
-    assert [save(version) for version in (1, 2)] == ["", ""]
-
-    def in_use(folder: Path, *, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise OSError(errno.ENOTEMPTY, "Directory not empty")
-
-    monkeypatch.setattr("streamrl.records.progress.shutil.rmtree", in_use)
-    assert [save(version) for version in (3, 4)] == ["", ""]
-    assert re.search(r"step-000001-\w{8}\.unfinished cannot be removed", caplog.text)
-    left = sorted(name for name in names(tmp_path) if name.endswith(".unfinished"))
-    assert [name[:11] for name in left] == ["step-000001", "step-000002"]
-    assert names(tmp_path) == {"step-000003", "step-000004", *left}
-    assert [save(4) for _ in range(3)] == ["", "", ""], "what is left of one is not in the way of the next of its name"
-    monkeypatch.undo()
-    assert save(5) == ""
-    assert names(tmp_path) == {"step-000004", "step-000005"}
-
-
-def test_what_is_no_matter_of_the_disk_is_raised(tmp_path: Path) -> None:
-    writer = alone()
-    writer.begin(tmp_path / "step-000001", Shared(1, before=lambda: 1 / 0))
-    with pytest.raises(ZeroDivisionError):
-        writer.finish(limit=LIMIT)
-
-
 def _write_together(rank: int, shared: Path, elsewhere: Path) -> None:
     """Three workers, of which the last has a disk of its own; in turn the disk of each is full."""
     together = Together(rank, 3, seconds=LIMIT)
@@ -276,46 +241,3 @@ def test_a_reference_that_has_moved_stays_what_it_is_however_often_the_run_goes_
             reference.load_weights([(name, torch.ones(shape)) for name, shape in reference.weight_specs()])
         assert all(bool((weight == 1).all()) for _, weight in reference.gather_weights()), number
         saved = save(tmp_path / f"step-{number:06d}", config, assembly)
-
-
-def test_a_critic_that_the_checkpoint_does_not_have_is_no_damage(tmp_path: Path) -> None:
-    """Whoever were told so would remove one checkpoint after another."""
-    model = save_model(tmp_path / "model")
-    saved = save(tmp_path / "step-000001", *assembled(model, "actor"))
-    _, assembly = assembled(model, "actor", "critic", saved=saved, algorithm={"advantage": "gae"})
-    with pytest.raises(ModelError, match="has no critic: the run that wrote it trained none") as refused:
-        resume(assembly, saved)
-    assert "remove" not in str(refused.value)
-
-
-def test_a_critic_of_another_shape_than_the_policy_goes_on(tmp_path: Path) -> None:
-    """One that began with a reward model, say: it has settings of its own."""
-    model, first = save_model(tmp_path / "model"), save_model(tmp_path / "reward model", "qwen2", seed=1)
-    sections = {"algorithm": {"advantage": "gae"}, "critic": {"path": str(first)}}
-    saved: Path | None = None
-    for number in range(3):
-        config, assembly = assembled(model, "actor", "critic", saved=saved, **sections)
-        weights = dict(assembly.roles["critic"].model.gather_weights())
-        if saved is None:
-            wanted = {name: weight.clone() for name, weight in weights.items()}
-        else:
-            resume(assembly, saved)
-        assert weights.keys() == wanted.keys()
-        assert all(torch.equal(weight, wanted[name]) for name, weight in weights.items())
-        saved = save(tmp_path / f"step-{number:06d}", config, assembly)
-
-
-def test_a_checkpoint_has_the_chat_template_that_it_was_trained_with(tmp_path: Path) -> None:
-    template = "{% for message in messages %}«{{ message['content'] }}»{% endfor %}"
-    scratch = {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8}
-    model = {"path": "scratch", "scratch": scratch, "chat_template": template}
-    config = from_dict({"model": model, "run": {"device": "cpu"}})
-    first = initial_checkpoint(config, cache=tmp_path)
-    cpu = torch.device("cpu")
-    assembly = Assembly(config, roles=frozenset({"actor"}), model_dir=first, rank=0, device=cpu)
-    reached = Progress(policy_version=1, trained=[], rejected=[], prompts="")
-    writer = alone()
-    writer.begin(tmp_path / "final", take_snapshot(assembly, config, reached, final=True))
-    assert writer.finish(limit=LIMIT) == ""
-    assert load_tokenizer(first).chat_template != template
-    assert load_tokenizer(tmp_path / "final").chat_template == template

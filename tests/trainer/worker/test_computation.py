@@ -44,7 +44,6 @@ from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.checkpoint import HostCopy
 from streamrl.trainer.worker.computation import Computation, _comparable, call_users_function
 from streamrl.trainer.worker.data import WorkerData
-from tests.trainer.backends.world import run_world
 from tests.trainer.models import random_group, save_model
 
 
@@ -84,13 +83,6 @@ def rewards_of_tokens(groups, inputs):
 def users(function, key="advantages"):
     name = f"{__name__}:{function}"
     return MFC("mine", "actor", "function", frozenset({"rewards"}), frozenset({key}), function=name)
-
-
-def test_a_users_function_gives_its_keys():
-    group = random_group(0, np.random.default_rng(1))
-    found = call_users_function(users("penalise_length"), [group], {"rewards": [group.rewards]})
-    assert found["advantages"][0].shape == (group.tokens,)
-    assert found["advantages"][0].dtype == np.float32
 
 
 @pytest.mark.parametrize(
@@ -272,13 +264,6 @@ def test_a_checkpoint_is_there_only_when_figures_and_record_of_its_steps_are_on_
         assert path.stat().st_ino in before, path
 
 
-def test_a_checkpoint_waits_for_the_publication_of_its_weights(tmp_path):
-    worker = Worker(tmp_path, limits={"call_seconds": 0.05})
-    worker.free.clear()
-    with pytest.raises(DeadlineExceeded, match="publication"):
-        worker.save(tmp_path / "checkpoints" / "step-000001")
-
-
 def test_weights_change_only_once_their_publication_has_read_them_and_inference_does_not_wait(tmp_path, monkeypatch):
     groups = [random_group(seq, np.random.default_rng(seq), versions=(1, 2)) for seq in range(2)]
     worker = Worker(tmp_path, groups=groups, algorithm={"minibatches": 2}, lr=1e-2)
@@ -300,18 +285,6 @@ def test_weights_change_only_once_their_publication_has_read_them_and_inference_
         worker.free.set()
         assert training.result(60).blocked_seconds > 0
     assert moved()
-
-
-def test_a_critic_learns_while_the_policy_is_being_published(tmp_path):
-    groups = some_groups(2)
-    worker = Worker(tmp_path, groups=groups, algorithm={"advantage": "gae"}, limits={"call_seconds": 0.1})
-    worker.computation.carry_out(Inference("critic_inf", [0, 1]))
-    worker.free.clear()
-    part = MinibatchShare([0, 1], sampled(groups), 8)
-    trained = worker.computation.carry_out(TrainStep("critic_train", 1, 0, [part]))
-    assert trained.blocked_seconds == 0
-    with pytest.raises(DeadlineExceeded, match="publication"):
-        worker.train([([0, 1], sampled(groups), 8)])
 
 
 def test_the_actor_goes_away_between_publications_only(tmp_path):
@@ -355,18 +328,6 @@ def test_the_actor_goes_away_between_publications_only(tmp_path):
         model.gather_weights()
 
 
-def test_only_the_last_checkpoint_has_to_succeed(tmp_path):
-    worker = Worker(tmp_path)
-    (tmp_path / "file").write_text("no folder")
-    assert worker.save(tmp_path / "file" / "step-000001") == Saved()
-    told = worker.save(tmp_path / "checkpoints" / "step-000002", version=2)
-    assert "step-000001 cannot be written" in told.unwritten
-    assert worker.save(tmp_path / "checkpoints" / "final", version=2, final=True) == Saved()
-    assert progress.read(tmp_path / "checkpoints" / "final").policy_version == 2
-    with pytest.raises(TrainingError, match=r"final cannot be written \(.*--resume"):
-        worker.save(tmp_path / "file" / "final", version=3, final=True)
-
-
 def some_groups(count):
     rng = np.random.default_rng(0)
     return [random_group(seq, rng) for seq in range(count)]
@@ -374,34 +335,6 @@ def some_groups(count):
 
 def sampled(groups):
     return sum(int(group.packed_loss_mask.sum()) for group in groups)
-
-
-def _own_advantages(rank, tmp_path):
-    """Advantages of the user's for one group; the second of two ranks has none, and nothing to whiten."""
-    (group,) = some_groups(1)
-    worker = Worker(
-        tmp_path,
-        rank=rank,
-        groups=[group] if rank == 0 else [],
-        algorithm={"advantage": "reinforce++-baseline"},
-        data_parallel=2,
-        graph="tests.trainer.test_graph:users_graph",
-    )
-    seqs = [0] if rank == 0 else []
-    worker.computation.carry_out(Function("length_penalty", seqs))
-    trained = worker.train([(seqs, sampled([group]), group.size)])
-    (tmp_path / f"norm-{rank}").write_text(str(trained.maxima["grad_norm"]))
-
-
-def test_a_rank_without_groups_takes_part_in_a_step_on_the_users_advantages(tmp_path):
-    save_model(tmp_path / "model")
-    run_world(2, _own_advantages, tmp_path, deadline=60)
-    (group,) = some_groups(1)
-    alone = Worker(tmp_path, groups=[group], graph="tests.trainer.test_graph:users_graph")
-    alone.computation.carry_out(Function("length_penalty", [0]))
-    norm = alone.train([([0], sampled([group]), group.size)]).maxima["grad_norm"]
-    assert norm > 0
-    assert [float((tmp_path / f"norm-{rank}").read_text()) for rank in range(2)] == pytest.approx([norm, norm])
 
 
 @pytest.mark.parametrize("micro", [40, 400])
@@ -423,50 +356,6 @@ def test_the_effective_sample_size_is_the_batchs(tmp_path, micro):
     ]
     wanted = sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
     assert train_metrics([trained])["effective_sample_size"] == pytest.approx(wanted, rel=1e-4)
-
-
-def test_the_loss_of_a_step_is_the_mean_of_its_optimizer_steps(tmp_path):
-    groups = some_groups(2)
-    passes = {"epochs": 2, "proximal": "behavior"}
-    worker = Worker(tmp_path, groups=groups, algorithm={"minibatches": 2, **passes}, lr=1e-12)
-    parts = [([seq], sampled([group]), group.size) for seq, group in enumerate(groups)]
-    alone = [train_metrics([worker.train([part])])["loss"] for part in parts]
-    assert abs(sum(alone)) > 1e-3
-    assert train_metrics([worker.train(parts)])["loss"] == pytest.approx(sum(alone) / 2, rel=1e-4)
-
-
-def test_a_run_that_goes_on_with_other_minibatches_is_as_far_in_its_schedule(tmp_path):
-    """By training steps: after one of four the rate has come down by a quarter, however many updates that took."""
-    groups = some_groups(4)
-    run = {"device": "cpu", "dir": str(tmp_path), "total_train_steps": 4}
-    settings = {"groups": groups, "lr": 1e-2, "optimizer": {"schedule": "linear"}}
-    quarters = [([seq], sampled([group]), group.size) for seq, group in enumerate(groups)]
-    whole = [([0, 1, 2, 3], sampled(groups), 16)]
-    folder = tmp_path / "checkpoints" / "step-000001"
-    first = Worker(tmp_path, run=run, algorithm={"minibatches": 4, "proximal": "behavior"}, **settings)
-    assert first.train(quarters).maxima["lr"] == pytest.approx(1e-2)
-    first.save(folder, final=True)
-    resumed = Worker(tmp_path, run={**run, "resume_from": str(folder)}, **settings)
-    resume(resumed.assembly, folder)
-    assert resumed.train(whole).maxima["lr"] == pytest.approx(0.75e-2)
-    assert resumed.train(whole).maxima["lr"] == pytest.approx(0.5e-2)
-
-
-def test_the_schedule_of_a_run_of_epochs_ends_with_it_also_after_a_resume_with_other_batches(tmp_path):
-    """Two epochs of eight rows: after two steps on four groups each, eight groups are left, two for each step."""
-    groups = some_groups(4)
-    run = {"device": "cpu", "dir": str(tmp_path), "total_train_epochs": 2}
-    settings = {"groups": groups, "lr": 1e-2, "optimizer": {"schedule": "linear"}, "data": {"size": 8}}
-    step = [([0, 1, 2, 3], sampled(groups), 16)]
-    first = Worker(tmp_path, run=run, batch_groups=4, **settings)
-    assert [first.train(step).maxima["lr"] for _ in range(2)] == pytest.approx([1e-2, 0.75e-2])
-    folder = tmp_path / "checkpoints" / "step-000002"
-    first.save(folder, version=2, final=True)
-    assert first.computation.carry_out(FinishSave()) == Saved()
-    resumed = Worker(tmp_path, run={**run, "resume_from": str(folder)}, batch_groups=2, **settings)
-    resume(resumed.assembly, folder)
-    rates = [resumed.train(step).maxima["lr"] for _ in range(4)]
-    assert rates == pytest.approx([1e-2 * (1 - done / 6) for done in (2, 3, 4, 5)])
 
 
 def moving_graph(config):

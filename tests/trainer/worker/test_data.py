@@ -7,8 +7,7 @@ import pytest
 
 from streamrl.errors import TransferError
 from streamrl.stream_dataset import StreamDataset
-from streamrl.trainer.calls import Sibling
-from streamrl.trainer.graph import SEQUENCE_KEYS, STREAM_KEYS
+from streamrl.trainer.graph import STREAM_KEYS
 from streamrl.trainer.worker.data import WorkerData
 from tests.trainer.models import random_group
 
@@ -41,27 +40,10 @@ def test_a_group_that_was_sent_equals_the_one_that_arrived(head):
     assert sent.routes == 3
 
 
-def test_what_was_not_sent_is_blank(head):
-    sent = sent_to_another(head, SEQUENCE_KEYS).group(5)
-    assert not sent.rewards.any()
-    assert not sent.packed_behavior_logprobs.any()
-    assert np.array_equal(sent.packed_input_ids, head.group(5).packed_input_ids)
-
-
 def test_rewards_that_a_model_gave_replace_those_that_came(head):
     head.put(5, "rewards", np.arange(4, dtype=np.float32))
     assert head.group(5).rewards.tolist() == [0, 1, 2, 3]
     assert head.get(5, "rewards").tolist() == [0, 1, 2, 3]
-
-
-def test_a_response_to_compare_ends_with_its_last_sampled_token_and_begins_with_the_prompt(head):
-    group = head.group(5)
-    for sibling in range(group.size):
-        tokens, sampled = head.response(Sibling(5, sibling))
-        alone = group.alone(sibling)
-        assert sampled == np.flatnonzero(alone.packed_loss_mask).tolist()
-        assert tokens == alone.packed_input_ids[: sampled[-1] + 1].tolist()
-    assert head.response(Sibling(6, 0)) == ([], [])
 
 
 def test_discarded_groups_are_gone_with_all_that_was_found_out(head):

@@ -91,20 +91,6 @@ def test_tokens_that_are_trained_on_in_another_branch():
     assert found[18:20] == ["trained", "trained"]
 
 
-@pytest.mark.parametrize("level", ["token", "geometric"])
-def test_tokens_whose_weight_is_outside_the_limits(level):
-    group = group_of("333", "333")
-    outputs = outputs_of(group)
-    outputs.logprobs[3] += 3.0  # a weight of 20
-    limits = {"behavior_weight_limit": "mask", "behavior_weight_cap": 2.0, "behavior_weight_level": level}
-    found = uses(item_of(group, version=3), outputs, **limits)
-    first = {"token": ["trained", "weight_limit", "trained"], "geometric": ["weight_limit"] * 3}[level]
-    assert found == ["prompt", "prompt", *first, "prompt", "prompt", *["trained"] * 3]
-    assert "weight_limit" not in uses(
-        item_of(group, version=3), outputs, **(limits | {"behavior_weight_limit": "truncate"})
-    )
-
-
 def byte_level(folder):
     """A tokenizer with a token for each byte, so that many tokens end within a character."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -148,14 +134,6 @@ def texts_of(folder, *responses, prompt=0):
     return [[text[a:b] for a, b in pairwise([0, *own.tolist()])] for text, own in zip(texts, cuts, strict=True)]
 
 
-def test_bytes_that_are_no_text_after_some_that_are(tmp_path):
-    """Such a run of bytes means something else as a whole, which the tokenizer's own stream takes for a mistake."""
-    of = byte_fallback(tmp_path)
-    a, b, c, newline, half = of["▁a"], of["▁b"], of["c"], 0x0A, 0xE2
-    found = texts_of(tmp_path, [a, newline, half, b, a], [a, newline, c, half, c], prompt=2)
-    assert found == [["a", "\n", "", "\ufffd b", " a"], ["a", "\n", "c", "", "\ufffdc"]]
-
-
 @given(st.lists(st.sampled_from([0x0A, 0x41, 0xE2, 0x82, 0xAC, 0xFF, 257, 258, 259]), min_size=1, max_size=12))
 def test_any_tokens_have_a_text(token_ids):
     with tempfile.TemporaryDirectory() as folder:
@@ -183,40 +161,6 @@ def samples(*seqs):
         advantages = np.zeros(group.tokens, np.float32)
         found.append(Sample(1, time.time(), item_of(group), advantages, outputs_of(group)))
     return found
-
-
-def test_special_tokens_are_counted_in_each_response(tmp_path):
-    group = group_of("33..4", "3334", "44")
-    texts = Plainly()
-    texts.allowed.release()
-    kept = RolloutKeeper(
-        tmp_path / FOLDER / "rank-0",
-        most_bytes=2**30,
-        policy_version=0,
-        algorithm=AlgorithmConfig(),
-        texts=texts,
-        special={ord("3"), ord("?"), ord(".")},  # the last two stand in the prompt and in the environment's tokens
-    )
-    kept.keep([Sample(5, 0.0, item_of(group, version=5), np.zeros(group.tokens, np.float32), outputs_of(group))])
-    kept.close()
-    assert Rollouts(tmp_path).group(5, 0).special == [2, 3, 0]
-    assert [row["special"] for row in Rollouts(tmp_path).table(sort="index", descending=False).rows] == [2, 3, 0]
-
-
-def test_what_the_thread_is_too_slow_for_is_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(keeper, "MOST_WAITING", 2)
-    texts = Plainly()
-    kept = RolloutKeeper(
-        tmp_path / FOLDER / "rank-0", most_bytes=2**30, policy_version=0, algorithm=AlgorithmConfig(), texts=texts
-    )
-    kept.keep(samples(*range(10)))
-    lost = kept.stats()["rollouts_lost_total"]
-    assert 7 <= lost <= 8  # one may be in the thread's hands
-    for _ in range(10):
-        texts.allowed.release()
-    kept.close()
-    assert (kept.stats()["rollouts_kept_total"], kept.stats()["rollouts_lost_total"]) == (10 - lost, lost)
-    assert len(np.unique(Rollouts(tmp_path).rows["seq"].to_numpy())) == 10 - lost
 
 
 def test_a_full_disk_and_a_mistake_do_not_end_the_run(tmp_path, monkeypatch, caplog):

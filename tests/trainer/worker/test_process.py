@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import threading
 from pathlib import Path
 
 import msgspec
@@ -16,17 +14,11 @@ from streamrl.errors import ModelError, WireError
 from streamrl.models import ensure_checkpoint, vocab_size
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
-    CallDone,
-    ClearDataCache,
-    Initialize,
     MinibatchShare,
-    ModelConfigRequest,
     Publish,
     TrainStep,
 )
-from streamrl.trainer.worker import process
 from streamrl.trainer.worker.process import Door, ModelWorker, serve
-from streamrl.transport.collective import NCCL_MEMORY
 from streamrl.transport.control import FinishRun
 from tests.credentials import LeasedPusher, verifier_of
 from tests.groups import make_group
@@ -85,34 +77,6 @@ async def answer(worker, call):
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     return channel.answered[0]
-
-
-async def test_a_worker_reports_the_configuration_of_its_model(tmp_path):
-    scratch = {"hidden_size": 16, "layers": 3, "heads": 2, "head_dim": 8}
-    config = from_dict({"model": {"path": "scratch", "scratch": scratch}})
-    folder = ensure_checkpoint(config, cache=tmp_path)
-    dataset = StreamDataset(rank=0, capacity_groups=4)
-    worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=None, client=None)
-    model = await answer(worker, ModelConfigRequest())
-    assert (model.layers, model.hidden_size, model.vocab_size) == (3, 16, vocab_size(folder))
-    await worker.close()
-
-
-@pytest.mark.parametrize(("come_again", "emptied"), [(False, ["compute"]), (True, [])])
-async def test_groups_that_were_trained_on_leave_nothing_in_the_devices_cache(monkeypatch, come_again, emptied):
-    """It is emptied in the thread that computes, so between two calls."""
-    threads = []
-    monkeypatch.setattr(
-        process, "empty_cache", lambda device: threads.append(threading.current_thread().name.partition("_")[0])
-    )
-    dataset = StreamDataset(rank=0, capacity_groups=4)
-    dataset.offer(make_group(1))
-    worker = ModelWorker(from_dict({}), index=0, model_dir=Path("."), dataset=dataset, door=None, client=None)
-    assert await answer(worker, ClearDataCache([1], come_again)) == CallDone(compute_seconds=0.0)
-    assert dataset.find(1) is None
-    worker._compute.shutdown(wait=True)
-    assert threads == emptied
-    await worker.close()
 
 
 async def test_one_that_waits_for_the_master_leaves_when_the_run_is_over(tmp_path):
@@ -207,25 +171,4 @@ async def test_a_call_that_fails_is_told_in_words_or_where_nobody_expected_it_wi
     await worker._answer(channel, 1, Publish(version=1))
     (answer,) = channel.answered
     assert re.fullmatch(told, answer)
-    await worker.close()
-
-
-@pytest.mark.parametrize(
-    ("engine", "chosen", "found"), [("sglang", None, "0"), ("sglang", "1", "1"), ("embedded", None, None)]
-)
-async def test_nccl_is_set_up_as_in_the_servers_of_its_groups(tmp_path, monkeypatch, engine, chosen, found):
-    """SGLang switches a part of NCCL off, unless its user has chosen."""
-    monkeypatch.setenv(NCCL_MEMORY, chosen or "")
-    if chosen is None:
-        monkeypatch.delenv(NCCL_MEMORY)
-    scratch = {"hidden_size": 16, "layers": 1, "heads": 2, "head_dim": 8}
-    config = small_config(tmp_path, model={"path": "scratch", "scratch": scratch}, gserver={"engine": engine})
-    folder = ensure_checkpoint(config, cache=tmp_path)
-    dataset = StreamDataset(rank=0, capacity_groups=4)
-    worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=None, client=None)
-    channel = Withdrawing(Initialize("", 0), goes_on=True)
-    channel.withdrawn.set()
-    await worker._answer(channel, 1, Initialize("", 0))
-    assert channel.answered[0].compute_seconds > 0
-    assert os.environ.get(NCCL_MEMORY) == found
     await worker.close()

@@ -6,7 +6,6 @@ import time
 from contextlib import contextmanager
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -144,21 +143,6 @@ def test_a_peer_that_is_late_gone_or_without_the_array_is_named_in_time():
     assert "seq 2 values is float32[4] here, not float32[5]" in found[2]["differs"][0]
 
 
-def test_nobody_to_meet_is_an_error_within_the_deadline():
-    store = open_store("127.0.0.1")
-    message, seconds = failure(
-        lambda: DataManager(1, world_size=2, host="127.0.0.1", port=store.port, timeout_seconds=1.0)
-    )
-    assert "meeting of ranks 0, 1" in message
-    assert seconds < 10
-
-
-def test_a_lone_worker_needs_no_store():
-    manager = DataManager(0, world_size=1, host="", port=0, timeout_seconds=1.0)
-    manager.execute([], ArrayStore())
-    manager.close()
-
-
 def test_arrays_are_packed_at_aligned_offsets():
     pieces = [
         ArrayFacts(0, "a", "bool", (3,)),
@@ -177,15 +161,3 @@ def test_arrays_are_packed_at_aligned_offsets():
     assert flat[:3].view(np.bool_).tolist() == [True, False, True]
     assert flat[8:16].view(np.float64).tolist() == [2.5]
     assert flat[16:].view(np.int32).tolist() == [0, 2, 4, 6]
-
-
-def test_a_store_lets_go_of_whole_groups():
-    store = ArrayStore()
-    for seq in (1, 2):
-        store.put(seq, "values", np.full(2, seq))
-    store.put(1, "values", np.full(3, 7))
-    assert store.get(1, "values").tolist() == [7, 7, 7]
-    store.discard([1, 5])
-    assert (len(store), store.has(1, "values"), store.has(2, "values")) == (1, False, True)
-    with pytest.raises(TransferError, match="seq 2 rewards is not held here; of this group are: values"):
-        store.get(2, "rewards")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import stat
 import subprocess
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -72,14 +69,6 @@ def test_an_adapter_is_written_as_peft_has_it(tmp_path: Path) -> None:
     carrier.close()
 
 
-def test_the_last_two_versions_stay(tmp_path: Path) -> None:
-    carrier = files(tmp_path)
-    for version in (1, 2, 3):
-        carrier.prepare(version, FixedWeights(some(version)))
-        carrier.prepare(version, FixedWeights(some(version)))
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000002", "v000003"]
-
-
 def read_in_parts(file: Path) -> Tensor:
     with safe_open(file, framework="pt") as opened:
         return opened.get_tensor("a.weight")  # type: ignore[no-any-return]
@@ -101,39 +90,6 @@ def test_a_version_that_is_still_read_is_not_written_over(tmp_path: Path, read: 
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000004", "v000005"]
 
 
-def test_what_comes_after_a_write_that_broke_off_and_with_another_size(tmp_path: Path) -> None:
-    class Broken(FixedWeights):
-        def weights(self) -> Generator[tuple[str, Tensor]]:
-            yield "a.weight", some(1)["a.weight"]
-            raise PublicationError("the rest is gone")
-
-    carrier = files(tmp_path)
-    for version in range(1, 9):
-        weights = some(version)
-        weights["a.bias"] = torch.full((1 + version // 3,), float(version))
-        if version in (1, 4, 6):
-            with pytest.raises(PublicationError, match="the rest is gone"):
-                carrier.prepare(version, Broken(weights))
-        carrier.prepare(version, FixedWeights(weights))
-        found = load_file(tmp_path / f"v{version:06d}" / "model.safetensors")
-        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
-    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["v000007", "v000008"]
-
-
-def test_one_that_is_closed_in_the_middle_of_a_write_lets_the_write_fail(tmp_path: Path) -> None:
-    carrier = files(tmp_path / "weights")
-
-    class Closing(FixedWeights):
-        def weights(self) -> Generator[tuple[str, Tensor]]:
-            for name, tensor in super().weights():
-                carrier.close()
-                yield name, tensor
-
-    with pytest.raises(PublicationError, match="v1 cannot be written"):
-        carrier.prepare(1, Closing(some(1)))
-    assert not (tmp_path / "weights").exists()
-
-
 def test_a_folder_has_one_owner_and_is_emptied_by_the_next(tmp_path: Path) -> None:
     (tmp_path / "v000007").mkdir()
     carrier = files(tmp_path)
@@ -141,35 +97,6 @@ def test_a_folder_has_one_owner_and_is_emptied_by_the_next(tmp_path: Path) -> No
     with pytest.raises(PublicationError, match="is another run writing there"):
         files(tmp_path)
     carrier.close()
-
-
-def test_a_folder_on_a_file_system_without_locks_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def flock(file: object, operation: int) -> None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    carrier = files(tmp_path)
-    carrier.prepare(1, FixedWeights(some(1)))
-    assert (tmp_path / "v000001").exists()
-    assert "cannot be locked (Function not implemented)" in caplog.text
-    carrier.close()
-
-
-def test_no_room_is_said_before_anything_is_written(tmp_path: Path) -> None:
-    class Huge(FixedWeights):
-        def specs(self) -> list[tuple[str, tuple[int, ...]]]:
-            return [("huge", (2**20, 2**23))]
-
-        def weights(self) -> Generator[tuple[str, Tensor]]:
-            raise AssertionError("nothing is to be read")
-
-    carrier = files(tmp_path)
-    with pytest.raises(PublicationError, match="do not fit into"):
-        carrier.prepare(1, Huge({}))
-    carrier.prepare(1, FixedWeights(some(1)))
-    assert carrier.announce().folder.endswith("v000001")
 
 
 DYING = """

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from torch import UntypedStorage
 
-from streamrl import cuda_memory
 from streamrl.checksum import tensor_sums
 from streamrl.cuda_memory import Handle, SharedWeights, WeightPlace
 from streamrl.errors import ModelError
@@ -72,12 +70,6 @@ async def test_a_gserver_stages_what_lies_in_shared_memory(tmp_path: Path) -> No
     assert [path for path in folders if Path(path).exists()] == []  # noqa: ASYNC240
 
 
-def test_places_do_not_overlap_and_are_aligned() -> None:
-    places, size = cuda_memory.lay_out({"a": (7, 5), "b": (), "c": (300,)}, torch.bfloat16)
-    assert [place.offset for place in places.values()] == [0, 256, 512]
-    assert size == 512 + 768
-
-
 @pytest.mark.parametrize(
     "place",
     [
@@ -92,17 +84,6 @@ def test_a_weight_that_does_not_lie_in_the_memory_is_refused(place: WeightPlace)
     content = SharedWeights(StandIn().share(memory.untyped_storage()), {"a": place})
     with pytest.raises(ModelError, match=r"a .* does not lie in shared memory of 1024 bytes"):
         list(content.views(memory.untyped_storage()))
-
-
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    (tmp_path / cuda_memory.FILE).write_bytes(msgspec.msgpack.encode({"handle": 1}))
-    with pytest.raises(ModelError, match=r"cuda_memory.msgpack cannot be read"):
-        cuda_memory.read(tmp_path)
-
-
-def test_a_gpu_that_this_process_does_not_see_is_named() -> None:
-    with pytest.raises(ModelError, match="the weights are on GPU GPU-1, which this process does not see"):
-        cuda_memory.open_shared(Handle("GPU-1", b"", 0, 0, b"", 0, b"", False))
 
 
 def test_folders_in_shared_memory_go_with_their_owner_or_with_the_next_run(tmp_path: Path) -> None:

@@ -41,7 +41,6 @@ NO_SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not in
 JOIN = "/init_weights_update_group"
 BEGIN = "/begin_weight_update"
 BUCKET = "/update_weights_from_distributed"
-LOAD = "/update_weights_from_disk"
 VERIFY = "/weights_checker"
 PAUSE = "/pause_generation"
 SWAP = "/end_weight_update"
@@ -49,23 +48,13 @@ NAME = "/update_weight_version"
 RESUME = "/continue_generation"
 
 STEPS = {
-    "embedded": {
-        "collective": [
-            *((JOIN, 0), (BEGIN, 0), (BUCKET, 0), (BUCKET, 1), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)),
-        ],
-        "disk": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
-        "shared_memory": [(BEGIN, 0), (LOAD, 0), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
-    },
-    "sglang": {
-        "collective": [
-            *((JOIN, 0), (PAUSE, 0), (BEGIN, 0), (NAME, 0), (BUCKET, 0), (BUCKET, 1)),
-            *((VERIFY, 0), (SWAP, 0), (NAME, 1), (RESUME, 0)),
-        ],
-        "disk": [(PAUSE, 0), (NAME, 0), (LOAD, 0), (VERIFY, 0), (NAME, 1), (RESUME, 0)],
-        "shared_memory": [(PAUSE, 0), (NAME, 0), (LOAD, 0), (VERIFY, 0), (NAME, 1), (RESUME, 0)],
-    },
+    "embedded": [(JOIN, 0), (BEGIN, 0), (BUCKET, 0), (BUCKET, 1), (VERIFY, 0), (PAUSE, 0), (SWAP, 0), (RESUME, 0)],
+    "sglang": [
+        *((JOIN, 0), (PAUSE, 0), (BEGIN, 0), (NAME, 0), (BUCKET, 0), (BUCKET, 1)),
+        *((VERIFY, 0), (SWAP, 0), (NAME, 1), (RESUME, 0)),
+    ],
 }
-"""Of each engine and way to bring weights: a call, and how many calls of its kind go well before."""
+"""Of an update by broadcast, for each engine: a call, and how many calls of its kind succeed before."""
 ENGINES = pytest.mark.parametrize("engine", [pytest.param("embedded"), pytest.param("sglang", marks=NO_SGLANG)])
 ANSWER_SECONDS = 60.0
 GIVEN_UP_SECONDS = 6.0
@@ -74,25 +63,16 @@ FAULTS: list[Fault] = ["error", "stop", "lost", "nonsense", "late"]
 """What can happen to a call besides the death of its gserver."""
 
 
-def cases(engine: str, mode: str) -> list[tuple[str, int, Fault]]:
-    """One fault for each step and way, in turn; and the death of a gserver at each step of an update by broadcast, the
-    one way in which gservers wait for each other.
+def cases(engine: str) -> list[tuple[str, int, Fault]]:
+    """Return one fault for each step, in turn, and the death of a gserver at each step.
 
-    Every fault at every call is in `test_publication.py`, with gservers that play them. Those that take as long as a
-    deadline does ("stop", "late") have no turn on real SGLang, but for one late load from files: it looks every 4
-    seconds only whether its callers are still there.
+    Every fault at every call is in `test_publication.py`, with scripted gservers. Faults that take as long as a
+    deadline does ("stop", "late") have no turn on real SGLang.
     """
-    found: list[tuple[str, int, Fault]] = []
     turns = FAULTS if engine == "embedded" else [fault for fault in FAULTS if fault not in ("stop", "late")]
-    first = list(STEPS[engine]).index(mode)  # ways begin with different faults
-    for number, (path, skip) in enumerate(STEPS[engine][mode]):
-        found.append((path, skip, turns[(number + first) % len(turns)]))
-        if mode == "collective":
-            found.append((path, skip, "kill"))
-        elif engine == "sglang" and path == LOAD:
-            found += [(path, skip, "late"), (path, skip, "kill")]
-        elif path == LOAD:
-            found.append((path, skip, "kill"))
+    found: list[tuple[str, int, Fault]] = []
+    for number, (path, skip) in enumerate(STEPS[engine]):
+        found += [(path, skip, turns[number % len(turns)]), (path, skip, "kill")]
     return found
 
 
@@ -106,41 +86,18 @@ async def strike(fleet: FaultyFleet, path: str, skip: int, fault: Fault) -> None
     await fleet.settle()
 
 
-@pytest.mark.parametrize("mode", ["collective", "disk", "shared_memory"])
 @ENGINES
-async def test_a_gserver_fails_at_every_step(
-    tmp_path: Path, running_sglang: RunningSglang, engine: str, mode: str
-) -> None:
-    async with faulty_fleet(tmp_path, mode, engine=engine, running=running_sglang) as fleet:
-        for path, skip, fault in cases(engine, mode):
+async def test_a_gserver_fails_at_every_step(tmp_path: Path, running_sglang: RunningSglang, engine: str) -> None:
+    async with faulty_fleet(tmp_path, "collective", engine=engine, running=running_sglang) as fleet:
+        for path, skip, fault in cases(engine):
             try:
                 await strike(fleet, path, skip, fault)
             except BaseException as error:
                 error.add_note(f"at {fault} in {path} (call {skip + 1}) of v{fleet.version + 1}")
                 await running_sglang.tell_stacks()
                 raise
-        assert fleet.checked > len(cases(engine, mode))
+        assert fleet.checked > len(cases(engine))
         await publisher_faults(fleet)
-
-
-LATE = 1
-
-
-async def test_a_late_gserver_fails_at_every_step_of_its_resync(tmp_path: Path, running_sglang: RunningSglang) -> None:
-    async with faulty_fleet(tmp_path, "collective", running=running_sglang) as fleet:
-        await fleet.publish()
-        faults: list[Fault] = ["kill", *FAULTS]
-        for number, (path, skip) in enumerate(STEPS["embedded"]["collective"]):
-            fault = faults[number % len(faults)]
-            try:
-                armed = fleet.arm(path, fault, skip=skip, gserver=LATE)
-                await fleet.restart(LATE)
-                await fleet.run.until(lambda _, armed=armed: armed.struck, timeout=PATIENCE)
-                await fleet.settle()
-            except BaseException as error:
-                error.add_note(f"at {fault} in {path} (call {skip + 1})")
-                raise
-            await fleet.publish()
 
 
 async def publisher_faults(fleet: FaultyFleet) -> None:
@@ -310,11 +267,10 @@ async def test_files_that_differ_from_what_was_trained_are_never_served(
         await refused(fleet)
 
 
-@ENGINES
 async def test_a_broadcast_that_differs_from_what_was_trained_is_never_served(
-    tmp_path: Path, running_sglang: RunningSglang, engine: str
+    tmp_path: Path, running_sglang: RunningSglang
 ) -> None:
-    async with faulty_fleet(tmp_path, "collective", engine=engine, running=running_sglang) as fleet:
+    async with faulty_fleet(tmp_path, "collective", running=running_sglang) as fleet:
         await fleet.publish()
         carrier = fleet.publisher._carriers.choose()
         send = carrier.send

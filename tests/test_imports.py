@@ -33,6 +33,7 @@ GROUND = {
     "export",
     "importing",
     "ledger",
+    "limits",
     "local_cache",
     "lora",
     "machine",

@@ -381,7 +381,8 @@ class LimitsConfig(Section, frozen=True):
     heartbeat_seconds: PositiveFloat = 1.0
     """Period of the heartbeats to the controller, and resolution of the figures in them."""
     start_seconds: PositiveFloat = 300.0
-    """How long a run waits for its processes to register, and a gserver for SGLang's first reply."""
+    """How long a run waits for its processes to register, a gserver for SGLang's first reply, and a rollout worker for
+    the list of a taskset's tasks."""
     drain_seconds: PositiveFloat = 60.0
     """Time for requests to finish on a gserver that is about to leave; the rest continue elsewhere."""
     request_seconds: PositiveFloat = 600.0

@@ -37,8 +37,6 @@ Row = dict[str, Any]
 EXCERPT = 60
 """Most characters of a prompt and of an answer in a description."""
 DIGEST_ROWS = 64
-LISTING_SECONDS = 300.0
-"""Longest time for listing tasks: a taskset may read a large data set first."""
 
 
 class PromptSource:
@@ -370,7 +368,7 @@ class VerifiersRows(Rows):
     """The tasks of a verifiers taskset, listed in the interpreter that has the package."""
 
     def __init__(self, config: Config) -> None:
-        agent, data = config.rollout.agent, config.data
+        agent, data, seconds = config.rollout.agent, config.data, config.limits.start_seconds
         self.name = f"the taskset {agent.verifiers}"
         environment = {name: value for name, value in agent.args.items() if name != "sampling"}
         setup = userland.SetupMessage(
@@ -379,10 +377,12 @@ class VerifiersRows(Rows):
         )
         try:
             self._rows: list[Row] = userland.call_once(
-                setup, (data.size,), timeout=LISTING_SECONDS, environment=environment_of(config), python=agent.python
+                setup, (data.size,), timeout=seconds, environment=environment_of(config), python=agent.python
             )
         except UserCodeTimeout as error:
-            raise DataError(f"{self.name} has not listed its tasks within {LISTING_SECONDS:.0f} s") from error
+            raise DataError(
+                f"{self.name} has not listed its tasks within limits.start_seconds = {seconds:g}"
+            ) from error
         except UserCodeUnusable as error:
             raise ConfigError(str(error)) from error
         except UserCodeError as error:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
+from streamrl.limits import WARNING_SECONDS
 from streamrl.records.lineage import LineageHistory, version_of
 from streamrl.retry import Retry
 from streamrl.stop_strings import Decode, StopStrings
@@ -53,8 +54,6 @@ from streamrl.transport.generation import (
 from streamrl.transport.manager_client import ControlClient
 from streamrl.types import NO_EXPERT
 
-WARNING_SECONDS = 30.0
-"""A warning is logged if a response has waited this long for a token."""
 FIRST_PAUSE_SECONDS = 0.05
 """Pause after the first of several attempts in a row without a token: a weight update has often ended by then."""
 

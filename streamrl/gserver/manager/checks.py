@@ -14,8 +14,9 @@ from streamrl import essential
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, serves
 from streamrl.gserver.manager.member_states import MemberEvent, MemberState
-from streamrl.gserver.updates.calls import PROBE_SECONDS, WeightCalls
+from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.ledger import Ledger
+from streamrl.limits import ANSWER_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +57,7 @@ class GserverChecks:
         try:
             gserver.info = await self._calls.info(gserver)
             if gserver.state is MemberState.SUSPECT:
-                await self._calls.resume(gserver, timeout=PROBE_SECONDS)
+                await self._calls.resume(gserver, timeout=ANSWER_SECONDS)
             label = await self._calls.label(gserver)
         except StreamRLError as error:
             log.warning("%s takes no groups until it replies: %s", gserver.name, error)

@@ -18,6 +18,7 @@ from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.http import server
+from streamrl.limits import CLOSE_SECONDS
 from streamrl.local_cache import cache_home
 from streamrl.records.timeline import Timeline
 from streamrl.transport.addresses import Reach, everywhere, is_loopback, is_wildcard, reach_of_manager, url_of
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 
 TELL_SECONDS = 10.0
 """Longest time, in seconds, that the manager stays after the end of the run for processes not yet informed of it."""
-SHUTDOWN_SECONDS = 1.0
-"""Longest time, in seconds, for calls in progress when the manager leaves."""
 LINGER_SECONDS = 1.0
 """Time, in seconds, after the last process has been informed of the end: it may still request the final figures."""
 
@@ -73,7 +72,7 @@ async def managing(config: Config, *, host: str, port: int, advertise: str = "")
         manager = Manager(config, client=client, timeline=timeline, secret=secret, open_to_others=not reach.loopback)
         hosts = Hosts([host, advertise, *config.security.host_names])
         listener = server(manager, hosts=hosts, on_loopback=is_loopback(host))
-        stack.push_async_callback(listener.close, patience=SHUTDOWN_SECONDS)
+        stack.push_async_callback(listener.close, patience=CLOSE_SECONDS)
         stack.push_async_callback(manager.close)
         tls = server_context(secret, config.security) if encrypts(config, host) else None
         url = await _listen(listener, host, port, reach, tls=tls)

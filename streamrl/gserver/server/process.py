@@ -25,6 +25,7 @@ from streamrl.gserver.server.http import Server
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
+from streamrl.limits import CLOSE_SECONDS
 from streamrl.models import dense_layers, replays_routing, weights_fingerprint
 from streamrl.records import progress
 from streamrl.records.lineage import label_of
@@ -40,8 +41,6 @@ from streamrl.transport.tls import server_context
 log = logging.getLogger(__name__)
 
 NO_KEYS = GserverKeys()
-SHUTDOWN_SECONDS = 1.0
-"""Longest time, in seconds, that open requests may continue when the gserver stops."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
@@ -196,7 +195,7 @@ async def _embedded(
             server.application(keys=keys, hosts=Hosts([listening.announced, *config.security.host_names])),
             handler_cancellation=True,
             access_log=None,
-            shutdown_timeout=SHUTDOWN_SECONDS,
+            shutdown_timeout=CLOSE_SECONDS,
         )
         await runner.setup()
         try:

@@ -16,7 +16,8 @@ import msgspec
 
 from streamrl.config import LoraConfig
 from streamrl.errors import ConfigError, ModelError, PeerError, PeerLost
-from streamrl.gserver.sglang.monitor import ANSWER_SECONDS, Monitor, monitoring
+from streamrl.gserver.sglang.monitor import Monitor, monitoring
+from streamrl.limits import ANSWER_SECONDS
 from streamrl.records.lineage import version_of
 from streamrl.transport.generation import (
     ADAPTER_PREFIX,

@@ -21,14 +21,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from streamrl import essential
 from streamrl.errors import PeerLost
+from streamrl.limits import ANSWER_SECONDS
 from streamrl.transport.http import new_session
 from streamrl.transport.keys import bearer
 from streamrl.transport.liveness import LastHeard
 
 log = logging.getLogger(__name__)
 
-ANSWER_SECONDS = 5.0
-"""Deadline, in seconds, of any request of the monitor."""
 FIGURES_SECONDS = 2.0
 """Interval, in seconds, between two requests for figures; each costs SGLang some milliseconds."""
 SCHEDULER_SECONDS = 5.0

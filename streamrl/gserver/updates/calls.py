@@ -18,6 +18,7 @@ import msgspec
 
 from streamrl.errors import PeerError, PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
+from streamrl.limits import ANSWER_SECONDS
 from streamrl.transport.control import TensorSpec
 from streamrl.transport.generation import (
     ADAPTER_PREFIX,
@@ -51,8 +52,6 @@ NOTHING = "nothing"
 """Stands for the checksum of a tensor that was not received."""
 FORMING_MARGIN_SECONDS = 5.0
 """Most seconds by which the manager's deadline for forming a weight group exceeds the gserver's own."""
-PROBE_SECONDS = 5.0
-"""Deadline, in seconds, of a query to which a live gserver replies at once."""
 CALLS_PER_TURN = 8
 """Calls that start in one turn of the event loop; a call costs about 0.3 ms of processor time."""
 
@@ -98,7 +97,7 @@ class WeightCalls:
         self._client = client
         self._request_seconds = request_seconds
         self._timeout = timeout
-        self._probe_timeout = min(PROBE_SECONDS, timeout)
+        self._probe_timeout = min(ANSWER_SECONDS, timeout)
         self._background: set[asyncio.Task[None]] = set()
         self._pace = Pace()
 

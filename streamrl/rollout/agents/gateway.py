@@ -34,6 +34,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from streamrl.errors import UNDECODABLE
+from streamrl.limits import CLOSE_SECONDS
 from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, RequestRefused
 from streamrl.rollout.agents.policy import Lease, Score
 from streamrl.rollout.agents.protocols import anthropic, chat, common, completions, inference, responses
@@ -49,7 +50,6 @@ CONCURRENT_REQUESTS = 64
 """Most answers that are generated at the same time for one episode."""
 KEPT_REQUESTS = 256
 """Latest requests of one episode that can be repeated, or continued by a `previous_response_id`."""
-CLOSE_SECONDS = 1.0
 ABANDONED_SECONDS = 30.0
 """How long a generation continues after its clients have hung up; the SDKs retry within 8 seconds."""
 GONE = 410

@@ -75,6 +75,7 @@ class RunConfig(Section, frozen=True):
     stop_at_reward: Finite | None = None
     """End early once the mean reward of the last `stop_window` steps reaches this."""
     stop_window: Positive = 5
+    """Number of steps for `stop_at_reward`."""
     record: bool = False
     """Keep the training data of every step in the run's folder, for `streamrl replay` (docs/replay.md)."""
     resume_from: str | None = None
@@ -92,14 +93,21 @@ class ScratchConfig(Section, frozen=True):
     """A Qwen3-shaped model with random weights and one token for each character."""
 
     alphabet: str = "0123456789+=> "
+    """Characters that get one token each."""
     words: list[str] = []
     """Strings of several characters that also get one token each, for example the tag of a tool call."""
     hidden_size: Positive = 128
+    """Width of the residual stream."""
     layers: Positive = 2
+    """Number of transformer layers."""
     heads: Positive = 4
+    """Attention heads for queries."""
     kv_heads: Positive = 2
+    """Attention heads for keys and values."""
     head_dim: Positive = 32
+    """Width of one attention head."""
     max_position_embeddings: Positive = 512
+    """Longest sequence, in tokens."""
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -109,6 +117,7 @@ class LoraConfig(Section, frozen=True):
     """Low-rank adapters, which are trained while the model stays frozen (docs/lora.md)."""
 
     rank: Positive = 16
+    """Inner width of an adapter."""
     alpha: PositiveFloat = 32.0
     """An adapter's output is multiplied by `alpha / rank`."""
     target_modules: list[str] = msgspec.field(default_factory=lambda: list(LINEAR_LAYERS))
@@ -137,6 +146,7 @@ class DataConfig(Section, frozen=True):
     """The source of the prompts."""
 
     source: DataSource = "reasoning_gym"
+    """A reasoning-gym task, a JSON-lines or Parquet file, a folder of `datasets`, or a Python function."""
     path: str = "chain_sum"
     """Name of a reasoning-gym task, a file, a data set folder, or `module:function(index, seed, **args)`."""
     args: dict[str, Any] = {}
@@ -155,6 +165,7 @@ class DataConfig(Section, frozen=True):
     suffix: str = ""
     """Appended to each prompt."""
     shuffle: bool = True
+    """Use the rows in another order in each epoch, by `run.seed`."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts are rejected with a warning."""
 
@@ -163,13 +174,17 @@ class SamplingConfig(Section, frozen=True):
     """The sampling parameters of responses."""
 
     temperature: NonNegativeFloat = 1.0
+    """Divisor of the logits; above 0 in training."""
     top_p: TopP = 1.0
+    """Sample from the most likely tokens with this total probability."""
     top_k: int = -1
     """-1: no limit."""
     min_p: Share = 0.0
+    """Sample from tokens with at least this share of the highest probability."""
     max_new_tokens: Positive = 256
     """Longest response of one turn, in tokens."""
     stop: list[str] = []
+    """Strings that end a response."""
     stop_token_ids: list[int] = []
     """In addition to the tokenizer's end-of-sequence token."""
 
@@ -262,6 +277,7 @@ class RolloutConfig(Section, frozen=True):
     """The rollout workers."""
 
     workers: Positive = 1
+    """Number of rollout workers that `streamrl run` starts."""
     group_size: Positive = 8
     """Sibling responses for each prompt."""
     max_concurrent_groups: Positive = 64
@@ -424,6 +440,7 @@ class RestartsConfig(Section, frozen=True):
     run back to its latest checkpoint, and stops it after that many. Without a gserver or rollout worker that died more
     often, the run continues for a while if it has others, or else stops. A cluster restarts a whole run as often."""
     window_seconds: PositiveFloat = 3600.0
+    """Time for which a restart counts."""
     delay_seconds: PositiveFloat = 1.0
     """Delay before the first restart; it doubles with each further one, up to a minute."""
 
@@ -570,6 +587,7 @@ class MetricsConfig(Section, frozen=True):
     project: NonEmpty = "streamrl"
     """The run's project at Weights & Biases and in trackio."""
     plots: bool = True
+    """Draw figures of the run in `plots/`."""
     rollouts_per_step: NonNegative = 4
     """Groups of each training step that are kept in `rollouts/` with every token, for inspection (docs/rollouts.md)."""
     rollouts_mb: PositiveFloat = 512.0

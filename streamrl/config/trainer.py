@@ -33,9 +33,11 @@ class LayoutConfig(Section, frozen=True):
     """Backend of the computation: transformers with plain torch, or Megatron Core (`pip install "streamrl[megatron]"`).
     """
     data_parallel: Positive = 1
+    """Number of groups of model workers that each train on a part of the batch."""
     context_parallel: Positive = 1
     """Number of model workers that share the tokens of each row, for rows that are too long for one device."""
     tensor_parallel: Positive = 1
+    """Number of model workers that share each layer (megatron)."""
     pipeline_parallel: Positive = 1
     """The number of model workers is the product of these four sizes; the torch backend supports only the first two."""
     expert_parallel: Positive = 1
@@ -53,11 +55,15 @@ class OptimizerConfig(Section, frozen=True):
     """The second beta determines how long Adam remembers the size of gradients. With a short memory, steps on the noise
     of a plateau become as large as those that learned the task; stale runs collapsed there (docs/collapse.md)."""
     eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay, relative to the learning rate."""
     grad_clip: PositiveFloat = 1.0
     """Largest gradient norm."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after the warm-up."""
     warmup_steps: NonNegative = 0
+    """Optimizer steps in which the learning rate rises linearly from 0."""
     min_lr_ratio: Share = 0.0
     """Final value of the schedule, as a share of `lr`."""
 
@@ -81,11 +87,13 @@ class TrainerConfig(LayoutConfig, frozen=True):
     batch_groups: Positive = 8
     """P: groups in a training batch."""
     lr: PositiveFloat = 1e-5
+    """Learning rate of the policy."""
     dtype: DType = "auto"
     """Dtype of the computation; master weights are float32."""
     threads: Positive = 1
     """CPU threads of one model worker."""
     max_tokens_per_microbatch: Positive = 8192
+    """Most tokens in one forward and backward pass."""
     replay_routing: bool = True
     """For models with experts: train each token with the experts that computed it in the engine, if they are known."""
     share_prefix: bool = True
@@ -101,6 +109,7 @@ class TrainerConfig(LayoutConfig, frozen=True):
     """Training steps between snapshots: checkpoints in the memory of model worker 0's host, from which the run
     continues after a death. None: as often as costs at most 2% of the time; 0: no snapshots."""
     save_at_end: bool = True
+    """Write a checkpoint at the end of the run."""
     logprob_diff_warning: PositiveFloat | None = None
     """Mean difference between the log-probabilities of a gserver and of the trainer that triggers a warning, in nats.
     It is about 1e-6 in float32, and about 0.02 in bfloat16. None: 0.05, or 0.2 if gservers quantise their weights."""
@@ -137,6 +146,7 @@ class CriticConfig(Section, frozen=True):
     """Hugging Face checkpoint folder of its initial weights; None: the policy's. Without a `score.weight` in the
     checkpoint, the scalar head starts at 0."""
     lr: PositiveFloat = 1e-5
+    """Learning rate of the critic."""
     value_clip: PositiveFloat | None = None
     """Largest change of a value in one step; None: no limit."""
     optimizer: Annotated[Overrides, keys_of(OptimizerConfig)] = field(default_factory=dict)
@@ -169,7 +179,9 @@ class AlgorithmConfig(Section, frozen=True):
     """`ppo`: clipped ratio of each token; `gspo`: clipped ratio of a whole response; `cispo`: the clipped ratio as a
     weight without gradient."""
     clip_low: NonNegativeFloat = 0.2
+    """The ratio is clipped from below at 1 minus this."""
     clip_high: NonNegativeFloat = 0.28
+    """The ratio is clipped from above at 1 plus this."""
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """Bounds the objective of a negative advantage from below, by this multiple of the advantage."""
     proximal: Literal["auto", "recompute", "behavior"] = "auto"
@@ -193,6 +205,7 @@ class AlgorithmConfig(Section, frozen=True):
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the estimated KL(policy || reference) of a token; a value above 0 adds `ref_inf` to the graph."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL divergence from one sample (docs/algorithms.md)."""
     kl_in: Literal["loss", "reward"] = "loss"
     """`loss`: penalise each token in the loss. `reward`: penalise the reward, of each token if tokens have their own
     advantages, else of each response by the sum over its tokens."""

@@ -17,7 +17,7 @@ import msgspec
 
 from streamrl import example_files
 from streamrl.config.checks import found_in
-from streamrl.config.fields import EVERY_FORM, Section, section_of
+from streamrl.config.fields import EVERY_FORM, Section, fields_of, section_of
 from streamrl.config.sections import MAX_QUEUED as MAX_QUEUED
 from streamrl.config.sections import PACE_SIGMA as PACE_SIGMA
 from streamrl.config.sections import AgentConfig as AgentConfig
@@ -201,7 +201,7 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
     may be meant."""
     if not isinstance(tree, dict):
         raise _no_section(tree, section, path=path, where=where)
-    fields = {field.name: field for field in msgspec.structs.fields(section)}
+    fields = fields_of(section)
     for name, value in tree.items():
         key = f"{path}.{name}" if path else name
         if name not in fields:

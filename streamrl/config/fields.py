@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -32,6 +33,12 @@ GENERATED_SOURCES = ("reasoning_gym", "python")
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of the configuration file."""
+
+
+@cache
+def fields_of(section: type[Section]) -> dict[str, msgspec.structs.FieldInfo]:
+    """Return the fields of `section` by name; msgspec evaluates their annotations each time."""
+    return {field.name: field for field in msgspec.structs.fields(section)}
 
 
 SectionT = TypeVar("SectionT", bound=Section)

@@ -34,9 +34,11 @@ from common import Row, parser_of, report
 from streamrl.stream_dataset import StreamDataset
 from streamrl.transport import codec
 from streamrl.transport.control import Peer
-from streamrl.transport.credentials import CurveKeys, Shown, Verifier, credential, permit
+from streamrl.transport.credentials import ReceiverKeys
 from streamrl.transport.puller import GroupPuller
 from streamrl.transport.push_pull import GroupPusher
+from streamrl.transport.secret import Secret
+from streamrl.transport.session import COPIED_BELOW
 from streamrl.types import NO_VERSION, SampleMeta, TrajectoryGroup
 
 WINDOW = 64
@@ -45,8 +47,7 @@ BATCH = 16
 SIBLINGS = 16
 PROMPT = 128
 MAX_GROUP_BYTES = 1 << 28
-KEY = bytes(32)
-"""The head checks credentials and permits with it."""
+KEYS = ReceiverKeys.derive(Secret("0" * 64, origin="the benchmark"), "model_worker")
 
 
 def make_groups(length: int, count: int) -> list[TrajectoryGroup]:
@@ -81,7 +82,7 @@ def make_groups(length: int, count: int) -> list[TrajectoryGroup]:
 # --- receiving process ---------------------------------------------------------------------------
 
 
-def receiver(control: Connection, groups: Any, done: Any, keys: CurveKeys | None) -> None:
+def receiver(control: Connection, groups: Any, done: Any, encrypted: bool) -> None:
     """Send the endpoints, then serve one run after another as `control` asks."""
     context = zmq.Context.instance()
     bare, pyobj = context.socket(zmq.ROUTER), context.socket(zmq.PAIR)
@@ -91,8 +92,8 @@ def receiver(control: Connection, groups: Any, done: Any, keys: CurveKeys | None
     arrivals = Arrivals()
     dataset = StreamDataset(rank=0, capacity_groups=4 * WINDOW, on_stored=arrivals.put)
     limits = codec.Limits(max_group_bytes=MAX_GROUP_BYTES)
-    ingress = GroupPuller(dataset, host="127.0.0.1", limits=limits, keys=keys)
-    ingress.start(Verifier("model_worker", key=KEY))  # without a doorkeeper, which would ask a manager whose key it is
+    ingress = GroupPuller(dataset, keys=KEYS, host="127.0.0.1", limits=limits, encrypted=encrypted)
+    ingress.start()
     control.send((ingress.endpoint, bare.get_string(zmq.LAST_ENDPOINT), pyobj.get_string(zmq.LAST_ENDPOINT)))
     while (order := control.recv()) is not None:
         contender, count = order
@@ -175,7 +176,7 @@ def receive_pyobj(endpoint: zmq.Socket[bytes], count: int) -> None:
 async def push_all(pusher: GroupPusher, groups: Iterator[TrajectoryGroup]) -> None:
     async def push_some() -> None:
         for group in groups:
-            await pusher.push(group, permit=permit(KEY, seq=group.seq, name="rollout/0"))
+            await pusher.push(group, permit=KEYS.permit(group.seq, "rollout/0"))
 
     await asyncio.gather(*(push_some() for _ in range(WINDOW)))
 
@@ -207,16 +208,14 @@ def stamped(pool: list[TrajectoryGroup], seqs: Iterator[int], count: int) -> Ite
 def measure(sizes: dict[int, int], repeats: int, *, encrypted: bool) -> list[Row]:
     """Groups per second of each contender at each size; `sizes`: tokens of a sibling → groups of a run; `encrypted`:
     streamrl's own stream."""
-    mine, keys = CurveKeys.make(), CurveKeys.make() if encrypted else None
-    shown = credential(KEY, role="rollout", index=0, number=1, curve_key=mine.public)
     spawn = multiprocessing.get_context("spawn")
     control, theirs = spawn.Pipe()
     groups, done = spawn.Queue(WINDOW), spawn.Queue()
-    process = spawn.Process(target=receiver, args=(theirs, groups, done, keys), daemon=True)
+    process = spawn.Process(target=receiver, args=(theirs, groups, done, encrypted), daemon=True)
     process.start()
     stream_endpoint, bare_endpoint, pyobj_endpoint = control.recv()
     context = zmq.Context.instance()
-    bare, pyobj = context.socket(zmq.DEALER, copy_threshold=codec.COPIED_BELOW), context.socket(zmq.PAIR)
+    bare, pyobj = context.socket(zmq.DEALER, copy_threshold=COPIED_BELOW), context.socket(zmq.PAIR)
     bare.connect(bare_endpoint)
     pyobj.connect(pyobj_endpoint)
     encoder = msgspec.msgpack.Encoder()
@@ -225,10 +224,9 @@ def measure(sizes: dict[int, int], repeats: int, *, encrypted: bool) -> list[Row
     async def connect() -> GroupPusher:
         return GroupPusher(
             worker="rollout/0",
-            heads=[Peer("model_worker", 0, stream_endpoint, keys.public if keys is not None else "")],
-            shown=Shown(shown, mine),
+            heads=[Peer("model_worker", 0, stream_endpoint)],
+            credential=KEYS.credential("rollout", 0, number=1),
             max_group_bytes=MAX_GROUP_BYTES,
-            resend_seconds=10.0,
         )
 
     pusher = loop.run_until_complete(connect())

@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,19 +53,21 @@ sys.path.insert(0, str(ROOT))
 from fuzz_taps import Taps  # noqa: E402
 
 from streamrl import config as configuration  # noqa: E402
+from streamrl.errors import UNDECODABLE  # noqa: E402
 from streamrl.gserver.manager.access import ALLOWED, LOOKS  # noqa: E402
 from streamrl.gserver.manager.http import POSTS  # noqa: E402
 from streamrl.machine import machine_identity, process_space  # noqa: E402
 from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
 from streamrl.rollout.agents.policy import Score  # noqa: E402
 from streamrl.trainer.calls import CallDone, Published, Stored, Trained  # noqa: E402
-from streamrl.transport import generation, request_reply  # noqa: E402
+from streamrl.transport import generation  # noqa: E402
 from streamrl.transport.codec import ARRAYS, GroupHeader  # noqa: E402
 from streamrl.transport.control import FinishRun, Register, RegisterReply, Status  # noqa: E402
 from streamrl.transport.keys import GENERATION_CALLS, bearer  # noqa: E402
 from streamrl.transport.manager_client import ControlClient  # noqa: E402
 from streamrl.transport.push_pull import Ask, Reply  # noqa: E402
 from streamrl.transport.secret import VARIABLE, Secret  # noqa: E402
+from streamrl.transport.session import Packet, Rejection  # noqa: E402
 from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER  # noqa: E402
 from tests import hostile  # noqa: E402
 from tests.gserver.installed import sglang_python  # noqa: E402
@@ -409,52 +411,27 @@ def groups_of(count: int, begin: int) -> list[list[bytes]]:
         lengths = [4 * size for size in sizes[:3]] + [12 * size for size in sizes[3:-1]] + [0]
         arrays = [dice.randbytes(length) for length in lengths]
         packed = [b"".join(arrays)] if dice.random() < 0.5 else arrays
-        found += [[head, *packed] for head in hostile.encoded([header], msgspec.msgpack.encode)]
+        found += [[packet_of(1, head), *packed] for head in hostile.encoded([header], msgspec.msgpack.encode)]
     return found
 
 
 def controllers_messages(count: int, begin: int) -> list[list[bytes]]:
-    """Return messages of workers to the controller, also about groups that they hold.
-
-    The controller takes a message once it is the next one of its sender. Here two starts of a worker send everything as
-    one of their first, and each heartbeat of the other start lets both begin again: so a good part is taken.
-    """
-    found = []
+    """Return messages of workers to the controller, also about groups that they hold."""
     dice = random.Random(begin)
-    starts = [bytes([number]) * 16 for number in range(2)]
+    kinds = [("notice", Stored), ("result", CallDone), ("result", Trained), ("result", Published), ("text", str)]
+    types = {"notice": "notice", "result": "reply", "text": "error"}
+    meta = {"seq": 3, "head": FIRST_ROLLOUT_WORKER + WORKER, "worker": f"rollout/{WORKER}", "size": 1, "tokens": 2}
+    meta |= {"rewards": [1.0], "response_lengths": [1], "version_counts": {0: 1}, "generation_seconds": 1.0}
+    found: list[dict[str, Any]] = [{"type": "notice", "notice": {"metas": [meta]}}]
+    for number, (field, kind) in enumerate(kinds):
+        for value in hostile.examples(hostile.values_of(kind), count=count // len(kinds), begin=begin + number):
+            found.append({"type": types[field], "request": dice.randrange(1 << dice.choice((3, 10, 63))), field: value})
+    return [[packet_of(1, content)] for content in hostile.encoded(found, msgspec.msgpack.encode)]
 
-    def eight(number: int) -> bytes:
-        return number.to_bytes(request_reply.NUMBER_BYTES, "big")
 
-    bodies = [
-        (b"N", Stored),
-        (b"R", CallDone),
-        (b"R", Trained),
-        (b"R", Published),
-        (b"H", bytes),
-        (b"A", None),
-        (b"E", str),
-    ]
-    for number, (kind, body) in enumerate(bodies):
-        for value in hostile.examples(hostile.values_of(body), count=count // len(bodies), begin=begin + number):
-            for content in hostile.encoded([value], msgspec.msgpack.encode):
-                request = eight(dice.randrange(1 << dice.choice((3, 10, 63))))
-                found.append([kind, request, eight(dice.randrange(1, 4)), dice.choice(starts), content])
-    meta = {
-        "seq": 3,
-        "head": FIRST_ROLLOUT_WORKER + WORKER,
-        "worker": f"rollout/{WORKER}",
-        "size": 1,
-        "tokens": 2,
-        "rewards": [1.0],
-    }
-    meta |= {"response_lengths": [1], "version_counts": {0: 1}, "generation_seconds": 1.0}
-    stored = msgspec.msgpack.encode({"metas": [meta]})
-    return [
-        *found,
-        *([b"H", eight(0), eight(0), start, b""] for start in starts),
-        *([b"N", eight(0), eight(1), start, stored] for start in starts),
-    ]
+def packet_of(place: int, message: bytes) -> bytes:
+    """Return the first frame of a message."""
+    return msgspec.msgpack.encode(Packet(place, 0, 0, None, msgspec.Raw(message)))
 
 
 def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:
@@ -474,7 +451,7 @@ def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:
         ),
         "rollout": Requests(requests_of(agents, ["/v1/models"], count=count, begin=4), taps.requests("rollout")),
         "model_worker": Messages(
-            [[ask] for ask in hostile.encoded(asks, msgspec.msgpack.encode)] + groups_of(count // 2, 5),
+            [[packet_of(1, ask)] for ask in hostile.encoded(asks, msgspec.msgpack.encode)] + groups_of(count // 2, 5),
             taps.messages("model_worker"),
             taps.streams("model_worker"),
         ),
@@ -593,31 +570,84 @@ class HttpFuzz:
 
 
 LAST = 2**40
-"""The sequence number of what is sent last: a head refuses it, and so tells that it has read all before."""
+"""The sequence number of the last offer: a head refuses it, and so shows that it has read all earlier messages."""
+PLACED_SHARE = 0.7
+"""Share of the messages that get the place that their receiver expects next."""
+
+
+class ZmqFuzz:
+    """A hostile sender on one ZMQ connection."""
+
+    def __init__(self, port: Port, endpoint: zmq.Socket[bytes], identity: bytes, found: Counter[str]) -> None:
+        self._port = port
+        self._endpoint = endpoint
+        self._found = found
+        self._next = 1
+        """The place that the receiver expects next, if it processes all messages under way."""
+        endpoint.set(zmq.LINGER, int(1000 * ANSWER_SECONDS))
+        endpoint.set(zmq.SNDTIMEO, int(1000 * ANSWER_SECONDS))
+        endpoint.set(zmq.SNDHWM, 100)
+        if identity:
+            endpoint.set(zmq.ROUTING_ID, identity)
+        endpoint.connect(port.address)
+
+    def send(self, frames: list[bytes], *, placed: bool) -> None:
+        """Send `frames`; `placed`: with the expected place, if the first of them is a packet."""
+        if placed:
+            with suppress(*UNDECODABLE):
+                packet = msgspec.msgpack.decode(frames[0], type=Packet)
+                frames = [packet_of(self._next, bytes(packet.message)), *frames[1:]]
+                self._next += 1
+        self._endpoint.send_multipart(frames)
+        self._found["sent"] += 1
+
+    def take(self) -> bool:
+        """Read the replies; return whether the sender is rejected, or its last offer is refused. Groups that a head
+        stores or asks for are accepted."""
+        ended = False
+        while self._endpoint.poll(0):
+            reply = msgspec.msgpack.decode(self._endpoint.recv_multipart()[0], type=Packet | Rejection)
+            self._found["replies"] += 1
+            if isinstance(reply, Rejection):
+                self._found["rejected"] += 1
+                ended = True
+                continue
+            self._next = reply.processed + 1
+            if not reply.is_beat and self._port.role == "model_worker":
+                news = msgspec.msgpack.decode(reply.message, type=Reply)
+                self._found["accepted"] += len(news.stored) + len(news.send)
+                self._found["refused"] += len(news.refused)
+                ended = ended or any(refusal.seq == LAST for refusal in news.refused)
+        return ended
+
+    def until_read(self) -> None:
+        """Wait until a head has read everything."""
+        offer = packet_of(1, msgspec.msgpack.encode(Ask(offered=[LAST], permits=["0" * 32], withdrawn=[])))
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while not self.take():
+            if time.monotonic() > deadline:
+                raise SystemExit(f"{self._port.process} does not reply for {ANSWER_SECONDS:.0f} s")
+            self.send([offer], placed=True)
+            self._found["sent"] -= 1
+            self._endpoint.poll(100)
 
 
 def fuzz_zmq(port: Port, messages: Messages, *, identities: Sequence[bytes], count: int, seed: int) -> Counter[str]:
     """Send `count` messages, some under each of the routing ids `identities`, and wait until they were read; for a
-    thread. Return what was replied. Raises `zmq.Again` when nothing is read any more."""
+    thread. Return the numbers of replies by kind. Raises `zmq.Again` when nothing is read any more."""
     found: Counter[str] = Counter()
     dice = random.Random(seed)
     raw = int(RAW_SHARE * count)
     with zmq.Context() as context:
         for number, identity in enumerate(identities):
             with context.socket(zmq.DEALER) as endpoint:
-                endpoint.set(zmq.LINGER, int(1000 * ANSWER_SECONDS))
-                endpoint.set(zmq.SNDTIMEO, int(1000 * ANSWER_SECONDS))
-                endpoint.set(zmq.SNDHWM, 100)
-                if identity:
-                    endpoint.set(zmq.ROUTING_ID, identity)
-                endpoint.connect(port.address)
+                fuzz = ZmqFuzz(port, endpoint, identity, found)
                 for sent in range((count - raw) * (number + 1) // len(identities) - found["sent"]):
-                    endpoint.send_multipart(messages.draw(dice))
-                    found["sent"] += 1
+                    fuzz.send(messages.draw(dice), placed=dice.random() < PLACED_SHARE)
                     if sent % 64 == 0:
-                        _take(endpoint, found, port)
+                        fuzz.take()
                 if port.role == "model_worker":
-                    _until_read(endpoint, found, port)
+                    fuzz.until_read()
     address = (urlsplit(port.address).hostname, urlsplit(port.address).port)
     for _ in range(raw):
         with socket.create_connection(address, timeout=ANSWER_SECONDS) as connection:
@@ -658,28 +688,6 @@ def fuzz_torch(port: Port, *, count: int, seed: int) -> Counter[str]:
         if port.role != "store" and found["streams"] >= MOST_STREAMS:
             break
     return found
-
-
-def _until_read(endpoint: zmq.Socket[bytes], found: Counter[str], port: Port) -> None:
-    endpoint.send(msgspec.msgpack.encode(Ask(offered=[LAST], permits=["0" * 32], withdrawn=[])))
-    while not any(refusal.seq == LAST for reply in _take(endpoint, found, port) for refusal in reply.refused):
-        if not endpoint.poll(1000 * ANSWER_SECONDS):
-            raise SystemExit(f"{port.process} answers nothing for {ANSWER_SECONDS:.0f} s")
-
-
-def _take(endpoint: zmq.Socket[bytes], found: Counter[str], port: Port) -> Iterator[Reply]:
-    """The replies that are there. Groups that a head stores or asks for are accepted."""
-    taken = []
-    while endpoint.poll(0):
-        frames = endpoint.recv_multipart()
-        found["replies"] += 1
-        if port.role == "model_worker":
-            taken.append(msgspec.msgpack.decode(frames[0], type=Reply))
-            found["accepted"] += len(taken[-1].stored) + len(taken[-1].send)
-            found["refused"] += len(taken[-1].refused)
-        elif frames[0] != b"B":  # the controller's probes
-            found[f"reply {frames[0]!r}"] += 1
-    return iter(taken)
 
 
 class Sending:
@@ -739,7 +747,7 @@ class Sending:
 
     def _identities(self, port: Port) -> dict[str, list[bytes]]:
         """Way → routing ids."""
-        mine = self._granted.credentials
+        mine = {receiver: each.text for receiver, each in self._granted.credentials.items()}
         role, other = ("controller", "model_worker") if port.role == "zmq" else ("model_worker", "controller")
         others = mine[other]
         forged = mine[role].replace(f"rollout/{WORKER}", "rollout/0", 1)

@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
@@ -20,7 +21,6 @@ import msgspec
 
 from streamrl.config import Config
 from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
-from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.process import ManagerService, managing
 from streamrl.machine import machine_identity, process_space
 from streamrl.records import lineage as lineages
@@ -28,8 +28,8 @@ from streamrl.records import progress, snapshots
 from streamrl.trainer.calls import Stored
 from streamrl.trainer.master.process import Master
 from streamrl.transport.addresses import Listening
-from streamrl.transport.control import AskMember, Heartbeat, Register
-from streamrl.transport.credentials import CurveKeys, Doorkeeper, Verifier
+from streamrl.transport.control import Heartbeat, Register
+from streamrl.transport.credentials import ReceiverKeys
 from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
 from streamrl.transport.request_reply import RequestChannel
 from streamrl.transport.secret import encrypts
@@ -185,16 +185,11 @@ class _ControlledRun:
     ) -> RequestChannel[Stored]:
         """Return the channel of the lineage that begins with `config`; the controller registers itself, with the
         channel's address, with its own manager."""
-        manager, encrypted = self._manager, self._encrypted
-        keys = CurveKeys.make()
-        channel = _channel(stored, self._listening, keys=keys if encrypted else None)
+        channel = _channel(
+            stored, self._listening, keys=self._manager.access.receivers["controller"], encrypted=self._encrypted
+        )
         stack.push_async_callback(channel.close)
-        if encrypted:
-            doorkeeper = Doorkeeper(channel.context, lambda key: _is_member(manager, key))
-            doorkeeper.start()
-            stack.callback(doorkeeper.stop)
-        granted = manager.enter(_registration(config, channel.endpoint, keys=keys, encrypted=encrypted))
-        channel.admit(Verifier("controller", key=bytes.fromhex(granted.verification_key), encrypted=encrypted))
+        self._manager.enter(_registration(config, channel.endpoint))
         return channel
 
 
@@ -211,7 +206,9 @@ def from_latest(config: Config) -> Config:
     return msgspec.structs.replace(config, run=run)
 
 
-def _channel(stored: asyncio.Queue[Stored], listening: Listening, *, keys: CurveKeys | None) -> RequestChannel[Stored]:
+def _channel(
+    stored: asyncio.Queue[Stored], listening: Listening, *, keys: ReceiverKeys, encrypted: bool
+) -> RequestChannel[Stored]:
     """Return the channel to model workers and, in a synchronous graph, rollout workers."""
 
     def note(worker: int, notice: Stored) -> None:
@@ -221,17 +218,18 @@ def _channel(stored: asyncio.Queue[Stored], listening: Listening, *, keys: Curve
         stored.put_nowait(Stored(own))
 
     return RequestChannel(
+        keys=keys,
+        encrypted=encrypted,
         host=listening.at,
         announced=listening.announced,
         notice_type=Stored,
         on_notice=note,
         name_of=name_on_channel,
         number_of=number_on_channel,
-        keys=keys,
     )
 
 
-def _registration(config: Config, address: str, *, keys: CurveKeys, encrypted: bool) -> Register:
+def _registration(config: Config, address: str) -> Register:
     return Register(
         role="controller",
         index=0,
@@ -242,11 +240,6 @@ def _registration(config: Config, address: str, *, keys: CurveKeys, encrypted: b
         host=socket.gethostname(),
         machine=machine_identity(),
         process_space=process_space(),
-        curve_key=keys.public,
-        encrypted=encrypted,
+        process=uuid.uuid4().hex,
         begins_from=progress.identity(config),
     )
-
-
-async def _is_member(manager: Manager, curve_key: str) -> bool:
-    return (await manager.members.is_member(AskMember(curve_key))).known

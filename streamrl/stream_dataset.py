@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable
 
 from streamrl.seqs import SeqSet
 from streamrl.transport import codec
-from streamrl.transport.puller import SinkOutcome
 from streamrl.types import SampleMeta, TrajectoryGroup
 
 
@@ -52,14 +51,14 @@ class StreamDataset:
         with self._lock:
             return seq in self._known
 
-    def offer(self, group: TrajectoryGroup) -> SinkOutcome:
-        """Store `group` (validated by the codec), unless its `seq` is known or no place is free."""
+    def offer(self, group: TrajectoryGroup) -> bool:
+        """Store `group` (validated by the codec) unless its `seq` is known. Return False if no place is free for it."""
         with self._lock:
             if group.seq in self._known:
                 self._duplicated += 1
-                return SinkOutcome.DUPLICATE
+                return True
             if len(self._groups) >= self.capacity_groups:
-                return SinkOutcome.FULL
+                return False
             meta = SampleMeta.of(group, head=self.rank, special=self._special)
             self._known.add(group.seq)
             self._groups[group.seq] = group
@@ -67,7 +66,7 @@ class StreamDataset:
             self._bytes_held += codec.group_bytes(group)
         if self.on_stored is not None:
             self.on_stored(meta)
-        return SinkOutcome.STORED
+        return True
 
     def count_refused(self) -> None:
         """Count a message that broke the wire format."""

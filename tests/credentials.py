@@ -1,4 +1,4 @@
-"""What processes of a test's run show each other on ZMQ, as if a manager had given it to them."""
+"""The keys and credentials of a test's run on ZMQ."""
 
 from __future__ import annotations
 
@@ -7,44 +7,42 @@ from typing import Any
 
 import msgspec
 
-from streamrl.transport.control import Peer, Role
-from streamrl.transport.credentials import CurveKeys, Shown, Verifier, credential, permit
+from streamrl.transport.control import Credential, Peer, Role
+from streamrl.transport.credentials import ReceiverKeys
 from streamrl.transport.push_pull import GroupPusher
+from streamrl.transport.secret import Secret
 from streamrl.types import TrajectoryGroup
 
-KEYS: dict[Role, bytes] = {"model_worker": b"k" * 32, "controller": b"m" * 32}
-"""Receiver → what it knows senders by."""
+SECRET = Secret("s" * 64, origin="the tests")
+OTHER_SECRET = Secret("o" * 64, origin="the tests")
+"""The secret of another run."""
 
 
-def shown_by(
-    role: Role, index: int, *, to: Role, number: int = 1, keys: CurveKeys | None = None, key: bytes | None = None
-) -> Shown:
-    """What the process shows that joined as number `number`; `key`: of another run."""
-    curve_key = keys.public if keys is not None else ""
-    text = credential(key or KEYS[to], role=role, index=index, number=number, curve_key=curve_key)
-    return Shown(text, keys)
+def keys_of(receiver: Role, *, secret: Secret = SECRET) -> ReceiverKeys:
+    return ReceiverKeys.derive(secret, receiver)
 
 
-def verifier_of(receiver: Role, *, encrypted: bool = False) -> Verifier:
-    return Verifier(receiver, key=KEYS[receiver], encrypted=encrypted)
+def credential_of(role: Role, index: int, *, to: Role, number: int = 1, secret: Secret = SECRET) -> Credential:
+    """The credential of a process that joined as number `number`, for receivers of role `to`."""
+    return keys_of(to, secret=secret).credential(role, index, number=number)
 
 
 def permit_for(seq: int, name: str = "rollout/0") -> str:
-    """What shows that `seq` was leased to `name`."""
-    return permit(KEYS["model_worker"], seq=seq, name=name)
+    return keys_of("model_worker").permit(seq, name)
 
 
-def peer_at(address: str, *, curve_key: str = "") -> Peer:
-    return Peer("model_worker", 0, address, curve_key)
+def peer_at(address: str) -> Peer:
+    return Peer("model_worker", 0, address)
 
 
 class LeasedPusher(GroupPusher):
-    """A pusher of `worker` to whom every group was leased that it pushes."""
+    """A pusher of `worker`, with permits for all groups."""
 
     def __init__(self, *, worker: str = "rollout/0", endpoints: Sequence[str], **settings: Any) -> None:
         role, _, index = worker.partition("/")
-        shown = shown_by(role, int(index), to="model_worker")  # type: ignore[arg-type]
-        super().__init__(worker=worker, heads=[peer_at(endpoint) for endpoint in endpoints], shown=shown, **settings)
+        credential = credential_of(role, int(index), to="model_worker")  # type: ignore[arg-type]
+        heads = [peer_at(endpoint) for endpoint in endpoints]
+        super().__init__(worker=worker, heads=heads, credential=credential, **settings)
         self._name = worker
 
     async def push(self, group: TrajectoryGroup, *, permit: str = "") -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from streamrl.stream_dataset import StreamDataset
-from streamrl.transport.puller import SinkOutcome
 from streamrl.types import SampleMeta
 from tests.groups import make_group
 
@@ -35,12 +34,12 @@ class Dataset(RuleBasedStateMachine):
     def offer(self, seq: int) -> None:
         outcome = self.dataset.offer(make_group(seq))
         if seq in self.known:
-            assert outcome is SinkOutcome.DUPLICATE
+            assert outcome
             self.duplicated += 1
         elif len(self.held) == self.capacity:
-            assert outcome is SinkOutcome.FULL
+            assert not outcome
         else:
-            assert outcome is SinkOutcome.STORED
+            assert outcome
             self.held.append(seq)
             self.known.add(seq)
             self.stored += 1
@@ -86,20 +85,20 @@ def test_a_resumed_head_knows_what_was_trained_on() -> None:
     dataset = StreamDataset(rank=0, capacity_groups=9)
     dataset.restore([(0, 3), (5, 6)])
     assert [seq for seq in range(9) if dataset.knows(seq)] == [0, 1, 2, 5]
-    assert dataset.offer(make_group(5)) is SinkOutcome.DUPLICATE
+    assert dataset.offer(make_group(5))
+    assert len(dataset) == 0
 
 
 def test_many_threads_store_each_group_once() -> None:
     dataset = StreamDataset(rank=0, capacity_groups=200)
-    outcomes: list[SinkOutcome] = []
 
     def offer_all() -> None:
-        outcomes.extend([dataset.offer(make_group(seq)) for seq in range(100)])
+        assert all(dataset.offer(make_group(seq)) for seq in range(100))
 
     threads = [threading.Thread(target=offer_all) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert outcomes.count(SinkOutcome.STORED) == 100
-    assert outcomes.count(SinkOutcome.DUPLICATE) == 300
+    stats = dataset.stats()
+    assert (stats["groups_stored_total"], stats["groups_duplicated_total"]) == (100, 300)

@@ -105,7 +105,7 @@ REMOVED = {
     "gserver.max_queued": "it is always 4096",
     "gserver.prefill_tokens": "it is always 4096",
     "stream.capacity_groups": "it is 4096, or more if a batch may wait for more",
-    "stream.resend_seconds": "a third of limits.silence_seconds",
+    "stream.resend_seconds": "lost messages are detected without a time limit",
     "weights.delta": "weights are always sent whole",
     "weights.dir": "weights are in the run's folder",
     "weights.senders": "the first model worker sends all weights, since each gserver's link limits a broadcast",

@@ -423,11 +423,6 @@ class LimitsConfig(Section, frozen=True):
         return self.silence_seconds
 
     @property
-    def resend_seconds(self) -> float:
-        """A group that has not been acknowledged for this long is sent again."""
-        return self.silence_seconds / 3
-
-    @property
     def group_bytes(self) -> int:
         return int(self.group_mb * 2**20)
 

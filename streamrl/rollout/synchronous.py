@@ -10,11 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from streamrl.config import Config
-from streamrl.transport.control import Admission, Peer
-from streamrl.transport.credentials import Shown
+from streamrl.transport.control import Admission, Credential, Peer
 from streamrl.transport.request_reply import ReplyChannel
 from streamrl.transport.synchronous import (
-    FIRST_ROLLOUT_WORKER,
     GenerateGroups,
     GroupsGenerated,
     GroupsScored,
@@ -73,15 +71,14 @@ class SynchronousRollout:
         self,
         config: Config,
         *,
-        index: int,
         master: Peer,
-        shown: Shown,
+        credential: Credential,
         admit: Callable[[int], Awaitable[list[Admission] | None]],
         start: Callable[[Admission, ScoringGate], None],
     ) -> None:
-        """`index`: the rollout worker's. `master`: the address of its channel; `shown`: the credentials of this process
-        for it. `admit` takes the number of missing groups and returns those that may start, or None when the run is
-        over. `start` makes a group, in its own task."""
+        """`master`: the address of its channel; `credential`: identifies this process to it. `admit` takes the number
+        of missing groups and returns those that may start, or None when the run is over. `start` makes a group, in its
+        own task."""
         self._siblings = config.rollout.group_size
         self._admit = admit
         self._start = start
@@ -93,7 +90,7 @@ class SynchronousRollout:
         self._changed = asyncio.Condition()
         """Notified when one of the three above changes."""
         self._channel: ReplyChannel[RolloutCall] = ReplyChannel(
-            master=master, worker=FIRST_ROLLOUT_WORKER + index, shown=shown, call_type=RolloutCall
+            master=master, credential=credential, call_type=RolloutCall
         )
 
     async def run(self) -> None:
@@ -153,7 +150,7 @@ class SynchronousRollout:
             for seq in set(begun) - set(alive):
                 self._gates.pop(seq, None)
             if begun == alive == sorted(self._gates):
-                await self._channel.reply(call_id, GroupsGenerated(alive))
+                self._channel.reply(call_id, GroupsGenerated(alive))
                 return
             await self._notify()  # others may start in place of the given-up ones
 
@@ -165,7 +162,7 @@ class SynchronousRollout:
         stored = await _those_for_which(known, lambda seq: self._gates[seq].ended())
         for seq in known:
             self._gates.pop(seq, None)
-        await self._channel.reply(call_id, GroupsScored(stored))
+        self._channel.reply(call_id, GroupsScored(stored))
 
     async def _notify(self) -> None:
         async with self._changed:

@@ -74,9 +74,9 @@ async def _open_pusher(config: Config, joined: RunConnection) -> GroupPusher:
     return GroupPusher(
         worker=joined.membership.name,
         heads=[worker for worker in workers if worker.address],  # only DP heads have one
-        shown=joined.membership.shows("model_worker"),
+        credential=joined.membership.credential("model_worker"),
         max_group_bytes=config.limits.group_bytes,
-        resend_seconds=config.limits.resend_seconds,
+        beat_seconds=config.limits.heartbeat_seconds,
         warn_seconds=config.limits.warning_seconds,
     )
 
@@ -86,9 +86,8 @@ async def _open_calls(config: Config, joined: RunConnection, worker: RolloutWork
     controllers = await joined.control.topology("controller", 1, patience=config.limits.start_seconds)
     return SynchronousRollout(
         config,
-        index=joined.membership.index,
         master=controllers[0],
-        shown=joined.membership.shows("controller"),
+        credential=joined.membership.credential("controller"),
         admit=worker.admit,
         start=worker.start,
     )

@@ -19,18 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.errors import WireError
+from streamrl.transport.session import COPIED_BELOW, Frame
 from streamrl.types import ARRAY_FIELDS, LARGEST_REWARD, NO_EXPERT, NO_VERSION, GroupFacts, TrajectoryGroup
-
-Frame = bytes | memoryview
-"""Contiguous bytes."""
 
 ARRAYS: dict[str, str] = {field.name: field.dtype for field in ARRAY_FIELDS}
 """Array field → dtype, in wire order."""
 
-MOST_FRAMES = 1 + len(ARRAYS)
-"""Maximum frames of one message: the header, and each array in a frame of its own."""
-COPIED_BELOW = 1 << 18
-"""Below this many bytes a copy is cheaper than avoiding it: measured with benchmarks/bench_stream.py."""
+MOST_FRAMES = len(ARRAYS)
+"""Maximum frames of arrays of one message: each array in a frame of its own."""
 
 MAX_HEADER_BYTES = 1 << 18
 """Maximum size of any message's first frame, in bytes."""
@@ -125,16 +121,15 @@ class FramePacker:
     def __init__(self) -> None:
         self._memory = memoryview(bytearray(COPIED_BELOW))
 
-    def pack(self, frames: list[Frame]) -> list[Frame]:
-        """Return `frames`, with small arrays merged into one frame that is valid until the next call."""
-        head, *arrays = frames
-        if sum(map(len, arrays)) >= COPIED_BELOW:
-            return frames
+    def pack(self, arrays: Sequence[Frame]) -> Sequence[Frame]:
+        """Return the frames `arrays`; small ones are merged into one frame that is valid until the next call."""
+        if not arrays or sum(map(len, arrays)) >= COPIED_BELOW:
+            return arrays
         end = 0
         for array in arrays:
             start, end = end, end + len(array)
             self._memory[start:end] = array
-        return [head, self._memory[:end]]
+        return [self._memory[:end]]
 
 
 def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, sender: str) -> TrajectoryGroup:

@@ -15,7 +15,6 @@ and joins with it; each role has a token for its own calls.
 | GET /model | all | the files of the model, for a host that does not have it |
 | GET /model/part | all | bytes of one of these files |
 | GET /topology | rollout, model worker | waits until the named processes are registered; their addresses |
-| POST /member | model worker | whether a CURVE key belongs to a member that may send to the caller |
 | POST /keep | rollout | after the run went back to a checkpoint: the groups in hand that the worker may finish |
 | POST /admit | rollout | waits for room in the ledger, or for a held-out prompt; sequence numbers and gservers |
 | POST /route | rollout | another gserver for a group whose gserver failed |
@@ -73,16 +72,25 @@ class Register(msgspec.Struct, frozen=True):
     """`machine.process_space`: equal for processes in which `pid` means the same process."""
     gpu: str = ""
     """UUID of the GPU from which a gserver serves its weights; empty if it uses no GPU, or several."""
-    curve_key: str = ""
-    """Public CURVE key of the process (z85) for encrypted sockets; constant while the process lives."""
-    encrypted: bool = False
-    """Whether its socket at `address` accepts only CURVE connections."""
+    process: str = ""
+    """Random id of the process: another process with the same number, address and pid has another one."""
     model: str = ""
     """`weights_fingerprint` of the initial weights of a gserver or a model worker."""
     begins_from: str = ""
     """`progress.identity` of the checkpoint that a trainer process or a gserver resumes from; empty: a fresh start."""
     joined_before: str = ""
     """`RegisterReply.lineage` of the last join; empty: this is the first join."""
+
+
+class Credential(msgspec.Struct, frozen=True):
+    """What a process presents to receivers of one role on ZMQ (`credentials.py`)."""
+
+    text: str
+    """Begins the routing ids of its sockets, and identifies it."""
+    sender_key: str
+    """Secret CURVE key of all senders to that role (Z85), for encrypted sockets."""
+    receiver_key: str
+    """Public CURVE key of all receivers of that role (Z85)."""
 
 
 class RegisterReply(msgspec.Struct, frozen=True):
@@ -92,10 +100,8 @@ class RegisterReply(msgspec.Struct, frozen=True):
     heartbeat_seconds: float
     token: str = ""
     """For HTTP: the token of all later calls, valid for the calls of its role in its own name."""
-    credentials: dict[Role, str] = {}
-    """For ZMQ: the credential to present to receivers of each role that it may send to (`credentials.py`)."""
-    verification_key: str = ""
-    """For a receiver on ZMQ: the key that verifies credentials and permits; hexadecimal."""
+    credentials: dict[Role, Credential] = {}
+    """For ZMQ: the credential for each role that it may send to."""
     gserver_key: str = ""
     """For rollout workers: the key that gservers require."""
     lineage: str = ""
@@ -201,20 +207,6 @@ class Peer(msgspec.Struct, frozen=True):
     role: Role
     index: int
     address: str
-    curve_key: str = ""
-    """Public CURVE key of the socket at `address`; empty if it is not encrypted."""
-
-
-class AskMember(msgspec.Struct, frozen=True):
-    """Check whether this is the CURVE key of a member."""
-
-    curve_key: str
-
-
-class IsMember(msgspec.Struct, frozen=True):
-    """Reply to `AskMember`."""
-
-    known: bool
 
 
 class Topology(msgspec.Struct, frozen=True):

@@ -18,10 +18,11 @@ import aiohttp
 import msgspec
 
 from streamrl.config import Config, SecurityConfig
-from streamrl.errors import DeadlineExceeded, NotOfRun, PeerError
+from streamrl.errors import ConfigError, DeadlineExceeded, NotOfRun, PeerError
 from streamrl.retry import Retry
 from streamrl.transport import control, http
 from streamrl.transport.addresses import is_loopback
+from streamrl.transport.credentials import ReceiverKeys
 from streamrl.transport.keys import bearer
 from streamrl.transport.secret import Secret, of_run_at
 from streamrl.transport.tls import client_context
@@ -89,6 +90,7 @@ class ControlClient:
             url = urlunsplit(parts._replace(scheme="https"))
         self.url = url.rstrip("/")
         self._tls = client_context(secret, security) if self.url.startswith("https:") else None
+        self._secret = secret
         self.token = ""
         """Token that the process received when it joined; empty: it has not joined."""
         self._shown = secret.shown if secret is not None else ""
@@ -99,6 +101,15 @@ class ControlClient:
     def of(cls, config: Config, url: str, *, timeout: float = 60.0) -> ControlClient:
         """Return a client of the manager at `url` for a process with this configuration."""
         return cls(url, secret=of_run_at(url, config), timeout=timeout, security=config.security)
+
+    def receiver_keys(self, role: control.Role) -> ReceiverKeys:
+        """Return the keys of a receiver of `role` on ZMQ. Raises `ConfigError` if this process has no secret."""
+        if self._secret is None:
+            raise ConfigError(
+                f"the secret of the run at {self.url} was not found here: set STREAMRL_SECRET or security.secret_file "
+                "(docs/security.md)"
+            )
+        return ReceiverKeys.derive(self._secret, role)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -164,10 +175,6 @@ class ControlClient:
     async def model_part(self, name: str, begin: int) -> control.ModelPart:
         """Return bytes of a file of the model, starting at byte `begin`."""
         return await self._patiently("GET", f"/model/part?name={quote(name)}&begin={begin}", None, control.ModelPart)
-
-    async def is_member(self, curve_key: str) -> bool:
-        """Whether a CURVE key belongs to a member that may send over ZMQ."""
-        return (await self._call("POST", "/member", control.AskMember(curve_key), control.IsMember)).known
 
     async def silence(self, after: int) -> control.Silence:
         """Return the silent processes once their set has changed more than `after` times, or after a long poll."""

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Collection, Coroutine
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,7 @@ from streamrl.machine import machine_identity, process_space
 from streamrl.records.lineage import LineageHistory
 from streamrl.records.metrics import finite
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, FrequentFailure
-from streamrl.transport.control import Heartbeat, Leave, Register, RegisterReply, Role
-from streamrl.transport.credentials import CurveKeys, Shown, Verifier
+from streamrl.transport.control import Credential, Heartbeat, Leave, Register, RegisterReply, Role
 from streamrl.transport.manager_client import GONE_BACK, PATIENCE_SECONDS, UNKNOWN, ControlClient
 from streamrl.waits import first_of
 
@@ -51,15 +51,11 @@ class Membership:
         stats: Callable[[], dict[str, float]] = dict,
         failure: Callable[[], FrequentFailure | None] = lambda: None,
         patience: float = PATIENCE_SECONDS,
-        keys: CurveKeys | None = None,
-        encrypted: bool = False,
         begins_from: str = "",
         gpu: str = "",
     ) -> None:
         """`address`: where others reach the process; `begins_from`, `gpu`: as in `Register`; `failure`: as in
-        `Heartbeat`; `keys`: its own key pair, if it has one already; `encrypted`: whether the socket at `address`
-        accepts only CURVE connections, under these keys."""
-        self.keys = keys if keys is not None else CurveKeys.make()
+        `Heartbeat`."""
         self.granted = RegisterReply(policy_version=0, heartbeat_seconds=0.0)
         """The manager's reply when this process joined."""
         self.client = client
@@ -79,7 +75,7 @@ class Membership:
         """Set when the run has gone back to a checkpoint, or started again, under another lineage."""
         self._address = address
         self._config = config
-        self._encrypted = encrypted
+        self._process = uuid.uuid4().hex
         self._model = model
         self._begins_from = begins_from
         self._gpu = gpu
@@ -92,14 +88,9 @@ class Membership:
         """Raise `policy_version` to the one in a reply of the manager; replies may arrive out of order."""
         self.policy_version = max(self.policy_version, policy_version)
 
-    def shows(self, receiver: Role) -> Shown:
-        """Return the credential and keys for sockets to receivers of that role, once this process has joined."""
-        return Shown(self.granted.credentials.get(receiver, ""), self.keys)
-
-    def verifier(self) -> Verifier:
-        """Return the verifier of senders for this process as a receiver, once it has joined."""
-        key = bytes.fromhex(self.granted.verification_key)
-        return Verifier(self.role, key=key, encrypted=self._encrypted)
+    def credential(self, receiver: Role) -> Credential:
+        """Return the credential for receivers of that role. Requires that this process has joined."""
+        return self.granted.credentials[receiver]
 
     @property
     def name(self) -> str:
@@ -177,8 +168,7 @@ class Membership:
             machine=machine_identity(),
             process_space=process_space(),
             gpu=self._gpu,
-            curve_key=self.keys.public,
-            encrypted=self._encrypted,
+            process=self._process,
             model=self._model,
             begins_from=self._begins_from,
             joined_before=self.granted.lineage,

@@ -1,7 +1,6 @@
 """The stream of groups from rollout workers to DP heads: acknowledged, and paced by credit.
 
-Each group goes to head `seq % heads` over a DEALER–ROUTER pair. Messages name sequence numbers and may be
-repeated without harm:
+Each group goes to head `seq % heads`, over a session (`session.py`):
 
     pusher                                  head
       │ ── Ask(offered=[7, 9]) ──────────────▶ │  "I have these groups in hand"
@@ -10,13 +9,13 @@ repeated without harm:
       │ ◀──────────────── Reply(stored=[7]) ── │  acknowledged; `push` returns
 
 Why offer first: a place is reserved only for an existing group, so no credit is idle at one pusher while another has
-the group that the trainer waits for (`puller.py` shows that nothing can deadlock). While the head has room to spare,
+the group that the trainer waits for (`credit.py` shows that nothing can deadlock). While the head has room to spare,
 `Reply.eager` is the number of groups that may be in flight without an offer. If such a group finds no place, it is not
 lost: the head treats its message as an offer and requests the arrays again when it has a place.
 
-Invariant: a pusher offers a group again every `resend_seconds` until it is acknowledged, and the head stores each
-sequence number once; so losses, restarts of either side and twins do no harm. Messages of one pusher stay in order: a
-repeated offer arrives after a group that is already in flight, and the reply to it is `stored`, not `send`.
+The session sends lost messages again and processes each once; the head stores each sequence number once, so two
+pushers of one group do no harm. A pusher lives as long as its heads: if one of them dies, the run goes back, and
+rollout workers open another pusher to the new heads.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ import asyncio
 import logging
 import math
 import time
-import uuid
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
-import zmq
 
-from streamrl.errors import UNDECODABLE, PeerLost, WireError
+from streamrl import essential
+from streamrl.errors import UNDECODABLE, PeerLost, StreamRLError, WireError
 from streamrl.transport import codec
-from streamrl.transport.control import Peer
-from streamrl.transport.credentials import Shown, connect
-from streamrl.transport.liveness import LastHeard
+from streamrl.transport.control import Credential, Peer
+from streamrl.transport.session import Frame, MessageSession, Packet
+from streamrl.transport.sockets import ClientSocket
 from streamrl.types import TrajectoryGroup
 
 log = logging.getLogger(__name__)
 
+BEAT_SECONDS = 2.0
+"""Interval of the beats of a pusher with groups in hand."""
+SILENT_SECONDS = 10.0
+"""A head that has sent nothing for this long is called silent in warnings."""
 SEQS_PER_ASK = 4096
 """Maximum length of a list in one message; a longer one is split over several."""
-LINGER_MS = 500
-"""How long a closed socket tries to send its remaining messages, in milliseconds."""
 UNREADABLE = -1
 """`Refusal.seq` of a message without a readable sequence number."""
 
@@ -73,14 +72,16 @@ class Refusal(msgspec.Struct, frozen=True):
 
 
 class Reply(msgspec.Struct):
-    """From a head: reply to everything that it has received from one pusher since the last reply."""
+    """From a head: everything that concerns one pusher since the last reply."""
 
     send: list[int] = []
     """Groups for which a place is reserved."""
     stored: list[int] = []
     """Groups stored, now or before."""
     refused: list[Refusal] = []
-    """Groups that break the wire format; resending them would not help."""
+    """Groups that break the wire format."""
+    offer_again: bool = False
+    """The head has no offer of the pusher, because the pusher is new or was silent: offer all groups in hand."""
     taken: int = 0
     """Places taken at the head: by stored groups, and by reserved ones."""
     capacity: int = 0
@@ -89,8 +90,6 @@ class Reply(msgspec.Struct):
     """Number of groups that the pusher may have in flight without an offer."""
 
 
-_NOW = int(zmq.NOBLOCK)
-_NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Reply)
 
@@ -103,107 +102,95 @@ class GroupPusher:
         *,
         worker: str,
         heads: Sequence[Peer],
-        shown: Shown,
+        credential: Credential,
         max_group_bytes: int,
-        resend_seconds: float,
+        beat_seconds: float = BEAT_SECONDS,
         warn_seconds: float = 30.0,
     ) -> None:
-        """`heads`: the receivers, by data-parallel rank; `shown`: the credential and keys that identify this process to
-        them. Call with the event loop running."""
+        """`heads`: the receivers, by data-parallel rank. Call with the event loop running."""
         self._max_group_bytes = max_group_bytes
         self._closed = False
         self._links = [
             _Link(
                 worker=worker,
-                head=head,
-                peer=peer,
-                shown=shown,
-                resend_seconds=resend_seconds,
+                head=f"trainer head {rank} at {peer.address}",
+                socket=ClientSocket(peer.address, credential),
+                beat_seconds=min(beat_seconds, warn_seconds),
                 warn_seconds=warn_seconds,
             )
-            for head, peer in enumerate(heads)
+            for rank, peer in enumerate(heads)
         ]
 
     async def push(self, group: TrajectoryGroup, *, permit: str) -> None:
         """Send `group` to its head and return once it is stored there, now or before. `permit`: from its admission.
 
         Waits as long as the head has no place, with a warning in the log every `warn_seconds`.
-        The arrays must not change until it returns. Raises `WireError` when the head (or the codec)
-        rejects the group, and `PeerLost` when the pusher is closed before the group is stored.
+        The arrays must not change until it returns. Raises `WireError` when the head rejects the group or this process,
+        or the codec rejects the group, and `PeerLost` when the pusher is closed before the group is stored.
         """
         if self._closed:
             raise PeerLost(f"group {group.seq} cannot be pushed: the pusher is closed")
-        frames = codec.encode(group, max_group_bytes=self._max_group_bytes, permit=permit)
-        await self._links[group.seq % len(self._links)].push(group.seq, frames, permit)
+        header, *arrays = codec.encode(group, max_group_bytes=self._max_group_bytes, permit=permit)
+        await self._links[group.seq % len(self._links)].push(group.seq, _Pending(bytes(header), arrays, permit))
 
     async def close(self) -> None:
         """Give up all unacknowledged groups, and withdraw them at the heads."""
         self._closed = True
-        for link in self._links:
-            link.close()
+        tasks = [task for link in self._links for task in link.close()]
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Pending:
     """A group that is not acknowledged yet."""
 
-    __slots__ = ("acted", "done", "frames", "permit", "sends", "started")  # hot: one for each push
+    __slots__ = ("arrays", "done", "header", "permit", "sent", "started")  # hot: one for each push
 
-    def __init__(self, frames: list[codec.Frame], permit: str, done: asyncio.Future[None], now: float) -> None:
-        self.frames = frames
+    def __init__(self, header: bytes, arrays: Sequence[Frame], permit: str) -> None:
+        self.header = header
+        self.arrays = arrays
         self.permit = permit
-        self.done = done
-        self.started = now
-        self.acted = now
-        self.sends = 0
+        self.sent = False
+        self.started = time.monotonic()
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
 
 class _Link:
     """A pusher's connection to one head."""
 
     def __init__(
-        self, *, worker: str, head: int, peer: Peer, shown: Shown, resend_seconds: float, warn_seconds: float
+        self, *, worker: str, head: str, socket: ClientSocket, beat_seconds: float, warn_seconds: float
     ) -> None:
-        self._name = f"trainer head {head} at {peer.address}"
+        self._head = head
         self._worker = worker
-        self._resend_seconds = resend_seconds
         self._warn_seconds = warn_seconds
-        self._pending: OrderedDict[int, _Pending] = OrderedDict()  # least recently sent or offered first
+        self._pending: dict[int, _Pending] = {}  # the oldest first
         self._offered: list[int] = []
         self._withdrawn: list[int] = []
-        self._heard = LastHeard(now=-math.inf, patience=2 * resend_seconds)  # no message yet
-        self._warned = 0.0
-        self._taken = self._capacity = self._eager = 0
+        self._heard = self._warned = -math.inf
+        self._reply = Reply()
+        """The head's last reply."""
         self._under_way = 0
+        """Number of pending groups that were sent."""
         self._flushing: asyncio.Handle | None = None
-        self._checking: asyncio.TimerHandle | None = None
         self._packer = codec.FramePacker()
-        self._address = peer.address
-        self._connected = time.monotonic()
-        self._loop = asyncio.get_running_loop()
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER, copy_threshold=codec.COPIED_BELOW)
-        self._socket.set(zmq.SNDHWM, 0)  # credit is the limit
-        self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.LINGER, LINGER_MS)
-        keep_alive(self._socket)
-        connect(self._socket, peer.address, curve_key=peer.curve_key, shown=shown, link=uuid.uuid4().hex[:8])
-        self._loop.add_reader(self._socket.fileno(), self._receive)
+        self._socket = socket
+        self._session = MessageSession(self._transmit)
+        self._tasks = [
+            essential.begin(self._receive(), name=f"receiving of the replies of {head}"),
+            essential.begin(self._watch(beat_seconds), name=f"beats for {head}"),
+        ]
 
-    async def push(self, seq: int, frames: list[codec.Frame], permit: str) -> None:
+    async def push(self, seq: int, item: _Pending) -> None:
         while (twin := self._pending.get(seq)) is not None:
             await asyncio.wait([twin.done])
             if not twin.done.cancelled():
                 return twin.done.result()
-        item = _Pending(frames, permit, self._loop.create_future(), time.monotonic())
         self._pending[seq] = item
-        if seq in self._withdrawn:
-            self._withdrawn.remove(seq)  # it is in hand again
-        if self._under_way < self._eager:
-            self._send(seq, item)
-            self._flush_soon()
+        if self._under_way < self._reply.eager:
+            self._flush()  # a withdrawal of the same group goes first
+            self._send(item)
         else:
             self._offer([seq])
-        if self._checking is None:
-            self._check_later()
         try:
             await item.done
         finally:
@@ -213,167 +200,122 @@ class _Link:
                 self._flush_soon()
         return None
 
-    def close(self) -> None:
-        if self._socket.closed:
-            return
-        for handle in (self._flushing, self._checking):
-            if handle is not None:
-                handle.cancel()
-        unstored, self._pending = self._pending, OrderedDict()
+    def close(self) -> list[asyncio.Task[None]]:
+        """Return the link's tasks, which are about to end."""
+        for task in self._tasks:
+            task.cancel()
+        self._withdrawn.extend(self._pending)
         self._offered.clear()
-        self._withdrawn.extend(unstored)
-        self._send_asks()
-        self._loop.remove_reader(self._socket.fileno())
+        self._flush()
         self._socket.close()
-        for seq, item in unstored.items():
-            if not item.done.done():
-                item.done.set_exception(PeerLost(f"the pusher was closed before {self._name} stored group {seq}"))
+        self._fail(PeerLost, f"the pusher was closed before {self._head} stored it")
+        return self._tasks
 
-    def _offer(self, seqs: Sequence[int]) -> None:
+    def _transmit(self, packet: Packet, arrays: Sequence[Frame]) -> None:
+        self._socket.send(packet, self._packer.pack(arrays))
+
+    def _offer(self, seqs: Iterable[int]) -> None:
         self._offered.extend(seqs)
         self._flush_soon()
 
     def _flush_soon(self) -> None:
-        """Send all pending offers and withdrawals at the end of this turn of the event loop, in one message."""
-        if self._flushing is None and not self._socket.closed:
-            self._flushing = self._loop.call_soon(self._flush)
+        """Send all offers and withdrawals at the end of this turn of the event loop, in one message."""
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        self._flushing = None
-        self._send_asks()
-        self._receive()  # sending may have consumed the wake-up for a message that arrived
-
-    def _send_asks(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
         while self._offered or self._withdrawn:
             offered = [seq for seq in self._offered[:SEQS_PER_ASK] if seq in self._pending]
             permits = [self._pending[seq].permit for seq in offered]
             ask = Ask(offered=offered, permits=permits, withdrawn=self._withdrawn[:SEQS_PER_ASK])
             del self._offered[:SEQS_PER_ASK], self._withdrawn[:SEQS_PER_ASK]
-            try:
-                self._socket.send(_encoder.encode(ask), _NOW)
-            except zmq.Again:
-                self._connect_again()
+            self._session.send(_encoder.encode(ask))
 
-    def _receive(self) -> None:
+    async def _receive(self) -> None:
         while True:
+            await self._socket.arrived()
             try:
-                message = self._socket.recv(_NOW)
-            except zmq.Again:
-                return
-            try:
-                reply = _decoder.decode(message)
-            except UNDECODABLE as error:
-                log.error("%s: %s sent something else than a Reply: %s", self._worker, self._name, error)
-                continue
-            self._handle(reply)
+                for packet in self._socket.packets():
+                    self._heard = time.monotonic()
+                    if self._session.receive(packet):
+                        self._handle(packet.message)
+            except PeerLost as rejected:
+                self._fail(WireError, f"{self._head}: {rejected}")
 
-    def _handle(self, reply: Reply) -> None:
-        self._heard.hear(now=time.monotonic())
-        self._taken, self._capacity, self._eager = reply.taken, reply.capacity, reply.eager
+    def _handle(self, message: msgspec.Raw) -> None:
+        try:
+            reply = self._reply = _decoder.decode(message)
+        except UNDECODABLE as error:
+            log.error("%s: %s sent something else than a Reply: %s", self._worker, self._head, error)
+            return
         for seq in reply.stored:
-            item = self._remove(seq)
-            if item is not None:
+            if (item := self._remove(seq)) is not None:
                 _resolve(item.done, None)
         for refusal in reply.refused:
-            item = self._remove(refusal.seq)
-            error = WireError(f"{self._name} refused a message: {refusal.reason}")
-            if item is not None:
-                _resolve(item.done, error)
+            refused = WireError(f"{self._head} refused a message: {refusal.reason}")
+            if (item := self._remove(refusal.seq)) is not None:
+                _resolve(item.done, refused)
             else:
-                log.error("%s: %s", self._worker, error)
+                log.error("%s: %s", self._worker, refused)
         for seq in reply.send:
-            item = self._pending.get(seq)
-            if item is None:
+            if (item := self._pending.get(seq)) is not None:
+                self._send(item)
+            else:
                 self._withdrawn.append(seq)
                 self._flush_soon()
-            else:
-                self._send(seq, item)
+        if reply.offer_again:
+            self._offer(self._pending)
 
     def _remove(self, seq: int) -> _Pending | None:
         """Remove `seq`, which is stored, rejected or given up, and return it if it was pending."""
         item = self._pending.pop(seq, None)
-        self._under_way -= item is not None and item.sends > 0
+        self._under_way -= item is not None and item.sent
         return item
 
-    def _send(self, seq: int, item: _Pending) -> None:
-        self._under_way += item.sends == 0
-        item.sends += 1
-        item.acted = time.monotonic()
-        self._pending.move_to_end(seq)
-        *first, last = self._packer.pack(item.frames)
-        try:
-            for frame in first:
-                self._socket.send(frame, _NOW_MORE, copy=False)
-            self._socket.send(last, _NOW, copy=len(last) < codec.COPIED_BELOW)
-        except zmq.Again:
-            self._connect_again()
+    def _send(self, item: _Pending) -> None:
+        self._under_way += not item.sent
+        item.sent = True
+        self._session.send(item.header, item.arrays)
 
-    def _connect_again(self) -> None:
-        """Connect again: the head rejected this process, and ZMQ does not retry. Pending groups are offered again."""
-        now = time.monotonic()
-        if now - self._connected >= self._resend_seconds:
-            log.error("%s: %s has turned it away: it does not know its key; trying again", self._worker, self._name)
-            self._connected = now
-            self._socket.connect(self._address)
+    def _fail(self, kind: type[StreamRLError], reason: str) -> None:
+        """Fail all pending groups."""
+        for seq in list(self._pending):
+            if (item := self._remove(seq)) is not None:
+                _resolve(item.done, kind(f"group {seq}: {reason}"))
 
-    def _check_later(self) -> None:
-        self._checking = self._loop.call_later(min(self._resend_seconds, self._warn_seconds) / 2, self._check)
+    async def _watch(self, beat_seconds: float) -> None:
+        """Send beats while groups are pending; warn about a group that waits for `warn_seconds`."""
+        while True:
+            await asyncio.sleep(beat_seconds)
+            if not self._pending:
+                continue
+            self._session.beat()
+            now = time.monotonic()
+            seq, oldest = next(iter(self._pending.items()))
+            if min(now - oldest.started, now - self._warned) >= self._warn_seconds:
+                self._warned = now
+                log.warning(
+                    "%s waits for %s; oldest seq %d for %.0f s",
+                    *(self._worker, self._awaited(now), seq, now - oldest.started),
+                )
 
-    def _check(self) -> None:
-        """Offer groups without a reply for `resend_seconds` again; warn about groups that wait for `warn_seconds`."""
-        self._checking = None
-        if not self._pending:
-            return
-        now = time.monotonic()
-        quiet: list[int] = []
-        for seq, item in self._pending.items():
-            if now - item.acted < self._resend_seconds:
-                break
-            quiet.append(seq)
-        for seq in quiet:
-            self._pending[seq].acted = now
-            self._pending.move_to_end(seq)
-        if quiet:
-            self._offer(quiet)
-        if now - self._warned >= self._warn_seconds:
-            self._warn(now)
-        self._check_later()
-
-    def _warn(self, now: float) -> None:
-        oldest, started = min(((seq, item.started) for seq, item in self._pending.items()), key=lambda pair: pair[1])
-        if now - started < self._warn_seconds:
-            return
-        self._warned = now
-        if self._heard.is_silent(now=now):
-            silence = (
-                "has not answered yet (is its port open to this machine?)"
-                if self._heard.ended
-                else f"is silent for {self._heard.seconds(now=now):.0f} s"
+    def _awaited(self, now: float) -> str:
+        if now - self._heard < SILENT_SECONDS:
+            return (
+                f"credit of {self._head}: {self._reply.taken} of {self._reply.capacity} places taken there, "
+                f"{len(self._pending)} groups wait here"
             )
-            log.warning(
-                "%s waits for %s, which %s: %d groups unacknowledged, oldest seq %d for %.0f s",
-                *(self._worker, self._name, silence, len(self._pending), oldest, now - started),
-            )
-        else:
-            log.warning(
-                "%s waits for credit of %s: %d of %d places taken there, %d groups wait here, oldest seq %d for %.0f s",
-                *(self._worker, self._name, self._taken, self._capacity),
-                *(len(self._pending), oldest, now - started),
-            )
+        silence = "has not answered yet" if self._heard < 0 else f"is silent for {now - self._heard:.0f} s"
+        return f"{self._head}, which {silence} (is its port open to this machine?): {len(self._pending)} groups"
 
 
-def _resolve(done: asyncio.Future[None], error: WireError | None) -> None:
+def _resolve(done: asyncio.Future[None], error: StreamRLError | None) -> None:
     if done.done():  # the pusher's caller was cancelled
         return
     if error is None:
         done.set_result(None)
     else:
         done.set_exception(error)
-
-
-def keep_alive(endpoint: zmq.Socket[bytes]) -> None:
-    """Have `endpoint` notice within about a minute when the other machine disappears without closing."""
-    endpoint.set(zmq.TCP_KEEPALIVE, 1)
-    endpoint.set(zmq.TCP_KEEPALIVE_IDLE, 30)
-    endpoint.set(zmq.TCP_KEEPALIVE_INTVL, 10)
-    endpoint.set(zmq.TCP_KEEPALIVE_CNT, 3)

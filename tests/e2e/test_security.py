@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from streamrl.config import from_dict
+from streamrl.transport.credentials import MAY_SEND_TO, ReceiverKeys
 from streamrl.transport.keys import GserverKeys
 from streamrl.transport.secret import VARIABLE, Secret
 from tests.e2e.harness import COPY_SCRATCH, SMALL, assert_exactly_once, listening_by_role, overrides, start
@@ -42,8 +43,9 @@ def test_the_secret_is_nowhere_and_the_sockets_are_the_documented_ones(
     monkeypatch.setenv("STREAMRL_LOG", "DEBUG")
     secret, config = Secret(SECRET, origin="here"), from_dict({})
     keys = GserverKeys.of(config, secret, 0)
-    derived = [secret.key(f"credentials for {receiver}").hex() for receiver in ("controller", "model_worker")]
-    known = {SECRET, secret.shown, *keys, *derived}
+    receivers = [ReceiverKeys.derive(secret, role) for role in MAY_SEND_TO]
+    curve = {pair.secret.decode() for receiver in receivers for pair in (receiver.own, receiver.senders)}
+    known = {SECRET, secret.shown, *keys, *curve, *(receiver.verification.hex() for receiver in receivers)}
     settings = overrides(
         tmp_path, "run", **SMALL, run__total_train_steps=3, weights__mode="collective", security__encryption="on"
     )

@@ -30,7 +30,7 @@ from streamrl.transport.control import (
     RouteReply,
     Topology,
 )
-from tests.credentials import permit_for, shown_by
+from tests.credentials import credential_of, permit_for
 
 
 class Manager:
@@ -98,7 +98,7 @@ class Manager:
             heartbeat_seconds=0.05,
             lineage=self.lineage,
             lineages=self.lineages,
-            credentials={"model_worker": shown_by(message.role, message.index, to="model_worker").credential},
+            credentials={"model_worker": credential_of(message.role, message.index, to="model_worker")},
         )
 
     async def heartbeat(self, message: Heartbeat) -> msgspec.Struct:

@@ -20,7 +20,7 @@ from streamrl.transport.synchronous import (
     name_on_channel,
     number_on_channel,
 )
-from tests.credentials import peer_at, shown_by, verifier_of
+from tests.credentials import credential_of, keys_of, peer_at
 
 SIBLINGS = 2
 ME = FIRST_ROLLOUT_WORKER + 3
@@ -59,19 +59,18 @@ class Worker:
 @contextlib.asynccontextmanager
 async def synchronous(worker):
     channel = RequestChannel(
+        keys=keys_of("controller"),
         host="127.0.0.1",
         notice_type=GroupsScored,
         on_notice=lambda *_: None,
         name_of=name_on_channel,
         number_of=number_on_channel,
     )
-    channel.admit(verifier_of("controller"))
     config = from_dict({"rollout": {"group_size": SIBLINGS}})
     rollout = SynchronousRollout(
         config,
-        index=3,
         master=peer_at(channel.endpoint),
-        shown=shown_by("rollout", 3, to="controller"),
+        credential=credential_of("rollout", 3, to="controller"),
         admit=worker.admit,
         start=worker.start,
     )

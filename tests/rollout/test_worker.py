@@ -23,7 +23,7 @@ from streamrl.transport.codec import Limits
 from streamrl.transport.generation import GenerateReply, GenerateRequest
 from streamrl.transport.puller import GroupPuller
 from streamrl.types import NO_VERSION, SampleMeta
-from tests.credentials import verifier_of
+from tests.credentials import keys_of
 from tests.groups import held
 from tests.rollout.characters import make_chat, save_tokenizer
 from tests.rollout.engine import Engine, Script, answer, failure, serving
@@ -60,10 +60,11 @@ class Trainer:
             for rank in range(2)
         ]
         self.ingresses = [
-            GroupPuller(dataset, host="127.0.0.1", limits=Limits(max_group_bytes=1 << 20)) for dataset in self.datasets
+            GroupPuller(dataset, keys=keys_of("model_worker"), host="127.0.0.1", limits=Limits(max_group_bytes=1 << 20))
+            for dataset in self.datasets
         ]
         for ingress in self.ingresses:
-            ingress.start(verifier_of("model_worker"))
+            ingress.start()
 
     @property
     def stored(self) -> dict[int, SampleMeta]:

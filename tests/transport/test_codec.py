@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WireError
 from streamrl.transport import codec
+from streamrl.transport.session import Frame
 from streamrl.types import LARGEST_REWARD, NO_VERSION, TrajectoryGroup
 from tests.groups import groups, make_group
 
@@ -43,9 +44,14 @@ def assert_equal(one: TrajectoryGroup, other: TrajectoryGroup) -> None:
 PACKER = codec.FramePacker()
 
 
+def packed(group: TrajectoryGroup) -> list[Frame]:
+    head, *arrays = codec.encode(group, max_group_bytes=1 << 20)
+    return [head, *PACKER.pack(arrays)]
+
+
 @given(groups())
 def test_round_trip(group: TrajectoryGroup) -> None:
-    head, *frames = PACKER.pack(codec.encode(group, max_group_bytes=1 << 20))
+    head, *frames = packed(group)
     assert len(frames) == 1, "arrays of a small group travel together"
     frames = [bytes(frame) for frame in frames]  # the packer uses its memory again
     back = decode(_header_decoder.decode(head), frames)
@@ -57,7 +63,7 @@ def test_round_trip(group: TrajectoryGroup) -> None:
 
 def test_arrays_of_large_groups_are_copied_on_neither_side() -> None:
     group = make_group(seqlens=(20_000, 20_000), routes=2)
-    head, *frames = PACKER.pack(codec.encode(group, max_group_bytes=1 << 20))
+    head, *frames = packed(group)
     limits = codec.Limits(max_group_bytes=1 << 20)
     back = codec.decode(_header_decoder.decode(head), frames, limits=limits, sender="rollout/0")
     for name in list(codec.ARRAYS)[3:]:

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
 import numpy as np
@@ -21,13 +21,13 @@ import zmq
 from streamrl.errors import PeerLost, WireError
 from streamrl.stream_dataset import StreamDataset
 from streamrl.transport import codec
-from streamrl.transport.control import Peer
-from streamrl.transport.credentials import CurveKeys, Doorkeeper, Shown
-from streamrl.transport.puller import GroupPuller
+from streamrl.transport.control import Credential
+from streamrl.transport.puller import PACKET_BYTES, GroupPuller
 from streamrl.transport.push_pull import UNREADABLE, Ask, GroupPusher, Reply
+from streamrl.transport.session import Frame, Packet, Rejection
 from streamrl.types import SampleMeta, TrajectoryGroup
 from tests import hostile
-from tests.credentials import LeasedPusher, peer_at, permit_for, shown_by, verifier_of
+from tests.credentials import OTHER_SECRET, LeasedPusher, credential_of, keys_of, peer_at, permit_for
 from tests.groups import held, make_group
 from tests.ipv6 import IPV6
 
@@ -39,7 +39,14 @@ class Head:
     """A data set with its ingress, and events for what a test waits for."""
 
     def __init__(
-        self, *, capacity: int = 100, resend: float = 10.0, port: int = 0, keep: bool = True, host: str = "127.0.0.1"
+        self,
+        *,
+        capacity: int = 100,
+        silence: float = 30.0,
+        port: int = 0,
+        keep: bool = True,
+        host: str = "127.0.0.1",
+        encrypted: bool = False,
     ) -> None:
         self._changed = threading.Condition()
         self.stored: list[int] = []
@@ -49,12 +56,14 @@ class Head:
         self.dataset = StreamDataset(rank=0, capacity_groups=capacity, on_stored=self._on_stored)
         self.puller = GroupPuller(
             self.dataset,
+            keys=keys_of("model_worker"),
+            encrypted=encrypted,
             host=host,
             limits=codec.Limits(max_group_bytes=LIMIT, vocab_size=1000),
-            resend_seconds=resend,
+            silence_seconds=silence,
             port=port,
         )
-        self.puller.start(verifier_of("model_worker"))
+        self.puller.start()
 
     def close(self) -> None:
         """Once or more; it must have lived until then."""
@@ -95,23 +104,13 @@ def head(**arguments: object) -> Iterator[Head]:
         opened.close()
 
 
-async def head_again(closed: Head, *, resend: float) -> AbstractContextManager[Head]:
-    """Another head on the port of `closed`, which ZMQ gives free a moment after it was closed."""
-    for _ in range(500):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", closed.port)) != 0:  # nobody listens any more
-                return head(port=closed.port, resend=resend)
-        await asyncio.sleep(0.01)
-    raise TimeoutError(f"port {closed.port} is still in use")
-
-
 @asynccontextmanager
 async def pusher_to(
-    *heads: Head, worker: str = "rollout/0", resend: float = 10.0, warn: float = 30.0
+    *heads: Head, worker: str = "rollout/0", beat: float = 2.0, warn: float = 30.0
 ) -> AsyncIterator[LeasedPusher]:
     endpoints = [opened.puller.endpoint for opened in heads]
     pusher = LeasedPusher(
-        worker=worker, endpoints=endpoints, max_group_bytes=LIMIT, resend_seconds=resend, warn_seconds=warn
+        worker=worker, endpoints=endpoints, max_group_bytes=LIMIT, beat_seconds=beat, warn_seconds=warn
     )
     try:
         yield pusher
@@ -119,19 +118,46 @@ async def pusher_to(
         await pusher.close()
 
 
+class RawPeer:
+    """A pusher that sends any packet, and numbers its messages only."""
+
+    def __init__(self, opened: Head, routing_id: bytes | None) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        if routing_id is not None:
+            self.socket.set(zmq.ROUTING_ID, routing_id)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.SNDHWM, 0)
+        self.socket.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
+        self.socket.connect(opened.puller.endpoint)
+        self.sent = 0
+
+    def send(self, message: Frame, *frames: Frame) -> None:
+        self.sent += 1
+        packet = msgspec.msgpack.encode(Packet(self.sent, 0, 0, None, msgspec.Raw(bytes(message))))
+        self.socket.send_multipart([packet, *frames])
+
+    def reply(self) -> Reply | Rejection:
+        """The next message, or rejection."""
+        while True:
+            packet = msgspec.msgpack.decode(self.socket.recv(), type=Packet | Rejection)
+            if isinstance(packet, Rejection):
+                return packet
+            if not packet.is_beat:
+                return msgspec.msgpack.decode(packet.message, type=Reply)
+
+    def reply_to(self, message: Frame, *frames: Frame) -> Reply:
+        self.send(message, *frames)
+        reply = self.reply()
+        assert isinstance(reply, Reply)
+        return reply
+
+
 @contextmanager
-def raw_peer(opened: Head) -> Iterator[zmq.Socket[bytes]]:
-    with zmq.Context.instance().socket(zmq.DEALER) as peer:
-        peer.set(zmq.ROUTING_ID, f"{shown_by('rollout', 0, to='model_worker').credential} raw".encode())
-        peer.set(zmq.LINGER, 0)
-        peer.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
-        peer.connect(opened.puller.endpoint)
+def raw_peer(opened: Head, *, number: int = 1, routing_id: bytes | None = b"") -> Iterator[RawPeer]:
+    own = f"{credential_of('rollout', 0, to='model_worker', number=number).text} raw".encode()
+    peer = RawPeer(opened, own if routing_id == b"" else routing_id)
+    with peer.socket:
         yield peer
-
-
-def reply_to(peer: zmq.Socket[bytes], *frames: codec.Frame) -> Reply:
-    peer.send_multipart(frames)
-    return msgspec.msgpack.decode(peer.recv(), type=Reply)
 
 
 async def all_of(*pushes: object) -> None:
@@ -246,7 +272,7 @@ async def test_a_refused_group_raises_at_the_pusher_and_the_stream_goes_on() -> 
         assert opened.dataset.stats()["groups_refused_total"] == 1
 
 
-def frames_of(group: TrajectoryGroup) -> list[codec.Frame]:
+def frames_of(group: TrajectoryGroup) -> list[Frame]:
     """With the permit of `rollout/0`."""
     return codec.encode(group, max_group_bytes=LIMIT, permit=permit_for(group.seq))
 
@@ -256,77 +282,73 @@ def ask(*offered: int, withdrawn: Sequence[int] = ()) -> bytes:
     return msgspec.msgpack.encode(Ask(offered=list(offered), permits=permits, withdrawn=list(withdrawn)))
 
 
-HEADER, TOGETHER = map(bytes, codec.FramePacker().pack(frames_of(make_group(1))))
+HEADER = bytes(frames_of(make_group(1))[0])
+TOGETHER = bytes(codec.FramePacker().pack(frames_of(make_group(1))[1:])[0])
 FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
 
 
 @pytest.mark.parametrize(
     ("frames", "seq", "says"),
     [
-        ([b""], UNREADABLE, "neither an Ask nor a GroupHeader"),
-        ([b"garbage", *FRAMES], UNREADABLE, "neither"),
-        ([b"\xff" * 200], UNREADABLE, "neither"),
-        (
-            [msgspec.msgpack.encode({"type": "ask", "offered": [-1], "withdrawn": []})],
-            UNREADABLE,
-            ">= 0",
-        ),
+        ([msgspec.msgpack.encode("garbage"), *FRAMES], UNREADABLE, "neither an Ask nor a GroupHeader"),
+        ([msgspec.msgpack.encode({"type": "ask", "offered": [-1], "withdrawn": []})], UNREADABLE, ">= 0"),
         ([ask(*[0] * 5000)], UNREADABLE, "length"),
-        ([b"\x00" * (codec.MAX_HEADER_BYTES + 1)], UNREADABLE, "first frame of more than"),
         ([HEADER], 1, "frames of [] bytes"),
         ([HEADER, *FRAMES[:-1]], 1, "frames of [8, 8, 8, 48, 48, 48, 12] bytes"),
-        ([HEADER, *FRAMES, b"more"], 1, "a message of 10 frames"),
+        ([HEADER, *FRAMES, b"more"], 1, "9 frames of "),
         ([HEADER, TOGETHER[:-1]], 1, "frames of [179] bytes, not [180]"),
         ([HEADER, *reversed(FRAMES)], 1, "frames of [0, 12, 48"),
         ([HEADER, *FRAMES[:4], np.full(12, np.nan, np.float32).tobytes(), *FRAMES[5:]], 1, "finite"),
         ([HEADER, *FRAMES[:3], np.full(12, 1000, np.int32).tobytes(), *FRAMES[4:]], 1, "token ids"),
     ],
 )
-async def test_malformed_messages_are_refused_and_the_stream_goes_on(
-    frames: list[codec.Frame], seq: int, says: str
-) -> None:
+async def test_malformed_messages_are_refused_and_the_stream_goes_on(frames: list[Frame], seq: int, says: str) -> None:
     with head() as opened, raw_peer(opened) as peer:
-        (refusal,) = reply_to(peer, *frames).refused
+        (refusal,) = peer.reply_to(*frames).refused
         assert refusal.seq == seq
         assert says in refusal.reason
         assert opened.dataset.stats()["groups_refused_total"] == 1
-        assert reply_to(peer, HEADER, TOGETHER).stored == [1]
+        assert peer.reply_to(HEADER, TOGETHER).stored == [1]
         assert opened.stored == [1]
 
 
 ASK = ask(1, 2, withdrawn=[3])
 
 
-async def test_no_message_ends_a_head() -> None:
-    """Whatever it makes a decoder or a check raise: it is refused, and those after it are taken."""
+async def test_no_message_ends_a_head(caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it makes a decoder or a check raise: it is refused, and later messages are processed."""
     with head() as opened, raw_peer(opened) as peer:
-        for valid in (ASK, HEADER):
-            (refusal,) = reply_to(peer, hostile.with_unknown_field(valid), TOGETHER).refused
-            assert "recursion" in refusal.reason
-        peer.set(zmq.SNDHWM, 0)
-        for frames in hostile.messages([[ASK], [HEADER, TOGETHER], [HEADER, *FRAMES]], count=2000):
-            peer.send_multipart(frames)
-        peer.send_multipart(frames_of(make_group(200)))
-        async with pusher_to(opened) as pusher:
-            await all_of(*(pusher.push(make_group(seq)) for seq in range(100, 110)))
-        await opened.wait_for(lambda: {200, *range(100, 110)} <= set(opened.stored))
-        assert opened.dataset.stats()["groups_refused_total"] > 1000
+        deep = [[hostile.with_unknown_field(valid), TOGETHER] for valid in (ASK, HEADER)]
+        for message, *frames in (*deep, *hostile.messages([[ASK], [HEADER, TOGETHER], [HEADER, *FRAMES]], count=2000)):
+            peer.send(message or b"\xc0", *frames)
+            peer.sent -= 1
+            peer.send(ask())  # ignored, unless the packet could not be decoded
+        packets = [Packet(place, 2**40, 3, 7, msgspec.Raw(ASK)) for place in (1, peer.sent + 1, 2**61)]
+        valid_packets = [[msgspec.msgpack.encode(packet), TOGETHER] for packet in packets]
+        for frames in hostile.messages(valid_packets, count=1000):
+            peer.socket.send_multipart(frames)
+        with raw_peer(opened, number=2) as later:
+            later.send(*frames_of(make_group(200)))
+            async with pusher_to(opened, worker="rollout/1") as pusher:
+                await all_of(*(pusher.push(make_group(seq)) for seq in range(100, 110)))
+            await opened.wait_for(lambda: {200, *range(100, 110)} <= set(opened.stored))
+        assert opened.dataset.stats()["groups_refused_total"] > 100
+        assert "recursion" in caplog.text
 
 
 @pytest.mark.parametrize(("frames", "size"), [(40, 2**16), (1000, 1), (5, 2**18 + 2**16)])
 async def test_the_limit_is_one_of_the_whole_message(frames: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what is beyond it is not kept while the rest is read."""
+    """And frames beyond it are not kept while the rest is read."""
     kept: list[int] = []
     with head() as opened, raw_peer(opened) as peer:
         puller = opened.puller
         handle = puller._handle
-        monkeypatch.setattr(puller, "_handle", lambda *message: [kept.append(len(message[2])), handle(*message)])
-        (refusal,) = reply_to(peer, HEADER, *[bytes(size)] * frames).refused
+        monkeypatch.setattr(puller, "_handle", lambda *message: [kept.append(len(message[1].frames)), handle(*message)])
+        (refusal,) = peer.reply_to(HEADER, *[bytes(size)] * frames).refused
         assert refusal.seq == 1
-        told = f"a message of {frames + 1} frames with {len(HEADER) + frames * size} bytes"
-        assert f"{told}, more than {codec.MOST_FRAMES} or" in refusal.reason
-        assert kept == [1]
-        assert reply_to(peer, HEADER, TOGETHER).stored == [1]
+        assert f"{frames} frames of {frames * size} bytes, more than {codec.MOST_FRAMES} or {LIMIT}" in refusal.reason
+        assert kept == [0]
+        assert peer.reply_to(HEADER, TOGETHER).stored == [1]
 
 
 async def test_what_cannot_have_been_admitted_is_refused_and_takes_no_place() -> None:
@@ -334,14 +356,14 @@ async def test_what_cannot_have_been_admitted_is_refused_and_takes_no_place() ->
         opened.puller.expect(newest_version=4, seqs=100)
         forged = [make_group(10**12), make_group(100), make_group(7, version=10**6)]
         for group in forged:
-            (refusal,) = reply_to(peer, *frames_of(group)).refused
+            (refusal,) = peer.reply_to(*frames_of(group)).refused
             assert refusal.seq == group.seq
             assert "from rollout/0" in refusal.reason
-        asked = reply_to(peer, ask(100, 10**12))
+        asked = peer.reply_to(ask(100, 10**12))
         assert [refusal.seq for refusal in asked.refused] == [100, 10**12]
         assert (asked.send, asked.taken) == ([], 0)
         opened.puller.expect(newest_version=5, seqs=101)
-        assert reply_to(peer, *frames_of(make_group(100, version=5))).stored == [100]
+        assert peer.reply_to(*frames_of(make_group(100, version=5))).stored == [100]
 
 
 async def test_peers_that_do_not_speak_the_protocol_do_no_harm() -> None:
@@ -353,7 +375,8 @@ async def test_peers_that_do_not_speak_the_protocol_do_no_harm() -> None:
             stranger.set(zmq.LINGER, 0)
             stranger.connect(opened.puller.endpoint)
             stranger.send(b"hello?")
-            greedy.send(bytes(2 * LIMIT))  # over the limit of a frame: the connection is cut
+            greedy.socket.send(bytes(PACKET_BYTES + 1))
+            greedy.socket.send(bytes(2 * LIMIT))  # over the limit of a frame: the connection is cut
             async with pusher_to(opened) as pusher:
                 await all_of(pusher.push(make_group(0)))
         assert opened.stored == [0]
@@ -386,58 +409,51 @@ async def test_closing_ends_what_waits() -> None:
             await all_of(pusher.push(make_group(0)))
             waiting = asyncio.ensure_future(pusher.push(make_group(1)))
             await asyncio.sleep(0)
-        with pytest.raises(PeerLost, match=r"closed before trainer head 0 .* stored group 1"):
+        with pytest.raises(PeerLost, match=r"group 1: the pusher was closed before trainer head 0"):
             await waiting
         with pytest.raises(PeerLost, match="the pusher is closed"):
             await pusher.push(make_group(2))
 
 
 async def test_credit_of_a_silent_sender_goes_to_others() -> None:
-    with head(capacity=1, resend=0.1) as opened, raw_peer(opened) as silent:
-        reply = reply_to(silent, ask(0))
+    with head(capacity=1, silence=0.3) as opened, raw_peer(opened) as silent:
+        reply = silent.reply_to(ask(0))
         assert reply.send == [0]
-        async with pusher_to(opened, resend=0.1) as pusher:
+        async with pusher_to(opened, worker="rollout/1", beat=0.1) as pusher:
             await all_of(pusher.push(make_group(1)))
         assert opened.stored == [1]
-        # What comes after all finds no place; it is not stored, and not lost either.
-        late = reply_to(silent, *frames_of(make_group(0)))
-        assert (late.stored, late.refused) == ([], [])
+        # A group that comes after all finds no place; it is not stored, and not lost either.
+        late = silent.reply_to(*frames_of(make_group(0)))
+        assert (late.stored, late.refused, late.offer_again) == ([], [], True)
         opened.dataset.discard([1], forget=False)
-        assert msgspec.msgpack.decode(silent.recv(), type=Reply).send == [0]
+        granted = silent.reply()
+        assert isinstance(granted, Reply)
+        assert granted.send == [0]
 
 
-async def test_every_group_arrives_once_though_answers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pusher_whose_offers_were_forgotten_offers_its_groups_again() -> None:
+    with head(capacity=1, silence=0.2) as opened:
+        async with pusher_to(opened) as pusher:  # beats too seldom
+            await all_of(pusher.push(make_group(0)))
+            waiting = asyncio.ensure_future(pusher.push(make_group(1)))
+            await asyncio.sleep(0.5)
+            opened.dataset.discard([0], forget=False)
+            await all_of(waiting)
+        assert opened.stored == [0, 1]
+
+
+async def test_every_group_arrives_once_though_packets_of_the_head_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(1)
-    with head(capacity=8, resend=0.05, keep=False) as opened:
-        puller = opened.puller
-        answer = puller._send_replies
-
-        def lose_some() -> None:
-            for sender in [sender for sender in puller._replies if dice.random() < 0.4]:
-                del puller._replies[sender]
-            answer()
-
-        monkeypatch.setattr(puller, "_send_replies", lose_some)
-        async with pusher_to(opened, resend=0.05) as one, pusher_to(opened, worker="rollout/1", resend=0.05) as other:
+    with head(capacity=8, keep=False) as opened:
+        server = opened.puller._server
+        send = server.send
+        monkeypatch.setattr(server, "send", lambda *packet: dice.random() < 0.4 or send(*packet))
+        async with pusher_to(opened, beat=0.05) as one, pusher_to(opened, worker="rollout/1", beat=0.05) as other:
             mine = [one.push(make_group(seq)) for seq in range(0, 60)]
             theirs = [other.push(make_group(seq)) for seq in range(40, 100)]  # 20 are made twice
             await all_of(*mine, *theirs)
         assert sorted(opened.stored) == list(range(100))
         assert opened.most_held <= 8
-
-
-async def test_groups_are_delivered_after_the_head_came_back() -> None:
-    with head() as first:
-        async with pusher_to(first, resend=0.1) as pusher:
-            await all_of(*(pusher.push(make_group(seq)) for seq in range(5)))
-            first.close()
-            pushes = [asyncio.ensure_future(pusher.push(make_group(seq))) for seq in range(3, 30)]
-            await asyncio.sleep(0)
-            with await head_again(first, resend=0.1) as second:
-                second.dataset.restore([(0, 5)])
-                await all_of(*pushes)
-            assert sorted(set(second.stored) | set(range(5))) == list(range(30))
-            assert len(second.stored) == len(set(second.stored))
 
 
 PUSH_FOR_EVER = """
@@ -446,7 +462,7 @@ from tests.credentials import LeasedPusher
 from tests.groups import make_group
 
 async def main():
-    pusher = LeasedPusher(worker="rollout/0", endpoints=[sys.argv[1]], max_group_bytes=1 << 20, resend_seconds=0.1)
+    pusher = LeasedPusher(worker="rollout/0", endpoints=[sys.argv[1]], max_group_bytes=1 << 20)
     seqs = itertools.count()
     async def push_some():
         for seq in seqs:
@@ -458,7 +474,7 @@ asyncio.run(main())
 
 
 async def test_a_pusher_killed_in_mid_stream_costs_neither_groups_nor_places() -> None:
-    with head(capacity=8, resend=0.1) as opened:
+    with head(capacity=8, silence=0.5) as opened:
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", PUSH_FOR_EVER, opened.puller.endpoint)
         try:
             await opened.wait_for(lambda: len(opened.stored) == 8)
@@ -470,7 +486,7 @@ async def test_a_pusher_killed_in_mid_stream_costs_neither_groups_nor_places() -
             process.send_signal(signal.SIGKILL)
             await process.wait()
         redone = range(max(opened.stored) + 20)
-        async with pusher_to(opened, resend=0.1) as pusher:
+        async with pusher_to(opened, worker="rollout/1", beat=0.1) as pusher:
             pushes = asyncio.gather(*(pusher.push(make_group(seq)) for seq in redone))
             while not pushes.done():
                 opened.dataset.discard(held(opened.dataset), forget=False)
@@ -485,97 +501,89 @@ def test_a_port_in_use_is_an_error_at_once() -> None:
         Head(port=opened.port)
 
 
+def route(credential: Credential, link: str = " raw") -> bytes:
+    return f"{credential.text}{link}".encode()
+
+
 @pytest.mark.parametrize(
     ("routing_id", "says"),
     [
-        (None, "somebody without a name, who shows no credential"),
-        (b"rollout/0", "'rollout/0', who shows no credential"),
-        (b"rollout/0#0123abcd", "who shows no credential"),
-        (b"rollout/0 1 - " + b"0" * 32 + b" raw", "'rollout/0', whose credential is not of this run"),
-        (shown_by("rollout", 0, to="model_worker", key=b"x" * 32).credential.encode() + b" raw", "not of this run"),
-        (shown_by("rollout", 0, to="controller").credential.encode() + b" raw", "or not for this socket"),
-        (shown_by("gserver", 0, to="model_worker").credential.encode() + b" raw", "gserver/0, who has nothing to"),
-        (shown_by("rollout", 0, to="model_worker").credential.encode(), "whose credential is not of this run"),
+        (None, "a sender without a name without a credential"),
+        (b"rollout/0", "'rollout/0' without a credential"),
+        (b"rollout/0 1 " + b"0" * 32 + b" raw", "'rollout/0' with a credential of another run"),
+        (route(credential_of("rollout", 0, to="model_worker", secret=OTHER_SECRET)), "of another run"),
+        (route(credential_of("rollout", 0, to="controller")), "or for another receiver"),
+        (route(credential_of("gserver", 0, to="model_worker")), "gserver/0, which may not send to a model_worker"),
+        (route(credential_of("rollout", 0, to="model_worker"), link=""), "of another run"),
     ],
 )
 async def test_a_group_from_nowhere_is_refused_by_name(
     routing_id: bytes | None, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with head() as opened, zmq.Context.instance().socket(zmq.DEALER) as stray:
-        if routing_id is not None:
-            stray.set(zmq.ROUTING_ID, routing_id)
-        stray.set(zmq.LINGER, 0)
-        stray.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
-        stray.connect(opened.puller.endpoint)
-        (refusal,) = reply_to(stray, HEADER, TOGETHER).refused
-        assert refusal.seq == 1
-        assert says in refusal.reason
+    with head() as opened, raw_peer(opened, routing_id=routing_id) as stray:
+        stray.send(HEADER, TOGETHER)
+        rejection = stray.reply()
+        assert isinstance(rejection, Rejection)
+        assert says in rejection.reason
         assert says in caplog.text
-        assert b"0" * 32 not in refusal.reason.encode(), "what was shown is not quoted"
-        assert reply_to(stray, ask(5)).send == []
+        assert b"0" * 32 not in rejection.reason.encode(), "the secret part is not quoted"
         async with pusher_to(opened) as pusher:
             await all_of(pusher.push(make_group(1)))
         assert opened.stored == [1]
 
 
+async def test_a_rejected_pusher_fails_its_groups() -> None:
+    with head() as opened:
+        credential = credential_of("rollout", 0, to="model_worker", secret=OTHER_SECRET)
+        pusher = GroupPusher(
+            worker="rollout/0", heads=[peer_at(opened.puller.endpoint)], credential=credential, max_group_bytes=LIMIT
+        )
+        for seq in (1, 2):
+            with pytest.raises(WireError, match=f"group {seq}: trainer head 0 .* of another run"):
+                await all_of(pusher.push(make_group(seq), permit=permit_for(seq)))
+        await pusher.close()
+        assert opened.stored == []
+
+
 async def test_a_group_that_was_leased_to_nobody_or_to_another_is_refused_by_name() -> None:
     with head(capacity=2) as opened, raw_peer(opened) as peer:
         for permit in ("", "0" * 32, permit_for(8), permit_for(7, "rollout/1")):
-            (refusal,) = reply_to(peer, *codec.encode(make_group(7), max_group_bytes=LIMIT, permit=permit)).refused
+            (refusal,) = peer.reply_to(*codec.encode(make_group(7), max_group_bytes=LIMIT, permit=permit)).refused
             assert (refusal.seq, refusal.reason) == (7, "group 7 was not leased to rollout/0")
             asked = msgspec.msgpack.encode(Ask(offered=[7, 8], permits=[permit, permit], withdrawn=[]))
-            assert 7 in [refusal.seq for refusal in reply_to(peer, asked).refused]
+            assert 7 in [refusal.seq for refusal in peer.reply_to(asked).refused]
         other = msgspec.structs.replace(make_group(7), worker="rollout/1")
-        (refusal,) = reply_to(peer, *frames_of(other)).refused
+        (refusal,) = peer.reply_to(*frames_of(other)).refused
         assert refusal.reason == "group 7 of 'rollout/1' comes from rollout/0"
         assert opened.stored == []
-        assert reply_to(peer, *frames_of(make_group(7))).stored == [7]
+        assert peer.reply_to(*frames_of(make_group(7))).stored == [7]
 
 
-async def test_who_was_replaced_is_not_heard_any_more() -> None:
-    with head() as opened, raw_peer(opened) as first, zmq.Context.instance().socket(zmq.DEALER) as second:
-        assert reply_to(first, *frames_of(make_group(0))).stored == [0]
-        second.set(zmq.ROUTING_ID, f"{shown_by('rollout', 0, to='model_worker', number=2).credential} raw".encode())
-        second.set(zmq.LINGER, 0)
-        second.set(zmq.RCVTIMEO, int(DEADLINE * 1000))
-        second.connect(opened.puller.endpoint)
-        assert reply_to(second, *frames_of(make_group(1))).stored == [1]
-        (refusal,) = reply_to(first, *frames_of(make_group(2))).refused
-        assert "a process that was rollout/0: another one has taken its place" in refusal.reason
+async def test_a_replaced_process_is_rejected() -> None:
+    with head() as opened, raw_peer(opened) as first, raw_peer(opened, number=2) as second:
+        assert first.reply_to(*frames_of(make_group(0))).stored == [0]
+        assert second.reply_to(*frames_of(make_group(1))).stored == [1]
+        first.send(*frames_of(make_group(2)))
+        rejection = first.reply()
+        assert isinstance(rejection, Rejection)
+        assert "a process that was rollout/0: another process has taken its place" in rejection.reason
+        assert opened.stored == [0, 1]
 
 
 @IPV6
 async def test_groups_travel_over_ipv6() -> None:
     with head(host="::1") as opened:
-        peer, shown = peer_at(opened.puller.endpoint), shown_by("rollout", 0, to="model_worker")
-        pusher = GroupPusher(worker="rollout/0", heads=[peer], shown=shown, max_group_bytes=LIMIT, resend_seconds=10.0)
-        try:
-            async with asyncio.timeout(DEADLINE):
-                await pusher.push(make_group(1), permit=permit_for(1))
-        finally:
-            await pusher.close()
+        async with pusher_to(opened) as pusher:
+            await all_of(pusher.push(make_group(1)))
 
 
-async def test_encrypted_streams_take_members_alone_and_know_them_by_their_keys() -> None:
-    heads, mine, stolen = CurveKeys.make(), CurveKeys.make(), CurveKeys.make()
-    asked: list[str] = []
+async def test_encrypted_streams_accept_only_senders_of_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    with head(encrypted=True) as opened:
+        assert opened.puller.endpoint.startswith("curve://")
 
-    async def is_member(key: str) -> bool:
-        asked.append(key)
-        return key in (mine.public, stolen.public)
-
-    doorkeeper = Doorkeeper(zmq.Context.instance(), is_member)
-    doorkeeper.start()
-    dataset = StreamDataset(rank=0, capacity_groups=9)
-    limits = codec.Limits(max_group_bytes=LIMIT, vocab_size=1000)
-    ingress = GroupPuller(dataset, host="127.0.0.1", limits=limits, keys=heads)
-    ingress.start(verifier_of("model_worker", encrypted=True))
-    peer = peer_at(ingress.endpoint, curve_key=heads.public)
-    try:
-
-        async def push(seq: int, shown: Shown, peer: Peer = peer) -> None:
+        async def push(seq: int, credential: Credential, address: str = opened.puller.endpoint) -> None:
             pusher = GroupPusher(
-                worker="rollout/0", heads=[peer], shown=shown, max_group_bytes=LIMIT, resend_seconds=0.2
+                worker="rollout/0", heads=[peer_at(address)], credential=credential, max_group_bytes=LIMIT
             )
             try:
                 async with asyncio.timeout(1.0 if seq else DEADLINE):
@@ -583,17 +591,14 @@ async def test_encrypted_streams_take_members_alone_and_know_them_by_their_keys(
             finally:
                 await pusher.close()
 
-        own = shown_by("rollout", 0, to="model_worker", keys=mine)
+        own = credential_of("rollout", 0, to="model_worker")
         with pytest.raises(TimeoutError):  # not encrypted
-            await push(1, own, peer_at(ingress.endpoint))
-        assert asked == []
-        with pytest.raises(TimeoutError):  # encrypted, with a key that is nobody's
-            await push(2, shown_by("rollout", 0, to="model_worker", keys=CurveKeys.make()))
-        assert len(set(asked)) == 1
-        with pytest.raises(WireError, match="with the credential of rollout/0, but not with its key"):
-            await push(3, Shown(own.credential, stolen))
+            await push(1, own, opened.puller.endpoint.replace("curve://", "tcp://"))
+        other = credential_of("rollout", 0, to="controller")
+        with pytest.raises(TimeoutError):  # encrypted, with the key of senders to another receiver
+            await push(2, msgspec.structs.replace(own, sender_key=other.sender_key))
+        assert "its key is not of this run" in caplog.text
+        with pytest.raises(TimeoutError):  # the receiver is another one
+            await push(3, msgspec.structs.replace(own, receiver_key=other.receiver_key))
         await push(0, own)
-        assert held(dataset) == [0]
-    finally:
-        ingress.close()
-        doorkeeper.stop()
+        assert held(opened.dataset) == [0]

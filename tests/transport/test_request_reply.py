@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
-import time
 
 import msgspec
 import pytest
@@ -15,10 +13,10 @@ import zmq.asyncio
 
 from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
 from streamrl.transport import request_reply
-from streamrl.transport.credentials import CurveKeys, Doorkeeper
-from streamrl.transport.request_reply import ReplyChannel, RequestChannel, _Conversation
+from streamrl.transport.request_reply import ReplyChannel, RequestChannel
+from streamrl.transport.session import Packet
 from tests import hostile
-from tests.credentials import peer_at, shown_by, verifier_of
+from tests.credentials import OTHER_SECRET, credential_of, keys_of, peer_at
 from tests.ipv6 import IPV6
 
 
@@ -43,34 +41,23 @@ class News(msgspec.Struct):
 
 
 async def serve(channel, begun):
-    """Reads on while calls wait to begin, as a worker has to."""
-    ordered = asyncio.Queue()
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(carry_out(channel, ordered, begun))
-        while True:
-            await ordered.put(await channel.receive())
-
-
-async def carry_out(channel, ordered, begun):
     while True:
-        call_id, call = await ordered.get()
-        if not await channel.begin(call_id):
-            continue
+        request, call = await channel.receive()
         begun.append(call)
         if isinstance(call, Double):
-            await channel.reply(call_id, Answer(call.value * 2))
+            channel.reply(request, Answer(call.value * 2))
         elif isinstance(call, Fail):
-            await channel.fail(call_id, "Traceback: it broke")
+            channel.fail(request, "Traceback: it broke")
 
 
-def reply_channel(endpoint, number, call_type, *, joins=1):
+def reply_channel(endpoint, number, call_type=Double | Fail | Hang, *, joins=1, **credential):
     """`joins`: how many have joined the run so far."""
-    shown = shown_by("model_worker", number, to="controller", number=joins)
-    return ReplyChannel(master=peer_at(endpoint), worker=number, shown=shown, call_type=call_type)
+    credential = credential_of("model_worker", number, to="controller", number=joins, **credential)
+    return ReplyChannel(master=peer_at(endpoint), credential=credential, call_type=call_type)
 
 
 @contextlib.asynccontextmanager
-async def master(host="127.0.0.1"):
+async def master(host="127.0.0.1", **settings):
     notices: list[tuple[int, News]] = []
     heard = asyncio.Event()
 
@@ -79,9 +66,8 @@ async def master(host="127.0.0.1"):
         if notice == News("last"):
             heard.set()
 
-    channel = RequestChannel(host=host, notice_type=News, on_notice=hear)
+    channel = RequestChannel(keys=keys_of("controller"), host=host, notice_type=News, on_notice=hear, **settings)
     channel.notices, channel.heard = notices, heard
-    channel.admit(verifier_of("controller"))
     try:
         yield channel
     finally:
@@ -89,8 +75,8 @@ async def master(host="127.0.0.1"):
 
 
 @contextlib.asynccontextmanager
-async def worker(channel, number):
-    end = reply_channel(channel.endpoint, number, call_type=Double | Fail | Hang)
+async def worker(channel, number, *, joins=1):
+    end = reply_channel(channel.endpoint, number, joins=joins)
     end.begun = []
     end.hush = end._beating.cancel
     serving = asyncio.create_task(serve(end, end.begun))
@@ -131,53 +117,6 @@ async def test_workers_see_concurrent_requests_in_one_order():
         assert replies[0] == {0: Answer(0), 1: Answer(0), 2: Answer(0)}
         shared = [[call.value for call in end.begun if call.value < 100] for end in (a, b, c)]
         assert shared[0] == shared[1] == shared[2] == list(range(40))
-
-
-async def test_no_worker_begins_a_request_that_another_does_not_have():
-    async with master() as m, worker(m, 0) as a:
-        await m.wait_for({0}, patience=30)
-        with pytest.raises(DeadlineExceeded, match="model_worker/0, model_worker/1 did not finish Double"):
-            await m.request({0: Double(1), 1: Double(1)}, Answer, timeout=0.5)
-        assert a.begun == []
-
-
-@pytest.mark.parametrize(
-    "given_up", ["while it is sent", "before it is acknowledged", "by its deadline", "by both in one moment"]
-)
-async def test_a_request_that_is_given_up_before_it_begins_holds_nobody_up(given_up):
-    async with master() as m, worker(m, 0) as first, reader_of_nothing(m, 1):
-        await m.wait_for({0, 1}, patience=30)
-        timeout = 0.2 if given_up.startswith("by") else 30
-        together = asyncio.create_task(m.request({0: Double(1), 1: Double(2)}, Answer, timeout=timeout))
-        if given_up == "by both in one moment":  # a busy machine: its deadline has passed, and nobody saw it yet
-            asyncio.get_running_loop().call_later(0.1, time.sleep, 0.3)
-        if given_up != "by its deadline":
-            await asyncio.sleep(0 if given_up == "while it is sent" else 0.3)
-            together.cancel()
-        with pytest.raises(DeadlineExceeded if given_up == "by its deadline" else asyncio.CancelledError):
-            await together
-        assert (await m.call(0, Double(3), Answer, timeout=30)).value == 6
-        assert first.begun == [Double(3)]
-        assert not first._waiting
-
-
-@contextlib.asynccontextmanager
-async def reader_of_nothing(channel, number):
-    """A worker that lives, and takes no call."""
-    end = reply_channel(channel.endpoint, number, call_type=Double)
-    try:
-        yield end
-    finally:
-        await end.close()
-
-
-async def test_a_call_that_waits_for_its_other_workers_says_so(monkeypatch, caplog):
-    monkeypatch.setattr(request_reply, "BEGIN_WARNING_SECONDS", 0.1)
-    async with master() as m, worker(m, 0), reader_of_nothing(m, 1):
-        await m.wait_for({0, 1}, patience=30)
-        with pytest.raises(DeadlineExceeded, match="model_worker/0, model_worker/1 did not finish Double"):
-            await m.request({0: Double(1), 1: Double(2)}, Answer, timeout=0.5)
-    assert "waits for its other workers to have it" in caplog.text
 
 
 async def test_the_failure_of_one_worker_fails_the_request_at_once():
@@ -232,8 +171,8 @@ async def test_a_worker_that_is_started_anew_fails_the_calls_of_its_predecessor(
             await m.wait_for({0}, patience=30)
             hanging = asyncio.create_task(m.call(0, Hang(), Answer, timeout=30))
             assert (await m.call(0, Double(1), Answer, timeout=30)).value == 2
-        async with worker(m, 0):
-            with pytest.raises(PeerLost, match="model_worker/0 was started anew"):
+        async with worker(m, 0, joins=2):
+            with pytest.raises(PeerLost, match="model_worker/0 was restarted"):
                 await hanging
             assert (await m.call(0, Double(2), Answer, timeout=30)).value == 4
 
@@ -248,7 +187,7 @@ async def test_the_living_are_those_that_spoke_lately(monkeypatch):
         with pytest.raises(PeerLost):
             await m.call(1, Hang(), Answer, timeout=10)
         assert await m.living([0, 1, 2], patience=30) == [2]
-        with pytest.raises(DeadlineExceeded, match="no word from model_worker/0, model_worker/1, nor within"):
+        with pytest.raises(DeadlineExceeded, match="no message from model_worker/0, model_worker/1 within"):
             await m.living([0, 1], patience=0.2)
         returning = asyncio.create_task(m.living([0, 1], patience=10))
         await asyncio.sleep(0)
@@ -272,7 +211,7 @@ async def test_notices_arrive_and_nonsense_is_passed_over():
         stranger.connect(m.endpoint)
         for junk in ([b"x"], [b"N", b"", b"\xff\xff"], [b"R", b"12345678", b""]):
             await stranger.send_multipart(junk)
-        await w.notify(News("stored"))
+        w.notify(News("stored"))
         await m.wait_for({0}, patience=30)
         assert (await m.call(0, Double(1), Answer, timeout=30)).value == 2
         assert m.notices == [(0, News("stored"))]
@@ -280,30 +219,33 @@ async def test_notices_arrive_and_nonsense_is_passed_over():
         context.term()
 
 
-NUMBER, ONE, TWO, THREE = (number.to_bytes(8, "big") for number in range(4))
-START = bytes(range(16))
-DOUBLE = msgspec.msgpack.encode(Double(3))
-NEWS = msgspec.msgpack.encode(News("stored"))
+NEWS = msgspec.msgpack.encode({"type": "notice", "notice": News("stored")})
+DOUBLE = msgspec.msgpack.encode({"request": 1, "call": Double(3)})
+
+
+def packet_of(place, message):
+    return msgspec.msgpack.encode(Packet(place, 0, 0, None, msgspec.Raw(message)))
 
 
 async def test_no_message_ends_the_master():
     async with master() as m, worker(m, 0):
         await m.wait_for({0}, patience=30)
         context = zmq.asyncio.Context()
-        proofs = [shown_by("model_worker", number, to="controller").credential for number in (70, 7)]
-        for identity in (b"70", b"+1", b"0", proofs[0].encode() + b" x", b"9" * 200, proofs[1].encode() + b" x"):
+        routes = [f"{credential_of('model_worker', n, to='controller').text} x".encode() for n in (70, 7)]
+        for identity in (b"70", b"+1", b"0", routes[0], b"9" * 200, routes[1]):
             with context.socket(zmq.DEALER) as stranger:
                 stranger.set(zmq.LINGER, 1000)
                 stranger.set(zmq.IDENTITY, identity)
                 stranger.connect(m.endpoint)
-                await stranger.send_multipart([b"N", NUMBER, ONE, START, hostile.with_unknown_field(NEWS)])
-                valid = [[kind, NUMBER, TWO, START, body] for kind in (b"R", b"E", b"A") for body in (NEWS, DOUBLE)]
-                valid += [[b"H", NUMBER, NUMBER, START, b""], [b"N", NUMBER, THREE, START, NEWS]]
-                for frames in hostile.messages(valid, count=300):
+                replies = [{"type": "reply", "request": 1, "result": 1}, {"type": "error", "request": 1, "text": "?"}]
+                bodies = [NEWS, *map(msgspec.msgpack.encode, replies)]
+                await stranger.send(packet_of(1, hostile.with_unknown_field(NEWS)))
+                for frames in hostile.messages([[packet_of(1, body)] for body in bodies], count=300):
                     await stranger.send_multipart(frames)
-                await stranger.send_multipart([b"H", NUMBER, NUMBER, START[::-1], b""])
-                last = msgspec.msgpack.encode(News("last"))
-                await stranger.send_multipart([b"N", NUMBER, ONE, START[::-1], last])
+                await stranger.send(packet_of(1, NEWS))  # ignored if one of the others had the place
+                last = msgspec.msgpack.encode({"type": "notice", "notice": News("last")})
+                for place in range(2, 5):
+                    await stranger.send(packet_of(place, last))
         async with asyncio.timeout(30):
             await m.heard.wait()
         assert {number for number, _ in m.notices} <= {7, 70}, "others are no workers"
@@ -316,16 +258,14 @@ async def test_no_message_ends_a_worker():
     async with pretended_master() as (router, endpoint):
         end = reply_channel(endpoint, 0, call_type=Double)
         receiving = asyncio.create_task(received(end, until=Double(4)))
-        name, _, _, _, start, _ = await router.recv_multipart()
-        places = (place.to_bytes(8, "big") for place in itertools.count(1))
-        await router.send_multipart([name, b"C", NUMBER, next(places), start, hostile.with_unknown_field(DOUBLE)])
-        for kind in (b"P", b"W", b"S", b"S", b"W"):  # said twice, it is said once
-            await router.send_multipart([name, kind, NUMBER, next(places), start, DOUBLE])
-        valid = [[kind, NUMBER, NUMBER, start, DOUBLE] for kind in (b"C", b"P", b"S", b"W", b"B")]
-        for frames in hostile.messages(valid, count=1000):
+        name, _ = await router.recv_multipart()
+        places = itertools.count(1)
+        await router.send_multipart([name, packet_of(1, hostile.with_unknown_field(DOUBLE))])
+        for frames in hostile.messages([[packet_of(next(places), DOUBLE)] for _ in range(10)], count=1000):
             await router.send_multipart([name, *frames])
-        for _ in range(1000):  # one of them has the next place
-            await router.send_multipart([name, b"C", NUMBER, next(places), start, msgspec.msgpack.encode(Double(4))])
+        for place in range(1, 1000):  # one of them has the next place
+            last = msgspec.msgpack.encode({"request": 1, "call": Double(4)})
+            await router.send_multipart([name, packet_of(place, last)])
         await asyncio.wait_for(receiving, 10)
         await end.close()
 
@@ -351,8 +291,8 @@ async def test_an_answer_that_cannot_be_decoded_fails_its_request_alone():
         await m.wait_for({0}, patience=30)
         asking = asyncio.create_task(m.call(0, Double(1), Answer, timeout=30))
         number, _ = await end.receive()
-        await end._say(b"R", number, hostile.with_unknown_field(msgspec.msgpack.encode(Answer(2))))
-        with pytest.raises(WireError, match=r"Double was answered with something else: .*recursion"):
+        end.reply(number, News("no answer"))
+        with pytest.raises(WireError, match="the reply to Double cannot be decoded"):
             await asking
         await end.close()
 
@@ -408,167 +348,83 @@ class Line:
         await self._server.wait_closed()
 
 
-async def test_every_notice_arrives_once_and_in_order_though_connections_break(monkeypatch):
-    """Also those that the worker's own end had sent when the connection broke."""
-    monkeypatch.setattr(request_reply, "RESEND_SECONDS", 0.1)
+async def test_every_message_arrives_once_and_in_order_though_connections_break(monkeypatch):
+    """Notices, calls, replies and errors, also those that ZMQ had sent when the connection broke."""
     monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.05)
     line = Line()
-    async with master() as m:
-        end = reply_channel(await line.open(m.endpoint), 0, call_type=Double)
-        serving = asyncio.create_task(serve(end, []))
-        await m.wait_for({0}, patience=30)
-        said = []
-        for round_ in range(4):
-            await end.notify(News(f"{round_} arrives"))
-            await asyncio.sleep(0.1)
-            line.swallows = "worker"
-            for number in range(3):
-                await end.notify(News(f"{round_} is lost {number}"))
-            await until(lambda: line.lost)
-            await asyncio.sleep(0.1)
-            line.cut()
-            line.swallows, line.lost = None, 0
-            await end.notify(News(f"{round_} after"))
-            said += [f"{round_} arrives", *(f"{round_} is lost {number}" for number in range(3)), f"{round_} after"]
-        await until(lambda: len(m.notices) >= len(said) and not end._conversation.unconfirmed)
-        assert [notice.text for _, notice in m.notices] == said
-        assert line.connections == 5
-        assert (await m.call(0, Double(1), Answer, timeout=30)).value == 2
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await end.close()
-        await line.close()
-
-
-@pytest.mark.parametrize(
-    ("whose", "kind"),
-    [("master", b"P"), ("worker", b"A"), ("master", b"S"), ("worker", b"R"), ("worker", b"E")],
-    ids=["call", "acknowledgement", "beginning", "reply", "error"],
-)
-async def test_a_request_goes_on_though_a_connection_breaks_with_part_of_it(whose, kind, monkeypatch):
-    """ZMQ connects again within moments, and neither end is told."""
-    monkeypatch.setattr(request_reply, "RESEND_SECONDS", 0.1)
-    monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.05)
-    line = Line()
-    call = Fail() if kind == b"E" else Double(1)
     async with master() as m, worker(m, 1) as other:
-        end = reply_channel(await line.open(m.endpoint), 0, call_type=Double | Fail | Hang)
-        begun = []
+        end, begun, said = reply_channel(await line.open(m.endpoint), 0), [], []
         serving = asyncio.create_task(serve(end, begun))
         await m.wait_for({0, 1}, patience=30)
-        say, speaker = _Conversation.say, m._conversations[0] if whose == "master" else end._conversation
-
-        def swallowed(conversation, said, number, body):
-            if conversation is speaker and said == kind:
-                line.swallows = whose
-            return say(conversation, said, number, body)
-
-        monkeypatch.setattr(_Conversation, "say", swallowed)
-        asking = asyncio.create_task(m.request({0: call, 1: call}, Answer, timeout=30))
-        await until(lambda: line.lost)
-        monkeypatch.setattr(_Conversation, "say", say)
-        line.cut()
-        line.swallows = None
-        if kind == b"E":
-            with pytest.raises(PeerError, match="it broke"):
-                await asking
-        else:
-            assert await asking == {0: Answer(2), 1: Answer(2)}
-        assert (begun, other.begun) == ([call], [call]), "each was carried out once"
+        for round_, whose in enumerate(("worker", "master", "worker", "master")):
+            assert (await m.call(0, Double(1), Answer, timeout=30)).value == 2
+            line.swallows = whose
+            call = Double(round_) if round_ < 3 else Fail()
+            asking = asyncio.create_task(m.request({0: call, 1: call}, Answer, timeout=30))
+            said += [f"{round_} {number}" for number in range(3)]
+            for text in said[-3:]:
+                end.notify(News(text))
+            await until(lambda: line.lost > 200)
+            line.cut()
+            line.swallows, line.lost = None, 0
+            if round_ < 3:
+                assert await asking == dict.fromkeys((0, 1), Answer(2 * round_))
+            else:
+                with pytest.raises(PeerError, match="it broke"):
+                    await asking
+        await until(lambda: len(m.notices) >= len(said) and not end._session.unconfirmed and len(begun) >= 8)
+        assert [notice.text for _, notice in m.notices] == said
+        calls = [Double(0), Double(1), Double(2), Fail()]
+        assert begun == [call for pair in zip([Double(1)] * 4, calls, strict=True) for call in pair]
+        assert other.begun == calls
+        assert line.connections == 5
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         await end.close()
         await line.close()
 
 
-async def test_notices_of_a_worker_that_was_started_anew_are_heard_from_its_first_one_on():
+async def test_notices_of_a_restarted_worker_are_processed_from_its_first_one_on():
     async with master() as m:
-        for start in ("first", "second"):
-            async with worker(m, 0) as end:
-                await end.notify(News(start))
-                await until(lambda: not end._conversation.unconfirmed)
+        for joins, start in enumerate(("first", "second"), start=1):
+            async with worker(m, 0, joins=joins) as end:
+                end.notify(News(start))
+                await until(lambda: not end._session.unconfirmed)
         assert [notice.text for _, notice in m.notices] == ["first", "second"]
 
 
-async def test_an_answer_of_another_type_is_refused():
-    async with master() as m, worker(m, 0):
-        await m.wait_for({0}, patience=30)
-        with pytest.raises(WireError, match="Double was answered with something else"):
-            await m.call(0, Double(1), News, timeout=5)
-
-
-@pytest.mark.parametrize("known_from", [2, math.inf])
-async def test_a_worker_that_is_turned_away_connects_again_and_gives_up_in_the_end(known_from, monkeypatch, caplog):
-    """ZMQ itself does not, once the doorkeeper has refused a key. `known_from`: the first time that it is known."""
-    monkeypatch.setattr(request_reply, "CONNECT_AGAIN_SECONDS", 0.3)
-    monkeypatch.setattr(request_reply, "WELCOME_SECONDS", 60.0 if known_from < math.inf else 1.0)
+async def test_a_worker_without_an_answer_gives_up(monkeypatch):
+    monkeypatch.setattr(request_reply, "WELCOME_SECONDS", 0.5)
     monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
-    masters, mine = CurveKeys.make(), CurveKeys.make()
-    knocked = []
-
-    async def is_member(key):
-        knocked.append(key)
-        return len(knocked) >= known_from
-
-    channel = RequestChannel(host="127.0.0.1", notice_type=News, on_notice=lambda *_: None, keys=masters)
-    channel.admit(verifier_of("controller", encrypted=True))
-    doorkeeper = Doorkeeper(channel.context, is_member)
-    doorkeeper.start()
-    end = ReplyChannel(
-        master=peer_at(channel.endpoint, curve_key=masters.public),
-        worker=0,
-        shown=shown_by("model_worker", 0, to="controller", keys=mine),
-        call_type=Double,
-    )
-    serving = asyncio.create_task(serve(end, []))
-    try:
-        if known_from < math.inf:
-            await channel.wait_for({0}, patience=30)
-            assert (await channel.call(0, Double(2), Answer, timeout=30)).value == 4
-            assert "connecting again" in caplog.text
-        else:
-            async with asyncio.timeout(30):
-                with pytest.raises(ExceptionGroup) as lost:
-                    await serving
-            assert lost.group_contains(PeerLost, match="has not answered for .* turns this process away")
-        assert set(knocked) == {mine.public}
-    finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+    async with pretended_master() as (_, endpoint):
+        end = reply_channel(endpoint, 0)
+        with pytest.raises(PeerLost, match="has not answered for"):
+            await asyncio.wait_for(end.receive(), 30)
         await end.close()
-        doorkeeper.stop()
-        await channel.close()
 
 
-async def test_a_forged_identity_takes_nobodys_place(caplog):
-    """Neither by the name of a worker nor with the credential of one that has been replaced."""
-    async with master() as m, worker(m, 0):
+async def test_encrypted_calls_take_workers_of_the_run_alone():
+    async with master(encrypted=True) as m, worker(m, 0):
+        assert m.endpoint.startswith("curve://")
+        stranger = reply_channel(m.endpoint, 1, secret=OTHER_SECRET)
         await m.wait_for({0}, patience=30)
-        context = zmq.asyncio.Context()
-        wrong_key = shown_by("model_worker", 0, to="controller", key=b"x" * 32)
-        forged = (b"0", b"model_worker/0", wrong_key.credential.encode())
-        for identity in (*forged, shown_by("model_worker", 0, to="model_worker").credential.encode() + b" x"):
-            with context.socket(zmq.DEALER) as stranger:
-                stranger.set(zmq.LINGER, 1000)
-                stranger.set(zmq.IDENTITY, identity)
-                stranger.connect(m.endpoint)
-                await stranger.send_multipart([b"H", NUMBER, START])
-                await stranger.send_multipart([b"N", ONE, START + NEWS])
-                await asyncio.sleep(0.1)
-                assert (await m.call(0, Double(2), Answer, timeout=30)).value == 4
-        assert "the master refused a message of somebody who says that he is 'model_worker/0'" in caplog.text
+        assert (await m.call(0, Double(2), Answer, timeout=30)).value == 4
+        with pytest.raises(DeadlineExceeded):
+            await m.wait_for({1}, patience=0.5)
+        await stranger.close()
+
+
+async def test_a_forged_identity_is_rejected_and_changes_nothing(caplog):
+    """Neither the name of a worker nor the credential of a replaced one suffices."""
+    async with master() as m, worker(m, 0, joins=2):
+        await m.wait_for({0}, patience=30)
+        for forged in ({"joins": 1}, {"joins": 3, "secret": OTHER_SECRET}):
+            stranger = reply_channel(m.endpoint, 0, **forged)
+            stranger.notify(News("last"))
+            with pytest.raises(PeerLost, match="are refused"):
+                await asyncio.wait_for(stranger.receive(), 30)
+            await stranger.close()
+            assert (await m.call(0, Double(2), Answer, timeout=30)).value == 4
+        assert "another process has taken its place" in caplog.text
+        assert "'model_worker/0' with a credential of another run" in caplog.text
         assert m.notices == []
-        old = reply_channel(m.endpoint, 0, Double, joins=1)
-        new = reply_channel(m.endpoint, 0, Double, joins=2)
-        serving = asyncio.create_task(serve(new, []))
-        async with asyncio.timeout(30):
-            while not any(b" 2 - " in route for route in m._routes.values()):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        await old.notify(News("last"))
-        assert (await m.call(0, Double(3), Answer, timeout=30)).value == 6
-        assert m.notices == []
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
-        await old.close()
-        await new.close()
-        context.term()

@@ -19,7 +19,7 @@ from streamrl.errors import PeerError
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.records.lineage import Lineage
 from streamrl.transport.control import RegisterReply, Role
-from streamrl.transport.credentials import HEARS, credential, permit
+from streamrl.transport.credentials import MAY_SEND_TO, ReceiverKeys
 from streamrl.transport.secret import Secret
 
 OWNER = "the run's owner"
@@ -48,7 +48,6 @@ ALLOWED: Mapping[str, Allowed] = {
     "GET /model": Allowed(_EVERYONE),
     "GET /model/part": Allowed(_EVERYONE),
     "GET /topology": Allowed(frozenset({"rollout", "model_worker"})),
-    "POST /member": Allowed(frozenset({"model_worker"})),
     "POST /admit": Allowed(frozenset({"rollout"}), "worker"),
     "POST /keep": Allowed(frozenset({"rollout"}), "worker"),
     "POST /route": Allowed(frozenset({"rollout"}), "worker"),
@@ -81,7 +80,8 @@ class Access:
         """Random identifier of this lineage of the run, also unique across earlier controllers; not secret."""
         self._lineages: list[Lineage] = []
         self.begin_lineage([])
-        self._keys = {receiver: secret.key(f"credentials for {receiver}") for receiver in HEARS}
+        self.receivers = {receiver: ReceiverKeys.derive(secret, receiver) for receiver in MAY_SEND_TO}
+        """The keys of receivers on ZMQ, by role."""
 
     def grant(self, member: Member, *, policy_version: int, heartbeat_seconds: float) -> RegisterReply:
         """Return the reply to a process that has joined: only the data that its role needs."""
@@ -90,17 +90,10 @@ class Access:
             heartbeat_seconds=heartbeat_seconds,
             token=member.token,
             credentials={
-                receiver: credential(
-                    self._keys[receiver],
-                    role=member.role,
-                    index=member.index,
-                    number=member.number,
-                    curve_key=member.curve_key,
-                )
-                for receiver, heard in HEARS.items()
-                if member.role in heard
+                receiver: self.receivers[receiver].credential(member.role, member.index, number=member.number)
+                for receiver, senders in MAY_SEND_TO.items()
+                if member.role in senders
             },
-            verification_key=self._keys[member.role].hex() if member.role in self._keys else "",
             lineage=self.lineage,
             lineages=self._lineages if member.role == "rollout" else [],
             gserver_key=self._gserver_key if member.role == "rollout" else "",
@@ -113,7 +106,7 @@ class Access:
 
     def permit(self, seq: int, worker: str) -> str:
         """Return the permit that `worker` presents with the group `seq`, which it is given."""
-        return permit(self._keys["model_worker"], seq=seq, name=worker)
+        return self.receivers["model_worker"].permit(seq, worker)
 
     def caller(self, authorization: str) -> Member | str | None:
         """Return the caller that the header `authorization` identifies: a member, the `OWNER`, or None if unknown."""

@@ -59,7 +59,6 @@ POSTS: Mapping[str, Post] = {
     "/drain": Post(control.Drain, lambda manager: manager.elastic.drain),
     "/leave": Post(control.Leave, lambda manager: manager.elastic.left),
     "/heartbeat": Post(control.Heartbeat, lambda manager: manager.members.heartbeat),
-    "/member": Post(control.AskMember, lambda manager: manager.members.is_member),
     "/admit": Post(control.Admit, lambda manager: manager.groups.admit),
     "/keep": Post(control.Keep, lambda manager: manager.groups.keep),
     "/route": Post(control.AskRoute, lambda manager: manager.groups.route),

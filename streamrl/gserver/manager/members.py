@@ -32,10 +32,8 @@ from streamrl.records.lineage import Lineage
 from streamrl.records.timeline import HeartbeatEntry, Timeline
 from streamrl.transport.addresses import host_of, is_loopback
 from streamrl.transport.control import (
-    AskMember,
     Heartbeat,
     HeartbeatReply,
-    IsMember,
     Peer,
     Register,
     RegisterReply,
@@ -45,7 +43,6 @@ from streamrl.transport.control import (
     SilentProcess,
     Topology,
 )
-from streamrl.transport.credentials import HEARS
 from streamrl.transport.manager_client import GONE_BACK, PLACE_TAKEN
 
 log = logging.getLogger(__name__)
@@ -203,17 +200,8 @@ class Members:
             return all(self._registry.get(role, index) is not None for index in range(count))
 
         await self._signals.joined.until(lambda: complete() or self._state.over, timeout=min(wait, self._long_poll))
-        peers = [
-            Peer(m.role, m.index, m.address, m.curve_key if m.encrypted else "")
-            for m in self._registry.of(role)
-            if m.index < count
-        ]
+        peers = [Peer(m.role, m.index, m.address) for m in self._registry.of(role) if m.index < count]
         return Topology(complete=complete(), peers=peers)
-
-    async def is_member(self, message: AskMember) -> IsMember:
-        """Return whether a key belongs to a member that may send anything over ZMQ."""
-        member = self._registry.with_curve_key(message.curve_key)
-        return IsMember(known=member is not None and any(member.role in heard for heard in HEARS.values()))
 
     def caller(self, role: Role, index: int) -> Member:
         """Return the registered process that makes a call, and count the call as a sign of life.
@@ -325,8 +313,7 @@ class Members:
             "machine": message.machine,
             "process_space": message.process_space,
             "gpu": message.gpu,
-            "curve_key": message.curve_key,
-            "encrypted": message.encrypted,
+            "process": message.process,
         }
         patiences = {"controller": math.inf, "model_worker": self._trainer_patience}
         patience = patiences.get(message.role, self._lease)

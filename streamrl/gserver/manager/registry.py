@@ -38,13 +38,12 @@ class Member:
         machine: str = "",
         process_space: str = "",
         gpu: str = "",
-        curve_key: str = "",
-        encrypted: bool = False,
+        process: str = "",
         now: float = 0.0,
         patience: float = math.inf,
     ) -> None:
-        """`host`: the host name that the process reports; `machine`, `process_space`, `gpu`: as in `Register`;
-        `patience`: seconds without a message after which it counts as silent."""
+        """`host`: the host name that the process reports; `machine`, `process_space`, `gpu`, `process`: as in
+        `Register`; `patience`: seconds without a message after which it counts as silent."""
         self.role: Role = role
         self.state = MemberState.UNCHECKED if role == "gserver" else MemberState.SERVING
         """Changed by `handle` alone."""
@@ -55,9 +54,7 @@ class Member:
         self.machine = machine
         self.process_space = process_space
         self.gpu = gpu
-        self.curve_key = curve_key
-        self.encrypted = encrypted
-        """Whether its socket accepts only encrypted connections."""
+        self.process = process
         self.number = 0
         """Ordinal of the member among all that have joined the run; 0: it has no place yet."""
         self.token = f"{self.name}.{secrets.token_hex(TOKEN_BYTES)}"
@@ -110,8 +107,8 @@ class Registry:
         member = self.get(message.role, message.index)
         if member is None:
             return None
-        ours = (member.pid, member.host, member.address, member.curve_key)
-        return member if ours == (message.pid, message.host, message.address, message.curve_key) else None
+        ours = (member.pid, member.host, member.address, member.process)
+        return member if ours == (message.pid, message.host, message.address, message.process) else None
 
     def with_token(self, token: str) -> Member | None:
         """Return the member that `token` names and belongs to; the duration of the comparison reveals no part of it."""
@@ -124,10 +121,6 @@ class Registry:
         if member is None or not hmac.compare_digest(member.token.encode(), token.encode()):
             return None
         return member
-
-    def with_curve_key(self, key: str) -> Member | None:
-        """Return the member with the curve key `key`."""
-        return next((member for member in self._all() if key and member.curve_key == key), None)
 
     def add(self, member: Member, *, now: float) -> Member | None:
         """Give `member` its place; return the process that held it, if there was one."""

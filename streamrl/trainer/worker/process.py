@@ -22,7 +22,6 @@ from typing import Any
 
 import msgspec
 import torch
-import zmq
 
 from streamrl import essential
 from streamrl.architecture import read_architecture
@@ -67,7 +66,7 @@ from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reac
 from streamrl.transport.codec import Limits
 from streamrl.transport.collective import allocate_as_sglang, backend_for, join_world, open_store
 from streamrl.transport.control import Compare
-from streamrl.transport.credentials import CurveKeys, Doorkeeper
+from streamrl.transport.credentials import ReceiverKeys
 from streamrl.transport.group_sockets import closed_after_forming, shut
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
@@ -105,26 +104,19 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         begun = progress.of_run(config)
         if begun is not None:
             dataset.restore(begun.trained)
-        address, keys, encrypted = "", CurveKeys.make(), False
-        door = None
+        address, door = "", None
         if index in layout_of(config.trainer, "actor").heads:
             version = begun.policy_version if begun else 0
-            listening = reach.listening
-            encrypted = encrypts(config, listening.at)
             door = Door(
                 config,
                 dataset,
                 model_dir=model_dir,
                 policy_version=version,
-                listening=listening,
-                keys=keys if encrypted else None,
+                listening=reach.listening,
+                keys=client.receiver_keys("model_worker"),
             )
             stack.callback(door.puller.close)
             address = door.puller.endpoint
-            if encrypted:
-                doorkeeper = Doorkeeper(zmq.Context.instance(), client.is_member)
-                doorkeeper.start()
-                stack.callback(doorkeeper.stop)
         worker = ModelWorker(
             config, index=index, model_dir=model_dir, dataset=dataset, door=door, client=client, reach=reach
         )
@@ -136,19 +128,17 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             config=config,
             model=weights_fingerprint(model_dir),
             stats=worker.stats,
-            keys=keys,
-            encrypted=encrypted,
             begins_from=progress.identity(config),
         )
         await membership.join(patience=config.limits.start_seconds)
         if door is not None:
-            door.puller.start(membership.verifier())
+            door.puller.start()
         stack.push_async_callback(membership.leave)
 
         async def work() -> None:
             controllers = await client.topology("controller", 1, patience=config.limits.start_seconds)
             channel: ReplyChannel[Call] = ReplyChannel(
-                master=controllers[0], worker=index, shown=membership.shows("controller"), call_type=Call
+                master=controllers[0], credential=membership.credential("controller"), call_type=Call
             )
             stack.push_async_callback(channel.close)
             stack.push_async_callback(worker.close)
@@ -179,18 +169,18 @@ class Door:
         *,
         model_dir: Path,
         policy_version: int,
+        keys: ReceiverKeys,
         listening: Listening = LOOPBACK,
-        keys: CurveKeys | None = None,
     ) -> None:
-        """`keys`: the process's own keys, if connections are to be encrypted."""
         routes, experts = routing_of(model_dir) or (0, 0)
         self._ahead = config.staleness.max_staleness + 1
         self._groups_per_batch = config.trainer.batch_groups
         self.puller = GroupPuller(
             dataset,
+            keys=keys,
+            encrypted=encrypts(config, listening.at),
             host=listening.at,
             announced=listening.announced,
-            keys=keys,
             limits=Limits(
                 max_group_bytes=config.limits.group_bytes,
                 fewest_siblings=config.rollout.fewest_siblings,
@@ -200,7 +190,7 @@ class Door:
                 routes=routes,
                 experts=experts,
             ),
-            resend_seconds=config.limits.resend_seconds,
+            silence_seconds=config.limits.silence_seconds,
         )
         self.open_for(policy_version)
 
@@ -232,7 +222,7 @@ class _Arrivals:
             self._some.clear()
             with self._lock:
                 metas, self._metas = self._metas, []
-            await channel.notify(Stored(metas))
+            channel.notify(Stored(metas))
 
 
 class ModelWorker:
@@ -322,20 +312,18 @@ class ModelWorker:
         try:
             await self._answer(channel, call_id, call)
         finally:
-            self._weights_free.set()  # also when the call was withdrawn
+            self._weights_free.set()
 
     async def _answer(self, channel: ReplyChannel[Call], call_id: int, call: Call) -> None:
-        if not await channel.begin(call_id):
-            return
         try:
             result = await self._carry_out(call)
         except Exception as error:  # the one place where any failure of a call is turned into its reply
             log.exception("%s failed", type(call).__name__)
             expected = isinstance(error, StreamRLError)  # its message is complete
             text = f"{type(error).__name__}: {error}" if expected else traceback.format_exc(limit=-6)
-            await channel.fail(call_id, text)
+            channel.fail(call_id, text)
         else:
-            await channel.reply(call_id, result)
+            channel.reply(call_id, result)
 
     async def _carry_out(self, call: Call) -> msgspec.Struct:
         match call:

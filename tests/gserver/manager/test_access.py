@@ -20,6 +20,7 @@ from streamrl.gserver.manager.access import ALLOWED, LOOKS
 from streamrl.machine import machine_identity, process_space
 from streamrl.transport import control
 from streamrl.transport.control import Admit, FailRun, FinishRun, Heartbeat, Register
+from streamrl.transport.credentials import MAY_SEND_TO, Verifier
 from streamrl.transport.keys import bearer
 from streamrl.transport.manager_client import PLACE_TAKEN, ControlClient
 from tests.gserver.harness import HERE, Run, managed, small_config
@@ -158,3 +159,17 @@ async def test_refusals_fill_no_log(tmp_path: Path, caplog: pytest.LogCaptureFix
                 assert response.status == 401
     lines = [record for record in caplog.records if record.name == manager_http.__name__]
     assert 1 <= len(lines) < 20
+
+
+async def test_members_reach_exactly_the_receivers_of_their_role_with_their_credentials(tmp_path: Path) -> None:
+    async with managed(small_config(tmp_path)) as run:
+        receivers = {role: run.client.receiver_keys(role) for role in MAY_SEND_TO}
+        assert receivers == run.manager.access.receivers
+        for role in ("gserver", "rollout", "model_worker"):
+            granted = await run.register(role, address="http://127.0.0.1:1" if role == "gserver" else "")
+            assert granted.credentials.keys() == {to for to, senders in MAY_SEND_TO.items() if role in senders}
+            for to, credential in granted.credentials.items():
+                sender = Verifier(receivers[to]).sender(f"{credential.text} link".encode())
+                assert (sender.role, sender.index) == (role, 0)
+                assert credential.sender_key == receivers[to].senders.secret.decode()
+                assert credential.receiver_key == receivers[to].own.public.decode()

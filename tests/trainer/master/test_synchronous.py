@@ -18,7 +18,6 @@ from streamrl.transport import request_reply
 from streamrl.transport.control import Admission
 from streamrl.transport.request_reply import ReplyChannel, RequestChannel
 from streamrl.transport.synchronous import (
-    FIRST_ROLLOUT_WORKER,
     GenerateGroups,
     GroupsGenerated,
     GroupsScored,
@@ -28,7 +27,7 @@ from streamrl.transport.synchronous import (
     number_on_channel,
 )
 from streamrl.types import SampleMeta
-from tests.credentials import peer_at, shown_by, verifier_of
+from tests.credentials import credential_of, keys_of, peer_at
 from tests.groups import admitted_ledger, make_group
 
 
@@ -46,8 +45,7 @@ class Rollout:
         self._mute, self._scores, self._unheard = mute, scores, stores_unheard
         self._channel = ReplyChannel(
             master=peer_at(endpoint),
-            worker=FIRST_ROLLOUT_WORKER + index,
-            shown=shown_by("rollout", index, to="controller"),
+            credential=credential_of("rollout", index, to="controller"),
             call_type=GenerateGroups | ScoreGroups,
         )
         self._following = asyncio.create_task(self._follow())
@@ -62,12 +60,12 @@ class Rollout:
                 self.silent.set()
             elif isinstance(call, GenerateGroups):
                 self._waiting += [next(self._ledger) for _ in range(call.groups - len(self._waiting))]
-                await self._channel.reply(call_id, GroupsGenerated(list(self._waiting)))
+                self._channel.reply(call_id, GroupsGenerated(list(self._waiting)))
             else:
                 stored = [seq for seq in call.seqs if self._scores(seq)]
                 self._waiting = [seq for seq in self._waiting if seq not in call.seqs]
                 await self._store(stored)
-                await self._channel.reply(call_id, GroupsScored(stored))
+                self._channel.reply(call_id, GroupsScored(stored))
 
     async def _store(self, seqs):
         self._table.put_batch([meta(seq) for seq in seqs])
@@ -126,13 +124,13 @@ async def master_of(config, ledger=None):
     ledger = admitted_ledger(batch=config.trainer.batch_groups) if ledger is None else ledger
     buffer = AsyncIOSequenceBuffer(graph_of(config), ledger)
     channel = RequestChannel(
+        keys=keys_of("controller"),
         host="127.0.0.1",
         notice_type=GroupsScored,
         on_notice=lambda *_: None,
         name_of=name_on_channel,
         number_of=number_on_channel,
     )
-    channel.admit(verifier_of("controller"))
     try:
         generation = SynchronousGeneration(graph_of(config), channel=channel, buffer=buffer, config=config)
         yield Batches(generation, buffer), channel.endpoint
@@ -213,9 +211,8 @@ class Station:
         while True:
             rollout = SynchronousRollout(
                 self._config,
-                index=self._index,
                 master=peer_at(self._endpoint),
-                shown=shown_by("rollout", self._index, to="controller"),
+                credential=credential_of("rollout", self._index, to="controller"),
                 admit=self.admit,
                 start=self.start,
             )

@@ -9,29 +9,31 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from streamrl.architecture import Architecture
 from streamrl.config import from_dict
 from streamrl.errors import ModelError, WireError
 from streamrl.models import ensure_checkpoint, vocab_size
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
     MinibatchShare,
+    ModelConfigRequest,
     Publish,
+    Stored,
     TrainStep,
 )
 from streamrl.trainer.worker.process import Door, ModelWorker, serve
-from streamrl.transport.control import FinishRun
-from tests.credentials import LeasedPusher, verifier_of
+from streamrl.transport.control import FinishRun, Peer
+from streamrl.transport.push_pull import GroupPusher
+from streamrl.transport.request_reply import RequestChannel
+from tests.credentials import LeasedPusher, keys_of
 from tests.groups import make_group
 from tests.gserver.harness import managed, small_config
 
 
-class Withdrawing:
-    """The master gives up its one call before all workers have it, unless it `goes_on`; `withdrawn` is set once that
-    is known."""
+class OneCall:
+    """The worker's end of a channel with one call."""
 
-    def __init__(self, call, *, goes_on=False):
-        self.goes_on = goes_on
-        self.withdrawn = asyncio.Event()
+    def __init__(self, call):
         self.answered = []
         self._calls = asyncio.Queue()
         self._calls.put_nowait((7, call))
@@ -39,37 +41,16 @@ class Withdrawing:
     async def receive(self):
         return await self._calls.get()
 
-    async def begin(self, call_id):
-        await self.withdrawn.wait()
-        return self.goes_on
-
-    async def reply(self, call_id, result):
+    def reply(self, request, result):
         self.answered.append(result)
 
-    async def fail(self, call_id, text):
+    def fail(self, request, text):
         self.answered.append(text)
-
-
-async def test_weights_are_free_again_after_a_publication_that_was_withdrawn():
-    dataset = StreamDataset(rank=0, capacity_groups=4)
-    worker = ModelWorker(from_dict({}), index=0, model_dir=Path("."), dataset=dataset, door=None, client=None)
-    channel = Withdrawing(Publish(version=1))
-    working = asyncio.create_task(worker.work(channel))
-    await asyncio.sleep(0.05)
-    assert not worker._weights_free.is_set()
-    channel.withdrawn.set()
-    await asyncio.sleep(0.05)
-    assert worker._weights_free.is_set()
-    assert channel.answered == []
-    working.cancel()
-    await asyncio.gather(working, return_exceptions=True)
-    await worker.close()
 
 
 async def answer(worker, call):
     """What `worker` replies to `call`, its only one."""
-    channel = Withdrawing(call, goes_on=True)
-    channel.withdrawn.set()
+    channel = OneCall(call)
     working = asyncio.create_task(worker.work(channel))
     async with asyncio.timeout(30):
         while not channel.answered:  # noqa: ASYNC110
@@ -77,6 +58,50 @@ async def answer(worker, call):
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     return channel.answered[0]
+
+
+async def test_calls_and_groups_reach_a_worker_with_the_keys_that_the_controller_gave(tmp_path):
+    scratch = {"hidden_size": 16, "layers": 1, "heads": 2, "head_dim": 8}
+    config = small_config(
+        tmp_path,
+        model={"path": "scratch", "scratch": scratch},
+        security={"encryption": "on"},
+        rollout={"group_size": 2},
+    )
+    folder = ensure_checkpoint(config, cache=tmp_path)
+    stored = asyncio.Queue()
+    async with managed(config) as run:
+        channel = RequestChannel(
+            keys=run.client.receiver_keys("controller"),
+            host="127.0.0.1",
+            encrypted=True,
+            notice_type=Stored,
+            on_notice=lambda worker, notice: stored.put_nowait((worker, notice)),
+        )
+        run.manager.enter(run.registration("controller", address=channel.endpoint))
+        serving = asyncio.create_task(serve(config, manager_url=run.url, model_dir=folder))
+        try:
+            await channel.wait_for({0}, patience=30)
+            assert (await channel.call(0, ModelConfigRequest(), Architecture, timeout=30)).layers == 1
+            granted = await run.register("rollout")
+            (worker,) = [p for p in (await run.client.status()).processes if p.role == "model_worker"]
+            pusher = GroupPusher(
+                worker="rollout/0",
+                heads=[Peer("model_worker", 0, worker.address)],
+                credential=granted.credentials["model_worker"],
+                max_group_bytes=1 << 20,
+            )
+            group = make_group(0, version=0, seqlens=(5, 7), worker="rollout/0")
+            group.packed_input_ids %= vocab_size(folder)
+            async with asyncio.timeout(30):
+                await pusher.push(group, permit=run.manager.access.permit(0, "rollout/0"))
+                head, notice = await stored.get()
+            assert (head, [meta.seq for meta in notice.metas]) == (0, [0])
+            await pusher.close()
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await channel.close()
 
 
 async def test_one_that_waits_for_the_master_leaves_when_the_run_is_over(tmp_path):
@@ -109,14 +134,12 @@ async def test_the_door_knows_the_run(tmp_path):
     )
     folder = ensure_checkpoint(config, cache=tmp_path)
     dataset = StreamDataset(rank=0, capacity_groups=8)
-    door = Door(config, dataset, model_dir=folder, policy_version=0)
+    door = Door(config, dataset, model_dir=folder, policy_version=0, keys=keys_of("model_worker"))
     worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=door, client=None)
     step = TrainStep("actor_train", policy_version=0, oldest_version=0, minibatches=[MinibatchShare([], 0, 0)])
-    channel = Withdrawing(step)
-    door.puller.start(verifier_of("model_worker"))
-    pusher = LeasedPusher(
-        worker="rollout/3", endpoints=[door.puller.endpoint], max_group_bytes=1 << 20, resend_seconds=10
-    )
+    channel = OneCall(step)
+    door.puller.start()
+    pusher = LeasedPusher(worker="rollout/3", endpoints=[door.puller.endpoint], max_group_bytes=1 << 20)
 
     def group(seq, **changes):
         made = make_group(seq, version=changes.pop("version", 0), seqlens=changes.pop("seqlens", (5, 7)))
@@ -142,7 +165,6 @@ async def test_the_door_knows_the_run(tmp_path):
     await pusher.push(group(0, version=1))
     await pusher.push(group(1))
     assert all(dataset.find(seq) is not None for seq in (0, 1))
-    channel.withdrawn.set()
     working.cancel()
     await asyncio.gather(working, return_exceptions=True)
     await pusher.close()
@@ -166,8 +188,7 @@ async def test_a_call_that_fails_is_told_in_words_or_where_nobody_expected_it_wi
     monkeypatch.setattr(ModelWorker, "_carry_out", fails)
     dataset = StreamDataset(rank=0, capacity_groups=4)
     worker = ModelWorker(from_dict({}), index=0, model_dir=Path("."), dataset=dataset, door=None, client=None)
-    channel = Withdrawing(Publish(version=1), goes_on=True)
-    channel.withdrawn.set()
+    channel = OneCall(Publish(version=1))
     await worker._answer(channel, 1, Publish(version=1))
     (answer,) = channel.answered
     assert re.fullmatch(told, answer)

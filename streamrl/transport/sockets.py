@@ -1,0 +1,293 @@
+"""The ZMQ sockets of the run, with authentication: `ServerSocket` at a receiver, `ClientSocket` at a sender.
+
+Addresses begin with `curve://` if the receiver encrypts its connections, else with `tcp://`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+
+from streamrl.errors import UNDECODABLE, ConfigError, PeerLost, WireError
+from streamrl.transport.addresses import address_of, host_of, url_of
+from streamrl.transport.control import Credential
+from streamrl.transport.credentials import Identity, ReceiverKeys, UnknownSender, Verifier, claimed_name
+from streamrl.transport.seldom import Seldom
+from streamrl.transport.session import COPIED_BELOW, Frame, Packet, Rejection
+
+log = logging.getLogger(__name__)
+
+CURVE = "curve"
+"""Scheme of the address of an encrypted socket."""
+LINGER_MS = 500
+"""How long a closed socket tries to send its remaining messages, in milliseconds."""
+QUEUED_MESSAGES = 10_000
+"""Messages that wait for a slow sender to read them; further ones are lost, and sent again by their session."""
+_ZAP_DOMAIN = "streamrl"
+_NOW = int(zmq.NOBLOCK)
+_NOW_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
+_encoder = msgspec.msgpack.Encoder()
+_packets = msgspec.msgpack.Decoder(Packet)
+_replies = msgspec.msgpack.Decoder(Packet | Rejection)
+
+
+class Arrival(NamedTuple):
+    """A packet that has arrived at a server socket."""
+
+    route: bytes
+    """Routing id of the sender's socket: where replies go."""
+    sender: Identity
+    packet: Packet
+    frames: list[memoryview]
+    """The frames after the packet; none if they exceed a limit."""
+    excess: str
+    """Why `frames` was dropped; empty if it was not."""
+
+
+class _KeyCheck:
+    """Accepts the one key that the senders of a receiver share (libzmq's ZAP, https://rfc.zeromq.org/spec/27)."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._seldom = Seldom(log)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        if key != self._key:
+            self._seldom.warning("refused an encrypted connection: its key is not of this run, or for another socket")
+        return key == self._key
+
+
+class ServerSocket:
+    """Listens, and accepts messages only from senders with a credential. Belongs to one thread at a time."""
+
+    def __init__(
+        self,
+        keys: ReceiverKeys,
+        *,
+        host: str,
+        port: int = 0,
+        announced: str = "",
+        encrypted: bool = False,
+        most_packet_bytes: int,
+        most_frames: int = 0,
+        most_bytes: int = 0,
+    ) -> None:
+        """`port` 0: any free one. `announced`: the address for senders, if it is not `host`. `most_packet_bytes`: limit
+        of a packet; `most_frames`, `most_bytes`: limits of the frames that follow it, together.
+
+        Raises `ConfigError` if `host` has no address, `zmq.ZMQError` if the port is in use.
+        """
+        self._verifier = Verifier(keys)
+        self._most_packet_bytes, self._most_frames, self._most_bytes = most_packet_bytes, most_frames, most_bytes
+        self._rejected = Seldom(log)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator: ThreadAuthenticator | None = None
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.set(zmq.ROUTER_HANDOVER, 1)  # a sender that reconnects replaces its dead connection
+        self.socket.set(zmq.ROUTER_MANDATORY, 1)  # sending without a connection is an error
+        self.socket.set(zmq.MAXMSGSIZE, max(most_bytes, most_packet_bytes))
+        self.socket.set(zmq.SNDHWM, QUEUED_MESSAGES)
+        self.socket.set(zmq.LINGER, LINGER_MS)
+        _keep_alive(self.socket)
+        if encrypted:
+            self._encrypt(keys)
+        try:
+            bound = _bind(self.socket, host, port)
+        except BaseException:
+            self.close()
+            raise
+        self.endpoint = url_of(announced or host, bound, scheme=CURVE if encrypted else "tcp")
+
+    def receive(self) -> Arrival | None:
+        """Return the next packet of a known sender; None if none has arrived. Reject the packets of others."""
+        while True:
+            try:
+                route = self.socket.recv(_NOW)  # always followed by at least one frame
+            except zmq.Again:
+                return None
+            first, frames, excess = self._frames()
+            try:
+                sender = self._verifier.sender(route)
+                packet = self._packet(first)
+            except UnknownSender as unknown:
+                self._rejected.warning("refused a message of %s", unknown)
+                self._send(route, [_encoder.encode(Rejection(f"messages of {unknown} are refused"))])
+            except Exception as error:  # tolerance point: no message may end the receiver, whichever error it causes
+                self._rejected.warning("refused a message of %s that is no packet: %s", claimed_name(route), error)
+            else:
+                return Arrival(route, sender, packet, frames, excess)
+
+    def send(self, route: bytes, packet: Packet, frames: Sequence[Frame] = ()) -> bool:
+        """Send a packet; return False if the connection has ended."""
+        return self._send(route, [_encoder.encode(packet), *frames])
+
+    def close(self) -> None:
+        """Close the socket; it may be closed already."""
+        self.socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+    def _packet(self, content: memoryview) -> Packet:
+        if len(content) > self._most_packet_bytes:
+            raise WireError(f"{len(content)} bytes, more than {self._most_packet_bytes}")
+        return _packets.decode(content)
+
+    def _encrypt(self, keys: ReceiverKeys) -> None:
+        self._authenticator = ThreadAuthenticator(self._context)
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, _KeyCheck(keys.senders.public))
+        self._authenticator.start()
+        self.socket.set(zmq.CURVE_SERVER, 1)
+        self.socket.set(zmq.CURVE_SECRETKEY, keys.own.secret)
+        self.socket.set(zmq.ZAP_DOMAIN, _ZAP_DOMAIN.encode())
+
+    def _frames(self) -> tuple[memoryview, list[memoryview], str]:
+        """Return the first frame of a message, and the others, or a text if they are too large.
+
+        ZMQ's own limit counts each frame alone. Frames beyond the limit are freed as they are read."""
+        first = self.socket.recv(_NOW, copy=False)  # parts of a message arrive together
+        more, count, size = first.more, 0, 0
+        frames: list[memoryview] = []
+        while more:
+            frame = self.socket.recv(_NOW, copy=False)
+            count, size, more = count + 1, size + len(frame), frame.more
+            if count <= self._most_frames and size <= self._most_bytes:
+                frames.append(frame.buffer)
+            else:
+                frames.clear()
+        if count <= self._most_frames and size <= self._most_bytes:
+            return first.buffer, frames, ""
+        return first.buffer, [], f"{count} frames of {size} bytes, more than {self._most_frames} or {self._most_bytes}"
+
+    def _send(self, route: bytes, frames: Sequence[Frame]) -> bool:
+        try:
+            self.socket.send_multipart([route, *frames], _NOW)
+        except zmq.Again:  # the sender does not read
+            return True
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+
+class ClientSocket:
+    """A connection to one server socket, used on one event loop."""
+
+    def __init__(self, address: str, credential: Credential) -> None:
+        self.socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.set(zmq.SNDHWM, 0)  # the session's owner limits the messages under way
+        self.socket.set(zmq.RCVHWM, 0)
+        self.socket.set(zmq.LINGER, LINGER_MS)
+        self.socket.set(zmq.ROUTING_ID, f"{credential.text} {uuid.uuid4().hex[:8]}".encode())
+        _keep_alive(self.socket)
+        if urlsplit(address).scheme == CURVE:
+            key = credential.sender_key.encode()
+            self.socket.set(zmq.CURVE_SERVERKEY, credential.receiver_key.encode())
+            self.socket.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(key))
+            self.socket.set(zmq.CURVE_SECRETKEY, key)
+        with suppress(OSError):  # ZMQ resolves the address again itself
+            self.socket.set(zmq.IPV6, ":" in address_of(host_of(address)))
+        self.socket.connect(urlsplit(address)._replace(scheme="tcp").geturl())
+        self._address = address
+        self._refused = Seldom(log)
+        self._readable = Readable(self.socket)
+
+    async def arrived(self) -> None:
+        """Wait until packets may have arrived."""
+        await self._readable.wait()
+
+    def packets(self) -> Iterator[Packet]:
+        """Yield the packets that have arrived. Raises `PeerLost` if the server rejects this process."""
+        while True:
+            try:
+                content = self.socket.recv(_NOW)
+            except zmq.Again:
+                return
+            try:
+                reply = _replies.decode(content)
+            except UNDECODABLE as error:
+                log.error("a packet from %s cannot be decoded: %s", self._address, error)
+                continue
+            if isinstance(reply, Rejection):
+                raise PeerLost(reply.reason)
+            yield reply
+
+    def send(self, packet: Packet, frames: Sequence[Frame] = ()) -> None:
+        """Send a packet, and the frames that follow it."""
+        if self.socket.closed:
+            return
+        parts = [_encoder.encode(packet), *frames]
+        try:
+            for part in parts[:-1]:
+                self.socket.send(part, _NOW_MORE, copy=len(part) < COPIED_BELOW)
+            self.socket.send(parts[-1], _NOW, copy=len(parts[-1]) < COPIED_BELOW)
+        except zmq.Again:  # ZMQ has given the connection up
+            self._refused.warning(
+                "%s refuses encrypted connections of this process: look at the log there", self._address
+            )
+        self._readable.look_again()
+
+    def close(self) -> None:
+        """Close the connection; remaining messages are sent for `LINGER_MS`."""
+        if not self.socket.closed:
+            self._readable.close()
+            self.socket.close()
+
+
+class Readable:
+    """An event on the running loop: messages may have arrived at a socket.
+
+    ZMQ reports only changes, and a call that sends may consume the report: call `look_again` after sending."""
+
+    def __init__(self, socket: zmq.Socket[Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._descriptor = socket.fileno()
+        self._event = asyncio.Event()
+        self._event.set()
+        self._loop.add_reader(self._descriptor, self._event.set)
+
+    async def wait(self) -> None:
+        """Wait until messages may have arrived since the last call."""
+        await self._event.wait()
+        self._event.clear()
+
+    def look_again(self) -> None:
+        """Note that messages may have arrived."""
+        self._event.set()
+
+    def close(self) -> None:
+        """Stop watching the socket."""
+        self._loop.remove_reader(self._descriptor)
+
+
+def _bind(endpoint: zmq.Socket[Any], host: str, port: int) -> int:
+    """Listen at `port` of `host`; return the port. A name is resolved by `address_of`, as by the processes that connect
+    to it."""
+    try:
+        address = host if ":" in host else address_of(host)
+    except OSError as error:
+        raise ConfigError(f"{host} stands for no address ({error.strerror}): give the address itself") from error
+    endpoint.set(zmq.IPV6, ":" in address)
+    endpoint.bind(url_of(address, port, scheme="tcp"))
+    bound = urlsplit(endpoint.get_string(zmq.LAST_ENDPOINT).rstrip("\0")).port
+    assert bound is not None
+    return bound
+
+
+def _keep_alive(endpoint: zmq.Socket[Any]) -> None:
+    """Have `endpoint` notice within about a minute when the other machine disappears without closing."""
+    endpoint.set(zmq.TCP_KEEPALIVE, 1)
+    endpoint.set(zmq.TCP_KEEPALIVE_IDLE, 30)
+    endpoint.set(zmq.TCP_KEEPALIVE_INTVL, 10)
+    endpoint.set(zmq.TCP_KEEPALIVE_CNT, 3)

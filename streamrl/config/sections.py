@@ -586,7 +586,7 @@ class MetricsConfig(Section, frozen=True):
     rollouts_per_step: NonNegative = 4
     """Groups of each training step that are kept in `rollouts/` with every token, for inspection (docs/rollouts.md)."""
     rollouts_mb: PositiveFloat = 512.0
-    """Disk space for them, in MiB (2^20 bytes); when it is used up, the oldest are thinned out."""
+    """Disk space for them, in MiB (2^20 bytes); when it is used up, the oldest files are removed."""
 
 
 class Config(Section, frozen=True):

@@ -14,7 +14,7 @@ import time
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -28,7 +28,6 @@ from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import Lines
 from streamrl.records.health import ENOUGH, WINDOW, RunFigures
 from streamrl.records.metrics import FINAL_FILE, METRICS_FILE, Final, StepFigures
-from streamrl.records.rollouts import Rollouts
 from streamrl.records.table import Column, Table, growth
 from streamrl.records.timeline import (
     PROCESSOR_SECONDS,
@@ -38,6 +37,9 @@ from streamrl.records.timeline import (
     PublicationEntry,
     TimelineEntry,
 )
+
+if TYPE_CHECKING:
+    from streamrl.records.rollouts import Rollouts
 
 log = logging.getLogger(__name__)
 
@@ -277,6 +279,8 @@ class RunView:
         """The kept responses. They are read at the first access, and followed from then on. Raises `DataError` for
         rollouts of an earlier version."""
         if self._rollouts is None:
+            from streamrl.records.rollouts import Rollouts  # pyarrow, which most viewers do not need
+
             self._rollouts = Rollouts(self.folder)
         return self._rollouts
 

@@ -106,7 +106,7 @@ export function mount(root) {
     if (!rows.length) {
       fill(body, state.get("filter")
         ? empty("Nothing lets through", "No response that is kept passes the filter.")
-        : empty("No rollouts are kept", "A run keeps some groups of each step when metrics.rollouts_per_step is above 0; they are here seconds after their step."));
+        : empty("No rollouts are kept", "A run keeps some groups of each step when metrics.rollouts_per_step is above 0; they are here a few seconds after their step, in a long run up to a minute."));
       return;
     }
     const focused = body.contains(document.activeElement) ? document.activeElement.dataset.row : null;

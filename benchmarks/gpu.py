@@ -429,7 +429,7 @@ def measure_steps(place: Place, shape: Shape, policy: Any, items: Sequence[Any],
 
     steps = steps_per_second(place, step)
     trainer = TrainerConfig(max_tokens_per_microbatch=256 if place.tiny else ROW_TOKENS * ROWS)
-    micros = pack_for([item.group for item in items], trainer)
+    micros = pack_for(policy.model, [item.group for item in items], trainer)
     computed = sum(micro.tokens for micro in micros)
     predicted = sum(int(item.trainable.sum()) for item in items)
     attended = sum(int(micro.position_ids.sum()) + micro.tokens for micro in micros)

@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 
 from streamrl.errors import ModelError
-from streamrl.models import MODEL_TYPES, expert_count
+from streamrl.models import expert_count
 
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Types whose architecture this module reads: those of the fast embedded engine, of Megatron and of the planner."""
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -68,6 +70,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool
     moe: MixtureOfExperts | None = None
     """None: no layer has experts."""
+    exact: bool = True
+    """Whether the other fields describe the whole model; otherwise its type is not in `MODEL_TYPES`."""
 
     def __str__(self) -> str:
         """Return a description such as `30 layers of width 576, 9 heads (3 for keys and values), vocabulary 49152`."""
@@ -78,8 +82,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         return text if self.moe is None else f"{text}, {self.moe.experts} experts ({self.moe.top_k} for each token)"
 
 
-def read_architecture(folder: Path) -> Architecture:
-    """Read `folder/config.json`; raises `ModelError` that names a missing or unsupported setting."""
+def read_architecture(folder: Path, *, any_type: bool = False) -> Architecture:
+    """Read `folder/config.json`; raises `ModelError` that names a missing or unsupported setting.
+
+    `any_type`: also return an approximate description of a model whose type is not in `MODEL_TYPES`.
+    """
     file = folder / "config.json"
     try:
         settings = json.loads(file.read_bytes())
@@ -88,6 +95,8 @@ def read_architecture(folder: Path) -> Architecture:
     except ValueError as error:
         raise ModelError(f"{file} is not valid JSON: {error}") from error
     try:
+        if any_type and settings.get("model_type") not in MODEL_TYPES:
+            return _approximate(settings.get("text_config", settings))
         return architecture_of(settings)
     except KeyError as error:
         raise ModelError(f"{file} lacks {error}") from error
@@ -99,7 +108,7 @@ def architecture_of(settings: Mapping[str, Any]) -> Architecture:
     """Return the architecture for `settings`, the content of a `config.json`; raises `KeyError` for a missing one."""
     kind = settings["model_type"]
     if kind not in MODEL_TYPES:
-        raise ModelError(f"a model of type {kind!r} is not known; supported: {', '.join(MODEL_TYPES)}")
+        raise ModelError(f"the shape of a model of type {kind!r} is not known here; known: {', '.join(MODEL_TYPES)}")
     heads = settings["num_attention_heads"]
     bias = kind == "qwen2" or bool(settings.get("attention_bias"))
     return Architecture(
@@ -118,6 +127,32 @@ def architecture_of(settings: Mapping[str, Any]) -> Architecture:
         o_bias=bias and kind != "qwen2",
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         moe=_experts_of(settings) if kind == "qwen3_moe" else None,
+    )
+
+
+def _approximate(settings: Mapping[str, Any]) -> Architecture:
+    """Return a description from the most common settings of language models; 0 for a missing number."""
+
+    def first(*keys: str) -> int:
+        return next((settings[key] for key in keys if isinstance(settings.get(key), int)), 0)
+
+    heads, hidden = first("num_attention_heads", "n_head"), first("hidden_size", "n_embd", "d_model")
+    return Architecture(
+        vocab_size=first("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=first("intermediate_size", "n_inner", "ffn_dim"),
+        layers=first("num_hidden_layers", "n_layer"),
+        heads=heads,
+        kv_heads=first("num_key_value_heads") or heads,
+        head_dim=first("head_dim") or hidden // max(1, heads),
+        rms_norm_eps=0.0,
+        rope=Rope(theta=0.0),
+        max_position=first("max_position_embeddings", "n_positions"),
+        tied=bool(settings.get("tie_word_embeddings", False)),
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        exact=False,
     )
 
 

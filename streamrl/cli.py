@@ -354,13 +354,25 @@ def checkpoint(
 
 @app.command(rich_help_panel=LOOK)
 def check(
-    config: ConfigFile,
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Configuration of the run.")] = None,
     overrides: Overrides = None,
     everything: Annotated[
         bool, typer.Option("--all", help="Show all settings, also those that are as they are by default.")
     ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", metavar="PATH", help="Compare trainer and engine with transformers on this model."),
+    ] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="With --model: use its weights, and not a small copy with random ones.")
+    ] = False,
 ) -> None:
     """Try what a run would need: data, model, reward function, ports, folders; show what it would start."""
+    if (config is None) == (model is None):
+        raise typer.BadParameter("give either a CONFIG or --model PATH")
+    if config is None:
+        _check_model(model or Path(), full=full)
+        return
     from rich.syntax import Syntax
     from rich.text import Text
 
@@ -395,6 +407,23 @@ def check(
         raise typer.Exit(1)
     told = f"{config} is valid; its run folder is {resolved.run_dir}, its fingerprint {resolved.digest()}"
     console.print(Text(told, style="green"), soft_wrap=True)
+
+
+def _check_model(folder: Path, *, full: bool) -> None:
+    """Print how trainer and embedded engine compute the model in `folder`; exit with 1 if a part fails."""
+    from rich.table import Table
+
+    from streamrl.launch.model_check import check_model
+    from streamrl.launch.process import set_up_logging
+
+    set_up_logging("check")
+    table = Table("part", "result", "why")
+    results = check_model(folder.expanduser(), full=full)
+    for result in results:
+        table.add_row(*result)
+    _console().print(table)
+    if any(result.verdict == "fails" for result in results):
+        raise typer.Exit(1)
 
 
 SIZE = "With --model-shape"

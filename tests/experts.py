@@ -14,7 +14,7 @@ def as_in_files(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     fused: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, last = name.rpartition(".")
-        if not prefix.endswith(".experts"):
+        if not prefix.endswith(".experts") or f"{prefix}.gate_up_proj_bias" in tensors:  # gpt_oss: fused in files, too
             found[name] = tensor
         elif last == "gate_up_proj":
             fused[prefix] = tensor

@@ -21,6 +21,7 @@ PACKAGE = ROOT / "streamrl"
 GROUND = {
     "",
     "architecture",
+    "causal_models",
     "checksum",
     "children",
     "config",

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from streamrl.causal_models import weight_views
 from streamrl.config import Config
 from streamrl.config.sections import as_evaluated
 from streamrl.config.trainer import RoleName, role_config
@@ -39,6 +40,7 @@ from streamrl.rollout.process import load_data
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import load_workflow
+from streamrl.safetensors_files import MODEL, TensorFiles
 from streamrl.trainer.backends.base import Head, checked
 from streamrl.trainer.backends.optimizer import checked_state
 from streamrl.trainer.backends.torch import on_meta
@@ -167,7 +169,9 @@ def _head(role: RoleName) -> Head:
 def _weights_of(config: Config, role: RoleName, folder: Path) -> list[tuple[str, tuple[int, ...]]]:
     """Return the names and shapes of the weights that the backend of `role` expects for the model in `folder`."""
     if role_config(config.trainer, role).backend == "torch":
-        return [(name, tuple(weight.shape)) for name, weight in on_meta(folder, head=_head(role)).named_parameters()]
+        model = on_meta(folder, head=_head(role))
+        views = weight_views(model, names=set(TensorFiles(folder, MODEL).names()))
+        return [(name, view.shape) for name, view in views.items()]
     with megatron_needed():
         from streamrl.trainer.backends.megatron.shape import read_shape
         from streamrl.trainer.backends.megatron.weights import stage_weights, whole_shapes

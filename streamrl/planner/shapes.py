@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from streamrl.architecture import Architecture, architecture_of, read_architecture
+from streamrl.architecture import MODEL_TYPES, Architecture, architecture_of, read_architecture
 from streamrl.errors import ModelError
 from streamrl.records.metrics import FINAL_FILE, Final
 
@@ -199,8 +199,13 @@ def _reported(run_dir: Path) -> Architecture:
     """Return the configuration of the transformer that the run in `run_dir` trained."""
     try:
         final = msgspec.json.decode((run_dir / FINAL_FILE).read_bytes(), type=Final)
-        return msgspec.convert((final.status or {})["model"], Architecture)
+        found = msgspec.convert((final.status or {})["model"], Architecture)
     except (KeyError, msgspec.ValidationError) as error:
         raise ModelError(
             f"{run_dir / FINAL_FILE} has no configuration of the model; give the model's folder instead"
         ) from error
+    if not found.exact:
+        raise ModelError(
+            f"the planner counts models of the types {', '.join(MODEL_TYPES)} only, unlike that of {run_dir}"
+        )
+    return found

@@ -112,6 +112,41 @@ def pack(
     return [_micro_batch(groups, together, positions) for together in _fitting(paths, max_tokens)]
 
 
+def pack_apart(
+    groups: Sequence[TrajectoryGroup], *, max_tokens: int, positions: Positions = "sampled"
+) -> list[MicroBatch]:
+    """Lay out all `groups` with one trajectory per row, for models whose layers would mix packed ones.
+
+    Rows of similar length form a micro-batch of at most `max_tokens` tokens, padding at the end included.
+    """
+    paths = [path for index, group in enumerate(groups) for path in _paths(index, group)]
+    micros: list[list[MicroBatch]] = []
+    for path in sorted(paths, key=lambda path: -len(path.ids)):
+        if not micros or (len(micros[-1]) + 1) * micros[-1][0].tokens > max_tokens:
+            micros.append([])
+        micros[-1].append(_micro_batch(groups, [path], positions))
+    return [_below_one_another(rows) for rows in micros]
+
+
+def _below_one_another(rows: Sequence[MicroBatch]) -> MicroBatch:
+    """Return `rows`, of one row each and the longest first, as one micro-batch."""
+    length = rows[0].tokens
+
+    def joined(name: str) -> NDArray[np.int64]:
+        return np.concatenate([getattr(row, name) for row in rows])
+
+    return MicroBatch(
+        input_ids=np.concatenate([np.pad(row.input_ids, ((0, 0), (0, length - row.tokens))) for row in rows]),
+        position_ids=np.tile(np.arange(length), (len(rows), 1)),
+        visible_until=np.full((len(rows), length), length),
+        row_index=np.repeat(np.arange(len(rows)), [len(row.target_ids) for row in rows]),
+        column_index=joined("column_index"),
+        group_index=joined("group_index"),
+        target_index=joined("target_index"),
+        target_ids=joined("target_ids"),
+    )
+
+
 def attention_mask(visible_until: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return `[rows, 1, length, length]`: True where a query (third axis) sees a key (fourth).
 

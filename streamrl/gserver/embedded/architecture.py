@@ -13,14 +13,23 @@ import torch
 from torch import Tensor
 
 from streamrl import architecture
-from streamrl.architecture import ROPE_TYPES, Architecture, Rope
+from streamrl.architecture import MODEL_TYPES, ROPE_TYPES, Architecture, Rope
 from streamrl.errors import ModelError
 from streamrl.models import check_checkpoint
 
 
+class Unsupported(ModelError):
+    """The fast engine does not compute this model."""
+
+
 def read_architecture(folder: Path) -> Architecture:
-    """Read `folder/config.json`; raises `ModelError`, which names the unsupported settings."""
+    """Read `folder/config.json`; raises `Unsupported`, which names the unsupported settings, or `ModelError`."""
     settings = check_checkpoint(folder)
+    if settings["model_type"] not in MODEL_TYPES:
+        raise Unsupported(
+            f"the fast embedded engine computes no models of type {settings['model_type']!r}, only "
+            f"{', '.join(MODEL_TYPES)}"
+        )
     found = architecture.read_architecture(folder)
     problems = []
     if settings.get("hidden_act", "silu") != "silu":
@@ -34,7 +43,7 @@ def read_architecture(folder: Path) -> Architecture:
     if found.rope.kind not in ROPE_TYPES:
         problems.append(f"rope {_rope_settings(settings)} (supported rope types: {', '.join(ROPE_TYPES)})")
     if problems:
-        raise ModelError(f"the embedded gserver cannot serve {folder}: {', '.join(problems)} is not supported")
+        raise Unsupported(f"the fast embedded engine cannot compute {folder}: {', '.join(problems)} is not supported")
     return found
 
 

@@ -24,13 +24,15 @@ from typing import Any, TypeVar
 import torch
 
 from streamrl import essential
+from streamrl.architecture import Architecture
 from streamrl.checksum import WeightsChecksum
 from streamrl.config import LoraConfig
 from streamrl.device import compute_with, inference_dtype
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.adapters import Adapters
-from streamrl.gserver.embedded.architecture import read_architecture
-from streamrl.gserver.embedded.model import KVCache, Model
+from streamrl.gserver.embedded.architecture import Unsupported, read_architecture
+from streamrl.gserver.embedded.general import GeneralModel, GeneralScheduler, GeneralWeights, SlotCaches, refuse
+from streamrl.gserver.embedded.model import KVCache, Model, SlotCache, StepModel
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import PREFILL_TOKENS, DeterministicScheduler, Event, Scheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
@@ -56,6 +58,49 @@ LOOKS = 4
 """Number of times that a thread has to be found in the same step before it counts as stuck."""
 BURST_GAP = 0.1
 """Requests that reach an idle engine within this share of a decode step of each other are computed together."""
+
+
+def _fast_architecture(folder: Path) -> Architecture | None:
+    """Return the architecture of the model in `folder` if the fast engine computes it."""
+    try:
+        return read_architecture(folder)
+    except Unsupported as error:
+        log.info("%s; transformers computes it, more slowly", error)
+        return None
+
+
+def _weights_of(
+    folder: Path,
+    architecture: Architecture | None,
+    *,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    threads: int,
+    deterministic: bool,
+    rounds: bool,
+) -> DoubleBufferedWeights:
+    if architecture is None:
+        if rounds:
+            raise refuse("gserver.simulated_int8", folder)
+        return GeneralWeights(folder, dtype=dtype, compute_dtype=compute_dtype, device=device)
+    return DoubleBufferedWeights(
+        architecture,
+        dtype=dtype,
+        compute_dtype=compute_dtype,
+        device=device,
+        threads=threads,
+        deterministic=deterministic,
+        rounds=rounds,
+    )
+
+
+def _sizes_of(weights: DoubleBufferedWeights, architecture: Architecture | None) -> tuple[int, int]:
+    """Return the number of tokens in the vocabulary, and of positions."""
+    if isinstance(weights, GeneralWeights):
+        return weights.vocab_size, weights.max_position
+    assert architecture is not None
+    return architecture.vocab_size, architecture.max_position
 
 
 class EmbeddedEngine:
@@ -88,14 +133,8 @@ class EmbeddedEngine:
         """`rounds`: whether the model's weights are rounded as int8 would. `lora`: updates bring adapters of the model
         in `folder`; the first adapter is the one in `adapter`, or one that changes nothing if `adapter` is None."""
         compute_with(1)  # the engine computes in a separate thread
-        architecture = read_architecture(folder)
-        if max_context > architecture.max_position:
-            log.info("contexts end at %d tokens, for which the model was made", architecture.max_position)
         self.model_path = str(folder)
-        self.vocab_size = architecture.vocab_size
-        self.max_context = min(max_context, architecture.max_position)
         self._folder = folder
-        self._architecture = architecture
         self._eos_token_ids = eos_token_ids(folder)
         self._text = text
         self._device = device
@@ -108,8 +147,11 @@ class EmbeddedEngine:
             log.info(
                 "this processor only emulates %s: weights of it are kept and computed with in %s", dtype, compute_dtype
             )
-        self._weights = DoubleBufferedWeights(
-            architecture,
+        self._architecture = _fast_architecture(folder)
+        """None: transformers computes the model."""
+        self._weights = _weights_of(
+            folder,
+            self._architecture,
             dtype=dtype,
             compute_dtype=compute_dtype,
             device=device,
@@ -117,14 +159,20 @@ class EmbeddedEngine:
             deterministic=deterministic,
             rounds=rounds,
         )
+        self.vocab_size, longest = _sizes_of(self._weights, self._architecture)
+        if max_context > longest:
+            log.info("contexts end at %d tokens, for which the model was made", longest)
+        self.max_context = min(max_context, longest)
+        if lora is not None and self._architecture is None:
+            raise ModelError(
+                f"the embedded engine has no adapters of models that transformers computes, such as {folder}; "
+                'set weights.lora = "merged"'
+            )
         self._adapters = Adapters(self._weights.served, lora) if lora is not None else None
         self._first_adapter = adapter
-        cache = KVCache(
-            architecture, max_slots=max_running, max_length=self.max_context, dtype=compute_dtype, device=device
-        )
-        scheduler = DeterministicScheduler if deterministic else Scheduler
-        self._scheduler: Scheduler = scheduler(
-            model=Model(self._weights.served, cache, max_length=self.max_context, copies_cache=deterministic),
+        model, cache, scheduler = self._computation(copies_cache=deterministic, compute_dtype=compute_dtype)
+        self._scheduler = scheduler(
+            model=model,
             cache=cache,
             max_running=max_running,
             version=version,
@@ -158,6 +206,24 @@ class EmbeddedEngine:
         self._pause_mode: PauseMode = "in_place"
         """Mode of the latest pause."""
         self._paused_at: float | None = None
+
+    def _computation(
+        self, *, copies_cache: bool, compute_dtype: torch.dtype
+    ) -> tuple[StepModel, SlotCache, type[Scheduler]]:
+        """Return the forward pass, its cache, and the kind of the scheduler."""
+        if isinstance(self._weights, GeneralWeights):
+            slots = SlotCaches(self._weights.config)
+            return GeneralModel(self._weights.served, slots), slots, GeneralScheduler
+        assert self._architecture is not None
+        cache = KVCache(
+            self._architecture,
+            max_slots=self.max_running,
+            max_length=self.max_context,
+            dtype=compute_dtype,
+            device=self._device,
+        )
+        model = Model(self._weights.served, cache, max_length=self.max_context, copies_cache=copies_cache)
+        return model, cache, DeterministicScheduler if copies_cache else Scheduler
 
     @property
     def weight_version(self) -> str:
@@ -230,7 +296,7 @@ class EmbeddedEngine:
         if self.receiver.begun:
             await self.receiver.load(folder, version)
             return f"the weights in {folder} wait for /end_weight_update"
-        if self._adapters is None and read_architecture(folder) != self._architecture:
+        if self._adapters is None and self._architecture != _fast_architecture(folder):
             raise ModelError(f"the model in {folder} has another architecture than the one served, {self._folder}")
 
         async def replace() -> str:

@@ -8,7 +8,7 @@ contiguous. Slots in use are always the first ones, so that a decode step reads 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -40,6 +40,20 @@ class Extension(msgspec.Struct, frozen=True):
     def wanted(self) -> int:
         """Number of its tokens whose hidden states are returned."""
         return len(self.tokens) if self.last is None else min(self.last, len(self.tokens))
+
+
+class StepModel(Protocol):
+    """A model as the scheduler uses it; `Model` documents the methods."""
+
+    parameters: Parameters
+
+    def extend(self, extensions: Sequence[Extension]) -> tuple[Tensor, list[int]]: ...
+
+    def decode(
+        self, tokens: Sequence[int], positions: Sequence[int], *, adapters: Sequence[Adapter | None] = ()
+    ) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Model:
@@ -206,6 +220,28 @@ class Routes(NamedTuple):
         """Record `experts`, `[tokens, top_k]`."""
         if self.kept is not None:
             self.kept[self.rows, layer] = experts.to(torch.uint8)
+
+
+class SlotCache(Protocol):
+    """The cache of all slots as the scheduler uses it; `KVCache` documents the methods."""
+
+    routes: Tensor | None
+
+    @property
+    def bytes(self) -> int: ...
+
+    @property
+    def token_bytes(self) -> int: ...
+
+    def reserve(self, *, slots: int, length: int) -> None: ...
+
+    def copy(self, source: int, targets: Sequence[int], length: int) -> None: ...
+
+    def clear(self, slot: int) -> None: ...
+
+    def take(self, slot: int, length: int) -> list[Tensor]: ...
+
+    def put(self, slot: int, taken: Sequence[Tensor], length: int) -> None: ...
 
 
 class KVCache:

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from streamrl.gserver.embedded.model import KVCache
+from streamrl.gserver.embedded.model import SlotCache
 from streamrl.transport.seldom import Seldom
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class CachedTokens:
 class PrefixCache:
     """All keys and values that can be shared; the slots of `KVCache` are filled from them."""
 
-    def __init__(self, cache: KVCache, *, capacity: int) -> None:
+    def __init__(self, cache: SlotCache, *, capacity: int) -> None:
         """`capacity`: bytes kept of finished requests; 0 keeps nothing."""
         self.kept_bytes = 0
         self._cache = cache

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from streamrl.errors import Refused
 from streamrl.gserver.embedded.adapters import Adapter
-from streamrl.gserver.embedded.model import Extension, KVCache, Model
+from streamrl.gserver.embedded.model import Extension, SlotCache, StepModel
 from streamrl.gserver.embedded.prefix_cache import PrefixCache
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.sampler import sample, scaled_logprobs
@@ -61,8 +61,8 @@ class Scheduler:
     def __init__(
         self,
         *,
-        model: Model,
-        cache: KVCache,
+        model: StepModel,
+        cache: SlotCache,
         max_running: int,
         version: str,
         prefill_tokens: int = PREFILL_TOKENS,
@@ -476,13 +476,16 @@ class DeterministicScheduler(Scheduler):
     """Admits and reports like `Scheduler`, but keeps and cuts no prompts. Its model must have `copies_cache`."""
 
     cuts_prompts = False
+    repeats_single_steps = True
+    """Whether a retracted response is computed again token by token, as it was the first time."""
 
     def _prefill(self, batch: Sequence[Request]) -> None:
         slots = self._take_slots(batch)
         self._cache.reserve(slots=len(self.running), length=max(len(request.tokens) for request in batch))
         computed: dict[tuple[int, ...], tuple[int, Tensor]] = {}  # prompt → its slot, and its last hidden state
         for request, slot in zip(batch, slots, strict=True):
-            prompt = request.tokens[: request.prompt_length]
+            end = request.prompt_length if self.repeats_single_steps else len(request.tokens)
+            prompt = request.tokens[:end]
             found = computed.get(tuple(prompt))
             if found is None or request.wants_input_logprobs:
                 hidden = self._extend(request, slot, 0, prompt)
@@ -495,7 +498,7 @@ class DeterministicScheduler(Scheduler):
                 source, hidden = found
                 self._cache.copy(source, [slot], len(prompt))
                 request.cached_tokens = len(prompt) - 1
-            for position in range(request.prompt_length, len(request.tokens)):  # response tokens before a retraction
+            for position in range(end, len(request.tokens)):  # response tokens before a retraction
                 hidden = self._extend(request, slot, position, request.tokens[position : position + 1])
             self._sample_for([slot], self._model.logits(hidden))
 

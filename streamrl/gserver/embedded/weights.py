@@ -38,7 +38,7 @@ class DoubleBufferedWeights:
 
     def __init__(
         self,
-        architecture: Architecture,
+        architecture: Architecture | None,
         *,
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
@@ -47,7 +47,7 @@ class DoubleBufferedWeights:
         deterministic: bool = False,
         rounds: bool = False,
     ) -> None:
-        """Arguments as in `Parameters`.
+        """Arguments as in `Parameters`; a subclass that makes other sets passes no `architecture`.
 
         `deterministic`: a set is served once all its matrices are packed, so that equal requests get equal results to
         the last bit; otherwise it is served at once, and packed during service. `rounds`: each set is rounded
@@ -124,7 +124,7 @@ class DoubleBufferedWeights:
     @property
     def ignored(self) -> frozenset[str]:
         """Names that may come with an update and are dropped."""
-        return frozenset((TIED_HEAD,)) if self._architecture.tied else frozenset()
+        return frozenset((TIED_HEAD,)) if self._architecture is not None and self._architecture.tied else frozenset()
 
     def checksum(self) -> WeightsChecksum:
         """Return the checksum of the weights as served."""
@@ -149,6 +149,7 @@ class DoubleBufferedWeights:
             return self._staged
 
     def _new(self, adopted: Mapping[str, Tensor] | None = None) -> Parameters:
+        assert self._architecture is not None, "a subclass makes the sets"
         return Parameters(
             self._architecture,
             dtype=self.dtype,
@@ -382,7 +383,7 @@ class Parameters:
 def store_rounded(place: Tensor, tensor: Tensor, *, dtype: torch.dtype) -> str:
     """Copy `tensor`, rounded to `dtype`, to `place`, which may be wider; return `tensor_sums` of the rounded tensor."""
     rounded = tensor.to(dtype)
-    if place.dtype == dtype:
+    if place.dtype == dtype and place.is_contiguous():
         return copy_and_sum(place, rounded)
     place.copy_(rounded)
     return tensor_sums(place.to(dtype))

@@ -88,6 +88,11 @@ class TemplateRenderer:
         """The cases in which the template renders earlier turns differently."""
 
     @property
+    def stable(self) -> bool:
+        """Whether the template leaves earlier turns as they were in all tested cases."""
+        return not self._anew
+
+    @property
     def stability(self) -> str:
         """Result of the template's tests, for the log."""
         if not self._anew:

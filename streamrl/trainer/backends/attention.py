@@ -18,11 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
+from transformers import AttentionInterface
 
 from streamrl.device import attend_without_plans, to_device
+from streamrl.errors import TrainingError
 from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
 
@@ -104,9 +106,16 @@ def _dense(visible_until: NDArray[np.int64]) -> Tensor | None:
     return torch.zeros(sees.shape).masked_fill_(~sees, UNSEEN)
 
 
-def tree_tiles(visible_until: Tensor, *, tile: int = TILE, behind: int = 0) -> BlockMask:
+def tree_tiles(
+    visible_until: Tensor,
+    *,
+    tile: int = TILE,
+    behind: int = 0,
+    positions: Tensor | None = None,
+    window: int | None = None,
+) -> BlockMask:
     """Return the tree mask of a row for `flex_attention`, from its `visible_until` `[length]`; `behind` as in
-    `TreeBlocks`.
+    `TreeBlocks`. With `window`, a token sees only keys less than that many `positions` (`[length]`) before it.
 
     The visible tiles follow from the smallest and the largest value in each tile of keys, so no tensor of the size
     length × length is made.
@@ -121,6 +130,12 @@ def tree_tiles(visible_until: Tensor, *, tile: int = TILE, behind: int = 0) -> B
 
     def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key + behind <= query) & (query < visible_until[key])
+
+    if positions is not None and window is not None:
+        some, every, in_tree = some | every, torch.zeros_like(every), sees
+
+        def sees(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return in_tree(_batch, _head, query, key) & (positions[query] - positions[key] < window)
 
     return BlockMask.from_kv_blocks(
         *_tile_lists(some & ~every),
@@ -236,12 +251,30 @@ class TreeStack(NamedTuple):
         return stacked.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None].transpose(1, 2)
 
 
+class ScoreRules(NamedTuple):
+    """Changes of the scores that some models make."""
+
+    window: int | None = None
+    """A token sees the keys less than this number of positions before it."""
+    softcap: float | None = None
+    """Scores become `softcap · tanh(score / softcap)`."""
+    sinks: Tensor | None = None
+    """`[heads]`: a further score of each query, for a key without a value."""
+
+    def within(self, longest: int) -> ScoreRules | None:
+        """Return the rules that matter for rows of up to `longest` positions; None if there are none."""
+        rules = self._replace(window=None) if self.window is not None and self.window >= longest else self
+        return None if all(rule is None for rule in rules) else rules
+
+
 class TreeMask:
     """The attention mask of a micro-batch, in the form for its device."""
 
     def __init__(self, micro: MicroBatch, device: torch.device, context: ContextGroup) -> None:
         attend_without_plans(device)
         self._context = context
+        self._micro = micro
+        self._device = device
         self._dense: Tensor | None = None
         self._stack: TreeStack | None = None
         self._parts: list[Part] = []
@@ -264,14 +297,36 @@ class TreeMask:
                 return
         self._parts = [_part(seen_until, behind, device) for seen_until, behind in context.seen(forest)]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
-        """Return the attention `[rows, heads, length, head_dim]`, from queries of that shape, and keys and values that
-        may have fewer heads.
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, rules: ScoreRules | None = None
+    ) -> Tensor:
+        """Return the attention `[rows, heads, length, value_dim]`, from queries `[rows, heads, length, head_dim]`, and
+        keys and values that may have fewer heads.
 
         `length`: number of this rank's columns. `scale`: factor of the scores; None for 1 / √head_dim. Collective over
         the context group.
         """
         query, key, value = _autocast(query, key, value)
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        width, most = value.shape[-1], max(value.shape[-1], key.shape[-1])
+        query, key, value = (pad(x, (0, most - x.shape[-1])) if x.shape[-1] < most else x for x in (query, key, value))
+        rules = rules and rules.within(self._longest)
+        if rules is None:
+            mixed = self._attend_plainly(query, key, value, scale=scale)
+        elif self._context.size > 1:
+            raise TrainingError(
+                "a model with sliding windows, capped scores or attention sinks cannot share its rows; set "
+                "trainer.context_parallel = 1"
+            )
+        else:
+            mixed = self._attend_by_rules(query, key, value, scale, rules)
+        return mixed[..., :width]
+
+    @property
+    def _longest(self) -> int:
+        return int(self._micro.position_ids.max()) + 1
+
+    def _attend_plainly(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         if self._context.ring:
             return self._attend(query, key, value, scale=scale)
         mixed = self._attend(*self._context.to_heads(query, key, value), scale=scale)
@@ -292,6 +347,25 @@ class TreeMask:
             mixed = _Blockwise.apply(query, key, value, self._parts, scale, self._context)  # type: ignore[no-untyped-call]
         return mixed.transpose(1, 2).reshape(rows, length, heads, head_dim).transpose(1, 2)
 
+    def _attend_by_rules(self, query: Tensor, key: Tensor, value: Tensor, scale: float, rules: ScoreRules) -> Tensor:
+        """Return the attention as `attend`: on CPUs tree by tree with dense scores, on CUDA with `flex_attention`."""
+        rows, heads, length, head_dim = query.shape
+        query, key, value = (_in_one_row(x) for x in (query, key, value))
+        micro = self._micro
+        forest = (micro.visible_until + length * np.arange(rows)[:, None]).reshape(-1)
+        positions = micro.position_ids.reshape(-1)
+        if query.device.type == "cpu":
+            parts = []
+            for tree in _trees(forest):
+                q, k, v = (x[:, :, tree] for x in (query, key, value))
+                until, own = forest[tree] - tree.start, positions[tree]
+                parts.append(_attend_by_rules_densely(q, k, v, until, own, scale=scale, rules=rules))
+            mixed = torch.cat(parts, 2)
+        else:
+            columns = to_device(forest, self._device), to_device(positions, self._device)
+            mixed = _flex_by_rules(query, key, value, *columns, scale=scale, rules=rules)
+        return mixed.transpose(1, 2).reshape(rows, length, heads, head_dim).transpose(1, 2)
+
     def _attend_densely(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         repeats = query.shape[1] // key.shape[1]
         if self._dense is not None and repeats > 1 and query.device.type != "cpu":
@@ -306,6 +380,67 @@ class TreeMask:
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
         )
+
+
+def _trees(forest: NDArray[np.int64]) -> list[slice]:
+    """Return the columns of each tree; `forest`: `visible_until` `[columns]`."""
+    found: list[slice] = []
+    start = 0
+    while start < len(forest):
+        found.append(slice(start, int(forest[start])))
+        start = found[-1].stop
+    return found
+
+
+def _attend_by_rules_densely(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible_until: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    *,
+    scale: float,
+    rules: ScoreRules,
+) -> Tensor:
+    """Return the attention `[1, heads, length, head_dim]` of one tree; `visible_until`, `positions`: `[length]`."""
+    sees = attention_mask(visible_until[None])[0, 0]
+    if rules.window is not None:
+        sees &= positions[:, None] - positions < rules.window
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scale
+    if rules.softcap is not None:
+        scores = rules.softcap * (scores / rules.softcap).tanh()
+    scores = scores.masked_fill(~torch.from_numpy(sees), -torch.inf)
+    if rules.sinks is not None:
+        sinks = rules.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(-1, -1, scores.shape[2], 1)
+        scores = torch.cat((scores, sinks), -1)
+    shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return shares[..., : key.shape[2]] @ value
+
+
+def _flex_by_rules(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible_until: Tensor,
+    positions: Tensor,
+    *,
+    scale: float,
+    rules: ScoreRules,
+) -> Tensor:
+    """Return the attention `[1, heads, length, head_dim]` of a forest; `visible_until`, `positions`: `[length]`."""
+    tiles = tree_tiles(visible_until, positions=positions, window=rules.window)
+    capped: Callable[..., Tensor] | None = None
+    if (cap := rules.softcap) is not None:
+
+        def capped(score: Tensor, *_: Tensor) -> Tensor:
+            return cap * (score / cap).tanh()
+
+    found, log_sum = _flex(query, key, value, tiles, scale, score_mod=capped)
+    if rules.sinks is not None:
+        found = found * (log_sum - rules.sinks.float().view(1, -1, 1)).sigmoid()[..., None].to(found.dtype)
+    return found
 
 
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
@@ -433,13 +568,21 @@ def _differentiated(
     yield slice(None), slice(None), shares
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, tiles: BlockMask, scale: float | None) -> tuple[Tensor, Tensor]:
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tiles: BlockMask,
+    scale: float | None,
+    *,
+    score_mod: Callable[..., Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of all columns, as `_flash`."""
     head_dim = query.shape[-1]
     if head_dim < LEAST_HEAD_DIM:  # padding with zeros changes no score
         scale = head_dim**-0.5 if scale is None else scale
         query, key, value = (pad(tensor, (0, LEAST_HEAD_DIM - head_dim)) for tensor in (query, key, value))
-    options: dict[str, Any] = {"block_mask": tiles, "scale": scale, "enable_gqa": True}
+    options: dict[str, Any] = {"block_mask": tiles, "scale": scale, "enable_gqa": True, "score_mod": score_mod}
     found, more = _compiled_flex_attention()(query, key, value, **options, return_aux=AuxRequest(lse=True))
     return found[..., :head_dim], more.lse
 
@@ -467,3 +610,34 @@ def _laid_out_as_projected(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an empty tensor of the shape of `like`, laid out in memory as `[1, length, heads, head_dim]` for the
     projections around the attention."""
     return torch.empty_like(like.transpose(1, 2), dtype=dtype, memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+# --- transformers' attention interface ---
+
+TREE_ATTENTION = "streamrl_tree"
+"""Name of the attention function in transformers, which then makes no mask of its own."""
+
+
+def _attend(
+    _layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _mask: Tensor | None,
+    *,
+    tree: TreeMask,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Return the attention of a layer, `[rows, length, heads, head_dim]`; called by transformers."""
+    if position_bias is not None:
+        raise NotImplementedError("attention with a position bias")
+    rules = ScoreRules(sliding_window, softcap, s_aux)
+    return tree.attend(query, key, value, scale=scaling, rules=rules).transpose(1, 2), None
+
+
+AttentionInterface.register(TREE_ATTENTION, _attend)

@@ -199,6 +199,11 @@ class ParallelModel(WholeWeights, Protocol):
     """A model over the ranks of one layout."""
 
     @property
+    def packs_rows(self) -> bool:
+        """Whether rows may hold several trajectories; otherwise each trajectory needs its own row."""
+        ...
+
+    @property
     def gives_output(self) -> bool:
         """Whether this rank gets outputs, as the ranks of the last pipeline stage do."""
         ...

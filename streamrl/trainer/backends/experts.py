@@ -122,18 +122,20 @@ def route(model: nn.Module, real: Tensor, experts: Tensor | None = None, *, bala
 
 
 def sparse_layers(model: nn.Module) -> dict[int, SparseMlp]:
-    """Return the layers of `model` that have experts, by their number."""
-    return {number: layer.mlp for number, layer in enumerate(_layers(model)) if isinstance(layer.mlp, SparseMlp)}
+    """Return the layers of `model` that have experts of this kind, by their number."""
+    return {
+        n: mlp for n, layer in enumerate(_layers(model)) if isinstance(mlp := getattr(layer, "mlp", None), SparseMlp)
+    }
 
 
 def separate_experts(model: nn.Module) -> None:
     """Replace the layers that mix experts by `SparseMlp`, in a transformers model that was made without memory."""
     for layer in _layers(model):
-        if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock):
+        if isinstance(getattr(layer, "mlp", None), Qwen3MoeSparseMoeBlock):
             dtype = layer.mlp.gate.weight.dtype
             with torch.device("meta"):
                 layer.mlp = SparseMlp(model.config).to(dtype)
 
 
 def _layers(model: Any) -> Any:
-    return model.base_model.layers
+    return getattr(model.base_model, "layers", ())

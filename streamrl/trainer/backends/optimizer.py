@@ -121,11 +121,11 @@ class AdamW:
     def step(self, gradients: dict[str, Tensor], *, scale: float, lr_scale: float = 1.0) -> float:
         """Update the weights by `gradients · scale`; return the learning rate, the schedule's times `lr_scale`.
 
-        Changes `gradients`.
+        Weights without a gradient stay as they are. Changes `gradients`.
         """
         lr = lr_scale * self._schedule.rate(self.updates)
         self.updates += 1
-        names = [name for name, weight in self._weights.items() if weight.numel()]
+        names = [name for name in gradients if self._weights[name].numel()]
         if scale != 1.0:
             torch._foreach_mul_([gradients[name] for name in names], scale)
         for name in names:

@@ -8,6 +8,7 @@ last ranks may have fewer, or none.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from streamrl import causal_models
+from streamrl.causal_models import View, allocate, body_of, load_config, token_logits, weight_views
 from streamrl.device import SideStream, to_device
 from streamrl.errors import ModelError, TrainingError
 from streamrl.lora import pair_of
-from streamrl.safetensors_files import Part
-from streamrl.trainer.backends.attention import TreeMask
+from streamrl.safetensors_files import MODEL, Part, TensorFiles
+from streamrl.trainer.backends.attention import TREE_ATTENTION, TreeMask
 from streamrl.trainer.backends.base import (
     Head,
     LossOf,
@@ -47,7 +50,10 @@ from streamrl.trainer.backends.distribution import Predictions, in_chunks, token
 from streamrl.trainer.backends.experts import route, separate_experts, sparse_layers
 from streamrl.trainer.backends.lora import adapt, first_adapter, peft_name, without_adapters
 from streamrl.trainer.backends.optimizer import AdamW
+from streamrl.trainer.backends.probe import packing_problem
 from streamrl.trainer.packing import IDLE, MicroBatch
+
+log = logging.getLogger(__name__)
 
 # --- shards ---
 
@@ -68,10 +74,19 @@ class Shard(msgspec.Struct):
 class Shards:
     """The weights of one model on this rank; gathers and loads tensors that are spread like them."""
 
-    def __init__(self, weights: dict[str, Shard], *, world: int, sharded: bool) -> None:
-        """Collective when `sharded`: the ranks form a separate group for gathering, so that it may run at the same time
-        as the computation."""
+    def __init__(
+        self, weights: dict[str, Shard], *, world: int, sharded: bool, views: Mapping[str, View] | None = None
+    ) -> None:
+        """`views`: the names that others use for the weights; without them, the names in `weights`.
+
+        Collective when `sharded`: the ranks form a separate group for gathering, so that it may run at the same time as
+        the computation."""
         self._weights = weights
+        self._views: dict[str, dict[str, View]] = {name: {} for name in weights}
+        """Parameter → name and view of each weight in it."""
+        for name, view in (views or _own_views(weights)).items():
+            if view.parameter in weights:
+                self._views[view.parameter][name] = view
         self._world = world
         self._rank = dist.get_rank() if world > 1 else 0
         # Over gloo from the host: with NCCL, all ranks would have to order these and the computation's collectives
@@ -80,7 +95,7 @@ class Shards:
         self._beside = SideStream(next(iter(weights.values())).local.device)
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        return [(name, shard.shape) for name, shard in self._weights.items()]
+        return [(name, view.shape) for views in self._views.values() for name, view in views.items()]
 
     def local(self) -> dict[str, Tensor]:
         """Return this rank's part of each weight."""
@@ -89,8 +104,14 @@ class Shards:
     def gather(self, parts: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors from `parts`, one after another, on rank 0; empty ones elsewhere. They travel as `dtype`.
         Collective when sharded."""
-        for name in self._weights:
-            yield name, self.whole(name, parts[name], dtype=dtype)
+        for parameter in self._weights:
+            yield from self.named(parameter, self.whole(parameter, parts[parameter], dtype=dtype))
+
+    def named(self, parameter: str, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in a parameter, contiguous; `whole`: the parameter, or an empty tensor, which is yielded
+        for each."""
+        for name, view in self._views[parameter].items():
+            yield name, view.of(whole).contiguous() if whole.numel() else whole
 
     def whole(self, name: str, part: Tensor, *, dtype: torch.dtype | None) -> Tensor:
         """Return the whole tensor from this rank's rows `part`, as `gather` yields it. Collective when sharded."""
@@ -109,28 +130,34 @@ class Shards:
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy this rank's part of each whole tensor; raises `ModelError` unless `tensors` are exactly the weights."""
         places = {part.name: part for part in self.parts(self.local())}
-        missing = set(self._weights)
+        shapes = dict(self.specs())
+        missing = set(shapes)
         for name, tensor in tensors:
-            shard = self._weights.get(name)
-            if shard is None:
+            if name not in shapes:
                 raise ModelError(f"the model has no weight {name}")
-            if tuple(tensor.shape) != shard.shape:
-                raise ModelError(f"{name} has the shape {tuple(tensor.shape)}, the model's is {shard.shape}")
+            if tuple(tensor.shape) != shapes[name]:
+                raise ModelError(f"{name} has the shape {tuple(tensor.shape)}, the model's is {shapes[name]}")
             missing.discard(name)
             if (part := places.get(name)) is not None:
+                box = tuple(slice(a, a + n) for a, n in zip(part.start, part.values.shape, strict=True))
                 with torch.no_grad():
-                    part.values.copy_(tensor[part.start[0] : part.start[0] + len(part.values)])
+                    part.values.copy_(tensor[box])
         if missing:
             raise ModelError(f"{len(missing)} weights are missing, for example {min(missing)}")
 
     def parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
         """Return `tensors`, shaped as this rank's part of each weight, as parts of whole tensors; without empty
         ones."""
-        return [
-            Part(name, shard.shape, (self._first_row(shard.shape[0]), *(0,) * (len(shard.shape) - 1)), tensors[name])
-            for name, shard in self._weights.items()
-            if tensors[name].numel()
-        ]
+        found = []
+        for parameter, views in self._views.items():
+            shape, local = self._weights[parameter].shape, tensors[parameter]
+            rows = len(local) if local.dim() else local.numel()
+            for name, view in views.items():
+                part = view.within(shape, self._first_row(shape[0] if shape else 1), rows)
+                if part is not None:
+                    start, own = part
+                    found.append(Part(name, view.shape, start, own.of(local)))
+        return found
 
     def own_parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
         """Return the parts that this rank saves: if all ranks have all tensors, each saves some of them."""
@@ -152,6 +179,13 @@ class Shards:
         return -(-total // self._world)
 
 
+def _own_views(weights: Mapping[str, Shard]) -> dict[str, View]:
+    def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(math.prod(shape[place + 1 :]) for place in range(len(shape)))
+
+    return {name: View(name, shard.shape, strides(shard.shape), 0) for name, shard in weights.items()}
+
+
 def _local(parameter: nn.Parameter) -> Tensor:
     whole = parameter.detach()
     return whole.to_local() if isinstance(whole, DTensor) else whole
@@ -170,26 +204,31 @@ class TorchModel:
         self._world = world
         changes = spec.averaged or (spec.lr is not None and spec.lora is None)
         kept_in = torch.float32 if changes else spec.dtype
-        model = on_meta(spec.folder, head=spec.head, dtype=kept_in)
+        problem = packing_problem(spec.folder)
+        self.packs_rows = problem is None
+        if problem is not None:
+            log.warning("%s is computed with one trajectory per row, which is slower: %s", spec.folder, problem)
+        model = on_meta(spec.folder, head=spec.head, dtype=kept_in, packs_rows=self.packs_rows)
+        views = weight_views(model, names=set(TensorFiles(spec.folder, MODEL).names()))
         if spec.gradient_checkpointing and spec.lr is not None:
-            model.gradient_checkpointing_enable()
+            _recompute_activations(model)
         if spec.lora is not None:
             adapt(model, spec.lora)
-        self._net = _Net(model, spec)
-        self._context = _context_group(model.config, world=world, context=context)
+        self._net = _Net(model, spec, packs_rows=self.packs_rows)
+        self._context = _context_group(model.config, world=world, context=context, packs_rows=self.packs_rows)
         self._frozen: Shards | None = None
         """The untrained weights of a model with an adapter."""
         self._sharded = spec.shard and world > 1
         if self._sharded:
             _shard(self._net, spec.device, world)
-        _allocate(self._net, spec.device)
+        allocate(self._net, model, spec.device)
         names = {name.removeprefix("model."): p for name, p in self._net.named_parameters()}
         if spec.lora is not None:
             adapters = {peft_name(name): p for name, p in names.items() if p.requires_grad}
-            self._frozen = self._spread({name: p for name, p in names.items() if not p.requires_grad})
+            self._frozen = self._spread({name: p for name, p in names.items() if not p.requires_grad}, views)
             names = adapters
-        self._parameters = names
-        self._shards = self._spread(names)
+        self._parameters = {name: parameter for name, parameter in names.items() if parameter.requires_grad}
+        self._shards = self._spread(names, None if spec.lora is not None else views)
         model_weights = self._frozen or self._shards
         parts = model_weights.parts(model_weights.local())
         read_weights(spec.folder, model_weights.specs(), parts, head=spec.head)
@@ -324,9 +363,9 @@ class TorchModel:
         if self._frozen is not None:
             self._frozen.close()
 
-    def _spread(self, parameters: Mapping[str, nn.Parameter]) -> Shards:
+    def _spread(self, parameters: Mapping[str, nn.Parameter], views: Mapping[str, View] | None) -> Shards:
         weights = {name: Shard.of(parameter) for name, parameter in parameters.items()}
-        return Shards(weights, world=self._world, sharded=self._sharded)
+        return Shards(weights, world=self._world, sharded=self._sharded, views=views)
 
     @property
     def _trained(self) -> AdamW:
@@ -424,17 +463,18 @@ class _MergedModel:
                 a, b = (self._adapter.whole(each, adapter[each], dtype=None) for each in pair)
                 if weight.numel():
                     weight = torch.addmm(weight.float(), b, a, alpha=self._scale)
-            yield name, weight if dtype is None else weight.to(dtype)
+            yield from self._frozen.named(name, weight if dtype is None else weight.to(dtype))
 
 
 class _Net(nn.Module):
     """The forward pass from token ids to predictions: all computation of a micro-batch in one module, as FSDP2
     requires."""
 
-    def __init__(self, model: Any, spec: ModelSpec) -> None:
+    def __init__(self, model: Any, spec: ModelSpec, *, packs_rows: bool) -> None:
         super().__init__()
         self.model = model
         self._spec = spec
+        self._packs_rows = packs_rows
 
     def forward(
         self,
@@ -445,9 +485,8 @@ class _Net(nn.Module):
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
         """Return `(values, entropy)` of `ModelOutput`."""
-        hidden = self.model.base_model(
-            input_ids=input_ids, position_ids=position_ids, use_cache=False, tree=tree
-        ).last_hidden_state
+        packed = {"position_ids": position_ids, "tree": tree} if self._packs_rows else {}
+        hidden = body_of(self.model)(input_ids=input_ids, use_cache=False, **packed).last_hidden_state
         states = hidden[predictions.rows, predictions.columns]
         if self._spec.head == "scalar":
             values = self.model.score(states).float()[:, 0].index_select(0, predictions.of_state)
@@ -456,7 +495,7 @@ class _Net(nn.Module):
 
     def _predict(self, states: Tensor, of_state: Tensor, ids: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
         return token_distribution(
-            self.model.lm_head(states),
+            token_logits(self.model, states),
             of_state,
             ids,
             temperature=temperature,
@@ -464,78 +503,46 @@ class _Net(nn.Module):
         )
 
 
-def _attend(
-    _layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _mask: Tensor | None,
-    *,
-    tree: TreeMask,
-    scaling: float | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Return the attention of a layer, `[rows, length, heads, head_dim]`; called by transformers."""
-    return tree.attend(query, key, value, scale=scaling).transpose(1, 2), None
+def _recompute_activations(model: Any) -> None:
+    try:
+        model.gradient_checkpointing_enable()
+    except ValueError as error:
+        raise ModelError(f"{error}; set trainer.gradient_checkpointing = false") from error
 
 
-TREE_ATTENTION = "streamrl_tree"
-"""Name under which `_attend` is registered in transformers, which makes no mask for it."""
-AttentionInterface.register(TREE_ATTENTION, _attend)
-
-
-def on_meta(folder: Path, *, head: Head, dtype: torch.dtype = torch.float32) -> Any:
+def on_meta(folder: Path, *, head: Head, dtype: torch.dtype = torch.float32, packs_rows: bool = True) -> Any:
     """Return the transformers model of a checkpoint, without memory; raises `ModelError` for a model that cannot be
     trained."""
     kind = AutoModelForCausalLM if head == "tokens" else AutoModelForSequenceClassification
-    options = {} if head == "tokens" else {"num_labels": 1}
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **options)
-        _refuse_unsupported(config, folder)
-        with torch.device("meta"):
-            model = kind.from_config(config, dtype=dtype, attn_implementation=TREE_ATTENTION)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{folder}: transformers cannot make this model: {error}") from error
+    config = load_config(folder, **({} if head == "tokens" else {"num_labels": 1}))
+    attention = TREE_ATTENTION if packs_rows else None
+    model = causal_models.on_meta(config, kind=kind, dtype=dtype, attention=attention)
     separate_experts(model)
     model.get_input_embeddings().padding_idx = None  # a padding token in a prompt learns like any other
     return model
 
 
-def _context_group(config: Any, *, world: int, context: int) -> ContextGroup:
+def _context_group(config: Any, *, world: int, context: int, packs_rows: bool) -> ContextGroup:
     """Return the ranks that share rows with this one. Collective."""
     if context == 1:
         return ContextGroup()
+    if not packs_rows:
+        raise ModelError(
+            f"a model of type {config.model_type!r} is computed with one trajectory per row, which ranks cannot share; "
+            "set trainer.context_parallel = 1"
+        )
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     groups = [dist.new_group(list(range(first, first + context))) for first in range(0, world, context)]
     ring = not heads_can_be_shared(heads=heads, kv_heads=kv_heads, context=context)
     return ContextGroup(groups[dist.get_rank() // context], ring=ring)
 
 
-def _refuse_unsupported(config: Any, folder: Path) -> None:
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ModelError(f"the torch backend cannot train {folder}: sliding-window attention is not supported")
-    if getattr(config, "attention_dropout", 0.0):
-        raise ModelError(
-            f"the torch backend cannot train {folder}: attention_dropout = {config.attention_dropout} is not "
-            "supported; set it to 0 in config.json"
-        )
-
-
-def _allocate(net: _Net, device: torch.device) -> None:
-    """Allocate this rank's part of a model that was made without memory on `device`; the weights are not
-    initialized."""
-    net.to_empty(device=device)
-    net.model.tie_weights()
-    body = net.model.base_model
-    # its buffers are computed on construction, and are in no checkpoint
-    body.rotary_emb = type(body.rotary_emb)(net.model.config).to(device)
-
-
 def _shard(net: _Net, device: torch.device, world: int) -> None:
     """Shard each layer's weights, and the rest as one unit, by rows over the ranks."""
     mesh = init_device_mesh(device.type, (world,))
-    parts: list[nn.Module] = [*net.model.base_model.layers, net]
-    for part in parts:
+    names = net.model._no_split_modules
+    layers = [module for module in net.model.modules() if type(module).__name__ in names]
+    for part in (*layers, net):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)

@@ -112,7 +112,7 @@ class Actor:
         teaching = self._teaching(items, credits, wanted)
         groups = [item.group for item, _, _ in teaching]
         trained = [item.trainable for item, _, _ in teaching]
-        micros = [micro for micro in pack_for(groups, self._trainer) if at_targets(micro, trained).any()]
+        micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
         inputs = [self._inputs(micro, teaching) for micro in micros] if self.model.gives_output else []
         figures = DeviceFigures()
         outputs: list[tuple[MicroBatch, ModelOutput]] = []
@@ -164,7 +164,7 @@ class Actor:
     def _score(self, groups: Sequence[TrajectoryGroup], wanted: Sibling) -> list[float]:
         """Return log-probabilities as `_logprobs_of`, in a separate pass at temperature 1. Collective; `groups`: the
         response's group, or empty on other ranks."""
-        micros = pack_for([group.alone(wanted.index) for group in groups], self._trainer)
+        micros = pack_for(self.model, [group.alone(wanted.index) for group in groups], self._trainer)
         outputs = self.model.infer(micros, temperature=1.0) or []
         return [value for output in outputs for value in output.values[:MOST_COMPARED].tolist()]
 

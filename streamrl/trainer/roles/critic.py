@@ -85,7 +85,7 @@ class Critic:
         for `Actor.train_step`."""
         trained = [item.trainable for item in items]
         groups = [item.group for item in items]
-        micros = [micro for micro in pack_for(groups, self._trainer) if at_targets(micro, trained).any()]
+        micros = [micro for micro in pack_for(self.model, groups, self._trainer) if at_targets(micro, trained).any()]
 
         inputs = [self._inputs(micro, items, credits) for micro in micros] if self.model.gives_output else []
         figures = DeviceFigures()

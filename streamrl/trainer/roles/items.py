@@ -19,7 +19,7 @@ from streamrl.errors import TrainingError
 from streamrl.safetensors_files import Part
 from streamrl.trainer.backends.base import ModelOutput, ParallelModel, Update
 from streamrl.trainer.calls import Sibling
-from streamrl.trainer.packing import MicroBatch, Positions, pack
+from streamrl.trainer.packing import MicroBatch, Positions, pack, pack_apart
 from streamrl.types import TrajectoryGroup
 
 # --- items ---
@@ -128,9 +128,15 @@ def at_targets(micro: MicroBatch, arrays: Sequence[NDArray[Any]]) -> NDArray[Any
 
 
 def pack_for(
-    groups: Sequence[TrajectoryGroup], trainer: TrainerConfig, *, positions: Positions = "sampled"
+    model: ParallelModel,
+    groups: Sequence[TrajectoryGroup],
+    trainer: TrainerConfig,
+    *,
+    positions: Positions = "sampled",
 ) -> list[MicroBatch]:
-    """Return `groups` in micro-batches of the configured size."""
+    """Return `groups` in micro-batches of the configured size, for `model`."""
+    if not model.packs_rows:
+        return pack_apart(groups, max_tokens=trainer.max_tokens_per_microbatch, positions=positions)
     return pack(
         groups,
         max_tokens=trainer.max_tokens_per_microbatch,
@@ -148,7 +154,7 @@ def infer_packed(
 ) -> list[NDArray[np.float32]] | None:
     """Return the model's output at `positions` (0 elsewhere), packed like each group; None where the model returns
     none. Collective."""
-    micros = pack_for(groups, trainer, positions=positions)
+    micros = pack_for(model, groups, trainer, positions=positions)
     outputs = model.infer(micros)
     return None if outputs is None else unpack(micros, outputs, groups)
 

@@ -335,7 +335,7 @@ class ModelWorker:
                     self._compute.submit(empty_cache, self._device)
                 return CallDone(compute_seconds=0.0)
             case ModelConfigRequest():
-                return read_architecture(self._model_dir)
+                return read_architecture(self._model_dir, any_type=True)
             case HaveScored():
                 return await self._have_scored(call)
             case OpenStore():

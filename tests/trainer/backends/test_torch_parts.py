@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from streamrl.config import OptimizerConfig
-from streamrl.errors import ModelError
 from streamrl.safetensors_files import Part, bytes_of_parts, file_name, write_bytes
 from streamrl.trainer.backends.base import OffloadedMemory
 from streamrl.trainer.backends.optimizer import OPTIMIZER, AdamW, learning_rate, updates_file
@@ -81,21 +78,6 @@ def test_concatenated_trees_give_the_numbers_of_one_sequence_at_a_time(tmp_path,
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
     assert norm == pytest.approx(wanted_norm, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
-        ({"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2}, "sliding-window"),
-    ],
-)
-def test_attention_that_is_not_supported_is_refused(tmp_path, change, named):
-    folder = save_model(tmp_path / "model", "qwen2")
-    settings = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**settings, **change}))
-    with pytest.raises(ModelError, match=named):
-        TorchModel(make_spec(folder))
 
 
 @given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 5), st.integers(1, 30), st.floats(0.01, 1))

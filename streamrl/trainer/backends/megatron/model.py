@@ -101,6 +101,10 @@ class MegatronModel:
         self._load_first()
 
     @property
+    def packs_rows(self) -> bool:
+        return True
+
+    @property
     def gives_output(self) -> bool:
         return self._place.pipeline == self._layout.pipeline - 1
 

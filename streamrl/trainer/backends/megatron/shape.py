@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from streamrl.architecture import ROPE_TYPES, Architecture, read_architecture
+from streamrl.architecture import MODEL_TYPES, ROPE_TYPES, Architecture, read_architecture
 from streamrl.errors import ModelError
-from streamrl.models import MODEL_TYPES
 from streamrl.trainer.layout import Layout
 
 
@@ -81,9 +80,12 @@ def read_shape(folder: Path) -> ModelShape:
 
 
 def _refuse_unsupported(config: Any, folder: Path) -> None:
-    problems = []
     if config.model_type not in MODEL_TYPES:
-        problems.append(f"model_type = {config.model_type!r} (supported: {', '.join(MODEL_TYPES)})")
+        raise ModelError(
+            f"the megatron backend cannot train {folder}, of type {config.model_type!r}, only "
+            f'{", ".join(MODEL_TYPES)}; trainer.backend = "torch" trains any causal language model of transformers'
+        )
+    problems = []
     if config.hidden_act != "silu":
         problems.append(f"hidden_act = {config.hidden_act!r} (supported: silu)")
     problems += [

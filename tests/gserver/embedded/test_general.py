@@ -17,7 +17,7 @@ from streamrl.errors import ModelError
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.embedded.general import GeneralScheduler
 from streamrl.gserver.server.engine import Output
-from streamrl.gserver.server.receiver import Staged
+from streamrl.gserver.server.receiver import StagedWeights
 from tests.gserver.tiny import engine_for, generate, job, response_logprobs
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12], [20, 21, 22], [20, 21, 22]]
@@ -43,7 +43,7 @@ def check(outputs: list[Output], model: Any) -> None:
 async def update(engine: EmbeddedEngine, model: Any, version: str) -> None:
     for name, weight in named(model).items():
         engine._updated.store(name, weight)
-    await engine._swap(Staged(version=version))
+    await engine._swap(StagedWeights(version=version))
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])

@@ -197,7 +197,7 @@ def write_index(folder: Path, stem: str) -> None:
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-class _Stored(NamedTuple):
+class _StoredBox(NamedTuple):
     """A box of a tensor in a file."""
 
     file: Path
@@ -216,7 +216,7 @@ class TensorFiles:
         self._folder = folder
         self._stem = stem
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._stored: dict[str, list[_Stored]] = {}
+        self._stored: dict[str, list[_StoredBox]] = {}
         for file in _files(folder, stem):
             try:
                 self._take(file)
@@ -330,7 +330,7 @@ class TensorFiles:
                 raise ValueError(f"it ends before {key} does" if end > size else f"the size of {key} is wrong")
             if self._shapes.setdefault(of.name, of.shape) != of.shape or len(of.start) != len(box):
                 raise ValueError(f"{key} does not fit the other parts of its tensor")
-            self._stored.setdefault(of.name, []).append(_Stored(file, begin, entry.dtype, of.start, box))
+            self._stored.setdefault(of.name, []).append(_StoredBox(file, begin, entry.dtype, of.start, box))
 
 
 SOME = 8
@@ -358,7 +358,7 @@ def _files(folder: Path, stem: str) -> list[Path]:
     return [folder / name for name in sorted(wanted)]
 
 
-def _read_box(stored: _Stored, box: Sequence[slice], target: Tensor) -> None:
+def _read_box(stored: _StoredBox, box: Sequence[slice], target: Tensor) -> None:
     """Read the part `box` of a stored box into `target`, in chunks of rows."""
     dtype = DTYPES.get(stored.dtype)
     if dtype is None:

@@ -2,7 +2,7 @@
 
 `UserProcesses` calls a function in a few processes, `call_once` calls it in a process of its own without an event loop,
 and `run_program` runs a program. A function lives in `python -m streamrl.userland`, which reads `SetupMessage`,
-`CallMessage` and `Cancel` from standard input and writes `ReadyMessage`, `Alive`, `ResultMessage` and `FailureMessage`
+`UserCall` and `Cancel` from standard input and writes `ReadyMessage`, `Alive`, `ResultMessage` and `FailureMessage`
 to standard output. Each message is a frame: the length of the body (4 bytes, little endian) and the body in msgpack.
 
 Invariants: user code never gets the two streams, so that its output cannot break the protocol; a process that hangs or
@@ -109,7 +109,7 @@ class SetupMessage(msgspec.Struct, frozen=True, tag="setup"):
     """Whether the process still makes the received calls after its input has ended; otherwise it ends at once."""
 
 
-class CallMessage(msgspec.Struct, frozen=True, tag="call"):
+class UserCall(msgspec.Struct, frozen=True, tag="call"):
     """Call the function once; the reply is `ResultMessage` or `FailureMessage`."""
 
     number: int
@@ -173,7 +173,7 @@ class UserFunction:
     """Called at the end of a process that `drains`."""
 
 
-def frame(message: SetupMessage | CallMessage | Cancel | Reply) -> bytes:
+def frame(message: SetupMessage | UserCall | Cancel | Reply) -> bytes:
     """Return `message` as a frame; raises `TypeError` for values without a msgpack type."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "little") + body
@@ -181,7 +181,7 @@ def frame(message: SetupMessage | CallMessage | Cancel | Reply) -> bytes:
 
 def call_frame(number: int, payload: object) -> bytes:
     """Return a call as a frame; raises `TypeError` or `OverflowError` for values without a msgpack type."""
-    return frame(CallMessage(number, msgspec.Raw(msgspec.msgpack.encode(payload))))
+    return frame(UserCall(number, msgspec.Raw(msgspec.msgpack.encode(payload))))
 
 
 # --- starting a process ---
@@ -767,9 +767,9 @@ def _read_body(stream: BinaryIO) -> bytes:
     return stream.read(int.from_bytes(stream.read(LENGTH_BYTES), "little"))
 
 
-def _read(stream: BinaryIO, take: Callable[[CallMessage | Cancel | None], object], *, drains: bool) -> None:
+def _read(stream: BinaryIO, take: Callable[[UserCall | Cancel | None], object], *, drains: bool) -> None:
     """Pass each message to `take`, and None at the end of the stream; runs in a thread."""
-    decoder = msgspec.msgpack.Decoder(CallMessage | Cancel)
+    decoder = msgspec.msgpack.Decoder(UserCall | Cancel)
     while body := _read_body(stream):
         take(decoder.decode(body))
     if not drains:
@@ -777,7 +777,7 @@ def _read(stream: BinaryIO, take: Callable[[CallMessage | Cancel | None], object
     take(None)
 
 
-def _outcome(code: UserFunction, call: CallMessage, value: object, began: float) -> ResultMessage | FailureMessage:
+def _outcome(code: UserFunction, call: UserCall, value: object, began: float) -> ResultMessage | FailureMessage:
     try:
         value = msgspec.Raw(msgspec.msgpack.encode(code.result(value)))
     except (ValueError, TypeError, OverflowError) as error:
@@ -787,7 +787,7 @@ def _outcome(code: UserFunction, call: CallMessage, value: object, began: float)
 
 def _serve_in_turn(setup: SetupMessage, code: UserFunction, reply: Callable[[Reply], None], calls_in: BinaryIO) -> None:
     """Make one call after another in the main thread, where signals work."""
-    calls: queue.SimpleQueue[CallMessage | Cancel | None] = queue.SimpleQueue()
+    calls: queue.SimpleQueue[UserCall | Cancel | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(calls_in, calls.put), kwargs={"drains": setup.drains}, daemon=True).start()
     while (call := calls.get()) is not None:
         if isinstance(call, Cancel):
@@ -832,13 +832,13 @@ class _ConcurrentCalls:
         if self._setup.threads:
             self._loop.set_default_executor(ThreadPoolExecutor(self._setup.threads + MOST_ABANDONED))
 
-        def take(message: CallMessage | Cancel | None) -> None:
+        def take(message: UserCall | Cancel | None) -> None:
             self._loop.call_soon_threadsafe(self._take, message)
 
         threading.Thread(target=_read, args=(calls_in, take), kwargs={"drains": False}, daemon=True).start()
         await self._loop.create_future()
 
-    def _take(self, message: CallMessage | Cancel | None) -> None:
+    def _take(self, message: UserCall | Cancel | None) -> None:
         if isinstance(message, Cancel):
             if (task := self._running.get(message.number)) is not None:
                 self._loop.call_soon(task.cancel)  # not before the task has begun, or it would not reply
@@ -853,7 +853,7 @@ class _ConcurrentCalls:
             self._reply(Alive(time.monotonic()))
             await asyncio.sleep(self._setup.hang_seconds / 4)
 
-    async def _run(self, call: CallMessage) -> None:
+    async def _run(self, call: UserCall) -> None:
         began = time.monotonic()
         if self._setup.timeout:
             self._timers[call.number] = self._loop.call_later(self._setup.timeout, self._expire, call.number)

@@ -17,7 +17,7 @@ AS_IN_SGLANG = {"UpdateWeightsFromDistributed"}
 
 
 LATER = """
-Allowed _Scored _Made Places _Restarted Prepared Piece RowsFound Part _Stored HaveScored StoreOpened Saved Trained
+Allowed _Scored _Made Places _Restarted Prepared Piece RowsFound Part HaveScored StoreOpened Saved Trained
 BeingScored Published Stored Door Place Shown Doorkeeper Seldom GroupsGenerated GroupsScored
 """
 

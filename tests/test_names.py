@@ -20,6 +20,7 @@ LATER = """
 Allowed _Scored _Made Places _Restarted Prepared Piece RowsFound Part HaveScored StoreOpened Saved Trained
 BeingScored Published Stored Door Place Shown Doorkeeper Seldom GroupsGenerated GroupsScored
 """
+"""Names that are still to be replaced."""
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:

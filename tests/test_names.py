@@ -18,7 +18,7 @@ AS_IN_SGLANG = {"UpdateWeightsFromDistributed"}
 
 LATER = """
 Allowed _Scored _Made Places _Restarted Prepared Piece RowsFound Part HaveScored StoreOpened Saved Trained
-BeingScored Published Stored Door Place Shown Doorkeeper Seldom GroupsGenerated GroupsScored
+BeingScored _Doorkeeper _Trained Published Stored Door Place Shown Doorkeeper Seldom GroupsGenerated GroupsScored
 """
 """Names that are still to be replaced."""
 

@@ -54,7 +54,6 @@ from fuzz_taps import Taps  # noqa: E402
 
 from streamrl import config as configuration  # noqa: E402
 from streamrl.errors import UNDECODABLE  # noqa: E402
-from streamrl.gserver.manager.access import ALLOWED, LOOKS  # noqa: E402
 from streamrl.gserver.manager.http import POSTS  # noqa: E402
 from streamrl.machine import machine_identity, process_space  # noqa: E402
 from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
@@ -63,8 +62,9 @@ from streamrl.trainer.calls import CallDone, Published, Stored, Trained  # noqa:
 from streamrl.transport import generation  # noqa: E402
 from streamrl.transport.codec import ARRAYS, GroupHeader  # noqa: E402
 from streamrl.transport.control import FinishRun, Register, RegisterReply, Status  # noqa: E402
-from streamrl.transport.keys import GENERATION_CALLS, bearer  # noqa: E402
+from streamrl.transport.keys import bearer  # noqa: E402
 from streamrl.transport.manager_client import ControlClient  # noqa: E402
+from streamrl.transport.permissions import ALLOWED, GENERATION_CALLS, LOOKS  # noqa: E402
 from streamrl.transport.push_pull import Ask, Reply  # noqa: E402
 from streamrl.transport.secret import VARIABLE, Secret  # noqa: E402
 from streamrl.transport.session import Packet, Rejection  # noqa: E402

@@ -41,6 +41,7 @@ GROUND = {
     "models",
     "native",
     "processor",
+    "rate_limited_log",
     "records",
     "retry",
     "safetensors_files",

@@ -17,8 +17,8 @@ AS_IN_SGLANG = {"UpdateWeightsFromDistributed"}
 
 
 LATER = """
-Allowed _Scored _Made Places _Restarted Prepared Piece RowsFound Part HaveScored StoreOpened Saved Trained
-BeingScored _Doorkeeper _Trained Published Stored Door Place Shown Doorkeeper Seldom GroupsGenerated GroupsScored
+_Scored _Made Places _Restarted Prepared Piece RowsFound Part HaveScored StoreOpened Saved Trained
+BeingScored _Trained Published Stored Door Place
 """
 """Names that are still to be replaced."""
 

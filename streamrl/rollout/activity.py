@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, contextmanager
 import msgspec
 
 from streamrl.errors import RewardError
+from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.records.timeline import FrequentFailure, error_kind
-from streamrl.transport.seldom import Seldom
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Activity:
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._on_wait: Callable[[str], None] | None = None
         self._waiting_for = ""
-        self._reasons = Seldom(log)
+        self._reasons = RateLimitedLog(log)
         self._failures: dict[str, FrequentFailure] = {}
         """Counted failures by kind of error."""
         self.describe_row: Callable[[int], str] = "seq {}".format

@@ -14,10 +14,10 @@ from streamrl.transport.control import Admission, Credential, Peer
 from streamrl.transport.request_reply import ReplyChannel
 from streamrl.transport.synchronous import (
     GenerateGroups,
-    GroupsGenerated,
-    GroupsScored,
+    GenerateGroupsReply,
     RolloutCall,
     ScoreGroups,
+    ScoreGroupsReply,
 )
 
 
@@ -150,7 +150,7 @@ class SynchronousRollout:
             for seq in set(begun) - set(alive):
                 self._gates.pop(seq, None)
             if begun == alive == sorted(self._gates):
-                self._channel.reply(call_id, GroupsGenerated(alive))
+                self._channel.reply(call_id, GenerateGroupsReply(alive))
                 return
             await self._notify()  # others may start in place of the given-up ones
 
@@ -162,7 +162,7 @@ class SynchronousRollout:
         stored = await _those_for_which(known, lambda seq: self._gates[seq].ended())
         for seq in known:
             self._gates.pop(seq, None)
-        self._channel.reply(call_id, GroupsScored(stored))
+        self._channel.reply(call_id, ScoreGroupsReply(stored))
 
     async def _notify(self) -> None:
         async with self._changed:

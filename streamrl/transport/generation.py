@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from streamrl.errors import UNDECODABLE, PeerError, PeerLost, WireError
 from streamrl.transport import http
-from streamrl.transport.keys import GENERATION_CALLS, bearer
+from streamrl.transport.keys import bearer
+from streamrl.transport.permissions import GENERATION_CALLS
 from streamrl.types import NO_EXPERT
 
 PauseMode = Literal["in_place", "retract", "abort"]

@@ -66,20 +66,6 @@ class GserverKeys(NamedTuple):
         return cls(generation_key(config, secret), control_key(config, secret, index))
 
 
-GENERATION_CALLS = frozenset(
-    (
-        "/generate",
-        "/health_generate",
-        "/model_info",
-        "/get_model_info",
-        "/server_info",
-        "/get_server_info",
-        "/v1/models",
-    )
-)
-"""Paths that require only the generation key; /health requires none, and all other paths change the gserver."""
-
-
 def bearer(key: str) -> dict[str, str]:
     """Return the HTTP headers with `key`; no headers if it is empty."""
     return {HEADER: f"Bearer {key}"} if key else {}

@@ -20,11 +20,11 @@ import zmq
 
 from streamrl import essential
 from streamrl.errors import WireError
+from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport import codec
 from streamrl.transport.credentials import Identity, ReceiverKeys
 from streamrl.transport.credit import CreditBook
 from streamrl.transport.push_pull import UNREADABLE, Ask, Refusal, Reply
-from streamrl.transport.seldom import Seldom
 from streamrl.transport.session import MessageSession
 from streamrl.transport.sockets import Arrival, ServerSocket
 from streamrl.types import TrajectoryGroup
@@ -107,7 +107,7 @@ class GroupPuller:
         self._senders: dict[bytes, _Sender] = {}
         self._heard: dict[bytes, _Sender] = {}
         """Pushers to which a reply is due."""
-        self._seldom = Seldom(log)
+        self._warnings = RateLimitedLog(log)
         self._closing = False
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
@@ -270,7 +270,7 @@ class GroupPuller:
     def _refuse(self, sender: _Sender, seq: int, reason: str) -> None:
         self._sink.count_refused()
         reason = reason[:LONGEST_REASON]  # it may quote the message
-        self._seldom.warning("refused a message from %s: %s", sender.name, reason)
+        self._warnings.warning("refused a message from %s: %s", sender.name, reason)
         sender.reply.refused.append(Refusal(seq, reason))
 
     def _forget_silent(self) -> None:

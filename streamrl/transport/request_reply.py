@@ -24,10 +24,10 @@ import msgspec
 
 from streamrl import essential
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
+from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport.control import Credential, Peer
 from streamrl.transport.credentials import Identity, ReceiverKeys
 from streamrl.transport.liveness import LastHeard
-from streamrl.transport.seldom import Seldom
 from streamrl.transport.session import MessageSession, Packet
 from streamrl.transport.sockets import Arrival, ClientSocket, Readable, ServerSocket
 from streamrl.waits import warned_of
@@ -160,7 +160,7 @@ class RequestChannel(Generic[Notice]):
         self._name_of = name_of
         self._notices = msgspec.msgpack.Decoder(notice_type)
         self._on_notice = on_notice
-        self._seldom = Seldom(log)
+        self._warnings = RateLimitedLog(log)
         self._last_request = 0
         self._pending: dict[int, _Request] = {}
         self._workers: dict[int, _Worker] = {}
@@ -277,7 +277,7 @@ class RequestChannel(Generic[Notice]):
             notice = self._notices.decode(message.notice) if isinstance(message, NoticeMessage) else None
         except Exception as error:  # tolerance point: no message may end the receiver, whichever error it causes
             text = f"{type(error).__name__}: {error}"[:200]
-            self._seldom.warning("the master refused a message of %s: %s", self._name_of(worker), text)
+            self._warnings.warning("the master refused a message of %s: %s", self._name_of(worker), text)
             return
         if isinstance(message, NoticeMessage):
             assert notice is not None

@@ -18,10 +18,10 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from streamrl.errors import UNDECODABLE, ConfigError, PeerLost, WireError
+from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport.addresses import address_of, host_of, url_of
 from streamrl.transport.control import Credential
 from streamrl.transport.credentials import Identity, ReceiverKeys, UnknownSender, Verifier, claimed_name
-from streamrl.transport.seldom import Seldom
 from streamrl.transport.session import COPIED_BELOW, Frame, Packet, Rejection
 
 log = logging.getLogger(__name__)
@@ -59,11 +59,11 @@ class _KeyCheck:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._seldom = Seldom(log)
+        self._warnings = RateLimitedLog(log)
 
     def callback(self, domain: str, key: bytes) -> bool:
         if key != self._key:
-            self._seldom.warning("refused an encrypted connection: its key is not of this run, or for another socket")
+            self._warnings.warning("refused an encrypted connection: its key is not of this run, or for another socket")
         return key == self._key
 
 
@@ -89,7 +89,7 @@ class ServerSocket:
         """
         self._verifier = Verifier(keys)
         self._most_packet_bytes, self._most_frames, self._most_bytes = most_packet_bytes, most_frames, most_bytes
-        self._rejected = Seldom(log)
+        self._rejected = RateLimitedLog(log)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self.socket = self._context.socket(zmq.ROUTER)
@@ -200,7 +200,7 @@ class ClientSocket:
             self.socket.set(zmq.IPV6, ":" in address_of(host_of(address)))
         self.socket.connect(urlsplit(address)._replace(scheme="tcp").geturl())
         self._address = address
-        self._refused = Seldom(log)
+        self._refused = RateLimitedLog(log)
         self._readable = Readable(self.socket)
 
     async def arrived(self) -> None:

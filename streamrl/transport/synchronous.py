@@ -31,14 +31,14 @@ class ScoreGroups(msgspec.Struct, frozen=True, tag=True):
 RolloutCall = GenerateGroups | ScoreGroups
 
 
-class GroupsGenerated(msgspec.Struct, frozen=True):
+class GenerateGroupsReply(msgspec.Struct, frozen=True):
     """The reply to `GenerateGroups`."""
 
     seqs: list[int]
     """All groups that wait at the worker to be scored."""
 
 
-class GroupsScored(msgspec.Struct, frozen=True):
+class ScoreGroupsReply(msgspec.Struct, frozen=True):
     """The reply to `ScoreGroups`."""
 
     seqs: list[int]

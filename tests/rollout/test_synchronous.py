@@ -14,9 +14,9 @@ from streamrl.transport.request_reply import RequestChannel
 from streamrl.transport.synchronous import (
     FIRST_ROLLOUT_WORKER,
     GenerateGroups,
-    GroupsGenerated,
-    GroupsScored,
+    GenerateGroupsReply,
     ScoreGroups,
+    ScoreGroupsReply,
     name_on_channel,
     number_on_channel,
 )
@@ -61,7 +61,7 @@ async def synchronous(worker):
     channel = RequestChannel(
         keys=keys_of("controller"),
         host="127.0.0.1",
-        notice_type=GroupsScored,
+        notice_type=ScoreGroupsReply,
         on_notice=lambda *_: None,
         name_of=name_on_channel,
         number_of=number_on_channel,
@@ -88,22 +88,22 @@ async def synchronous(worker):
 async def test_nothing_is_scored_before_the_master_says_so():
     worker = Worker()
     async with synchronous(worker) as (channel, _):
-        generated = await channel.call(ME, GenerateGroups(5), GroupsGenerated, timeout=10)
+        generated = await channel.call(ME, GenerateGroups(5), GenerateGroupsReply, timeout=10)
         assert generated.seqs == [0, 1, 2, 3, 4]
         assert worker.scored == []
-        scored = await channel.call(ME, ScoreGroups(generated.seqs[:3]), GroupsScored, timeout=10)
+        scored = await channel.call(ME, ScoreGroups(generated.seqs[:3]), ScoreGroupsReply, timeout=10)
         assert scored.seqs == sorted(worker.scored) == [0, 1, 2]
         # those that wait already count towards what the master wants next
-        assert (await channel.call(ME, GenerateGroups(3), GroupsGenerated, timeout=10)).seqs == [3, 4, 5]
+        assert (await channel.call(ME, GenerateGroups(3), GenerateGroupsReply, timeout=10)).seqs == [3, 4, 5]
 
 
 async def test_others_are_generated_instead_of_groups_that_fail():
     worker = Worker(fails=[1, 4], lost=[2])
     async with synchronous(worker) as (channel, _):
-        generated = await channel.call(ME, GenerateGroups(4), GroupsGenerated, timeout=10)
+        generated = await channel.call(ME, GenerateGroups(4), GenerateGroupsReply, timeout=10)
         assert generated.seqs == [0, 2, 3, 5]
-        assert (await channel.call(ME, ScoreGroups([0, 2, 3]), GroupsScored, timeout=10)).seqs == [0, 3]
-        assert (await channel.call(ME, GenerateGroups(1), GroupsGenerated, timeout=10)).seqs == [5]
+        assert (await channel.call(ME, ScoreGroups([0, 2, 3]), ScoreGroupsReply, timeout=10)).seqs == [0, 3]
+        assert (await channel.call(ME, GenerateGroups(1), GenerateGroupsReply, timeout=10)).seqs == [5]
 
 
 async def test_as_many_as_are_admitted_for_now():
@@ -118,9 +118,9 @@ async def test_as_many_as_are_admitted_for_now():
     async with synchronous(worker) as (channel, _):
         most.put_nowait(2)
         most.put_nowait(0)
-        assert (await channel.call(ME, GenerateGroups(5), GroupsGenerated, timeout=10)).seqs == [0, 1]
+        assert (await channel.call(ME, GenerateGroups(5), GenerateGroupsReply, timeout=10)).seqs == [0, 1]
         most.put_nowait(1)
-        assert (await channel.call(ME, GenerateGroups(3), GroupsGenerated, timeout=10)).seqs == [0, 1, 2]
+        assert (await channel.call(ME, GenerateGroups(3), GenerateGroupsReply, timeout=10)).seqs == [0, 1, 2]
 
 
 async def test_an_admission_that_was_asked_for_is_not_lost_when_the_master_goes_on():
@@ -136,9 +136,9 @@ async def test_an_admission_that_was_asked_for_is_not_lost_when_the_master_goes_
 
     worker.admit = slow
     async with synchronous(worker) as (channel, _):
-        given_up = asyncio.create_task(channel.call(ME, GenerateGroups(9), GroupsGenerated, timeout=30))
+        given_up = asyncio.create_task(channel.call(ME, GenerateGroups(9), GenerateGroupsReply, timeout=30))
         await asked.wait()
-        asking = asyncio.create_task(channel.call(ME, GenerateGroups(2), GroupsGenerated, timeout=10))
+        asking = asyncio.create_task(channel.call(ME, GenerateGroups(2), GenerateGroupsReply, timeout=10))
         await asyncio.sleep(0.2)
         granted.set()
         assert (await asking).seqs == [0, 1]

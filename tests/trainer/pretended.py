@@ -53,7 +53,13 @@ from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.process import Master
 from streamrl.transport.control import DataFacts, Scores
-from streamrl.transport.synchronous import GenerateGroups, GroupsGenerated, GroupsScored, ScoreGroups, name_on_channel
+from streamrl.transport.synchronous import (
+    GenerateGroups,
+    GenerateGroupsReply,
+    ScoreGroups,
+    ScoreGroupsReply,
+    name_on_channel,
+)
 from streamrl.types import NO_VERSION, TrajectoryGroup
 from tests.evaluations import make_report
 from tests.launch.statuses import status
@@ -376,7 +382,7 @@ class Workers:
 
     async def _roll_out_as_called(
         self, worker: int, call: GenerateGroups | ScoreGroups
-    ) -> GroupsGenerated | GroupsScored:
+    ) -> GenerateGroupsReply | ScoreGroupsReply:
         """What a rollout worker of a synchronous graph does."""
         waiting = self._waiting[worker]
         await self._script.happen(type(call).__name__)
@@ -386,7 +392,7 @@ class Workers:
                 await self._manager.until(lambda: self._manager.ledger.room)
             admitted = [group.seq for group in self._manager.ledger.admit(name_on_channel(worker), lacking, now=0.0)]
             waiting += [make_group(seq, [self._manager.version] * 4) for seq in admitted]
-            return GroupsGenerated([group.seq for group in waiting])
+            return GenerateGroupsReply([group.seq for group in waiting])
         scored = [group for group in waiting if group.seq in call.seqs]
         self._waiting[worker] = [group for group in waiting if group.seq not in call.seqs]
         for group in scored:
@@ -394,7 +400,7 @@ class Workers:
                 self._manager.reject(group.seq)
             else:
                 self.offer(group)
-        return GroupsScored([group.seq for group in scored if not self._script.rejects(group.seq)])
+        return ScoreGroupsReply([group.seq for group in scored if not self._script.rejects(group.seq)])
 
 
 def _seqs(call: Any) -> list[int]:

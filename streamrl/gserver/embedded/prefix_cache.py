@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from streamrl.gserver.embedded.model import SlotCache
-from streamrl.transport.seldom import Seldom
+from streamrl.rate_limited_log import RateLimitedLog
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class PrefixCache:
         self.kept_bytes = 0
         self._cache = cache
         self._capacity = capacity
-        self._seldom = Seldom(log)
+        self._warnings = RateLimitedLog(log)
         self._tree: PrefixTree[CachedTokens] = PrefixTree()
         self._slots: dict[int, CachedTokens] = {}
         self._kept: OrderedDict[int, CachedTokens] = OrderedDict()  # by id, least recently used first
@@ -119,7 +119,7 @@ class PrefixCache:
         try:
             taken = self._cache.take(slot, len(tokens))
         except RuntimeError as error:  # no memory is left: only requests that would share the copy are affected
-            self._seldom.warning("what was computed for a finished response is not kept: %s", error)
+            self._warnings.warning("what was computed for a finished response is not kept: %s", error)
             return
         entry = CachedTokens(list(tokens), kept=taken)
         self._kept[id(entry)] = entry

@@ -2,70 +2,24 @@
 
 The owner of the run presents a key derived from the run's secret and may make every call; a process joins with the
 same key. From then on it presents the token that it was given, which permits the calls of its role, in its own name.
-`ALLOWED` is the only table of permissions. Owns the keys that are derived from the secret. Invariant: the identity in
-a call's body is accepted only if it agrees with the presented key or token.
+Owns the keys that are derived from the secret; `transport/permissions.py` has the table of permissions. Invariant: the
+identity in a call's body is accepted only if it agrees with the presented key or token.
 """
 
 from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Mapping, Set
-from typing import NamedTuple, get_args
 
 import msgspec
 
 from streamrl.errors import PeerError
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.records.lineage import Lineage
-from streamrl.transport.control import RegisterReply, Role
-from streamrl.transport.credentials import MAY_SEND_TO, ReceiverKeys
+from streamrl.transport.control import RegisterReply
+from streamrl.transport.credentials import ReceiverKeys
+from streamrl.transport.permissions import MAY_SEND_TO, OWNER, Permission
 from streamrl.transport.secret import Secret
-
-OWNER = "the run's owner"
-"""The caller that presents the key derived from the run's secret."""
-_EVERYONE: Set[Role] = frozenset(get_args(Role))
-_NOBODY: Set[Role] = frozenset()
-
-
-class Allowed(NamedTuple):
-    """The roles that may make a call, in addition to the owner."""
-
-    roles: Set[Role]
-    speaker: str = ""
-    """Where the call names its sender: `role` stands for the fields role and index; any other value is the name of the
-    field that holds the sender's index, and the sender's role is the caller's."""
-
-
-ALLOWED: Mapping[str, Allowed] = {
-    "POST /register": Allowed(_NOBODY),
-    "GET /resume_point": Allowed(_NOBODY),
-    "POST /place": Allowed(_NOBODY),
-    "POST /drain": Allowed(_NOBODY),
-    "POST /leave": Allowed(frozenset({"gserver", "rollout"}), "role"),
-    "POST /heartbeat": Allowed(_EVERYONE, "role"),
-    "GET /silent": Allowed(_NOBODY),
-    "GET /model": Allowed(_EVERYONE),
-    "GET /model/part": Allowed(_EVERYONE),
-    "GET /topology": Allowed(frozenset({"rollout", "model_worker"})),
-    "POST /admit": Allowed(frozenset({"rollout"}), "worker"),
-    "POST /keep": Allowed(frozenset({"rollout"}), "worker"),
-    "POST /route": Allowed(frozenset({"rollout"}), "worker"),
-    "POST /in_flight": Allowed(frozenset({"rollout"}), "worker"),
-    "POST /reject": Allowed(frozenset({"rollout"}), "worker"),
-    "POST /fail_run": Allowed(frozenset({"rollout"}), "worker"),
-    "POST /evaluation": Allowed(frozenset({"rollout"}), "worker"),
-    "POST /publish/begin": Allowed(frozenset({"model_worker"})),
-    "POST /publish/commit": Allowed(frozenset({"model_worker"})),
-    "GET /publish/places": Allowed(frozenset({"model_worker"})),
-    "POST /compare": Allowed(frozenset({"model_worker"})),
-    "POST /finish_run": Allowed(_NOBODY),
-    "GET /status": Allowed(_EVERYONE),
-    "GET /metrics": Allowed(_EVERYONE),
-}
-"""Permissions of every call except GET /health, which any caller may make."""
-LOOKS = frozenset({"GET /status", "GET /metrics"})
-"""Read-only calls that reveal no secret: on a loopback address any caller may make them."""
 
 
 class Access:
@@ -119,7 +73,7 @@ class Access:
         return OWNER if hmac.compare_digest(token.encode(errors="replace"), self._shown) else None
 
 
-def check_speaker(member: Member, allowed: Allowed, message: msgspec.Struct) -> None:
+def check_speaker(member: Member, allowed: Permission, message: msgspec.Struct) -> None:
     """Raise `PeerError` (403) if `message` names another sender than `member`, which sent it."""
     if not allowed.speaker:
         return

@@ -24,19 +24,20 @@ import msgspec
 from aiohttp import web
 
 from streamrl.errors import UNDECODABLE, PeerError, StreamRLError, WireError
-from streamrl.gserver.manager.access import ALLOWED, LOOKS, Allowed, check_speaker
+from streamrl.gserver.manager.access import check_speaker
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.status import render
+from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport import control
 from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts, HttpServer, read_body
 from streamrl.transport.keys import HEADER
-from streamrl.transport.seldom import Seldom
+from streamrl.transport.permissions import ALLOWED, LOOKS, Permission
 
 log = logging.getLogger(__name__)
 
 HEALTH = "/health"
-_ANYONE = Allowed(frozenset())
+_ANYONE = Permission(frozenset())
 
 _JSON = {"Content-Type": "application/json"}
 _encoder = msgspec.json.Encoder()
@@ -79,7 +80,7 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     `on_loopback`: whether only this machine reaches the server.
     """
     calls = _calls(manager)
-    seldom = Seldom(log)
+    warnings = RateLimitedLog(log)
 
     def check(key: str, request: web.BaseRequest) -> _RouteCall:
         """Return the call that `request` makes; raises `PeerError` or `WireError` if its head alone is refused."""
@@ -97,7 +98,7 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
         shown = headers.get(HEADER, "")
         caller = manager.access.caller(shown)
         if caller is None:
-            seldom.warning("refused %s of a caller with %s", key, "a wrong key" if shown else "no key")
+            warnings.warning("refused %s of a caller with %s", key, "a wrong key" if shown else "no key")
             raise PeerError(f"{key}: {_WRONG_KEY if shown else _NO_KEY}", status=401)
         if not isinstance(caller, Member):
             return _RouteCall(request, None, route)
@@ -118,7 +119,7 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
             return _refuse(400, str(error))
         except PeerError as error:
             if error.status == 403:
-                seldom.warning("refused %s: %s", key, error)
+                warnings.warning("refused %s: %s", key, error)
             return _refuse(error.status or 409, str(error), retry_seconds=error.retry_seconds)
         except StreamRLError as error:
             return _refuse(409, str(error))
@@ -138,7 +139,7 @@ class _RouteCall(NamedTuple):
 
 class _Route(NamedTuple):
     handler: _Handler
-    allowed: Allowed
+    allowed: Permission
 
 
 _Handler = Callable[[_RouteCall], Awaitable[web.Response]]

@@ -28,6 +28,7 @@ from aiohttp.typedefs import Middleware
 
 from streamrl.errors import UNDECODABLE, ModelError, Refused, StreamRLError
 from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Text, Ticket
+from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.stop_strings import without_begun
 from streamrl.transport.generation import (
     AbortRequest,
@@ -51,8 +52,8 @@ from streamrl.transport.generation import (
     encoded_routes,
 )
 from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts
-from streamrl.transport.keys import GENERATION_CALLS, HEADER, GserverKeys, admits
-from streamrl.transport.seldom import Seldom
+from streamrl.transport.keys import HEADER, GserverKeys, admits
+from streamrl.transport.permissions import GENERATION_CALLS
 
 # --- /generate: from its body to jobs, and from outputs to its reply ---
 
@@ -610,7 +611,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 
 
 def _check_caller(keys: GserverKeys, hosts: Hosts) -> Middleware:
-    seldom = Seldom(log)
+    warnings = RateLimitedLog(log)
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -621,10 +622,10 @@ def _check_caller(keys: GserverKeys, hosts: Hosts) -> Middleware:
             return await handler(request)
         generates = admits(keys.generation, shown)
         if not generates:
-            seldom.warning("refused %s of somebody without the key", request.path[:100])
+            warnings.warning("refused %s of somebody without the key", request.path[:100])
             return _json(_error("this call needs the key that members of the run are given"), status=401)
         if keys.control and request.path not in GENERATION_CALLS:
-            seldom.warning("refused %s of somebody who may only generate", request.path[:100])
+            warnings.warning("refused %s of somebody who may only generate", request.path[:100])
             return _json(_error(f"{request.path[:100]!r}: only the manager may change a gserver"), status=403)
         return await handler(request)
 

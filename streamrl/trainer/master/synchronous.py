@@ -21,10 +21,10 @@ from streamrl.transport.request_reply import Requests
 from streamrl.transport.synchronous import (
     FIRST_ROLLOUT_WORKER,
     GenerateGroups,
-    GroupsGenerated,
-    GroupsScored,
+    GenerateGroupsReply,
     RolloutCall,
     ScoreGroups,
+    ScoreGroupsReply,
 )
 from streamrl.waits import first_of
 
@@ -101,7 +101,7 @@ class SynchronousGeneration:
         short, held = lacking(), len(self._buffer)
 
         async def ask(worker: int, count: int) -> None:
-            reply = await self._ask(worker, GenerateGroups(count), GroupsGenerated)
+            reply = await self._ask(worker, GenerateGroups(count), GenerateGroupsReply)
             waiting[worker] = reply.seqs if reply is not None else []
             self._buffer.wake()
 
@@ -118,7 +118,7 @@ class SynchronousGeneration:
         stored: set[int] = set()
 
         async def ask(worker: int, seqs: list[int]) -> None:
-            reply = await self._ask(worker, ScoreGroups(seqs), GroupsScored)
+            reply = await self._ask(worker, ScoreGroups(seqs), ScoreGroupsReply)
             stored.update(reply.seqs if reply is not None else ())
 
         await _all([ask(worker, seqs) for worker, seqs in waiting.items()])

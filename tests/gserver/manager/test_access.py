@@ -16,13 +16,13 @@ import pytest
 
 from streamrl.errors import PeerError
 from streamrl.gserver.manager import http as manager_http
-from streamrl.gserver.manager.access import ALLOWED, LOOKS
 from streamrl.machine import machine_identity, process_space
 from streamrl.transport import control
 from streamrl.transport.control import Admit, FailRun, FinishRun, Heartbeat, Register
-from streamrl.transport.credentials import MAY_SEND_TO, Verifier
+from streamrl.transport.credentials import Verifier
 from streamrl.transport.keys import bearer
 from streamrl.transport.manager_client import PLACE_TAKEN, ControlClient
+from streamrl.transport.permissions import ALLOWED, LOOKS, MAY_SEND_TO
 from tests.gserver.harness import HERE, Run, managed, small_config
 
 

@@ -13,7 +13,7 @@ from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.executor import FunctionExecutor
 from streamrl.trainer.master.history import History
 from streamrl.trainer.master.workers import ModelWorkers
-from streamrl.transport.synchronous import GenerateGroups, GroupsGenerated, GroupsScored
+from streamrl.transport.synchronous import GenerateGroups, GenerateGroupsReply, ScoreGroupsReply
 from streamrl.types import SampleMeta
 from tests.groups import admitted_ledger, make_group
 
@@ -42,9 +42,9 @@ class Channel:
         self.calls.append(call)
         if isinstance(call, GenerateGroups):
             self._made += call.groups
-            return GroupsGenerated(list(range(self._made - call.groups, self._made)))
+            return GenerateGroupsReply(list(range(self._made - call.groups, self._made)))
         self._stored.put_nowait(arrived(*call.seqs))
-        return GroupsScored(call.seqs)
+        return ScoreGroupsReply(call.seqs)
 
 
 def arrived(*seqs):

@@ -19,10 +19,10 @@ from streamrl.transport.control import Admission
 from streamrl.transport.request_reply import ReplyChannel, RequestChannel
 from streamrl.transport.synchronous import (
     GenerateGroups,
-    GroupsGenerated,
-    GroupsScored,
+    GenerateGroupsReply,
     RolloutCall,
     ScoreGroups,
+    ScoreGroupsReply,
     name_on_channel,
     number_on_channel,
 )
@@ -60,12 +60,12 @@ class Rollout:
                 self.silent.set()
             elif isinstance(call, GenerateGroups):
                 self._waiting += [next(self._ledger) for _ in range(call.groups - len(self._waiting))]
-                self._channel.reply(call_id, GroupsGenerated(list(self._waiting)))
+                self._channel.reply(call_id, GenerateGroupsReply(list(self._waiting)))
             else:
                 stored = [seq for seq in call.seqs if self._scores(seq)]
                 self._waiting = [seq for seq in self._waiting if seq not in call.seqs]
                 await self._store(stored)
-                self._channel.reply(call_id, GroupsScored(stored))
+                self._channel.reply(call_id, ScoreGroupsReply(stored))
 
     async def _store(self, seqs):
         self._table.put_batch([meta(seq) for seq in seqs])
@@ -126,7 +126,7 @@ async def master_of(config, ledger=None):
     channel = RequestChannel(
         keys=keys_of("controller"),
         host="127.0.0.1",
-        notice_type=GroupsScored,
+        notice_type=ScoreGroupsReply,
         on_notice=lambda *_: None,
         name_of=name_on_channel,
         number_of=number_on_channel,

@@ -10,7 +10,7 @@ AT_ONCE = 5
 SECONDS = 10.0
 
 
-class Seldom:
+class RateLimitedLog:
     """Logs to `log`, from one thread at a time. The next logged line counts the suppressed ones."""
 
     def __init__(self, log: logging.Logger) -> None:

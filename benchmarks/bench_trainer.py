@@ -10,7 +10,7 @@ turn.
 
 | contender | layout of the sequences |
 |---|---|
-| `streamrl` | common beginnings of a group's sequences once (`trainer.share_prefix`), rows of similar length |
+| `streamrl` | common beginnings of sequences once (`trainer.share_prefix`), without padding |
 | `streamrl, separate` | the same with each sequence as a row of its own |
 | `streamrl, calls` | of agents: each call of the model as a row, with its context |
 | `streamrl, Megatron` | as `streamrl`, on Megatron Core in one process; needs `megatron.core` |

@@ -155,7 +155,7 @@ class Scripted:
         self._script.close()
 
 
-NATIVE_PARTS = ("layers", "products", "draws")
+NATIVE_PARTS = ("layers", "products")
 """Parts of the embedded engine that are C on processors with AVX-512."""
 
 
@@ -168,12 +168,8 @@ def leave_out(part: str) -> None:
         os.environ["STREAMRL_NATIVE"] = "0"
     elif part == "layers":
         model.operations_for = operations.TorchOperations  # type: ignore[assignment]
-    elif part == "products":
-        operations.has_native_products = lambda dtype: False
     else:
-        operations._draw_with = lambda library, logits, scales, uniforms: operations.draw_in_torch(
-            logits, scales, uniforms
-        )
+        operations.has_native_products = lambda dtype: False
 
 
 def _serve(config: Config, folder: Path, pipe: Connection, without: str) -> None:

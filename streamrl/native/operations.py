@@ -9,7 +9,6 @@ so.
 - **Layers** (`layers.c`): what a decoder layer does besides matrix products, `Operations`.
 - **Products** with packed weights (`products.c`); `gserver/embedded/products.py` chooses between these and those of the
   libraries that come with torch.
-- **Draws** of tokens (`sampling.c`).
 """
 
 from __future__ import annotations
@@ -392,70 +391,9 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL:
     return library
 
 
-# --- Draws ------------------------------------------------------------------------------------------------------------
+# --- The library of layers and products -------------------------------------------------------------------------------
 
-BLOCK = 128
-"""Tokens whose probabilities are summed before a token among them is looked for."""
-
-
-def draw(logits: Tensor, scales: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw a token from softmax of each row of `logits` (`[rows, width]`) times its scale (`[rows]`, float32), by
-    inverting the cumulative distribution at `uniforms` (`[rows]` in [0, 1), float64).
-
-    Returns tokens and their log-probabilities in nats (`[rows]` each); NaN where a row does not consist of numbers.
-    """
-    library = library_for(logits.dtype) if logits.device.type == "cpu" else None
-    if library is not None:
-        return _draw_with(library, logits, scales, uniforms)
-    return draw_in_torch(logits, scales, uniforms)
-
-
-def draw_in_torch(logits: Tensor, scales: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """`draw` in torch."""
-    probabilities = (logits.float() * scales[:, None]).softmax(-1)
-    tokens = invert(probabilities, uniforms)
-    return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
-
-
-def _draw_with(library: ctypes.CDLL, logits: Tensor, scales: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    logits, (rows, width) = logits.contiguous(), logits.shape
-    tokens, shares = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float64)
-    library.draw(
-        *(logits.data_ptr(), rows, width, scales.data_ptr(), uniforms.data_ptr(), tokens.data_ptr()),
-        *(shares.data_ptr(), torch.get_num_threads()),
-    )
-    return tokens, shares.log_()
-
-
-def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return the first index of each row of `weights` (`[rows, width]`) up to which they add up to more than
-    `uniforms` (`[rows]`) times their total.
-
-    Wide rows are searched in two stages, first for a block and then in it: `torch.multinomial`, or a cumulative sum
-    over a whole vocabulary, costs more than a small model.
-    """
-    rows, width = weights.shape
-    if width % BLOCK or width <= 8 * BLOCK:
-        cumulative = weights.cumsum(-1, dtype=torch.float64)
-        return _first_above(cumulative, uniforms[:, None] * cumulative[:, -1:])[:, 0]
-    blocks = weights.view(rows, -1, BLOCK)
-    cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-    target = uniforms[:, None] * cumulative[:, -1:]
-    block = _first_above(cumulative, target)
-    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
-    return (block * BLOCK + _first_above(inside, target - before))[:, 0]
-
-
-def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Return the index `[rows, 1]`; where rounding finds none, the last one that has any weight."""
-    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=cumulative.shape[-1] - 1)
-    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
-
-
-# --- The library of layers, products and draws ------------------------------------------------------------------------
-
-SOURCES = [FOLDER / name for name in ("layers.c", "products.c", "sampling.c")]
+SOURCES = [FOLDER / name for name in ("layers.c", "products.c")]
 HEADER = FOLDER / "numbers.h"
 VECTORS = "avx512f"
 """What a processor must have for the C to be worthwhile, as Linux names it."""
@@ -467,7 +405,6 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 _P, _I, _FLOAT, _THREADS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 _ARGUMENTS = {
     "attend_tokens": (_P, _I, _P, _I, _I, _P, _P, _P, _I, _I, _I, _I, _FLOAT, _THREADS),
-    "draw": (_P, _I, _I, _P, _P, _P, _P, _THREADS),
     "gated_product": (_P, _I, _I, _P, _P, _I, _P, _THREADS),
     "pack": (_P, _P, _I, _I, _THREADS),
     "packed_numbers": (_I, _I),
@@ -547,12 +484,7 @@ def _check(library: ctypes.CDLL, dtype: torch.dtype) -> None:
         operations.rotate_and_store(positions, rows)(rotated, cache)
         attended = operations.attend(slots, positions, pieces)(rotated, cache)
         results.append([rotated, cache, attended, operations.rms_norm(x.to(to), weight.to(to))])
-    logits, uniforms = torch.randn(3, 700, generator=generator).to(dtype), torch.tensor([0.0, 0.4, 0.999]).double()
-    _, logprobs = _draw_with(library, logits, torch.ones(3), uniforms)
-    softmax = logits.double().softmax(-1)
-    results[0].append(softmax.gather(1, invert(softmax, uniforms)[:, None])[:, 0])
-    results[1].append(logprobs.exp())
-    for what, expected, found in zip(("rotation", "cache", "attention", "norm", "draw"), *results, strict=True):
+    for what, expected, found in zip(("rotation", "cache", "attention", "norm"), *results, strict=True):
         worst = (expected - found).abs().max().item()
         if not worst <= _TOLERANCE[dtype] * expected.abs().max().item():
             raise Unavailable(f"what the compiler has made is wrong: {what} is off by {worst:g}")

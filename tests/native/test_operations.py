@@ -305,7 +305,6 @@ def test_the_switch_turns_everything_off(made_anew: Path, monkeypatch: pytest.Mo
         ("b * load(sines + i));", "b);", "rotation"),
         ("/ (float)width", "", "norm"),
         ("+ head * head_dim, *values", "+ head, *values", "attention"),
-        ("before <= wanted; i += WIDTH", "before < 0; i += WIDTH", "draw"),
     ],
 )
 def test_what_is_wrong_is_not_used(

@@ -2,7 +2,7 @@
 
 Each request draws with its own counter-based random numbers: the number for output token i depends only on the
 request's seed and on i, so a response does not depend on the rest of the batch. A token is found by inverting the
-cumulative distribution (`native/operations.py`). Rows with top-p, top-k or min-p are drawn from their likeliest tokens.
+cumulative distribution. Rows with top-p, top-k or min-p are drawn from their likeliest tokens.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streamrl.native.operations import draw, invert
-
+BLOCK = 128
+"""Tokens whose probabilities are summed before a token among them is looked for."""
 CANDIDATES = 1024
 """Number of the likeliest tokens that are examined first when top-p, top-k or min-p are set."""
 
@@ -93,16 +93,15 @@ def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return z ^ (z >> np.uint64(31))
 
 
-def _scales(draws: Sequence[Draw], device: torch.device) -> Tensor:
-    return torch.tensor([draw.scale for draw in draws], dtype=torch.float32, device=device)
-
-
 def _scaled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
-    return logits.float() * _scales(draws, logits.device)[:, None]
+    scales = torch.tensor([draw.scale for draw in draws], dtype=torch.float32, device=logits.device)
+    return logits.float() * scales[:, None]
 
 
 def _sample_plain(logits: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> SamplerOutput:
-    tokens, logprobs = draw(logits, _scales(draws, logits.device), uniforms)
+    probabilities = _scaled(logits, draws).softmax(-1)
+    tokens = invert(probabilities, uniforms)
+    logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
     return SamplerOutput(tokens.tolist(), logprobs.tolist())
 
 
@@ -147,3 +146,29 @@ def _kept(values: Tensor, draws: Sequence[Draw]) -> Tensor:
     ranks = torch.arange(values.shape[-1], device=device)
     kept: Tensor = (ranks < top_k) & (before <= top_p) & (values >= values[:, :1] * min_p)
     return kept
+
+
+def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first index of each row of `weights` (`[rows, width]`) up to which they add up to more than
+    `uniforms` (`[rows]`) times their total.
+
+    Wide rows are searched in two stages, first for a block and then in it: `torch.multinomial`, or a cumulative sum
+    over a whole vocabulary, costs more than a small model.
+    """
+    rows, width = weights.shape
+    if width % BLOCK or width <= 8 * BLOCK:
+        cumulative = weights.cumsum(-1, dtype=torch.float64)
+        return _first_above(cumulative, uniforms[:, None] * cumulative[:, -1:])[:, 0]
+    blocks = weights.view(rows, -1, BLOCK)
+    cumulative = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = uniforms[:, None] * cumulative[:, -1:]
+    block = _first_above(cumulative, target)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks[torch.arange(rows, device=weights.device), block[:, 0]].cumsum(-1, dtype=torch.float64)
+    return (block * BLOCK + _first_above(inside, target - before))[:, 0]
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Return the index `[rows, 1]`; where rounding finds none, the last one that has any weight."""
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous()).clamp_(max=cumulative.shape[-1] - 1)
+    return torch.minimum(torch.searchsorted(cumulative, target, right=True), last)

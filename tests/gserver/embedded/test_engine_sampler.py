@@ -11,28 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from streamrl.gserver.embedded.sampler import Draw, sample, scaled_logprobs, uniform
-from streamrl.native import operations
-from streamrl.native.operations import BLOCK, draw, invert, library_for
+from streamrl.gserver.embedded.sampler import BLOCK, Draw, invert, sample, scaled_logprobs, uniform
 
 DRAWS = 20_000
-needs_compiler = pytest.mark.skipif(library_for(torch.float32) is None, reason="there is no C for this machine")
-
-
-@pytest.fixture(params=[pytest.param("compiled", marks=needs_compiler), "torch"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who draws the rows that are not filtered."""
-    name: str = request.param
-    if name == "torch":
-        monkeypatch.setattr(operations, "library_for", lambda dtype: None)
-    return name
-
-
-def drawn(way: str, weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """A token of each row of `weights`, at its uniform number."""
-    if way == "torch":
-        return invert(weights, uniforms)
-    return draw(weights.log(), torch.ones(len(weights)), uniforms)[0]
 
 
 def logits_of(width: int, *, seed: int = 0, spread: float = 1.5) -> torch.Tensor:
@@ -106,12 +87,12 @@ def test_small_vocabulary(draw: Draw) -> None:
 
 
 @pytest.mark.parametrize("width", [3, 40, 16 * BLOCK])
-def test_inversion_is_exact(way: str, width: int) -> None:
+def test_inversion_is_exact(width: int) -> None:
     """A grid of uniform numbers gives each token its share, to within one point of the grid."""
     points = 50_000
     weights = logits_of(width, spread=1.0).softmax(-1)
     grid = (torch.arange(points, dtype=torch.float64) + 0.5) / points
-    tokens = torch.cat([drawn(way, weights.expand(len(part), -1).contiguous(), part) for part in grid.split(1000)])
+    tokens = torch.cat([invert(weights.expand(len(part), -1).contiguous(), part) for part in grid.split(1000)])
     assert (torch.diff(tokens) >= 0).all()
     counts = torch.bincount(tokens, minlength=width)
     assert (counts - weights * points).abs().max() <= 1.1

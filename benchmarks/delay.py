@@ -37,8 +37,9 @@ from streamrl.models import ensure_checkpoint
 from streamrl.records.collapse import CollapseWatch
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.tasks import copy_digits, copy_reward, sort_digits
-from streamrl.trainer.algorithms.advantages import group_advantages
-from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
+from streamrl.trainer.algorithms.objective import Totals, objective
+from streamrl.trainer.algorithms.registry import advantage_of
+from streamrl.trainer.algorithms.tokens import Tokens
 from streamrl.trainer.roles.actor import PULL_SHARE, sample
 from streamrl.types import Prompt
 
@@ -362,7 +363,8 @@ class Loop:
         tokens, kept = torch.stack(drawn, 1), torch.stack(mask, 1)
         rewards = torch.tensor([self._reward(row, kept[i], rows[i // siblings]) for i, row in enumerate(tokens)])
         grouped = rewards.view(groups, siblings)
-        advantages = [group_advantages(group, kind=self._algorithm.advantage) for group in grouped]
+        compare, attempts = advantage_of(self._algorithm), torch.arange(siblings).numpy()
+        advantages = [torch.from_numpy(compare(group.numpy(), attempts)) for group in grouped]
         contrasted = sum(bool(group.any()) for group in advantages)
         return Batch(
             prompts=prompts,

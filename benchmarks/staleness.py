@@ -125,7 +125,7 @@ NOT_LEARNED = "smollm2-chain-sum"
 """Tried at η = 0 alone: a task that a synchronous run does not learn cannot be lost."""
 
 _DECOUPLED = {
-    "objective": "ppo",
+    "loss": "ppo",
     "proximal": "auto",
     "clip_low": 0.2,
     "clip_high": 0.28,
@@ -145,13 +145,13 @@ OBJECTIVES: dict[str, Mapping[str, Any]] = {
     "masked": _DECOUPLED | {"behavior_weight_limit": "mask", "behavior_weight_floor": 0.5},
     "gspo": _DECOUPLED
     | {
-        "objective": "gspo",
+        "loss": "gspo",
         "proximal": "behavior",
         "clip_low": 3e-4,
         "clip_high": 4e-4,
         "loss_aggregation": "sequence",
     },
-    "cispo": _DECOUPLED | {"objective": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
+    "cispo": _DECOUPLED | {"loss": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
 }
 """Settings of [algorithm] by name. The default has the settings of the example; each of the others names all of its
 settings, so that a change of defaults does not change it. `decoupled` has the clip around the policy at the start of

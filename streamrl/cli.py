@@ -126,10 +126,11 @@ def run(
         bool, typer.Option("--resume", help="Resume the newest run of CONFIG from its latest checkpoint.")
     ] = False,
     page: Annotated[bool, typer.Option("--page", help="Show the run in a browser, too; its address is told.")] = False,
+    answer_fd: AnswerFd = None,
 ) -> None:
     """Run everything on this machine: controller, gservers, trainer, rollout workers."""
     from streamrl import config as configuration
-    from streamrl.launch.display import make_display
+    from streamrl.launch.display import ReportingDisplay, make_display
     from streamrl.launch.local import run_locally
     from streamrl.launch.process import set_up_logging
     from streamrl.launch.run_folders import resume_words
@@ -142,7 +143,11 @@ def run(
     with _reported(
         resolved.run_dir, again=resume_words(["streamrl", "run"], config, overrides or (), resolved.run_dir)
     ):
-        code = run_locally(resolved, display=make_display(_console(), config=resolved), page=page)
+        if answer_fd is None:
+            display = make_display(_console(), config=resolved)
+        else:
+            display = ReportingDisplay(_console(), config=resolved, reports=answer_fd)
+        code = run_locally(resolved, display=display, page=page)
     raise typer.Exit(code)
 
 

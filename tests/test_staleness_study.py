@@ -20,7 +20,8 @@ Cell = staleness.Cell
 
 CREDIT_AND_PENALTIES = {
     "router_aux_loss_coef",
-    *("advantage", "gamma", "gae_lambda", "entropy_coef", "minibatches", "epochs", "dual_clip", "on_collapse"),
+    *("advantage", "advantage_args", "loss_args"),
+    *("gamma", "gae_lambda", "entropy_coef", "minibatches", "epochs", "dual_clip", "on_collapse"),
     *("kl_coef", "kl_estimator", "kl_in", "kl_target", "kl_horizon", "ref_update_every", "ref_update_share"),
 }
 """Settings of [algorithm] in which the objectives do not differ."""

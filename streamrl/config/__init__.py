@@ -74,6 +74,8 @@ RENAMED = {
     "manager.join_timeout_seconds": "limits.start_seconds",
     "manager.lease_seconds": "limits.silence_seconds",
     "manager.port": "run.port",
+    "rollout.drop_uniform_groups": 'rollout.filter; "contrast" has the effect of true',
+    "algorithm.objective": "algorithm.loss, which also takes module:function",
     "metrics.tensorboard": 'metrics.sinks; ["tensorboard"], the default, is what true was, [] what false was',
     "rollout.agent.host": "run.host, and the option --advertise of `streamrl rollout`",
     "rollout.agent.on_error": 'rollout.on_failed_sibling, whose "reject" and "zero" hold for reward functions, too',
@@ -118,17 +120,22 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises `ConfigError` if the file cannot be read, or if values do not fit; the error names their keys.
     """
+    tree = read_tree(path)
+    for override in overrides:
+        _apply(tree, override)
+    return from_dict(tree, where=str(path))
+
+
+def read_tree(path: str | Path) -> dict[str, Any]:
+    """Return the content of the TOML file `path`; raises `ConfigError` if it cannot be read."""
     file = Path(path)
     try:
-        tree = tomllib.loads(file.read_text())
+        return tomllib.loads(file.read_text())
     except OSError as error:
         remedy = example_files.hint(file) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"{file}: cannot be read ({error.strerror}){remedy or '; is the path right?'}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: not valid TOML: {error}") from error
-    for override in overrides:
-        _apply(tree, override)
-    return from_dict(tree, where=str(file))
 
 
 def overridden(config: Config, overrides: Sequence[str], *, where: str = "configuration") -> Config:
@@ -186,13 +193,18 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string
-    *sections, name = key.strip().split(".")
+    assign(tree, key.strip(), value)
+
+
+def assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set `key`, such as `trainer.lr`, in `tree`; raises `ConfigError` if a part of it is no section."""
+    *sections, name = key.split(".")
     table, path = tree, list[str]()
     for section in sections:
         table = table.setdefault(section, {})
         path.append(section)
         if not isinstance(table, dict):
-            raise ConfigError(f"override {override!r}: {'.'.join(path)} is no section: its value is {table!r}")
+            raise ConfigError(f"{key} = {value!r}: {'.'.join(path)} is no section: its value is {table!r}")
     table[name] = value
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Literal
 
+from streamrl.config.algorithms import names_of
 from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.config.sections import LINEAR_LAYERS, Config, DataConfig, WorkflowConfig, as_evaluated
-from streamrl.config.trainer import role_config
+from streamrl.config.trainer import AlgorithmConfig, role_config
 
-WITHOUT_SIBLINGS = ("reinforce++", "gae", "none")
-"""Kinds of advantage that do not compare siblings."""
+COMPARES_SIBLINGS = ("grpo", "mean", "rloo", "reinforce++-baseline")
+"""Built-in advantages that compare siblings."""
+SCHEDULES = ("constant", "linear", "cosine")
+"""Built-in schedules of the learning rate."""
 
 
 def found_in(config: Config) -> list[str]:
@@ -22,8 +26,10 @@ def found_in(config: Config) -> list[str]:
             f'model.path = "{config.model.path}" names a pretrained model, but the section [model.scratch] describes a '
             'model with random weights: delete the section in a copy of the file, or keep model.path = "scratch"'
         )
-    if config.rollout.group_size < 2 and config.algorithm.advantage not in WITHOUT_SIBLINGS:
+    if config.rollout.group_size < 2 and config.algorithm.advantage in COMPARES_SIBLINGS:
         problems.append(f"rollout.group_size must be at least 2: {config.algorithm.advantage} compares siblings")
+    if config.rollout.filter not in ("", "contrast") and ":" not in config.rollout.filter:
+        problems.append(f'rollout.filter: there is no {config.rollout.filter!r}; take "contrast", or module:function')
     if config.rollout.on_failed_sibling == "shrink":
         problems += _shrinking_problems(config)
     agent = config.rollout.agent
@@ -57,6 +63,7 @@ def found_in(config: Config) -> list[str]:
     if "" in config.rollout.sampling.stop:
         problems.append("rollout.sampling.stop must not contain an empty string: it would end every response at once")
     algorithm = config.algorithm
+    problems += _unknown_algorithms(algorithm)
     if algorithm.kl_coef > 0 and algorithm.kl_estimator == "k1" and algorithm.kl_in == "loss":
         problems.append(
             'algorithm.kl_estimator = "k1" has no gradient on average in the loss; '
@@ -79,7 +86,7 @@ def found_in(config: Config) -> list[str]:
         problems.append('algorithm.behavior_weight_floor needs algorithm.behavior_weight_limit = "mask"')
     if algorithm.behavior_weight_floor > algorithm.behavior_weight_cap:
         problems.append("algorithm.behavior_weight_floor must not exceed algorithm.behavior_weight_cap")
-    if algorithm.objective == "cispo" and algorithm.dual_clip is not None:
+    if algorithm.loss == "cispo" and algorithm.dual_clip is not None:
         problems.append("algorithm.dual_clip bounds a clipped objective; cispo has none")
     if config.algorithm.minibatches > config.trainer.batch_groups:
         problems.append("algorithm.minibatches must not exceed trainer.batch_groups")
@@ -102,13 +109,23 @@ def found_in(config: Config) -> list[str]:
     )
 
 
+def _unknown_algorithms(algorithm: AlgorithmConfig) -> list[str]:
+    """Return the problems of names that are neither built-in nor functions of the user."""
+    kinds: tuple[Literal["loss", "advantage"], ...] = ("loss", "advantage")
+    return [
+        f"algorithm.{kind}: there is no {name!r}; choose one of {', '.join(map(repr, known))}, or module:function"
+        for kind in kinds
+        if ":" not in (name := getattr(algorithm, kind)) and name not in (known := names_of(kind))
+    ]
+
+
 def _shrinking_problems(config: Config) -> list[str]:
     """Return the problems of `rollout.on_failed_sibling = "shrink"`."""
     fewest, size, kind = config.rollout.min_siblings, config.rollout.group_size, config.algorithm.advantage
     problems = []
     if fewest > size:
         problems.append(f"rollout.min_siblings = {fewest} must not exceed rollout.group_size = {size}")
-    if fewest < 2 and kind not in WITHOUT_SIBLINGS:
+    if fewest < 2 and kind in COMPARES_SIBLINGS:
         problems.append(f"rollout.min_siblings must be at least 2: {kind} compares siblings")
     return problems
 
@@ -209,8 +226,8 @@ def _layout_problems(config: Config) -> list[str]:
         if role == "actor" and role in trainer.roles:
             problems.append("trainer.roles.actor: the actor is what [trainer] itself describes")
     algorithm = config.algorithm
-    if config.reward_model.path is not None and config.rollout.drop_uniform_groups:
-        problems.append("rollout.drop_uniform_groups looks at rewards before a reward model has given them")
+    if config.reward_model.path is not None and config.rollout.filter:
+        problems.append("rollout.filter looks at rewards before a reward model has given them")
     if algorithm.ref_update_every and algorithm.kl_coef == 0:
         problems.append("algorithm.ref_update_every needs a reference: an algorithm.kl_coef above 0")
     if trainer.synchronous and config.staleness.max_staleness > 0:
@@ -267,17 +284,23 @@ def _named_adapter_problems(config: Config, modules: set[str]) -> list[str]:
 
 
 def _length_problems(config: Config) -> list[str]:
-    """Return the problems of the settings that end the run."""
-    if config.run.most_steps is not None or config.says_rows:
-        return []
+    """Return the problems of the schedules, and of the settings that end the run."""
     sections = {"trainer": config.trainer.optimizer}
     if config.algorithm.advantage == "gae":
         sections["critic"] = config.critic_optimizer
-    return [
+    unknown = [
+        f"{section}.optimizer.schedule: there is no {optimizer.schedule!r}; choose one of "
+        f"{', '.join(map(repr, SCHEDULES))}, or module:function"
+        for section, optimizer in sections.items()
+        if optimizer.schedule not in SCHEDULES and ":" not in optimizer.schedule
+    ]
+    if config.run.most_steps is not None or config.says_rows:
+        return unknown
+    return unknown + [
         f'{section}.optimizer.schedule = "{optimizer.schedule}" falls until the last step: '
         "set run.total_train_steps, too"
         for section, optimizer in sections.items()
-        if optimizer.schedule != "constant"
+        if optimizer.schedule in SCHEDULES[1:]
     ]
 
 

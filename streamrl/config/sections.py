@@ -299,8 +299,12 @@ class RolloutConfig(Section, frozen=True):
     max_failures: Positive = 20
     """A worker ends after errors have rejected this many groups in a row; the run ends with it, unless other workers
     make groups. Groups lost to the same death of an agent's process count as one."""
-    drop_uniform_groups: bool = False
-    """Give up groups in which all responses scored the same, since they teach nothing, and make others instead."""
+    filter: str = ""
+    """The groups that are trained on; others are given up, and more are made instead. Empty: all groups. `contrast`:
+    those whose responses differ in reward, since others teach nothing. Or `module:function(group) -> bool`
+    (docs/hooks.md)."""
+    filter_args: dict[str, Any] = {}
+    """Keyword arguments of the function."""
     tokens_per_request: Positive = 4096
     """A longer response is requested in parts, so that the death of its gserver costs at most one part."""
     sampling: SamplingConfig = SamplingConfig()
@@ -583,6 +587,11 @@ class MetricsConfig(Section, frozen=True):
     """The run's project at Weights & Biases and in trackio."""
     plots: bool = True
     """Draw figures of the run in `plots/`."""
+    hook: str = ""
+    """`module:function(report, batch) -> figures`, called after each training step; its figures are recorded with
+    those of the step (docs/hooks.md)."""
+    hook_args: dict[str, Any] = {}
+    """Keyword arguments of the function."""
     rollouts_per_step: NonNegative = 4
     """Groups of each training step that are kept in `rollouts/` with every token, for inspection (docs/rollouts.md)."""
     rollouts_mb: PositiveFloat = 512.0

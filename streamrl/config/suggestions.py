@@ -20,6 +20,7 @@ COMMON_NAMES = {
     "critic_lr": "critic.lr",
     "max_grad_norm": "trainer.optimizer.grad_clip",
     "gradient_clipping": "trainer.optimizer.grad_clip",
+    "lr_schedule": "trainer.optimizer.schedule",
     "lr_scheduler": "trainer.optimizer.schedule",
     "lr_scheduler_type": "trainer.optimizer.schedule",
     "warmup": "trainer.optimizer.warmup_steps",

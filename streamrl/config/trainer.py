@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, field
 
 from streamrl.config.fields import (
     DType,
+    NonEmpty,
     NonNegative,
     NonNegativeFloat,
     Overrides,
@@ -60,8 +61,11 @@ class OptimizerConfig(Section, frozen=True):
     """Decoupled weight decay, relative to the learning rate."""
     grad_clip: PositiveFloat = 1.0
     """Largest gradient norm."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Course of the learning rate after the warm-up."""
+    schedule: NonEmpty = "constant"
+    """Course of the learning rate after the warm-up: `constant`, `linear`, `cosine`, or
+    `module:function(update, total_updates) -> share of lr` (docs/hooks.md)."""
+    schedule_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
     warmup_steps: NonNegative = 0
     """Optimizer steps in which the learning rate rises linearly from 0."""
     min_lr_ratio: Share = 0.0
@@ -166,18 +170,23 @@ class AlgorithmConfig(Section, frozen=True):
     docs/algorithms.md lists the settings for each algorithm.
     """
 
-    advantage: Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae", "none"] = "grpo"
+    advantage: NonEmpty = "grpo"
     """`grpo`: (r - mean) / (std + eps) in the group; `mean`: r - mean; `rloo`: r - mean of the other siblings;
     `reinforce++`: r, and `reinforce++-baseline`: r - mean; `gae`: generalised advantage estimation with a critic.
     `none`: 0, so that rewards are only monitored, and the policy learns from its reference alone. With the last four
-    each token has its own advantage, and the loss whitens advantages over the batch's tokens."""
+    each token has its own advantage, and the loss whitens advantages over the batch's tokens. Or
+    `module:function(rewards, episodes) -> array` (docs/hooks.md)."""
+    advantage_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
     gamma: Share = 1.0
     """Discount of later tokens, if tokens have their own advantages."""
     gae_lambda: Share = 0.95
     """Interpolates between one-step (0) and whole-response (1) estimates (`gae`)."""
-    objective: Literal["ppo", "gspo", "cispo"] = "ppo"
+    loss: NonEmpty = "ppo"
     """`ppo`: clipped ratio of each token; `gspo`: clipped ratio of a whole response; `cispo`: the clipped ratio as a
-    weight without gradient."""
+    weight without gradient. Or `module:function(tokens) -> tensor` (docs/hooks.md)."""
+    loss_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
     clip_low: NonNegativeFloat = 0.2
     """The ratio is clipped from below at 1 minus this."""
     clip_high: NonNegativeFloat = 0.28
@@ -188,9 +197,9 @@ class AlgorithmConfig(Section, frozen=True):
     """Centre of the clip: log-probabilities at the start of the step (`recompute`: by `actor_inf`; `auto`: by
     `actor_inf` only if they differ from the first forward pass because there are several minibatches), or those under
     the behaviour policy (plain PPO)."""
-    behavior_weight_level: Literal["token", "sequence", "geometric"] = "token"
+    behavior_weight_level: Literal["token", "sequence", "geometric", "none"] = "token"
     """Level of the weight proximal / behaviour: of each token, their product over a response, or their geometric mean.
-    """
+    `none`: no weight, for a loss that corrects for the behaviour policy itself."""
     behavior_weight_limit: Literal["truncate", "mask"] = "truncate"
     """A weight beyond its limits is truncated to `behavior_weight_cap`, or its tokens are masked from the loss (AReaL).
     """

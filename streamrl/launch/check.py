@@ -26,6 +26,7 @@ from streamrl.config import Config
 from streamrl.config.sections import as_evaluated
 from streamrl.config.trainer import RoleName, role_config
 from streamrl.errors import ConfigError, DataError, RewardError, StreamRLError
+from streamrl.hooks import is_hook, load_hook
 from streamrl.importing import load_object
 from streamrl.launch.processes import fitted
 from streamrl.local_cache import cache_home
@@ -41,8 +42,9 @@ from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import load_workflow
 from streamrl.safetensors_files import MODEL, TensorFiles
+from streamrl.trainer.algorithms import registry
 from streamrl.trainer.backends.base import Head, checked
-from streamrl.trainer.backends.optimizer import checked_state
+from streamrl.trainer.backends.optimizer import checked_state, share_of_peak
 from streamrl.trainer.backends.torch import on_meta
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
@@ -107,6 +109,19 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
             if mfc.function:
                 load_object(mfc.function, key=f"the function of {mfc.name}")
         found.tried.append(f"model function calls: {', '.join(mfc.name for mfc in graph.mfcs)}")
+    with found.part("algorithm"):
+        registry.check(config.algorithm)
+        found.tried.append(f"algorithm: loss {config.algorithm.loss}, advantage {config.algorithm.advantage}")
+    for key, hook, args in (
+        ("rollout.filter", config.rollout.filter, config.rollout.filter_args),
+        ("metrics.hook", config.metrics.hook, config.metrics.hook_args),
+    ):
+        if is_hook(hook):
+            with found.part(key):
+                load_hook(hook, key=key, args=args)
+                found.tried.append(f"{key}: {hook} was imported")
+    with found.part("trainer.optimizer"):
+        share_of_peak(config.trainer.optimizer)
     folder: Path | None = None
     with found.part("model"):
         folder = ensure_checkpoint(config)

@@ -7,7 +7,9 @@ does not affect the run.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -134,6 +136,25 @@ class Display:
         if state != self._state:
             self._state = state
             self.note(state)
+
+
+class ReportingDisplay(Display):
+    """The display of a run that another program started: it also reports the run's folder, then the controller's URL,
+    as lines to a pipe."""
+
+    def __init__(self, console: Console, *, config: Config, reports: int) -> None:
+        """`reports`: descriptor of the pipe."""
+        super().__init__(console, config=config)
+        self._reports = reports
+        self._report(str(config.run_dir))
+
+    async def follow(self, manager_url: str) -> None:
+        self._report(manager_url)
+        await super().follow(manager_url)
+
+    def _report(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the program has ended, and with it the run
+            os.write(self._reports, f"{line}\n".encode())
 
 
 class LiveDisplay(Display):

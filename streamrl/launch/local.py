@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 from streamrl import config as configuration
 from streamrl import essential
+from streamrl.children import Lifeline
 from streamrl.config import Config
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.display import Display
@@ -109,7 +110,12 @@ def run_locally(
     config = fitted(config, gpus=gpus)
     processes = plan(config, gpus=gpus)
     launcher = Launcher(config, processes=processes, display=display, components=components, page=page)
-    return run_until_stopped(launcher.run, before_force=launcher.kill, on_first_signal=launcher.departures)
+    return run_until_stopped(
+        launcher.run,
+        lifeline=Lifeline.from_environment(),  # of a Python program that started this one
+        before_force=launcher.kill,
+        on_first_signal=launcher.departures,
+    )
 
 
 def of_this_machine(logs: Path, secret: Secret) -> Children:

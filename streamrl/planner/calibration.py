@@ -242,7 +242,7 @@ class _CalibrationReader:
         fixed = min(train, gain * self._mean("update_seconds"))
         prompt_tokens = self._prompt_tokens()
         tokens = (self._sum("tokens_sampled") + prompt_tokens * groups) / len(self._steps)
-        rejected = self._counted("rollout", "groups_rejected_total") + self._counted("rollout", "groups_uniform_total")
+        rejected = self._counted("rollout", "groups_rejected_total") + self._counted("rollout", "groups_filtered_total")
         responses = (done + rejected) * sum(map(len, self._lengths)) / len(self._lengths)
         worker = self._counted("rollout", PROCESSOR_SECONDS)
         reward = (worker / 2 + self._counted("rollout", CHILDREN_SECONDS)) / max(1.0, responses)

@@ -264,7 +264,7 @@ def _data(run: RunFigures) -> Iterator[Finding]:
             [
                 "data that are neither solved nor hopeless",
                 f"rollout.group_size={2 * size} (now {size})",
-                *([] if config.rollout.drop_uniform_groups else ["rollout.drop_uniform_groups=true"]),
+                *([] if config.rollout.filter else ["rollout.filter=contrast"]),
             ],
         )
     most = config.rollout.sampling.max_new_tokens

@@ -54,7 +54,7 @@ class Activity:
         self.groups_running = 0
         self.groups_done = 0
         self.groups_rejected = 0
-        self.groups_uniform = 0
+        self.groups_filtered = 0
         self.groups_shrunk = 0
         """Groups that were finished with fewer siblings than `rollout.group_size`."""
         self.siblings_retried = 0
@@ -102,7 +102,7 @@ class Activity:
             "groups_pushing": self._under_way[PUSHING],
             "groups_done_total": self.groups_done,
             "groups_rejected_total": self.groups_rejected,
-            "groups_uniform_total": self.groups_uniform,
+            "groups_filtered_total": self.groups_filtered,
             "groups_shrunk_total": self.groups_shrunk,
             "siblings_retried_total": self.siblings_retried,
             "requests_in_flight": self._under_way[GENERATION],
@@ -214,9 +214,9 @@ class Activity:
         elif len(self._failures) < MOST_FAILURES:
             self._failures[kind] = FrequentFailure(error, 1, self.describe_row(seq))
 
-    def uniform(self) -> None:
-        """Count a group that was given up because its responses all scored the same."""
-        self.groups_uniform += 1
+    def filtered(self) -> None:
+        """Count a group that `rollout.filter` left out."""
+        self.groups_filtered += 1
 
     def log_reason(self, what: str, reason: BaseException) -> None:
         """Log an event and its reason, unless similar messages are being suppressed."""

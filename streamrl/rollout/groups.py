@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from streamrl.config import Config
+from streamrl.config import Config, RolloutConfig
 from streamrl.errors import DataError, StreamRLError, WireError, first_error
+from streamrl.hooks import load_hook
 from streamrl.retry import Retry
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
@@ -215,6 +216,25 @@ class GroupMaker:
             check_trajectory(trajectory)
         await session.generated()  # a sibling without a score must not keep the others waiting
         return SiblingResult(trajectories, session.reward_parts)
+
+
+Filter = Callable[[TrajectoryGroup], bool]
+"""Whether a group is trained on."""
+
+
+def load_filter(rollout: RolloutConfig) -> Filter:
+    """Return `rollout.filter` with its arguments; raises `ConfigError` if it cannot be loaded."""
+    if rollout.filter == "":
+        return lambda group: True
+    if rollout.filter == "contrast":
+        return has_contrast
+    chosen: Filter = load_hook(rollout.filter, key="rollout.filter", args=rollout.filter_args)
+    return chosen
+
+
+def has_contrast(group: TrajectoryGroup) -> bool:
+    """Whether the responses differ in reward."""
+    return bool((group.rewards != group.rewards[0]).any())
 
 
 def check_trajectory(trajectory: Trajectory) -> None:

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from streamrl.config import Config
 from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
 from streamrl.records.lineage import LineageHistory
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCount
-from streamrl.rollout.groups import GroupMaker
+from streamrl.rollout.groups import GroupMaker, load_filter
 from streamrl.rollout.held_out import HeldOutPrompts
 from streamrl.rollout.process import RunConnection, WorkerShutdown, open_workshop, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
@@ -37,8 +39,8 @@ log = logging.getLogger(__name__)
 
 STORED_BYTES = 128 * 2**20
 """Most bytes of arrays of groups that the trainer has stored; they are sent again if the trainer loses them."""
-UNIFORM_WARNING_GROUPS = 100
-"""A warning is logged after this many groups in a row in which all responses scored the same."""
+FILTER_WARNING_GROUPS = 100
+"""A warning is logged after `rollout.filter` has left out this many groups in a row."""
 
 
 async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str = "") -> None:
@@ -174,13 +176,14 @@ class RolloutWorker:
         self._failures: list[Exception] = []
         """Errors of the groups that failed since the last success. An error that several groups share, such as the
         death of their agents' process, is listed once."""
-        self._uniform_in_a_row = 0
+        self._filtered_in_a_row = 0
         self._unfinished: dict[int, _Group] = {}
         """Groups that were admitted here, and are neither stored with the trainer nor rejected."""
         self._stored = StoredGroups(0 if config.trainer.synchronous else STORED_BYTES)
         self._finished_one = asyncio.Event()
         self._reports = InFlightReports(joined.control, worker=joined.membership.index)
         self._groups = asyncio.TaskGroup()
+        self._is_wanted = load_filter(config.rollout)
 
     async def run(self) -> None:
         """Make groups until the run is over; raises errors that have to stop the run.
@@ -338,8 +341,8 @@ class RolloutWorker:
             if group.made is None:
                 before_scoring = gate.before_scoring if gate is not None else None
                 made = await self._maker.make(seq, group.route, before_scoring, may_retry=self._young_enough())
-                if self._config.rollout.drop_uniform_groups and bool((made.rewards == made.rewards[0]).all()):
-                    await self._drop_uniform(seq, float(made.rewards[0]))
+                if not self._is_wanted(made):
+                    await self._leave_out(made)
                     return False
                 group.made = made
             with self._activity.pushing():
@@ -356,7 +359,7 @@ class RolloutWorker:
             await self._reject(seq, error)
         else:
             self._failures.clear()
-            self._uniform_in_a_row = 0
+            self._filtered_in_a_row = 0
             self._activity.done(mean_reward=group.made.mean_reward)
             self._stored.add(group)
             return True
@@ -380,18 +383,19 @@ class RolloutWorker:
         message = AskRoute(worker=self._membership.index, seq=seq, failed=failed)
         return (await self._control.route(message)).gserver
 
-    async def _drop_uniform(self, seq: int, reward: float) -> None:
+    async def _leave_out(self, group: TrajectoryGroup) -> None:
         """Give the group's place back, and warn after many in a row: without other groups training stands still."""
         self._failures.clear()
-        self._uniform_in_a_row += 1
-        self._activity.uniform()
-        if self._uniform_in_a_row % UNIFORM_WARNING_GROUPS == 0:
+        self._filtered_in_a_row += 1
+        self._activity.filtered()
+        rewards = np.unique(group.rewards).tolist()
+        if self._filtered_in_a_row % FILTER_WARNING_GROUPS == 0:
             log.warning(
-                "%s: %d groups in a row are dropped because all their responses scored the same (the last: %.3g); "
-                "the task may be too easy or too hard by now, see rollout.drop_uniform_groups",
-                *(self._membership.name, self._uniform_in_a_row, reward),
+                "%s: rollout.filter = %r left out %d groups in a row (rewards of the last: %s); the task may be too "
+                "easy or too hard by now",
+                *(self._membership.name, self._config.rollout.filter, self._filtered_in_a_row, rewards),
             )
-        await self._tell_rejection(seq, f"all responses scored {reward:.3g}")
+        await self._tell_rejection(group.seq, f"left out by rollout.filter (rewards: {rewards})")
 
     async def _reject(self, seq: int, reason: Exception) -> None:
         if all(reason is not failure for failure in self._failures):

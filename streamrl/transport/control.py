@@ -24,6 +24,7 @@ and joins with it; each role has a token for its own calls.
 | POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
 | GET /publish/places | model worker | on which machines and GPUs the gservers are |
 | POST /compare | model worker | has the gservers that serve a version score a response |
+| POST /steer | owner | changes the staleness, pauses admission, requests a checkpoint |
 | POST /finish_run | owner | the run is over; every process receives `stop` with its next heartbeat |
 | POST /fail_run | rollout | stops the run because of an error in the worker |
 | GET /status, /metrics | all | the run's state as JSON; figures for Prometheus |
@@ -224,6 +225,24 @@ class FinishRun(msgspec.Struct, frozen=True):
     reason: str = ""
     error: str = ""
     """Not empty: the run failed, for example because a launcher has seen one of its processes die."""
+
+
+class Steer(msgspec.Struct, frozen=True):
+    """The owner changes the course of a run; a setting that is None stays as it is."""
+
+    max_staleness: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    """η for admission and for tokens in the loss, until the controller is restarted."""
+    paused: bool | None = None
+    """Whether to start no further group."""
+    save: bool = False
+    """Whether to write a checkpoint after the present step."""
+
+
+class SteerReply(msgspec.Struct, frozen=True):
+    """The change was made."""
+
+    policy_version: int
+    """Version that the checkpoint will have at least."""
 
 
 class FailRun(msgspec.Struct, frozen=True):

@@ -241,6 +241,7 @@ class ControlClient:
     compare = _once("/compare", control.Compare, control.Done)
     drain = _once("/drain", control.Drain, control.Done)
     leave = _once("/leave", control.Leave, control.Done)
+    steer = _once("/steer", control.Steer, control.SteerReply)
 
     fail_run = _patient("/fail_run", control.FailRun, control.Done)
     held_out_result = _patient("/evaluation", control.HeldOutResult, control.Done)

@@ -44,6 +44,7 @@ ALLOWED: Mapping[str, Permission] = {
     "POST /publish/commit": Permission(frozenset({"model_worker"})),
     "GET /publish/places": Permission(frozenset({"model_worker"})),
     "POST /compare": Permission(frozenset({"model_worker"})),
+    "POST /steer": Permission(_NOBODY),
     "POST /finish_run": Permission(_NOBODY),
     "GET /status": Permission(_EVERYONE),
     "GET /metrics": Permission(_EVERYONE),

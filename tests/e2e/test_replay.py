@@ -43,8 +43,8 @@ def test_a_replayed_run_has_the_losses_of_the_run(tmp_path: Path) -> None:
     assert [step["token_ages"] for step in steps(again)] == [step["token_ages"] for step in steps(live)]
     assert trained_seqs(again) == trained_seqs(live)
     assert json.loads((again / "replay.json").read_text())["difference"] is None
-    said = replay(live, "--steps", "3", "algorithm.objective=cispo", "trainer.lr=0.01")
-    assert "algorithm.objective = 'cispo' instead of 'ppo'" in said
+    said = replay(live, "--steps", "3", "algorithm.loss=cispo", "trainer.lr=0.01")
+    assert "algorithm.loss = 'cispo' instead of 'ppo'" in said
     other = steps(tmp_path / "live-replay")
     assert len(other) == 3
     assert other[2]["metrics"]["loss"] != steps(live)[2]["metrics"]["loss"]

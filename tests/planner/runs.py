@@ -95,7 +95,7 @@ def _beats(second: int) -> list[dict[str, Any]]:
         ("rollout", 0): {
             "groups_done_total": groups,
             "groups_rejected_total": 0.0,
-            "groups_uniform_total": 0.0,
+            "groups_filtered_total": 0.0,
             "reward_busy_seconds_total": 0.02 * 2 * groups,
             "processor_seconds_total": GROUP * groups,
             "children_processor_seconds_total": REWARD * 2 * groups,

@@ -60,7 +60,7 @@ def healthy(**changed):
         "response_lengths": [[20, 30], [99, 40], [10, 10]],
         "evaluations": [make_report(3, cut_share=0.0)],
         "stats": {
-            "rollout/0": {"groups_done_total": 100.0, "groups_rejected_total": 2.0, "groups_uniform_total": 90.0},
+            "rollout/0": {"groups_done_total": 100.0, "groups_rejected_total": 2.0, "groups_filtered_total": 90.0},
             "model_worker/0": {"rollouts_lost_total": 0.0, "groups_refused_total": 0.0},
         },
         "generation_busy": 0.8,

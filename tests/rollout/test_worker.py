@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -256,25 +257,23 @@ async def test_reward_errors_may_count_as_zero(model_dir: Path) -> None:
 async def test_groups_without_contrast_may_be_dropped(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("streamrl.rollout.worker.UNIFORM_WARNING_GROUPS", 5)
+    monkeypatch.setattr("streamrl.rollout.worker.FILTER_WARNING_GROUPS", 5)
     source = PromptSource.open(configure(), CHAT)
     dull = [source.prompt(seq).input_ids for seq in range(10)]
 
     def script(request: GenerateRequest, number: int) -> GenerateReply:
         return answer(CHAT.encode("12"), version="0") if request.input_ids in dull else say(request, number)
 
-    config = configure(drop_uniform_groups=True, max_failures=1, max_concurrent_groups=1)
+    config = configure(filter="contrast", max_failures=1, max_concurrent_groups=1)
     async with stage(script, model_dir, config) as on:
         await on.manager.give(range(14))
         await on.trainer.until(4)
         await on.finish()
     assert sorted(on.manager.rejected) == list(range(10))
-    assert set(on.manager.rejected.values()) == {"all responses scored 2"}
+    assert set(on.manager.rejected.values()) == {"left out by rollout.filter (rewards: [2.0])"}
     assert sorted(on.trainer.stored) == [10, 11, 12, 13]
-    warnings = [
-        record.getMessage() for record in caplog.records if "groups in a row are dropped" in record.getMessage()
-    ]
-    assert [warning.split()[1] for warning in warnings] == ["5", "10"]
+    warnings = [record.getMessage() for record in caplog.records if "groups in a row (rewards" in record.getMessage()]
+    assert [re.findall(r"left out (\d+)", warning) for warning in warnings] == [["5"], ["10"]]
 
 
 async def test_data_that_cannot_be_read_stops_the_run_with_the_reason(model_dir: Path) -> None:

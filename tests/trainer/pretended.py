@@ -476,6 +476,7 @@ class Manager(Signal):
     """The master's `RolloutPool`."""
 
     reads_snapshots = False
+    save_requested = False
 
     def __init__(self, config: Config, script: Script) -> None:
         super().__init__()

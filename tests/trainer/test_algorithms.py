@@ -5,21 +5,16 @@ from __future__ import annotations
 import math
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.trainer.algorithms.advantages import STD_EPS, group_advantages, moments, whiten
-from streamrl.trainer.algorithms.losses import (
-    KLCoefficient,
-    behavior_kl,
-    behavior_weight,
-    cispo,
-    gspo,
-    kl_estimate,
-    ppo,
-)
+from streamrl.config import AlgorithmConfig
+from streamrl.trainer.algorithms.advantages import STD_EPS, moments, whiten
+from streamrl.trainer.algorithms.losses import KLCoefficient, behavior_kl, behavior_weight, kl_estimate
+from streamrl.trainer.algorithms.registry import advantage_of, policy_loss, random_tokens
 
 reward = st.floats(-3, 3, width=32)
 rewards_of_group = st.lists(reward, min_size=2, max_size=16)
@@ -28,9 +23,24 @@ advantage = st.floats(-2, 2, width=32)
 clip = st.floats(0.05, 0.5)
 
 
+def advantages_of(rewards, kind):
+    """Of responses that are an attempt each."""
+    return advantage_of(AlgorithmConfig(advantage=kind))(np.array(rewards, np.float32), np.arange(len(rewards)))
+
+
+def loss_of(kind, now, centre, credit, index=None, **settings):
+    """The loss `kind` of tokens that are a response each, or as `index` assigns them."""
+    index = torch.arange(len(now)) if index is None else index
+    unused = random_tokens(np.ones(1, np.float32), np.random.default_rng(0))
+    tokens = unused._replace(
+        logprobs=now, proximal_logprobs=centre, advantages=credit, sequence=index, sequences=int(index[-1]) + 1
+    )
+    return policy_loss(AlgorithmConfig(loss=kind, **settings))(tokens)
+
+
 @given(rewards_of_group)
 def test_grpo_advantages_follow_the_formula(rewards):
-    got = group_advantages(torch.tensor(rewards), kind="grpo").tolist()
+    got = advantages_of(rewards, "grpo").tolist()
     if len(set(rewards)) == 1:
         assert got == [0.0] * len(rewards)
         return
@@ -41,7 +51,7 @@ def test_grpo_advantages_follow_the_formula(rewards):
 @pytest.mark.parametrize("kind", ["mean", "reinforce++-baseline"])
 @given(rewards=rewards_of_group)
 def test_mean_advantages_sum_to_zero(kind, rewards):
-    got = group_advantages(torch.tensor(rewards), kind=kind)
+    got = advantages_of(rewards, kind)
     assert float(got.sum()) == pytest.approx(0, abs=1e-4)
     mean = statistics.fmean(rewards)
     assert got.tolist() == pytest.approx([r - mean for r in rewards], abs=1e-5)
@@ -49,14 +59,14 @@ def test_mean_advantages_sum_to_zero(kind, rewards):
 
 @given(rewards_of_group)
 def test_rloo_compares_with_the_other_siblings(rewards):
-    got = group_advantages(torch.tensor(rewards), kind="rloo").tolist()
+    got = advantages_of(rewards, "rloo").tolist()
     others = [rewards[:i] + rewards[i + 1 :] for i in range(len(rewards))]
     assert got == pytest.approx([r - statistics.fmean(o) for r, o in zip(rewards, others, strict=True)], abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["grpo", "mean", "rloo", "reinforce++-baseline"])
 def test_equal_rewards_teach_exactly_nothing(kind):
-    assert group_advantages(torch.full((7,), 0.1), kind=kind).tolist() == [0.0] * 7
+    assert advantages_of([0.1] * 7, kind).tolist() == [0.0] * 7
 
 
 @given(st.lists(rewards_of_group, min_size=1, max_size=5))
@@ -89,7 +99,7 @@ def one_token(logprob, proximal, advantage, low, high, dual):
 def test_ppo_follows_the_formula(tokens, low, high, dual):
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)]
     columns[0].requires_grad_()
-    got = ppo(*columns, clip_low=low, clip_high=high, dual_clip=dual)
+    got = loss_of("ppo", *columns, clip_low=low, clip_high=high, dual_clip=dual)
     got.loss.sum().backward()
     for i, (now, centre, credit) in enumerate(tokens):
         loss, slope, clipped = one_token(now, centre, credit, low, high, dual)
@@ -132,7 +142,7 @@ def flat(found):
 @given(responses, clip, clip)
 def test_gspo_clips_whole_responses(found, low, high):
     now, old, a, index = flat(found)
-    got = gspo(now, old, a, index, len(found), clip_low=low, clip_high=high)
+    got = loss_of("gspo", now, old, a, index, clip_low=low, clip_high=high)
     got.loss.sum().backward()
     start = 0
     for response_advantage, tokens in found:
@@ -151,7 +161,7 @@ def test_gspo_clips_whole_responses(found, low, high):
 def test_cispo_weighs_and_never_stops_a_gradient(tokens, low, high):
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*tokens, strict=True)]
     columns[0].requires_grad_()
-    got = cispo(*columns, clip_low=low, clip_high=high)
+    got = loss_of("cispo", *columns, clip_low=low, clip_high=high)
     got.loss.sum().backward()
     for i, (now, old, a) in enumerate(tokens):
         weight = max(1 - low, min(1 + high, math.exp(now - old)))

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.config import AlgorithmConfig, from_dict
-from streamrl.trainer.algorithms.objective import LARGEST_LOG_WEIGHT, Objective, Tokens, Totals, objective
+from streamrl.trainer.algorithms.objective import LARGEST_LOG_WEIGHT, Objective, Totals, objective
+from streamrl.trainer.algorithms.tokens import Tokens
 from streamrl.trainer.calls import Trained
 from streamrl.trainer.master.figures import train_metrics
 from tests.trainer.pretended import whole_run

@@ -265,6 +265,7 @@ class GroupCalls:
         self._long_poll = long_poll_seconds
         self._admitting = False
         self._training_over = False
+        self._paused = False
         self._slows = config.algorithm.on_collapse == "slow"
         ledger.observers.append(signals.admissions.wake)
 
@@ -304,6 +305,18 @@ class GroupCalls:
             log.info("groups are admitted with staleness %d at most from now on (configured: %d)", limit, most)
             self._signals.admissions.wake()
 
+    def set_staleness(self, staleness: int) -> None:
+        """Set `max_staleness` for admission and for batches. A slowed run is limited again after its next step."""
+        self._ledger.max_staleness = self._ledger.admitted_staleness = staleness
+        log.info("max_staleness is %d from now on", staleness)
+        self._signals.admissions.wake()
+
+    def pause(self, paused: bool) -> None:
+        """Start no further group while `paused`; groups that run are finished."""
+        self._paused = paused
+        log.info("no group starts until the run is resumed" if paused else "groups start again")
+        self._signals.admissions.wake()
+
     async def admit(self, message: Admit) -> AdmitReply:
         """Start groups as soon as there is room in the ledger and a gserver with capacity, or a held-out prompt once
         one may begin.
@@ -323,7 +336,7 @@ class GroupCalls:
                 return []  # it registers again first
             if held_out:
                 return self._take_held_out(member, ticket)
-            if not self._admitting:
+            if self._paused or not self._admitting:
                 return None
             workers, now = self._live_workers(), time.monotonic()
             return self._admissions.take(name, count, workers=workers, ticket=ticket, now=now) or None

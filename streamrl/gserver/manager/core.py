@@ -50,6 +50,8 @@ from streamrl.transport.control import (
     RegisterReply,
     Scores,
     Status,
+    Steer,
+    SteerReply,
 )
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import control_key, generation_key
@@ -177,6 +179,8 @@ class Manager:
         self._join_deadline: float | None = time.monotonic() + config.limits.start_seconds
         self._last_step: StepReport | None = None
         self._architecture: Architecture | None = None
+        self.save_requested = False
+        """Whether the owner wants a checkpoint after the present step; the master resets it."""
 
     @property
     def finished(self) -> bool:
@@ -288,6 +292,25 @@ class Manager:
         self._state.end("failed", reason)
 
     # Calls
+
+    async def steer(self, message: Steer) -> SteerReply:
+        """Change the course of the run; raises `StreamRLError` if its configuration does not allow the change."""
+        staleness = self._config.staleness
+        if message.max_staleness is not None:
+            if self._config.trainer.synchronous:
+                raise StreamRLError("max_staleness is 0 with a synchronous trainer.graph, and cannot be changed")
+            if staleness.over_age == "wait" and message.max_staleness > staleness.max_staleness:
+                raise StreamRLError(
+                    f'with staleness.over_age = "wait", max_staleness cannot exceed the configured '
+                    f"{staleness.max_staleness}: stream.capacity_groups is for that many groups"
+                )
+            self.groups.set_staleness(message.max_staleness)
+        if message.paused is not None:
+            if self._config.trainer.synchronous:
+                raise StreamRLError("a run with a synchronous trainer.graph cannot be paused: each step generates")
+            self.groups.pause(message.paused)
+        self.save_requested |= message.save
+        return SteerReply(policy_version=self._last_step.step if self._last_step is not None else 0)
 
     async def finish_run(self, message: FinishRun) -> Done:
         """End the run for its owner."""

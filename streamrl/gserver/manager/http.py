@@ -69,6 +69,7 @@ POSTS: Mapping[str, Post] = {
     "/publish/commit": Post(control.PublishCommit, lambda manager: manager.weights.commit),
     "/compare": Post(control.Compare, lambda manager: manager.comparisons.ask),
     "/evaluation": Post(control.HeldOutResult, lambda manager: manager.groups.held_out_result),
+    "/steer": Post(control.Steer, lambda manager: manager.steer),
     "/finish_run": Post(control.FinishRun, lambda manager: manager.finish_run),
     "/fail_run": Post(control.FailRun, lambda manager: manager.fail_run),
 }

@@ -1,1 +1,1 @@
-"""Advantages and losses: pure tensor functions with their formulas and sources."""
+"""Algorithms, one module each: advantages and losses with their formulas and sources (`registry.py`)."""

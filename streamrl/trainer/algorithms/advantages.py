@@ -1,65 +1,53 @@
-"""Advantages of responses and of tokens, as pure tensor functions."""
+"""Parts of advantages: of responses, for the functions `advantage` of this package, and of tokens."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 STD_EPS = 1e-4
 
-AdvantageKind = Literal["grpo", "mean", "rloo", "reinforce++", "reinforce++-baseline", "gae", "none"]
-PER_TOKEN = ("reinforce++", "reinforce++-baseline", "gae", "none")
-"""Kinds in which each token has its own advantage. The advantages of a batch are whitened together."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def group_advantages(rewards: Tensor, *, kind: AdvantageKind, episodes: Tensor | None = None) -> Tensor:
-    """Compare each response with its siblings.
+def per_token(function: Function) -> Function:
+    """Mark an advantage function: each value is the reward of a response's last token.
 
-    `rewards` `[n]` belong to one group; so do the returned advantages, float32. `episodes` `[n]` (int64, counted from
-    0) assigns each trajectory to an attempt at the prompt. Each of the `E` attempts counts once: its mean reward in
-    `mean(r)`, the mean squared distance of its rewards from that in `std(r)`.
-
-    - `grpo`: `(r - mean(r)) / (std(r) + 1e-4)`, with squares divided by `E - 1` (DeepSeekMath,
-      https://arxiv.org/abs/2402.03300, eq. 3);
-    - `mean`: `r - mean(r)` (Dr. GRPO, https://arxiv.org/abs/2503.20783);
-    - `rloo`: `r` minus the mean of the *other* attempts (RLOO, https://arxiv.org/abs/2402.14740, eq. 6);
-    - `reinforce++`: `r` itself; `reinforce++-baseline`: as `mean` (REINFORCE++, https://arxiv.org/abs/2501.03262). Both
-      are credited to the last token, see `PER_TOKEN`;
-    - `gae`: `r` itself, since a critic takes the place of the siblings;
-    - `none`: 0. Only the KL penalty that is subtracted from rewards teaches.
-
-    Advantages of compared siblings are exactly 0 where all scored the same.
+    A token's advantage is then the discounted sum of the rewards at and after it, KL penalties included, or with a
+    critic its generalised advantage estimate. The advantages of a batch are whitened together.
     """
-    rewards = rewards.float()
-    if kind in ("reinforce++", "gae"):
-        return rewards
-    if kind == "none" or bool((rewards == rewards[0]).all()):
-        return torch.zeros_like(rewards)
-    if episodes is None:
-        episodes = torch.arange(len(rewards))
-    of_episodes = _means(rewards, episodes)
-    attempts = len(of_episodes)
-    centred = rewards - of_episodes.mean()
-    match kind:
-        case "grpo":
-            variance = _means(centred**2, episodes).sum() / (attempts - 1)
-            return centred / (variance.sqrt() + STD_EPS)
-        case "rloo":
-            others = (of_episodes.sum() - of_episodes) / (attempts - 1)
-            return rewards - others[episodes]
-        case _:
-            return centred
+    function.per_token = True  # type: ignore[attr-defined]
+    return function
 
 
-def _means(rewards: Tensor, episodes: Tensor) -> Tensor:
-    """Return `[episodes]`: the mean of the `rewards` of each."""
-    return rewards.new_zeros(int(episodes[-1]) + 1).index_add(0, episodes, rewards) / episodes.bincount()
+def all_equal(rewards: NDArray[np.float32]) -> bool:
+    """Whether all responses scored the same."""
+    return bool((rewards == rewards[0]).all())
 
 
-def gae(rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float) -> Tensor:
+def means_of_attempts(values: NDArray[Any], episodes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return `[attempts]`: the mean of the `values` `[n]` of each attempt."""
+    means: NDArray[np.float64] = np.bincount(episodes, weights=values) / np.bincount(episodes)
+    return means
+
+
+def centred(rewards: NDArray[np.float32], episodes: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return each reward minus the mean over the attempts; exactly 0 if all responses scored the same."""
+    if all_equal(rewards):
+        return np.zeros(len(rewards))
+    deviations: NDArray[np.float64] = rewards - means_of_attempts(rewards, episodes).mean()
+    return deviations
+
+
+def generalised_advantages(
+    rewards: Tensor, values: Tensor, lengths: Tensor, *, gamma: float, gae_lambda: float
+) -> Tensor:
     """Return generalised advantage estimates (Schulman et al., https://arxiv.org/abs/1506.02438, eq. 11 to 16):
 
         δ_t = r_t + γ · V_{t+1} - V_t,        A_t = δ_t + γ · λ · A_{t+1}

@@ -1,9 +1,7 @@
-"""Policy and value losses, and the distance of the policy from its reference: pure tensor functions over flat vectors
-of tokens.
+"""The parts of a loss that all algorithms share: the weights of older data, the pull towards their policies, the
+distance from the reference, and the critic's loss. Pure tensor functions over flat vectors of tokens.
 
-`logprobs` are log-probabilities under the current policy π (with a gradient), `proximal_logprobs` under the proximal
-policy π_p (the clip's centre), and `behavior_logprobs` under the behaviour policy π_b, which sampled the token. Every
-vector has the shape `[tokens]`; `sequence` (int64) is the index of a token's response, from 0 to `sequences - 1`.
+Policies and shapes are as in `tokens.py`.
 
 All objectives are decoupled (Hilton et al., "Batch size-invariance for policy optimization",
 https://arxiv.org/abs/2110.00641; AReaL, https://arxiv.org/abs/2505.24298): a weight without gradient corrects for the
@@ -18,7 +16,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-WeightLevel = Literal["token", "sequence", "geometric"]
+from streamrl.trainer.algorithms.tokens import ClippedLoss, sum_of_sequence
+
+WeightLevel = Literal["token", "sequence", "geometric", "none"]
 WeightLimit = Literal["truncate", "mask"]
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -51,7 +51,8 @@ def behavior_weight(
 
     - `token`: `w_t = ρ_t`;
     - `sequence`: `w_t = Π ρ` over the tokens of the response that enter the loss;
-    - `geometric`: the geometric mean of the same.
+    - `geometric`: the geometric mean of the same;
+    - `none`: 1.
 
     `limit`:
 
@@ -59,7 +60,9 @@ def behavior_weight(
     - `mask`: `w` where `floor <= w <= cap`, else 0 (masked importance sampling; AReaL's cap).
     """
     log_weight = (proximal_logprobs - behavior_logprobs).detach()
-    if level != "token":
+    if level == "none":
+        log_weight = torch.zeros_like(log_weight)
+    elif level != "token":
         log_weight = sum_of_sequence(log_weight, sequence, sequences, mean=level == "geometric")[sequence]
     weight = log_weight.exp()
     if limit == "truncate":
@@ -67,73 +70,6 @@ def behavior_weight(
         return BehaviorWeight(weight.clamp(max=cap), limited)
     limited = (weight > cap) | (weight < floor)
     return BehaviorWeight(weight.masked_fill(limited, 0.0), limited)
-
-
-class ClippedLoss(NamedTuple):
-    """Per-token values, each of the shape `[tokens]`."""
-
-    loss: Tensor
-    """To be minimised; differentiable in the first argument."""
-    clipped: Tensor
-    """True where the clip took the gradient away (CISPO: where it bounded the ratio)."""
-
-
-def ppo(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    advantages: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> ClippedLoss:
-    """Return PPO's clipped loss (https://arxiv.org/abs/1707.06347), token by token, with `r = π / π_p`:
-
-        loss = -min(r · A, clip(r, 1 - clip_low, 1 + clip_high) · A)
-
-    `clip_high > clip_low` is DAPO's clip-higher (https://arxiv.org/abs/2503.14476). With `dual_clip` c > 1 the
-    objective of a negative advantage is bounded from below by `c · A` (Ye et al.,
-    https://arxiv.org/abs/1912.09729, eq. 5).
-    """
-    ratio = (logprobs - proximal_logprobs.detach()).exp()
-    return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-
-
-def gspo(
-    logprobs: Tensor,
-    proximal_logprobs: Tensor,
-    advantages: Tensor,
-    sequence: Tensor,
-    sequences: int,
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> ClippedLoss:
-    """Return PPO's loss with the ratio of a whole response, the same for all its tokens:
-
-        s = exp(mean over the response of log(π / π_p))
-
-    (GSPO, https://arxiv.org/abs/2507.18071, eq. 5 and 7; use it with `sequence` aggregation). The mean is over the
-    tokens that enter the loss. Its clip ranges are far smaller than PPO's: the paper uses 3e-4 and 4e-4.
-    """
-    shift = logprobs - proximal_logprobs.detach()
-    ratio = sum_of_sequence(shift, sequence, sequences, mean=True).exp()[sequence]
-    return _clipped(ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
-
-
-def cispo(
-    logprobs: Tensor, proximal_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> ClippedLoss:
-    """Return CISPO's loss: the clipped ratio is a weight without gradient, so that no token loses its gradient:
-
-        loss = -clip(r, 1 - clip_low, 1 + clip_high) · A · log π      (r = π / π_p, no gradient)
-
-    (CISPO, MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4 and 5).
-    """
-    ratio = (logprobs.detach() - proximal_logprobs.detach()).exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return ClippedLoss(loss=-bounded * advantages * logprobs, clipped=bounded != ratio)
 
 
 def behavior_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
@@ -168,35 +104,6 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     bounded = (old_values + moved.clamp(-clip, clip) - returns) ** 2
     # within the clip both errors are equal, but rounding may make them differ
     return ClippedLoss(torch.max(free, bounded) / 2, (bounded > free) & (moved.abs() > clip))
-
-
-def sum_of_sequence(values: Tensor, sequence: Tensor, sequences: int, *, mean: bool) -> Tensor:
-    """Return `[sequences]`: the sum, or the mean, of `values` over the tokens of each response."""
-    total = values.new_zeros(sequences).index_add(0, sequence, values)
-    if not mean:
-        return total
-    return total / tokens_of_sequence(sequence, sequences)
-
-
-def tokens_of_sequence(sequence: Tensor, sequences: int) -> Tensor:
-    """Return `[sequences]`: the number of tokens of each response, at least 1."""
-    counts = torch.zeros(sequences, dtype=torch.int64, device=sequence.device)
-    return counts.index_add_(0, sequence, torch.ones_like(sequence)).clamp(min=1)  # bincount makes the host wait
-
-
-def _clipped(
-    ratio: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None
-) -> ClippedLoss:
-    free = ratio * advantages
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    objective = torch.min(free, bounded)
-    clipped = bounded < free
-    if dual_clip is not None:
-        least = dual_clip * advantages
-        hopeless = (advantages < 0) & (objective < least)
-        objective = torch.where(hopeless, least, objective)
-        clipped = clipped | hopeless
-    return ClippedLoss(loss=-objective, clipped=clipped)
 
 
 # --- the distance from the reference ---

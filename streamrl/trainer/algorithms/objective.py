@@ -10,24 +10,15 @@ come from the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from streamrl.config import AlgorithmConfig
-from streamrl.trainer.algorithms.losses import (
-    BehaviorWeight,
-    ClippedLoss,
-    behavior_kl,
-    behavior_weight,
-    cispo,
-    gspo,
-    kl_estimate,
-    ppo,
-    sum_of_sequence,
-)
+from streamrl.trainer.algorithms.losses import BehaviorWeight, behavior_kl, behavior_weight, kl_estimate
+from streamrl.trainer.algorithms.registry import PolicyLoss, policy_loss
+from streamrl.trainer.algorithms.tokens import ClippedLoss, Tokens, sum_of_sequence
 
 OF_EACH_AGE = frozenset(
     {"tokens", "clipped", "weight_limited", "policy_shift", "ratio", "ratio_squares", "ratio_deviation", "behavior_kl"}
@@ -35,37 +26,6 @@ OF_EACH_AGE = frozenset(
 """Sums that are also computed for the tokens of each age separately, as `NAME/age_N`."""
 LARGEST_LOG_WEIGHT = 300.0
 """Limit of a response's log weight `log Π ρ`; a larger one counts as this, so that squares stay finite."""
-
-
-class Tokens(NamedTuple):
-    """Tokens that enter the loss; all tensors have the shape `[tokens]`.
-
-    All tokens of a response that enter the loss are in the same `Tokens`.
-    """
-
-    logprobs: Tensor
-    """Under the current policy; with a gradient."""
-    entropy: Tensor
-    """Entropy of the current policy's whole distribution; with a gradient if `entropy_coef > 0`."""
-    behavior_logprobs: Tensor
-    proximal_logprobs: Tensor
-    ref_logprobs: Tensor | None
-    advantages: Tensor
-    sequence: Tensor
-    """int64: index of each token's response, in `0 … sequences - 1`."""
-    sequences: int
-    of_episode: Tensor
-    """int64: number of tokens of the same episode that enter the loss."""
-    age: Tensor
-    """int64: age in policy versions."""
-    ages: Sequence[int]
-    """The different values of `age`, in ascending order."""
-    comparable: Tensor
-    """bool: sampled by the policy at the start of the step, so that engine and trainer have to agree."""
-    comparable_tokens: int
-    """Number of `comparable` tokens."""
-    weight: Tensor
-    """Factor of each token's loss and of its share in the figures; above 1 for a sample that stands for more tokens."""
 
 
 class Totals(NamedTuple):
@@ -86,8 +46,13 @@ class Objective(NamedTuple):
     maxima: dict[str, Tensor]
 
 
-def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, totals: Totals) -> Objective:
-    """Return the contribution of `tokens` to the loss of the minibatch, and figures about them."""
+def objective(
+    tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, totals: Totals, loss_of: PolicyLoss | None = None
+) -> Objective:
+    """Return the contribution of `tokens` to the loss of the minibatch, and figures about them.
+
+    `loss_of`: `policy_loss(algorithm)`, for callers with many parts.
+    """
     corrected = behavior_weight(
         tokens.proximal_logprobs,
         tokens.behavior_logprobs,
@@ -98,7 +63,7 @@ def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, tot
         cap=algorithm.behavior_weight_cap,
         floor=algorithm.behavior_weight_floor,
     )
-    policy = _policy_loss(tokens, algorithm)
+    policy = (loss_of or policy_loss(algorithm))(tokens)
     per_token = corrected.weight * policy.loss
     if algorithm.behavior_kl_coef > 0:
         pull = behavior_kl(tokens.logprobs, tokens.behavior_logprobs)
@@ -116,23 +81,6 @@ def objective(tokens: Tokens, algorithm: AlgorithmConfig, *, kl_coef: float, tot
     at_start = tokens.logprobs if algorithm.proximal == "behavior" else tokens.proximal_logprobs
     maxima = _add_figures(sums, tokens, policy, corrected, at_start.detach())
     return Objective(loss, sums, maxima)
-
-
-def _policy_loss(tokens: Tokens, algorithm: AlgorithmConfig) -> ClippedLoss:
-    now, centre, advantages = tokens.logprobs, tokens.proximal_logprobs, tokens.advantages
-    low, high, dual = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
-    match algorithm.objective:
-        case "ppo":
-            return ppo(now, centre, advantages, clip_low=low, clip_high=high, dual_clip=dual)
-        case "gspo":
-            return gspo(
-                *(now, centre, advantages, tokens.sequence, tokens.sequences),
-                clip_low=low,
-                clip_high=high,
-                dual_clip=dual,
-            )
-        case "cispo":
-            return cispo(now, centre, advantages, clip_low=low, clip_high=high)
 
 
 def _shares(tokens: Tokens, algorithm: AlgorithmConfig, totals: Totals) -> Tensor:

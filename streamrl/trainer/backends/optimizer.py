@@ -7,7 +7,7 @@ Hugging Face names, and `updates.json`. So a run can be resumed with another lay
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -16,16 +16,52 @@ import torch
 from torch import Tensor
 
 from streamrl.config import OptimizerConfig
-from streamrl.errors import ModelError
+from streamrl.errors import ConfigError, ModelError
+from streamrl.hooks import load_hook
 from streamrl.safetensors_files import Part, Specs, TensorFiles
 from streamrl.trainer.backends.base import ModelSpec
 
 # --- schedule ---
 
 
-def learning_rate(step: int, *, peak: float, config: OptimizerConfig, total_steps: int) -> float:
+Shares = Callable[[int, int], float]
+"""Return the learning rate as a share of its peak, from the number of steps after the warm-up and their total."""
+
+
+def share_of_peak(config: OptimizerConfig, *, key: str = "trainer.optimizer.schedule") -> Shares:
+    """Return the schedule after the warm-up, down to `min_lr_ratio` of the peak.
+
+    Raises `ConfigError`, which names `key`, if a function of the user cannot be loaded or fails.
+    """
+    end = config.min_lr_ratio
+
+    def done(step: int, total: int) -> float:
+        return min(1.0, step / max(1, total))
+
+    match config.schedule:
+        case "constant":
+            return lambda step, total: 1.0
+        case "linear":
+            return lambda step, total: 1 - (1 - end) * done(step, total)
+        case "cosine":
+            return lambda step, total: end + (1 - end) * (1 + math.cos(math.pi * done(step, total))) / 2
+    function = load_hook(config.schedule, key=key, args=config.schedule_args)
+    for step in (0, 5, 10):
+        try:
+            share = float(function(step, 10))
+        except Exception as error:  # tolerance point: the user's function may raise anything
+            raise ConfigError(f"{key} = {config.schedule!r} failed at ({step}, 10): {error!r}") from error
+        if not 0 <= share < math.inf:
+            raise ConfigError(f"{key} = {config.schedule!r} returned {share} at ({step}, 10): return a share of lr")
+    chosen: Shares = function
+    return chosen
+
+
+def learning_rate(
+    step: int, *, peak: float, config: OptimizerConfig, total_steps: int, share: Shares | None = None
+) -> float:
     """Return the learning rate of optimizer step `step`, from 0: linear warm-up, then `config.schedule` down to its end
-    at `total_steps`.
+    at `total_steps`. `share`: `share_of_peak(config)`, for callers with many steps.
 
     The warm-up rises from `peak / (warmup_steps + 1)`; the end is `min_lr_ratio · peak`, and stays. Pure: unlike
     torch's schedulers it has no state to save, so a resumed run needs only the number of steps, under any backend.
@@ -33,15 +69,7 @@ def learning_rate(step: int, *, peak: float, config: OptimizerConfig, total_step
     """
     if step < config.warmup_steps:
         return peak * (step + 1) / (config.warmup_steps + 1)
-    rest = max(1, total_steps - config.warmup_steps)
-    done = min(1.0, (step - config.warmup_steps) / rest)
-    match config.schedule:
-        case "constant":
-            return peak
-        case "linear":
-            return peak * (1 - (1 - config.min_lr_ratio) * done)
-        case "cosine":
-            return peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * done)) / 2)
+    return peak * float((share or share_of_peak(config))(step - config.warmup_steps, total_steps - config.warmup_steps))
 
 
 class Schedule:
@@ -54,6 +82,7 @@ class Schedule:
 
     def __init__(self, spec: ModelSpec) -> None:
         self._spec = spec
+        self._share = share_of_peak(spec.optimizer)
         self._ahead = spec.updates_before or 0
         """Position in the schedule minus the number of optimizer steps."""
 
@@ -61,7 +90,11 @@ class Schedule:
         """Return the learning rate of the next step after `updates` steps."""
         assert self._spec.lr is not None
         return learning_rate(
-            updates + self._ahead, peak=self._spec.lr, config=self._spec.optimizer, total_steps=self._spec.total_updates
+            updates + self._ahead,
+            peak=self._spec.lr,
+            config=self._spec.optimizer,
+            total_steps=self._spec.total_updates,
+            share=self._share,
         )
 
     def go_on(self, updates: int) -> None:

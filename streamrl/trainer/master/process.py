@@ -40,6 +40,7 @@ from streamrl.trainer.master.figures import (
     train_metrics,
 )
 from streamrl.trainer.master.history import History, RunControl, RunOver, SnapshotPace
+from streamrl.trainer.master.own_figures import OwnFigures
 from streamrl.trainer.master.rollout_pool import RolloutPool
 from streamrl.trainer.master.workers import Checkpoints, ModelWorkers
 from streamrl.trainer.replay import recording
@@ -100,6 +101,7 @@ class Master:
         )
         self._begun = begun
         self._metrics = MetricsWriter(config.run_dir)
+        self._own_figures = OwnFigures(config.metrics)
         self._evaluations = EvaluationRequests(config, pool=pool, write=self._take_evaluation)
         self._checkpoints = Checkpoints(config, channel=channel)
         self._snapshots = SnapshotPace(config.trainer.snapshot_every_steps, step=self._history.policy_version)
@@ -197,7 +199,7 @@ class Master:
             groups_trained=len(self._ledger.trained_seqs),
             groups_held=len(self._buffer),
             groups_duplicated=sum(c.duplicated for c in self._counted),
-            max_staleness=self._config.staleness.max_staleness,
+            max_staleness=self._ledger.max_staleness,
             over_age=self._config.staleness.over_age,
             tokens_dropped=self._history.tokens_dropped,
         )
@@ -369,7 +371,8 @@ class Master:
         evaluate, save = self._is_due(self.policy_version)
         self._history.evaluation_due = evaluate
         await self._begin_publication(
-            self._publish(report, comparison, result.trained, evaluate=evaluate), name=f"publication of v{version + 1}"
+            self._publish(report, batch, comparison, result.trained, evaluate=evaluate),
+            name=f"publication of v{version + 1}",
         )
         return save
 
@@ -396,7 +399,7 @@ class Master:
 
     def _admitted_staleness(self) -> int | None:
         """Return the `max_staleness` for admissions from now on, or None for the configured one."""
-        configured = self._config.staleness.max_staleness
+        configured = self._ledger.max_staleness
         found = self._history.watch.staleness(configured)
         return found if found < configured else None
 
@@ -420,6 +423,8 @@ class Master:
         consumed, now = self._buffer.consumed, time.monotonic()
         evaluate = self._control.evaluation_is_due(step=version, consumed=consumed, now=now)
         save = self._control.save_is_due(step=version, consumed=consumed, now=now)
+        save |= self._pool.save_requested
+        self._pool.save_requested = False
         return (
             evaluate or self._graph.due(EvaluateHook, policy_version=version),
             save or self._graph.due(SaveHook, policy_version=version),
@@ -429,6 +434,7 @@ class Master:
         """Wait for the next batch and return it; it is empty if the run is over. Drops groups that are too old."""
 
         def select(ready: ReadyGroups) -> Selection:
+            self._former.max_staleness = self._ledger.max_staleness  # the run's owner may change it
             if self._publication is not None and self._publication.done():
                 self._publication.result()  # a failed update ends the run here, not after a wait
             if self._end() is not None:
@@ -501,7 +507,13 @@ class Master:
         )
 
     async def _publish(
-        self, report: StepReport, comparison: Comparison | None, trained: Sequence[Trained], *, evaluate: bool
+        self,
+        report: StepReport,
+        batch: Sequence[SampleMeta],
+        comparison: Comparison | None,
+        trained: Sequence[Trained],
+        *,
+        evaluate: bool,
     ) -> None:
         """Publish the step's weights, then report the step with the comparison of the weights before it, and request
         an evaluation if one is due."""
@@ -513,6 +525,7 @@ class Master:
         report.spans.append(("publish", begin, time.time()))
         if comparison is not None:
             report.metrics.update(await comparison.figures(trained))
+        report.metrics.update(await self._own_figures.of_step(report, batch))
         self._metrics.write(report)
         self._pool.report(report)
         self._mismatch.look(report.metrics, policy_version=report.step - 1)

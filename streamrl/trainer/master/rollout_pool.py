@@ -16,6 +16,7 @@ class RolloutPool(Protocol):
     """See `gserver/manager/core.py: Manager`, which implements it."""
 
     ledger: Ledger
+    save_requested: bool
 
     async def data(self) -> DataFacts: ...
 

@@ -19,8 +19,11 @@ from torch import Tensor
 from streamrl.config import AlgorithmConfig, TrainerConfig
 from streamrl.device import to_device
 from streamrl.errors import ModelError
+from streamrl.hooks import is_hook
 from streamrl.trainer.algorithms.losses import KLCoefficient
-from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
+from streamrl.trainer.algorithms.objective import Totals, objective
+from streamrl.trainer.algorithms.registry import policy_loss
+from streamrl.trainer.algorithms.tokens import Tokens
 from streamrl.trainer.backends.base import ModelOutput, ParallelModel, Ranks
 from streamrl.trainer.backends.optimizer import updates_file
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
@@ -70,6 +73,7 @@ class Actor:
         self._ranks = ranks
         self._trainer = trainer
         self._algorithm = algorithm
+        self._policy_loss = policy_loss(algorithm)
         self._kl = kl
         self._longest = longest
         self._device = device
@@ -120,7 +124,8 @@ class Actor:
         def loss(number: int, output: ModelOutput) -> Tensor:
             if wanted is not None or minibatch.kept:
                 outputs.append((micros[number], ModelOutput(output.values.detach(), output.entropy.detach())))
-            found = objective(inputs[number](output), self._algorithm, kl_coef=self._kl.value, totals=totals)
+            tokens, kl_coef = inputs[number](output), self._kl.value
+            found = objective(tokens, self._algorithm, kl_coef=kl_coef, totals=totals, loss_of=self._policy_loss)
             figures.add(found.sums, found.maxima)
             return found.loss
 
@@ -173,12 +178,13 @@ class Actor:
     ) -> list[tuple[TrainItem, Credit, float]]:
         """Return the items that are computed, each with its credit and the factor of its loss.
 
-        A group with equal scores has a gradient only if there is a KL or an entropy term, or a pull back to the older
-        policy that wrote it; else it is left out (not of the normalisation). A sample of `PULL_SHARE` of the groups
-        with a pull alone stands for all of them. The item of `wanted`, or at least one, is computed for the figures.
+        A group with equal scores has a gradient only if there is a KL or an entropy term, a loss of the user, or a pull
+        back to the older policy that wrote it; else it is left out (not of the normalisation). A sample of `PULL_SHARE`
+        of the groups with a pull alone stands for all of them. The item of `wanted`, or at least one, is computed for
+        the figures.
         """
         pairs = list(zip(items, credits, strict=True))
-        if self._compares or self._algorithm.entropy_coef > 0:
+        if self._compares or self._algorithm.entropy_coef > 0 or is_hook(self._algorithm.loss):
             return [(item, credit, 1.0) for item, credit in pairs]
         pulled = [item.group.seq for item, credit in pairs if not credit.advantages.any() and self._pulls(item)]
         sampled = sample(pulled, PULL_SHARE)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from streamrl.config import AlgorithmConfig
-from streamrl.trainer.algorithms.advantages import PER_TOKEN, gae, group_advantages, moments, whiten
+from streamrl.trainer.algorithms.advantages import generalised_advantages, moments, whiten
 from streamrl.trainer.algorithms.losses import kl_estimate
+from streamrl.trainer.algorithms.registry import Advantage, advantage_of, is_per_token
 from streamrl.trainer.roles.items import TrainItem, needed
 
 AddUp = Callable[[Tensor], Tensor]
@@ -36,20 +37,21 @@ def assign_credit(
 ) -> list[Credit]:
     """Return the credit of `items`, all of this rank's items of a batch, perhaps none.
 
-    Collective, with the same `given` on all ranks. Advantages of the kinds `PER_TOKEN` are whitened with the mean and
+    Collective, with the same `given` on all ranks. Advantages of tokens (`per_token`) are whitened with the mean and
     the deviation over the batch's tokens in the loss.
 
     `given`: the items have the user's advantages, which are used unchanged. With `kl_in = "reward"` the estimated KL
-    from the reference, times `kl_coef`, is subtracted from the reward: token by token for the kinds `PER_TOKEN`, and
-    for the whole response otherwise.
+    from the reference, times `kl_coef`, is subtracted from the reward: token by token if tokens have their own
+    advantages, and for the whole response otherwise.
     """
     if given:
         return [Credit(torch.from_numpy(needed(item.advantages, "advantages")), None) for item in items]
     penalised = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     penalties = [_divergence(item, algorithm) * kl_coef if penalised else None for item in items]
-    if algorithm.advantage not in PER_TOKEN:
-        return [_by_response(item, algorithm, penalty) for item, penalty in zip(items, penalties, strict=True)]
-    found = [_by_token(item, algorithm, penalty) for item, penalty in zip(items, penalties, strict=True)]
+    compare = advantage_of(algorithm)
+    if not is_per_token(algorithm):
+        return [_by_response(item, compare, penalty) for item, penalty in zip(items, penalties, strict=True)]
+    found = [_by_token(item, algorithm, compare, penalty) for item, penalty in zip(items, penalties, strict=True)]
     in_loss = [credit.advantages[item.trainable] for credit, item in zip(found, items, strict=True)]
     batch = add_up(moments(torch.cat([torch.zeros(0), *in_loss])))
     return [
@@ -58,19 +60,18 @@ def assign_credit(
     ]
 
 
-def _by_response(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
+def _by_response(item: TrainItem, compare: Advantage, penalty: Tensor | None) -> Credit:
     """Return the credit with one advantage for all tokens of a response."""
     group = item.group
-    lengths = torch.from_numpy(group.seqlens.astype(np.int64))
-    rewards = _rewards(item)
+    rewards = group.rewards.astype(np.float32)
     if penalty is not None:
-        rewards = rewards - torch.stack([part.sum() for part in torch.split(penalty, lengths.tolist())])
-    advantages = group_advantages(rewards, kind=algorithm.advantage, episodes=_episodes(item))
-    sampled = torch.from_numpy(group.packed_loss_mask.copy())
-    return Credit(advantages.repeat_interleave(lengths).masked_fill(~sampled, 0.0), None)
+        lengths = group.seqlens.tolist()
+        rewards = rewards - np.array([float(part.sum()) for part in torch.split(penalty, lengths)], np.float32)
+    advantages = np.repeat(compare(rewards, group.episodes.astype(np.int64)), group.seqlens)
+    return Credit(torch.from_numpy(np.where(group.packed_loss_mask, advantages, np.float32(0))), None)
 
 
-def _by_token(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | None) -> Credit:
+def _by_token(item: TrainItem, algorithm: AlgorithmConfig, compare: Advantage, penalty: Tensor | None) -> Credit:
     """Return the credit from the rewards at and after each token: the penalties, and the response's reward at its last
     token.
 
@@ -82,12 +83,12 @@ def _by_token(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | Non
     lasts = [np.flatnonzero(part)[-1] for part in np.split(group.packed_loss_mask, np.cumsum(group.seqlens)[:-1])]
     starts = np.cumsum(group.seqlens) - group.seqlens
     estimated = algorithm.advantage == "gae"
-    earned = group_advantages(_rewards(item), kind=algorithm.advantage, episodes=_episodes(item))
-    rewards[torch.from_numpy(starts + np.array(lasts))] += earned
+    earned = compare(group.rewards.astype(np.float32), group.episodes.astype(np.int64))
+    rewards[torch.from_numpy(starts + np.array(lasts))] += torch.from_numpy(earned)
     values = torch.from_numpy(needed(item.values, "values")) if estimated else torch.zeros(group.tokens)
     response = torch.from_numpy(np.repeat(np.arange(group.size), group.seqlens))[sampled]
     advantages, returns = torch.zeros(group.tokens), torch.zeros(group.tokens)
-    found = gae(
+    found = generalised_advantages(
         rewards[sampled],
         values[sampled],
         torch.bincount(response, minlength=group.size),
@@ -97,14 +98,6 @@ def _by_token(item: TrainItem, algorithm: AlgorithmConfig, penalty: Tensor | Non
     advantages[sampled] = found
     returns[sampled] = found + values[sampled]
     return Credit(advantages, returns if estimated else None)
-
-
-def _rewards(item: TrainItem) -> Tensor:
-    return torch.from_numpy(item.group.rewards.copy())  # received arrays are read-only
-
-
-def _episodes(item: TrainItem) -> Tensor:
-    return torch.from_numpy(item.group.episodes.astype(np.int64))
 
 
 def _divergence(item: TrainItem, algorithm: AlgorithmConfig) -> Tensor:

@@ -20,6 +20,7 @@ from streamrl.errors import ModelError
 from streamrl.importing import without_garbage_collection
 from streamrl.models import check_checkpoint, check_tokens, initial_checkpoint
 from streamrl.records import progress
+from streamrl.trainer.algorithms import registry
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import AdaptedModel, Head, ModelSpec, ParallelModel, Ranks, WholeWeights
 from streamrl.trainer.graph import graph_of
@@ -77,6 +78,7 @@ class Assembly:
 
     def _actor(self) -> Role:
         algorithm = self._config.algorithm
+        registry.check(algorithm)  # a wrong function is found before the model is loaded
         model = self._model(
             "actor", self.model_dir, head="tokens", lr=self._config.trainer.lr, entropy=algorithm.entropy_coef > 0
         )

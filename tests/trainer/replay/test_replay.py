@@ -22,7 +22,8 @@ from streamrl.records import progress
 from streamrl.records.metrics import METRICS_FILE
 from streamrl.records.view import read_run
 from streamrl.stream_dataset import StreamDataset
-from streamrl.trainer.algorithms.objective import Tokens, Totals, objective
+from streamrl.trainer.algorithms.objective import Totals, objective
+from streamrl.trainer.algorithms.tokens import Tokens
 from streamrl.trainer.calls import (
     Function,
     Inference,
@@ -157,7 +158,7 @@ def replay(config: Config, folder: Path, *overrides: str, to: str = "again", ste
     [
         {},
         {"minibatches": 2, "epochs": 2, "kl_coef": 0.1, "ref_update_every": 2, "kl_target": 0.5, "kl_in": "reward"},
-        {"advantage": "gae", "minibatches": 2, "objective": "gspo"},
+        {"advantage": "gae", "minibatches": 2, "loss": "gspo"},
     ],
     ids=["default", "reference", "critic"],
 )
@@ -222,14 +223,14 @@ def test_another_objective_on_the_same_data(tmp_path: Path) -> None:
     """Its loss in the first step, where the weights are the recorded run's, is what the objective's function gives."""
     config = configured(tmp_path, algorithm={"proximal": "behavior"})
     was = record(config, range(1, 4))
-    outcome = replay(config, tmp_path, "algorithm.objective=cispo", "algorithm.clip_high=0.05")
-    assert outcome.changed == {"algorithm.objective": ("ppo", "cispo"), "algorithm.clip_high": (0.28, 0.05)}
+    outcome = replay(config, tmp_path, "algorithm.loss=cispo", "algorithm.clip_high=0.05")
+    assert outcome.changed == {"algorithm.loss": ("ppo", "cispo"), "algorithm.clip_high": (0.28, 0.05)}
     assert "are another policy's" in verdict(outcome)
     steps = read_run(tmp_path / "again").steps
     assert [step.token_ages for step in steps] == [dict(sorted(answer.token_ages.items())) for answer in was]
     assert steps[0].metrics["effective_sample_size"] == pytest.approx(ess(was[0]), rel=1e-12)
     assert steps[2].metrics["effective_sample_size"] != pytest.approx(ess(was[2]), rel=1e-6)
-    changed = overridden(config, ["algorithm.objective=cispo", "algorithm.clip_high=0.05"])
+    changed = overridden(config, ["algorithm.loss=cispo", "algorithm.clip_high=0.05"])
     assert steps[0].metrics["loss"] == pytest.approx(expected_loss(changed), rel=1e-4)
     assert abs(expected_loss(config) - expected_loss(changed)) > 1e-3 * abs(expected_loss(config))
     assert was[0].sums["loss"] == pytest.approx(expected_loss(config), rel=1e-4)
@@ -309,8 +310,8 @@ def expected_loss(config: Config) -> float:
         ("gserver.count=2", r"gserver\.count = 2"),
         ("run.total_train_steps=2", r"run\.total_train_steps = 2"),
         ("trainer.backend=megatron", r"trainer\.backend = 'megatron'"),
-        ("algorithm.objectives=cispo", "unknown key algorithm.objectives; did you mean"),
-        ("algorithm.objective", "write it as section.key=value"),
+        ("algorithm.losses=cispo", "unknown key algorithm.losses; did you mean"),
+        ("algorithm.loss", "write it as section.key=value"),
     ],
 )
 def test_what_cannot_be_changed_is_refused_by_name(tmp_path: Path, override: str, why: str) -> None:

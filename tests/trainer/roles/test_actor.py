@@ -264,8 +264,8 @@ def loop_loss(model, reference, items, algorithm, total_tokens, total_episodes, 
                     weight = min(weight, algorithm.behavior_weight_cap)
                 elif not algorithm.behavior_weight_floor <= weight <= algorithm.behavior_weight_cap:
                     weight = 0.0
-                ratio = response_ratio if algorithm.objective == "gspo" else (now[i] - proximal[i]).exp()
-                if algorithm.objective == "cispo":
+                ratio = response_ratio if algorithm.loss == "gspo" else (now[i] - proximal[i]).exp()
+                if algorithm.loss == "cispo":
                     token = -weight * float(ratio.detach().clamp(low, high)) * a * now[i]
                 else:
                     gain = torch.min(ratio * a, ratio.clamp(low, high) * a)
@@ -301,9 +301,9 @@ ALGORITHMS = {
     "reinforce++": AlgorithmConfig(advantage="reinforce++", kl_coef=0.1, kl_in="reward", kl_estimator="k1"),
     "reinforce++-baseline": AlgorithmConfig(advantage="reinforce++-baseline", kl_coef=0.1, kl_estimator="k2"),
     "gspo": AlgorithmConfig(
-        objective="gspo", loss_aggregation="sequence", proximal="recompute", clip_low=0.5, clip_high=0.5
+        loss="gspo", loss_aggregation="sequence", proximal="recompute", clip_low=0.5, clip_high=0.5
     ),
-    "cispo": AlgorithmConfig(objective="cispo", proximal="recompute"),
+    "cispo": AlgorithmConfig(loss="cispo", proximal="recompute"),
     "dual-clip": AlgorithmConfig(proximal="recompute", dual_clip=1.2, clip_low=0.6, clip_high=0.9),
     "ppo-with-behavior-as-centre": AlgorithmConfig(proximal="behavior", behavior_weight_cap=1.5),
     "recomputed-kl": AlgorithmConfig(proximal="recompute", kl_coef=0.1),

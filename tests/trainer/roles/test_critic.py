@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from streamrl.config import AlgorithmConfig, CriticConfig, OptimizerConfig, TrainerConfig
-from streamrl.trainer.algorithms.advantages import gae
+from streamrl.trainer.algorithms.advantages import generalised_advantages
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.backends.base import ModelSpec, Ranks
 from streamrl.trainer.backends.torch import TorchModel
@@ -39,7 +39,7 @@ def loop_gae(rewards, values):
 def test_gae_is_the_sum_that_defines_it(responses):
     flat = torch.tensor([pair for response in responses for pair in response], dtype=torch.float64).reshape(-1, 2)
     lengths = torch.tensor([len(response) for response in responses], dtype=torch.int64)
-    got = gae(flat[:, 0], flat[:, 1], lengths, gamma=GAMMA, gae_lambda=LAMBDA)
+    got = generalised_advantages(flat[:, 0], flat[:, 1], lengths, gamma=GAMMA, gae_lambda=LAMBDA)
     want = [a for response in responses for a in loop_gae(*map(list, zip(*response, strict=True)))]
     assert got.tolist() == pytest.approx(want, abs=1e-9)
 

@@ -26,7 +26,7 @@ from tests.trainer.waiting import waits
 
 ALGORITHMS = {
     "default": AlgorithmConfig(),
-    "sequences": AlgorithmConfig(objective="gspo", behavior_weight_level="geometric", loss_aggregation="sequence"),
+    "sequences": AlgorithmConfig(loss="gspo", behavior_weight_level="geometric", loss_aggregation="sequence"),
     "all terms": AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01, behavior_weight_limit="mask", dual_clip=3.0),
 }
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from streamrl.config import AlgorithmConfig
-from streamrl.trainer.algorithms.advantages import PER_TOKEN
 from streamrl.trainer.roles.advantages import assign_credit
 from streamrl.trainer.roles.items import TrainItem
 from tests.trainer.models import random_group
 
+PER_TOKEN = ("reinforce++", "reinforce++-baseline", "gae", "none")
 ALGORITHMS = {
     kind: AlgorithmConfig(advantage=kind, kl_coef=0.1, kl_in="reward", kl_estimator="k1") for kind in PER_TOKEN
 }

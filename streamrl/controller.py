@@ -17,8 +17,6 @@ import uuid
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 
-import msgspec
-
 from streamrl.config import Config
 from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
 from streamrl.gserver.manager.process import ManagerService, managing
@@ -113,9 +111,8 @@ class _ControlledRun:
 
     async def _from_latest(self) -> Config:
         """Return the configuration that begins at the latest checkpoint. Raises `DataError` for a full disk."""
-        if not self._manager.trainer_is_here:  # model workers elsewhere cannot read a snapshot
-            await asyncio.to_thread(progress.copy_latest_snapshot, self._config.run_dir)
-        return from_latest(self._config)
+        to_disk = not self._manager.trainer_is_here  # model workers elsewhere cannot read a snapshot
+        return await asyncio.to_thread(progress.from_latest, self._config, to_disk=to_disk)
 
     async def beat(self) -> None:
         """Record the controller's own heartbeats, as long as it lives."""
@@ -195,15 +192,6 @@ class _ControlledRun:
 
 async def _ended(task: asyncio.Task[str]) -> None:
     await asyncio.wait({task})
-
-
-def from_latest(config: Config) -> Config:
-    """Return `config` with `run.resume_from` the run's latest checkpoint, if it has written one."""
-    found = progress.checkpoints(config.run_dir)
-    if not found:
-        return config
-    run = msgspec.structs.replace(config.run, resume_from=str(found[-1].absolute()))
-    return msgspec.structs.replace(config, run=run)
 
 
 def _channel(

@@ -95,7 +95,7 @@ def test_help_says_what_is_written() -> None:
 
 def test_only_what_computes_loads_torch() -> None:
     """A run is started, coordinated, watched and shown without it: torch takes seconds and 200 MB in each process."""
-    roles = set(COMPONENTS) - {"checkpoint", "gserver", "model_worker"}
+    roles = set(COMPONENTS) - {"checkpoint", "gserver", "model_worker", "replay_rank"}
     modules = ["streamrl.launch.local", "streamrl.launch.pool", "streamrl.report.summary"]
     modules += sorted(COMPONENTS[role].partition(":")[0] for role in roles)
     script = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
@@ -142,8 +142,6 @@ def test_check_tries_what_a_run_would(config: Path) -> None:
         (["status", "--manager", "http://127.0.0.1:1"], 1, "cannot be reached at http://127.0.0.1:1"),
         (["status", "--manager", "http://fd00::1:7000"], 2, "write it as http://HOST:PORT"),
         (["status", "--manager", "http://0.0.0.0:1", "--config", "OPEN"], 1, "cannot be reached at http://0.0.0.0:1"),
-        (["checkpoint", "CONFIG", "--component", "streamrl.config:load"], 1, "TypeError"),
-        (["checkpoint", "CONFIG", "--component", "streamrl.config:nothing"], 2, "streamrl.config has no nothing"),
         (["gserver", "CONFIG"], 2, "--manager"),
         (["plan", "CONFIG", "--from", "nowhere"], 2, "nowhere: no such folder"),
         (["plan"], 2, "takes a CONFIG, or --model-shape"),
@@ -157,7 +155,7 @@ def test_errors(config: Path, tmp_path: Path, words: list[str], code: int, said:
     done = streamrl(*[files.get(word, word) for word in words])
     assert done.returncode == code
     assert said in done.stderr
-    assert ("Traceback" in done.stderr) == ("TypeError" in said)  # only what nobody expected has one
+    assert "Traceback" not in done.stderr
 
 
 def test_a_run_that_cannot_begin_leaves_no_folder_and_reports_nothing(config: Path, tmp_path: Path) -> None:
@@ -188,7 +186,7 @@ def test_a_command_of_before_names_the_one_that_replaces_it(words: list[str], in
 
 
 def test_the_controller_needs_the_packages_of_the_sinks(config: Path, tmp_path: Path) -> None:
-    words = ["controller", str(config), 'metrics.sinks=["wandb"]', "--component", "tests.launch.standins:controller"]
+    words = ["controller", str(config), 'metrics.sinks=["wandb"]']
     script = (
         "import sys\nfrom importlib import util\nfrom streamrl.cli import main\n"
         "util.find_spec = lambda name: None\n"

@@ -18,7 +18,6 @@ def rows(index, seed): return {"prompt": "1+1="}
 def score(response, prompt): return 1.0
 def graph(config): raise RuntimeError("the user's graph")
 def advantages(groups, inputs): raise RuntimeError("the user's advantages")
-def component(config): return "the user's component"
 class Talk:
     async def run(self, prompt, session): ...
 """
@@ -34,7 +33,6 @@ LOADERS = {
     "function": "from streamrl.trainer.worker.computation import call_users_function\n"
     "from streamrl.trainer.graph import MFC\n"
     "call_users_function(MFC('a', 'actor', 'function', frozenset(), frozenset(), function='mine:advantages'), [], {})",
-    "component": "from streamrl.launch.role import _load\n_load('mine:component')(None)",
 }
 
 

@@ -14,7 +14,9 @@ from streamrl import processor
 from streamrl.config import Config
 from streamrl.device import inference_dtype, resolve_dtype
 from streamrl.errors import ModelError
+from streamrl.launch import processes
 from streamrl.processor import MKL_LIMIT, ONEDNN_LIMIT, WITHOUT_AMX, avoid_broken_instructions
+from tests.e2e.harness import calling
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -135,11 +137,15 @@ def says_its_limit(config: Config, **others: object) -> Path:
     raise ModelError(f"computes with {os.environ.get(ONEDNN_LIMIT)}")
 
 
+def use_component() -> None:
+    processes.COMPONENTS.update(dict.fromkeys(("checkpoint", "model_worker"), "tests.test_processor:says_its_limit"))
+
+
 @pytest.mark.parametrize(
     "command",
     [
-        "checkpoint CONFIG COMPONENT",
-        "model-worker CONFIG --manager http://127.0.0.1:1 --model-dir nowhere COMPONENT",
+        "checkpoint CONFIG",
+        "model-worker CONFIG --manager http://127.0.0.1:1 --model-dir nowhere",
         "run CONFIG",
     ],
 )
@@ -149,20 +155,17 @@ def test_every_process_of_a_run_goes_through_the_door(tmp_path: Path, tried: Tri
     config = tmp_path / "config.toml"
     config.write_text(f'[run]\ndir = "{tmp_path}/runs"\n')
     tried(SIGILL)
-    component = "--component tests.test_processor:says_its_limit"
-    words = command.replace("CONFIG", str(config)).replace("COMPONENT", component).split()
+    words = command.replace("CONFIG", str(config)).split()
     script = (
-        "import sys\nfrom functools import partial\n"
-        "from streamrl import cli, processor\nfrom streamrl.launch import local\n"
+        "import sys\nfrom streamrl import cli, processor\n"
         "from tests.test_processor import AMX\n"
         "processor._cpuinfo = lambda: AMX\n"
-        "components = {'checkpoint': 'tests.test_processor:says_its_limit'}\n"
-        "local.run_locally = partial(local.run_locally, components=components)\n"
         f"sys.argv = {['streamrl', *words]!r}\n"
         "cli.main()"
     )
     # with a secret, a process does not wait for the manager here
-    said = run_python(script, STREAMRL_CACHE=str(tried.cache), STREAMRL_SECRET="a-secret-of-this-test", failing=True)
+    variables = {"STREAMRL_CACHE": str(tried.cache), "STREAMRL_SECRET": "a-secret-of-this-test"}
+    said = run_python(script, failing=True, **variables, **calling(use_component, tmp_path))
     assert "AMX, but products in bfloat16 end a process by SIGILL" in said
     assert "computes with AVX512_CORE_BF16" in said
     assert tried.trials == 1

@@ -21,6 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from rich.console import Console
+from rich.text import Text
+
 from streamrl.causal_models import weight_views
 from streamrl.config import Config
 from streamrl.config.sections import as_evaluated
@@ -28,7 +31,7 @@ from streamrl.config.trainer import RoleName, role_config
 from streamrl.errors import ConfigError, DataError, RewardError, StreamRLError
 from streamrl.hooks import is_hook, load_hook
 from streamrl.importing import load_object
-from streamrl.launch.processes import fitted
+from streamrl.launch.processes import fitted, visible_gpus
 from streamrl.local_cache import cache_home
 from streamrl.lora import adapter_specs
 from streamrl.models import check_checkpoint, check_tokens, ensure_checkpoint
@@ -94,6 +97,25 @@ class Rehearsal:
         except Exception as error:  # the tolerance point that the module docstring names
             lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
             self.wrong.append("\n".join([f"{name}: {type(error).__name__}: {error}", *lines[-TRACEBACK_LINES:-1]]))
+
+
+def check_run(config: Config, console: Console, errors: Console, *, file: Path) -> int:
+    """Rehearse a run of `config`, which is in `file`, on this machine, and show the results; return the exit code."""
+    found = rehearse(config, gpus=visible_gpus())
+    for mark, style, lines in (
+        ("✓", "green", found.tried),
+        ("? not tried:", "yellow", found.untried),
+        ("! warning:", "yellow", found.warnings),
+    ):
+        for line in lines:
+            console.print(Text.assemble((f"{mark} ", style), line), soft_wrap=True)
+    for line in found.wrong:
+        errors.print(Text(f"error: {line}", style="red"), soft_wrap=True)
+    if found.wrong:
+        return 1
+    text = f"{file} is valid; its run folder is {config.run_dir}, its fingerprint {config.digest()}"
+    console.print(Text(text, style="green"), soft_wrap=True)
+    return 0
 
 
 def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:

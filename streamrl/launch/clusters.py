@@ -1,5 +1,5 @@
 """Common parts of the launchers for clusters: the pools of a run, the resources of each process, their spread over
-machines, and calls of a cluster's own command.
+machines, templates of jobs, and calls of a cluster's own command.
 
 The processes are those of `launch.processes.plan`, as `streamrl run` starts them.
 """
@@ -7,10 +7,12 @@ The processes are those of `launch.processes.plan`, as `streamrl run` starts the
 from __future__ import annotations
 
 import asyncio
+import re
 import shlex
 import tempfile
 from asyncio.subprocess import PIPE
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -18,6 +20,9 @@ import msgspec
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, StreamRLError
 from streamrl.launch.processes import PlanRole, ProcessPlan, plan, threads_of
+
+TEMPLATES = Path(__file__).parent / "templates"
+_KEY = re.compile(r"\{\{(\w+)\}\}")
 
 PoolName = Literal["controller", "trainer", "gserver", "rollout"]
 """Names of pools; the command `streamrl NAME` starts the pool's processes of one machine."""
@@ -89,8 +94,33 @@ def _gpus(process: ProcessPlan, config: Config) -> int:
     return config.gserver.sglang.tensor_parallel if process.role == "gserver" else 1
 
 
-async def said_by(*words: str, given: str = "", seconds: float, otherwise: str) -> str:
-    """Run a cluster's own command and return its output; `given`: its input.
+def filled(name: str, values: Mapping[str, object], *, template: Path | None) -> str:
+    """Return the text of the file `template`, or of streamrl's own template `name`, with `values` for {{KEY}}.
+
+    Further lines of a value are indented like its first one. A line with an empty value is left out. Raises
+    `ConfigError` if the file cannot be read, or has a key that is not in `values`.
+    """
+    file = template or TEMPLATES / name
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--template {file}: cannot be read ({error})") from error
+
+    def line_of(line: str) -> str | None:
+        keys = _KEY.findall(line)
+        if unknown := sorted(set(keys) - values.keys()):
+            raise ConfigError(f"{file}: there is no value for {unknown[0]}; there are {', '.join(sorted(values))}")
+        if any(str(values[key]) == "" for key in keys):
+            return None
+        indent = line[: len(line) - len(line.lstrip())]
+        text = _KEY.sub(lambda found: str(values[found[1]]).rstrip("\n"), line)
+        return text.replace("\n", f"\n{indent}")
+
+    return "\n".join(line for line in map(line_of, lines) if line is not None) + "\n"
+
+
+async def output_of(*words: str, given: str = "", seconds: float, otherwise: str) -> str:
+    """Run a cluster's own command, and return its output; `given`: its input.
 
     Raises `ConfigError` with the remedy `otherwise` if there is no such command, `DeadlineExceeded` after `seconds`,
     and `StreamRLError` with the command's error output if it fails.
@@ -104,7 +134,7 @@ async def said_by(*words: str, given: str = "", seconds: float, otherwise: str) 
             raise ConfigError(f"there is no {words[0]} on this machine: {otherwise}") from error
     try:
         async with asyncio.timeout(seconds):
-            said, wrong = await process.communicate()
+            output, errors = await process.communicate()
     except TimeoutError as error:
         raise DeadlineExceeded(f"waited {seconds:.0f} s for an answer to `{shlex.join(words)}` in vain") from error
     finally:
@@ -112,5 +142,5 @@ async def said_by(*words: str, given: str = "", seconds: float, otherwise: str) 
             process.kill()
             await process.wait()
     if process.returncode:
-        raise StreamRLError(f"{shlex.join(words)}: {wrong.decode().strip() or f'exit code {process.returncode}'}")
-    return said.decode().strip()
+        raise StreamRLError(f"{shlex.join(words)}: {errors.decode().strip() or f'exit code {process.returncode}'}")
+    return output.decode().strip()

@@ -97,6 +97,11 @@ class DoctorLine(msgspec.Struct, frozen=True, kw_only=True):
     """Whether streamrl cannot work without it."""
 
 
+def _line(name: str, found: str, do: str = "", *, needed: bool = False) -> DoctorLine:
+    """Return a line, which is ok if there is nothing to `do`."""
+    return DoctorLine(name=name, ok=not do, found=found, do=do, needed=needed)
+
+
 def examine(*, environment: Mapping[str, str] = os.environ) -> list[DoctorLine]:
     """Check this machine; takes as long as importing torch."""
     with subprocess.Popen(
@@ -161,84 +166,54 @@ def _answer(asking: subprocess.Popen[str]) -> tuple[TorchAnswer | None, str]:
 def torch_findings(answer: TorchAnswer | None, problem: str, *, gpus: Sequence[str]) -> Iterator[DoctorLine]:
     """Yield lines on torch, its devices and its communication. `gpus`: the GPUs that the machine has."""
     if answer is None:
-        yield DoctorLine(
-            name="torch",
-            ok=False,
-            found=f"cannot be imported: {problem}",
-            do="pip install -c constraints.txt torch; or repair its libraries",
-            needed=True,
-        )
+        do = "pip install -c constraints.txt torch; or repair its libraries"
+        yield _line("torch", f"cannot be imported: {problem}", do, needed=True)
         return
     built = f"for CUDA {answer.cuda}" if answer.cuda else f"for ROCm {answer.hip}" if answer.hip else "for CPUs only"
     build_is_wrong = bool(gpus) and not answer.cuda and not answer.hip
-    yield DoctorLine(
-        name="torch",
-        ok=not build_is_wrong,
-        found=f"{answer.version}, {built}",
-        do="this machine has GPUs: install a build of torch with CUDA (pytorch.org)" if build_is_wrong else "",
-    )
+    do = "this machine has GPUs: install a build of torch with CUDA (pytorch.org)" if build_is_wrong else ""
+    yield _line("torch", f"{answer.version}, {built}", do)
     if not answer.devices:
         do = "runs use the CPU"
         if gpus and answer.cuda:
             do = "the machine has GPUs that torch cannot use: look at nvidia-smi, CUDA_VISIBLE_DEVICES and the driver"
-        yield DoctorLine(name="CUDA devices", ok=False, found="none", do=do)
+        yield _line("CUDA devices", "none", do)
     for index, device in enumerate(answer.devices):
         peak = peak_of(device.name)
-        said = f", {peak.tflops:,.0f} TFLOPS in bfloat16, {peak.memory_tb_s:g} TB/s" if peak else ", peak unknown"
+        speed = f", {peak.tflops:,.0f} TFLOPS in bfloat16, {peak.memory_tb_s:g} TB/s" if peak else ", peak unknown"
+        size = f"{device.memory / GIB:.0f} GiB ({device.free / GIB:.0f} free)"
         busy = device.free < 0.9 * device.memory
-        yield DoctorLine(
-            name=f"CUDA device {index}",
-            ok=not busy,
-            found=f"{device.name}, {device.memory / GIB:.0f} GiB ({device.free / GIB:.0f} free), compute capability "
-            f"{device.capability}{said}",
-            do="other processes hold its memory (nvidia-smi)" if busy else "",
-        )
+        found = f"{device.name}, {size}, compute capability {device.capability}{speed}"
+        do = "other processes hold its memory (nvidia-smi)" if busy else ""
+        yield _line(f"CUDA device {index}", found, do)
     if answer.devices:
         yield _python_headers()
-        yield DoctorLine(
-            name="NCCL",
-            ok=bool(answer.nccl),
-            found=answer.nccl or "not in this build of torch",
-            do="" if answer.nccl else "install a build of torch with NCCL; else weights go over gloo",
-        )
+        do = "" if answer.nccl else "install a build of torch with NCCL; else weights go over gloo"
+        yield _line("NCCL", answer.nccl or "not in this build of torch", do)
         if len(answer.devices) > 1:
-            yield DoctorLine(
-                name="peer access",
-                ok=answer.peer_access,
-                found="between all devices" if answer.peer_access else "not between all devices",
-                do="" if answer.peer_access else "NCCL goes through host memory there: slower tensor parallelism",
-            )
-    yield DoctorLine(
-        name="gloo",
-        ok=answer.gloo,
-        found="in torch" if answer.gloo else "not in this build of torch",
-        do="" if answer.gloo else "several model workers on CPUs, and broadcasts between CPUs, need it",
-    )
+            found = "between all devices" if answer.peer_access else "not between all devices"
+            do = "" if answer.peer_access else "NCCL goes through host memory there: slower tensor parallelism"
+            yield _line("peer access", found, do)
+    do = "" if answer.gloo else "several model workers on CPUs, and broadcasts between CPUs, need it"
+    yield _line("gloo", "in torch" if answer.gloo else "not in this build of torch", do)
 
 
 def _python_headers() -> DoctorLine:
     """Check for the headers with which Triton compiles kernel launchers, for shared-prefix attention on GPUs."""
     header = Path(sysconfig.get_path("include"), "Python.h")
-    there = header.is_file()
-    return DoctorLine(
-        name="headers of Python",
-        ok=there,
-        found=str(header) if there else f"no {header}",
-        do="" if there else "training on GPUs compiles kernels with them: install python3-dev (or python3-devel)",
-    )
+    if header.is_file():
+        return _line("headers of Python", str(header))
+    do = "training on GPUs compiles kernels with them: install python3-dev (or python3-devel)"
+    return _line("headers of Python", f"no {header}", do)
 
 
 # --- the machine ---------------------------------------------------------------------------------
 
 
 def _python() -> DoctorLine:
-    return DoctorLine(
-        name="Python",
-        ok=sys.version_info >= (3, 11),
-        found=f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-        do="" if sys.version_info >= (3, 11) else "streamrl needs 3.11 or newer",
-        needed=True,
-    )
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    do = "" if sys.version_info >= (3, 11) else "streamrl needs 3.11 or newer"
+    return _line("Python", found, do, needed=True)
 
 
 def processors(*, cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = CGROUP) -> Iterator[DoctorLine]:
@@ -251,21 +226,13 @@ def processors(*, cpuinfo: Path = Path("/proc/cpuinfo"), cgroup: Path = CGROUP) 
     limit = _cgroup_cpus(cgroup)
     usable = min(allowed, limit) if limit else allowed
     share = f", limited to {limit:g} by the container" if limit and limit < allowed else ""
-    few = usable < 2
-    yield DoctorLine(
-        name="CPUs",
-        ok=not few,
-        found=f"{allowed} of {os.cpu_count()}{share}: {named[1] if named else platform.processor() or 'unknown'}",
-        do="two or more let generation and training run at the same time" if few else "",
-    )
+    model = named[1] if named else platform.processor() or "unknown"
+    do = "two or more let generation and training run at the same time" if usable < 2 else ""
+    yield _line("CPUs", f"{allowed} of {os.cpu_count()}{share}: {model}", do)
     units = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in words]
     fast = "avx512_bf16" in units or "amx_bf16" in units
-    yield DoctorLine(
-        name="bfloat16 on CPUs",
-        ok=fast,
-        found=", ".join(units) or "no vector units that are known here",
-        do="" if fast else "computed in float32 on this CPU, which `auto` does by itself",
-    )
+    do = "" if fast else "computed in float32 on this CPU, which `auto` does by itself"
+    yield _line("bfloat16 on CPUs", ", ".join(units) or "no known vector units", do)
 
 
 def _cgroup_cpus(cgroup: Path) -> float | None:
@@ -289,13 +256,8 @@ def memory(*, cgroup: Path = CGROUP) -> Iterator[DoctorLine]:
             total, free, by = limit, min(free, limit - used), " (limited by the container)"
     except (OSError, ValueError):  # no limit, or another system
         pass
-    enough = free >= MEMORY_GIB * GIB
-    yield DoctorLine(
-        name="memory",
-        ok=enough,
-        found=f"{total / GIB:.1f} GiB{by}, {free / GIB:.1f} free",
-        do="" if enough else f"a small run takes up to {MEMORY_GIB:g} GiB: end other programs",
-    )
+    do = "" if free >= MEMORY_GIB * GIB else f"a small run takes up to {MEMORY_GIB:g} GiB: end other programs"
+    yield _line("memory", f"{total / GIB:.1f} GiB{by}, {free / GIB:.1f} free", do)
 
 
 def shared_memory(*, folder: Path = SHARED_MEMORY) -> DoctorLine:
@@ -303,16 +265,10 @@ def shared_memory(*, folder: Path = SHARED_MEMORY) -> DoctorLine:
     try:
         seen = shutil.disk_usage(folder)
     except OSError:
-        return DoctorLine(name="shared memory", ok=False, found=f"no {folder}", do="weights are broadcast instead")
-    enough = seen.free >= SHARED_GIB * GIB
-    return DoctorLine(
-        name="shared memory",
-        ok=enough,
-        found=f"{folder}: {seen.total / GIB:.1f} GiB, {seen.free / GIB:.1f} free",
-        do=""
-        if enough
-        else "larger models are broadcast instead; in a container: docker run --shm-size=16g, or --ipc=host",
-    )
+        return _line("shared memory", f"no {folder}", "weights are broadcast instead")
+    do = "larger models are broadcast instead; in a container: docker run --shm-size=16g, or --ipc=host"
+    found = f"{folder}: {seen.total / GIB:.1f} GiB, {seen.free / GIB:.1f} free"
+    return _line("shared memory", found, "" if seen.free >= SHARED_GIB * GIB else do)
 
 
 def compilers(environment: Mapping[str, str]) -> Iterator[DoctorLine]:
@@ -329,7 +285,7 @@ def compilers(environment: Mapping[str, str]) -> Iterator[DoctorLine]:
         do = "STREAMRL_NATIVE=0 switches it off"
     elif failed:
         do = f"it failed once, which is remembered: remove {failed[-1]} to try again"
-    yield DoctorLine(name="C compiler", ok=not do, found=version or program or f"no {wanted[0]}", do=do)
+    yield _line("C compiler", version or program or f"no {wanted[0]}", do)
 
 
 def _failed_libraries(cache: Path) -> list[Path]:
@@ -363,52 +319,43 @@ def packages() -> Iterator[DoctorLine]:
         ("reasoning-gym", "reasoning_gym", 'pip install "streamrl[rewards]"; only for its tasks'),
     ):
         if find_spec(module) is None:
-            yield DoctorLine(name=package, ok=False, found="not installed", do=what, needed=package == "transformers")
+            yield _line(package, "not installed", what, needed=package == "transformers")
             continue
         try:
             version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             version = "of unknown version"
-        yield DoctorLine(name=package, ok=True, found=version)
+        yield _line(package, version)
 
 
 def network() -> Iterator[DoctorLine]:
     """Check whether servers can listen, and list the addresses by which other machines could reach them."""
     yield _ports()
     states = psutil.net_if_stats()
-    told = []
+    found = []
     for name, entries in sorted(psutil.net_if_addrs().items()):
         state = states.get(name)
         own = (e.address for e in entries if e.family in (socket.AF_INET, socket.AF_INET6) and "%" not in e.address)
         addresses = [address for address in own if not is_loopback(address)]
         if state is not None and state.isup and addresses:
             speed = f", {state.speed / 1000:g} Gbit/s" if state.speed else ""
-            told.append(f"{name} {' '.join(addresses)}{speed}")
-    yield DoctorLine(
-        name="interfaces",
-        ok=bool(told),
-        found="; ".join(told) or "only loopback",
-        do="" if told else "runs over several machines need one (docs/clusters.md); one machine does not",
-    )
+            found.append(f"{name} {' '.join(addresses)}{speed}")
+    do = "" if found else "runs over several machines need one (docs/clusters.md); one machine does not"
+    yield _line("interfaces", "; ".join(found) or "only loopback", do)
     cards = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
     if cards:
-        yield DoctorLine(name="InfiniBand", ok=True, found=", ".join(cards))
+        yield _line("InfiniBand", ", ".join(cards))
 
 
 def _ports() -> DoctorLine:
     try:
-        return DoctorLine(name="ports", ok=True, found=_free_port(LOOPBACK.at))
+        return _line("ports", _free_port(LOOPBACK.at))
     except OSError as error:
         with suppress(OSError):
             found = f"{_free_port(LOOPBACK_IPV6.at)}; nothing can listen at {LOOPBACK.at}"
-            return DoctorLine(name="ports", ok=False, found=found, do='set run.host = "::1"')
-        return DoctorLine(
-            name="ports",
-            ok=False,
-            found=f"nothing can listen at {LOOPBACK.at}: {error.strerror or error}",
-            do="every run needs it: look at the sandbox's or container's rules",
-            needed=True,
-        )
+            return _line("ports", found, 'set run.host = "::1"')
+        found = f"nothing can listen at {LOOPBACK.at}: {error.strerror or error}"
+        return _line("ports", found, "every run needs it: look at the sandbox's or container's rules", needed=True)
 
 
 def _free_port(at: str) -> str:
@@ -421,14 +368,9 @@ def open_files() -> DoctorLine:
     """Check the hard limit on open files and sockets, to which each process of a run raises its soft limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = hard == resource.RLIM_INFINITY or hard >= OPEN_FILES
-    return DoctorLine(
-        name="open files",
-        ok=enough,
-        found="no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} for a process",
-        do=""
-        if enough
-        else f"runs with many workers need more: raise the hard limit to {OPEN_FILES} (limits.conf, LimitNOFILE)",
-    )
+    found = "no limit" if hard == resource.RLIM_INFINITY else f"{hard:,} for a process"
+    do = f"runs with many workers need more: raise the hard limit to {OPEN_FILES} (limits.conf, LimitNOFILE)"
+    return _line("open files", found, "" if enough else do)
 
 
 def folders(*, cache: Path | None = None) -> Iterator[DoctorLine]:
@@ -440,18 +382,8 @@ def folders(*, cache: Path | None = None) -> Iterator[DoctorLine]:
             pass
         free = shutil.disk_usage(there).free
     except OSError as error:
-        yield DoctorLine(
-            name="cache",
-            ok=False,
-            found=f"{folder} cannot be written: {error.strerror or error}",
-            do="set STREAMRL_CACHE to a folder that can",
-            needed=True,
-        )
+        found = f"{folder} cannot be written: {error.strerror or error}"
+        yield _line("cache", found, "set STREAMRL_CACHE to a folder that can be written", needed=True)
         return
-    enough = free >= CACHE_GIB * GIB
-    yield DoctorLine(
-        name="cache",
-        ok=enough,
-        found=f"{folder}, {free / GIB:.1f} GiB free",
-        do="" if enough else f"models need more than {CACHE_GIB:g} GiB: set STREAMRL_CACHE to a larger disk",
-    )
+    do = f"models need more than {CACHE_GIB:g} GiB: set STREAMRL_CACHE to a larger disk"
+    yield _line("cache", f"{folder}, {free / GIB:.1f} GiB free", "" if free >= CACHE_GIB * GIB else do)

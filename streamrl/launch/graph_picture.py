@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from streamrl.trainer.graph import MFC, ROLLOUT, STREAM_KEYS, Graph
+from streamrl import config as configuration
+from streamrl.errors import ConfigError
+from streamrl.trainer.graph import MFC, ROLLOUT, STREAM_KEYS, Graph, graph_of
 
 SOURCE = "StreamDataset"
 SOURCE_NOTE = "what rollout workers generate by themselves"
@@ -36,6 +40,20 @@ class Arrow(msgspec.Struct, frozen=True):
     giver: str
     taker: str
     keys: list[str]
+
+
+def show_graph(config_file: Path, overrides: Sequence[str], console: Console, *, svg: Path | None) -> None:
+    """Print the graph of a configuration, and draw it into the file `svg`. Raises `ConfigError` if that cannot be
+    written."""
+    graph = graph_of(configuration.load(config_file, overrides))
+    console.print(graph_text(graph))
+    if svg is None:
+        return
+    try:
+        write_svg(graph, svg)
+    except OSError as error:
+        raise ConfigError(f"--svg {svg}: cannot be written ({error.strerror})") from error
+    console.print(f"drawn into {svg}", markup=False, soft_wrap=True)
 
 
 def drawing(graph: Graph) -> tuple[list[Box], list[Arrow]]:

@@ -1,5 +1,5 @@
-"""A pool, or its part on this machine, for a run with a controller that was started separately: `streamrl trainer`,
-`streamrl gserver --count N`, `streamrl rollout --count N`.
+"""A part of a run on this machine, whose controller was started separately: `streamrl trainer`, `streamrl gserver
+--count N`, `streamrl rollout --count N`.
 
 Owns the processes; their output goes to the launcher's output. Each keeps its index within the run. A dead process is
 restarted as often as `streamrl run` would restart it.
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
-import time
-from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import Literal
@@ -19,346 +18,180 @@ from typing import Literal
 import msgspec
 
 from streamrl import config as configuration
-from streamrl import essential
 from streamrl.config import Config
-from streamrl.errors import PeerError, ProcessDied, StreamRLError
-from streamrl.launch.local import STATUS_SECONDS
-from streamrl.launch.process import EXIT_PLACE_TAKEN
+from streamrl.errors import PeerError, StreamRLError
+from streamrl.launch.children import Child, Children
+from streamrl.launch.ending import save_and_end
+from streamrl.launch.process import EXIT_PLACE_TAKEN, Departure, run_until_stopped, set_up_logging
 from streamrl.launch.processes import (
-    COMPONENTS,
-    Helper,
+    Commands,
+    MemberRole,
     ProcessPlan,
     TrainerShare,
-    checkpoint_command,
-    command,
+    helper,
     plan_pool,
     plan_trainer,
-    threads_of,
+    share_of,
     visible_gpus,
 )
-from streamrl.launch.role import ask_from_where
-from streamrl.launch.supervise import (
-    Child,
-    Children,
-    Restarts,
-    end_who_is_silent,
-    may_go_back,
-    restarts_of,
-    tell_death,
-    until_finished,
-    was_left_behind,
-)
-from streamrl.transport.control import AskPlace, Drain, Status
+from streamrl.launch.role import place_of, resumed_there
+from streamrl.launch.supervisor import STATUS_SECONDS, Supervisor
+from streamrl.transport.control import Drain
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import await_secret, of_run_at
 
 log = logging.getLogger(__name__)
 
-PoolRole = Literal["gserver", "rollout"]
-
 FETCH_SECONDS = 86400.0
 """Longest time for a host to make or to fetch the model. While it is fetched, each part has a deadline of its own."""
 
 
-async def _model_folder(
-    children: Children,
-    *,
-    config_file: Path,
-    overrides: Sequence[str],
-    manager_url: str,
-    components: Mapping[str, str],
-    threads: int,
-) -> Path:
-    """Make or fetch the folder with the run's first weights in a child process; raises as `Children.ask` does."""
-    words = checkpoint_command(config_file, overrides=overrides, manager_url=manager_url, components=components)
-    return Path(await children.ask(Helper("checkpoint", threads), words, timeout=FETCH_SECONDS))
+def run_pool(role: Literal["gserver", "rollout"], count: int, commands: Commands, *, resume: bool) -> int:
+    """Run `count` gservers or rollout workers on this machine; return the exit code. The first signal makes them leave
+    the run, which continues."""
+    set_up_logging(f"{role}s")
+    config = configuration.load(commands.config_file, commands.overrides)
+    part = Part(config, commands, role=role, count=count, resume=resume)
+    return run_until_stopped(part.run, on_first_signal=[Departure(part.leave, "leaving the run")])
 
 
-# --- the trainer ---
+def run_trainer(commands: Commands, *, node: int | None, nodes: int | None, resume: bool) -> int:
+    """Run part `node` of `nodes` of the trainer; return the exit code. Both None: torchrun's variables, or all of it.
+    The first signal makes the run write a checkpoint and end."""
+    config = configuration.load(commands.config_file, commands.overrides)
+    share = share_of(config, node=node, nodes=nodes, environment=os.environ)
+    set_up_logging("trainer" if share.nodes == 1 else f"trainer {share.node}")
+    part = Part(config, commands, role="model_worker", share=share, resume=resume)
+    return run_until_stopped(part.run, on_first_signal=save_and_end(config, lambda: commands.manager_url))
 
 
-async def run_trainer(
-    config: Config,
-    *,
-    config_file: Path,
-    overrides: Sequence[str],
-    manager_url: str,
-    share: TrainerShare,
-    advertise: str = "",
-    model_dir: Path | None = None,
-    components: Mapping[str, str] = COMPONENTS,
-) -> None:
-    """Start the model workers of `share`, and watch them until the run is over.
-
-    A dead worker is restarted from the checkpoint to which the run goes back. Raises `ProcessDied` if one has died too
-    often; then none is left.
-    """
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
-    await asyncio.to_thread(await_secret, manager_url, config)
-    secret = of_run_at(manager_url, config)
-    children = Children(logs=None, secret=secret)
-    try:
-        if model_dir is None:
-            model_dir = await _model_folder(
-                children,
-                config_file=config_file,
-                overrides=overrides,
-                manager_url=manager_url,
-                components=components,
-                threads=config.trainer.threads,
-            )
-        client = ControlClient.of(config, manager_url, timeout=STATUS_SECONDS)
-        restarts = restarts_of(config)
-        coming: set[asyncio.Task[None]] = set()
-
-        async def start(process: ProcessPlan, *, after: float = 0.0, resume: bool = False) -> None:
-            await asyncio.sleep(after)
-            words = command(
-                process,
-                config_file=config_file,
-                overrides=overrides,
-                manager_url=manager_url,
-                model_dir=model_dir,
-                advertise=advertise,
-                components=components,
-                resume=resume,
-            )
-            await children.start(process, words)
-
-        async def goes_on(child: Child, status: Status | None) -> bool:
-            assert child.process is not None
-            if not may_go_back(child):
-                return False
-            left = was_left_behind(child)
-            if not left:
-                await tell_death(child, client)
-            delay = 0.0 if left else restarts.allow(child.name, now=time.monotonic())
-            if delay is None:
-                return False
-            if not left:
-                log.warning("%s; it is started again in %g s", child.reason(), delay)
-            again = start(child.process, after=delay, resume=True)
-            coming.add(essential.begin(again, name=f"restart of {child.name}"))
-            return True
-
-        try:
-            for process in plan_trainer(config, share=share, gpus=visible_gpus()):
-                await start(process)
-            watching = essential.begin(end_who_is_silent(children, client), name="the watch over silence")
-            coming.add(watching)
-            await until_finished(children, client=client, goes_on=goes_on)
-        finally:
-            for task in coming:
-                task.cancel()
-            await asyncio.gather(*coming, return_exceptions=True)
-            await children.stop()
-            await client.close()
-    finally:
-        children.close()
-
-
-# --- gservers and rollout workers ---
-
-
-class Pool:
-    """The processes of one role on this machine."""
+class Part:
+    """The model workers, gservers or rollout workers that one command starts on this machine."""
 
     def __init__(
         self,
         config: Config,
+        commands: Commands,
         *,
-        role: PoolRole,
-        count: int,
-        config_file: Path,
-        overrides: Sequence[str],
-        manager_url: str,
+        role: MemberRole,
+        count: int = 0,
+        share: TrainerShare | None = None,
         resume: bool = False,
-        advertise: str = "",
-        components: Mapping[str, str] = COMPONENTS,
     ) -> None:
-        """`resume`: processes continue from the controller's checkpoint, if this machine has a copy of it."""
+        """`count`: number of gservers or rollout workers. `share`: the part of the trainer. `resume`: processes
+        continue from the controller's checkpoint; gservers and rollout workers only if this machine has a copy."""
         self._config = config
-        self._role: PoolRole = role
+        self._commands = commands
+        self._role = role
         self._count = count
-        self._config_file = config_file
+        self._share = share
         self._resume = resume
-        self._given = list(overrides)
-        self._overrides = self._given
-        """Overrides with which processes are started: the given ones, and with `resume` the checkpoint."""
-        self._manager_url = manager_url
-        self._advertise = advertise
-        self._components = components
-        self._restarts: Restarts = restarts_of(config)
-        self._children: Children | None = None
-        self._model_dir: Path | None = None
+        self._given = list(commands.overrides)
+        """Overrides without the checkpoint from which the controller continues."""
         self._finding = asyncio.Lock()
-        self._coming: set[asyncio.Task[None]] = set()
-        self._leaving = False
+        self.children: Children | None = None
+        self.supervisor: Supervisor | None = None
+        self.client: ControlClient | None = None
 
     async def run(self) -> None:
         """Start all processes, and keep them running until the run is over or all have left it.
 
-        Raises `ProcessDied` if none is left and the last one failed, or if the run failed.
+        Raises as `Supervisor.until_over` does, and `ConfigError` if a model worker lacks the controller's checkpoint.
         """
-        await asyncio.to_thread(await_secret, self._manager_url, self._config)
-        secret = of_run_at(self._manager_url, self._config)
-        self._children = children = Children(logs=None, secret=secret)
-        client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
+        url = self._commands.manager_url
+        await asyncio.to_thread(await_secret, url, self._config)
+        self.children = Children(logs=None, secret=of_run_at(url, self._config))
+        self.client = ControlClient.of(self._config, url, timeout=STATUS_SECONDS)
         try:
-            await self._find_beginning()
-            indices = [await self._place(client) for _ in range(self._count)]
-            for process in plan_pool(self._config, self._role, indices=indices, gpus=visible_gpus()):
-                await self._start(process)
-            watching = essential.begin(end_who_is_silent(children, client), name="the watch over silence")
-            try:
-                await self._until_all_have_left(children, client)
-            finally:
-                watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
+            await self.find_beginning()
+            if self._share is not None:
+                self._write_settings()
+            self.supervisor = Supervisor(
+                self._config,
+                self.children,
+                self._commands,
+                self.client,
+                part="pool" if self._share is None else "trainer",
+                renew=self.renewed if self._share is None else None,
+            )
+            for process in await self._plan():
+                await self.supervisor.start(process)
+            await self.supervisor.until_over()
         finally:
-            for task in self._coming:
-                task.cancel()
-            await asyncio.gather(*self._coming, return_exceptions=True)
-            await client.close()
-            await children.stop()
-            children.close()
+            await self.children.stop()
+            await self.client.close()
+            self.children.close()
 
     async def leave(self) -> None:
         """Make all processes finish their work and leave the run, which continues."""
-        self._leaving = True
-        for task in self._coming:
-            task.cancel()
-        running = self._children.running if self._children is not None else []
-        refused: dict[Child, PeerError] = {}
-        members = [child for child in running if child.process is not None]
-        if not members:
+        if self.supervisor is not None:
+            self.supervisor.replace_none()
+        members = self.children.members if self.children is not None else []
+        if self.client is None or not members:
             raise StreamRLError(f"no {self._role} is running here")
-        client = ControlClient.of(self._config, self._manager_url, timeout=STATUS_SECONDS)
-        try:
-            for child in members:
-                assert child.process is not None
-                try:
-                    await client.drain(Drain(role=self._role, index=child.process.index))
-                except PeerError as error:
-                    if error.status != HTTPStatus.CONFLICT:
-                        raise
-                    refused[child] = error
-        finally:
-            await client.close()
+        refused: dict[Child, PeerError] = {}
+        for child in members:
+            try:
+                await self.client.drain(Drain(role=self._role, index=child.process.index))
+            except PeerError as error:
+                if error.status != HTTPStatus.CONFLICT:
+                    raise
+                refused[child] = error
         if len(refused) == len(members):
             raise next(iter(refused.values()))
         for child, refusal in refused.items():  # a process that has not joined yet has no work to finish
-            log.warning("%s is stopped, since it cannot be asked to leave: %s", child.name, refusal)
+            log.warning("%s is stopped, since it cannot leave in order: %s", child.name, refusal)
             child.signal(signal.SIGTERM)
 
-    async def _find_beginning(self) -> None:
+    async def find_beginning(self) -> None:
         """Find the checkpoint and the model that processes begin with.
 
         A restarted run continues from another checkpoint than before, and may have removed the earlier one.
         """
-        assert self._children is not None
+        assert self.children is not None
+        commands, found = self._commands, list(self._given)
         async with self._finding:
-            overrides = self._given
             if self._resume:
-                overrides = await ask_from_where(
-                    self._config_file, self._given, manager_url=self._manager_url, needed=False
-                )
-            if self._model_dir is not None and overrides == self._overrides:
+                needed = self._share is not None
+                config = await resumed_there(self._config, manager_url=commands.manager_url, needed=needed)
+                if config is not self._config:
+                    found.append(f"run.resume_from={config.run.resume_from}")
+            if commands.model_dir is not None and found == commands.overrides:
                 return
-            self._model_dir = await _model_folder(
-                self._children,
-                config_file=self._config_file,
-                overrides=overrides,
-                manager_url=self._manager_url,
-                components=self._components,
-                threads=threads_of(self._role, self._config),
-            )
-            self._overrides = overrides
+            process = helper("checkpoint", self._config)
+            words = msgspec.structs.replace(commands, overrides=found).of(process)
+            commands.model_dir = Path(await self.children.ask(process, words, timeout=FETCH_SECONDS))
+            commands.overrides = found
 
-    async def _place(self, client: ControlClient) -> int:
-        config = self._config
-        message = AskPlace(role=self._role, config_digest=config.digest(), settings=config.shared_changes())
-        return await client.place(message, patience=config.limits.start_seconds)
+    def _write_settings(self) -> None:
+        """Write the trainer's configuration into the run's folder."""
+        config = configuration.load(self._commands.config_file, self._commands.overrides)
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
 
-    async def _start(self, process: ProcessPlan) -> None:
-        assert self._children is not None
-        words = command(
-            process,
-            config_file=self._config_file,
-            overrides=self._overrides,
-            manager_url=self._manager_url,
-            model_dir=self._model_dir,
-            advertise=self._advertise,
-            components=self._components,
-        )
-        await self._children.start(process, words)
+    async def _plan(self) -> list[ProcessPlan]:
+        if self._share is not None:
+            return plan_trainer(self._config, share=self._share, gpus=visible_gpus())
+        indices = [await self._place() for _ in range(self._count)]
+        return plan_pool(self._config, self._role, indices=indices, gpus=visible_gpus())
 
-    async def _until_all_have_left(self, children: Children, client: ControlClient) -> None:
-        failed: Child | None = None
-        while children.untold or self._coming:
-            child = await children.next_exit()
-            if child.exit_code == 0:
-                log.info("%s has left the run", child.name)
-                continue
-            state = await _state(client)
-            if state in ("finished", "stopped"):
-                log.warning("%s %s when the run was over; nothing of it is lost", child.name, child.how_it_ended)
-            elif not self._leaving and not self._replace(child, state, client):
-                failed = child
-        if failed is not None:
-            raise ProcessDied(failed.obituary())
+    async def _place(self) -> int:
+        assert self.client is not None
+        return await place_of(self.client, self._config, self._role)
 
-    def _replace(self, child: Child, state: str, client: ControlClient) -> bool:
-        """Restart a process that failed; return whether it will be. `state`: of the run.
+    async def renewed(self, child: Child) -> ProcessPlan:
+        """Return the process to start in the place of `child`, which has died, and find out where it begins.
 
-        It is not restarted once the run has failed. One that has died too often is tried again later, unless the
-        controller does not respond: then the run is gone.
+        If another process has its index, it gets a new one: a restarted controller may have assigned that index before
+        this process joined it.
         """
-        assert child.process is not None
-        if state == "failed":
-            return False
-        now = time.monotonic()
-        delay = self._restarts.allow(child.name, now=now)
-        if delay is not None:
-            log.warning("%s %s; it is started again in %g s", child.name, child.how_it_ended, delay)
-        else:
-            delay = self._restarts.rest(child.name, now=now) if state else None
-            log.error(
-                "%s %s, and was started again %d times within %g s already; %s",
-                *(child.name, child.how_it_ended, self._restarts.most, self._restarts.window),
-                "it is left out" if delay is None else f"it is tried again in {delay:.0f} s",
-            )
-            if delay is None:
-                return False
-        again = self._start_later(child.process, delay, client if child.exit_code == EXIT_PLACE_TAKEN else None)
-        task = essential.begin(again, name=f"restart of {child.name}")
-        self._coming.add(task)
-        task.add_done_callback(self._coming.discard)
-        return True
-
-    async def _start_later(self, process: ProcessPlan, delay: float, asked: ControlClient | None) -> None:
-        """Start `process` after `delay` seconds.
-
-        If `asked`, the controller's client, is given, the process gets a new index from it, because another process
-        has its own: a restarted controller may have assigned that index before this process was known to it.
-        """
-        await asyncio.sleep(delay)
         try:
-            await self._find_beginning()
+            await self.find_beginning()
         except StreamRLError as error:
-            log.warning("%s begins with what it began with before: %s", process.name, error)
-        if asked is not None:
+            log.warning("%s begins from the same checkpoint as before: %s", child.name, error)
+        if child.exit_code == EXIT_PLACE_TAKEN:
             try:
-                process = msgspec.structs.replace(process, index=await self._place(asked))
+                return msgspec.structs.replace(child.process, index=await self._place())
             except StreamRLError as error:
-                log.warning("there is no new number for %s: %s", process.name, error)
-        await self._start(process)
-
-
-async def _state(client: ControlClient) -> str:
-    """Return the state of the run, or an empty string if the controller does not respond: it may be unreachable."""
-    try:
-        return (await client.status()).state
-    except StreamRLError:
-        return ""
+                log.warning("there is no new index for %s: %s", child.name, error)
+        return child.process

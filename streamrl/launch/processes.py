@@ -13,7 +13,8 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -27,16 +28,21 @@ SGLANG_MEMORY = "--mem-fraction-static"
 """SGLang's flag for the share of the free memory that its weights and its key-value cache may take."""
 DEALT_SHARE = 0.8
 """Share of a GPU's memory that is divided equally among its users; the rest is for memory that none of them counts."""
-PlanRole = Literal["controller", "gserver", "model_worker", "rollout"]
+MemberRole = Literal["gserver", "model_worker", "rollout"]
+"""Processes that join the controller."""
+HelperRole = Literal["checkpoint", "page"]
+"""Processes that a launcher starts in addition to the run's, and that take no part in the run."""
+PlanRole = Literal["controller"] | MemberRole | HelperRole
 
-COMPONENTS: Mapping[str, str] = {
+COMPONENTS: dict[str, str] = {
     "checkpoint": "streamrl.models:ensure_checkpoint",
     "controller": "streamrl.controller:serve",
     "gserver": "streamrl.gserver.server.process:serve",
     "model_worker": "streamrl.trainer.worker.process:serve",
+    "replay_rank": "streamrl.trainer.replay.process:serve",
     "rollout": "streamrl.rollout.worker:serve",
 }
-"""The component that runs in a process of each role, and the one that makes the model folder: `module:function`."""
+"""The function (`module:function`) that is the work of a process of each role."""
 
 STOP_ORDER: Sequence[frozenset[PlanRole]] = (
     frozenset({"rollout"}),
@@ -68,6 +74,11 @@ class ProcessPlan(msgspec.Struct, frozen=True):
         return f"{self.role}/{self.index}"
 
     @property
+    def is_member(self) -> bool:
+        """Whether it takes part in the run; a helper does not."""
+        return self.role not in get_args(HelperRole)
+
+    @property
     def log_name(self) -> str:
         """Name of its log file."""
         return f"{self.role}-{self.index}.log"
@@ -79,22 +90,9 @@ class ProcessPlan(msgspec.Struct, frozen=True):
         return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else variables
 
 
-class Helper(msgspec.Struct, frozen=True):
-    """A process that a launcher starts in addition to the run's processes, and that takes no part in the run."""
-
-    name: str
-    threads: int
-    """CPU threads of its tensor operations."""
-
-    @property
-    def log_name(self) -> str:
-        """Name of its log file."""
-        return f"{self.name}.log"
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """Variables that must be in its environment before it starts."""
-        return thread_environment(self.threads)
+def helper(role: HelperRole, config: Config) -> ProcessPlan:
+    """Return the plan of a helper process."""
+    return ProcessPlan(role=role, index=0, threads=threads_of(role, config), device="-", gpus=(), address="-")
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -109,9 +107,11 @@ def thread_environment(threads: int) -> dict[str, str]:
     }
 
 
-def threads_of(role: PlanRole, config: Config) -> int:
+def threads_of(role: str, config: Config) -> int:
     """Return the CPU threads that a process of `role` may use for tensor operations."""
-    return {"gserver": config.gserver.threads, "model_worker": config.trainer.threads}.get(role, 1)
+    if role in ("checkpoint", "model_worker", "replay_rank"):
+        return config.trainer.threads
+    return config.gserver.threads if role == "gserver" else 1
 
 
 def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
@@ -196,7 +196,9 @@ def plan_trainer(config: Config, *, share: TrainerShare, gpus: Sequence[str] = (
     return list(planner.model_workers(share.ranks(config.trainer.workers)))
 
 
-def plan_pool(config: Config, role: PlanRole, *, indices: Sequence[int], gpus: Sequence[str] = ()) -> list[ProcessPlan]:
+def plan_pool(
+    config: Config, role: MemberRole, *, indices: Sequence[int], gpus: Sequence[str] = ()
+) -> list[ProcessPlan]:
     """Return gservers or rollout workers that have machines of their own."""
     planner = _Planner(config, gpus)
     if role == "gserver":
@@ -302,57 +304,40 @@ def _ranks_of_a_gserver(config: Config) -> int:
     return config.gserver.sglang.tensor_parallel if config.gserver.engine == "sglang" else 1
 
 
-def command(
-    process: ProcessPlan,
-    *,
-    config_file: Path,
-    manager_url: str | None = None,
-    model_dir: Path | None = None,
-    overrides: Sequence[str] = (),
-    advertise: str = "",
-    components: Mapping[str, str] = COMPONENTS,
-    resume: bool = False,
-) -> list[str]:
-    """Return the command line of `process`: the one to type by hand, completed by values that the launcher knows.
+class Commands(msgspec.Struct):
+    """Command lines of one launcher's processes: those that a person would type, completed by values that the launcher
+    has."""
 
-    `resume`: it begins from the run's latest checkpoint, which then is its model folder, too.
-    """
-    words = [sys.executable, "-m", "streamrl", process.role.replace("_", "-"), str(config_file), *overrides]
-    if manager_url is not None:
-        words += ["--manager", manager_url]
-    if process.role in ("gserver", "model_worker", "rollout"):
+    config_file: Path
+    overrides: Sequence[str] = ()
+    manager_url: str = ""
+    """URL of the controller; empty until it has been started."""
+    model_dir: Path | None = None
+    """Folder of the model with which processes begin; None: each makes or fetches its own."""
+    advertise: str = ""
+
+    def of(self, process: ProcessPlan, *, died: str = "") -> list[str]:
+        """Return the command line of `process`. `died`: how the process before it died; empty if there was none.
+
+        A model worker or controller that replaces a dead one begins from the run's latest checkpoint, and the
+        controller has the address of the one before it.
+        """
+        role = process.role
+        words = [sys.executable, "-m", "streamrl", role.replace("_", "-"), str(self.config_file), *self.overrides]
+        if role == "controller":
+            return (
+                [*words, "--resume", "--port", str(urlsplit(self.manager_url).port), "--died", died] if died else words
+            )
+        if self.manager_url:
+            words += ["--manager", self.manager_url]
+        if role == "checkpoint":
+            return words
         words += ["--index", str(process.index)]
-    if resume:
-        words.append("--resume")
-    elif model_dir is not None:
-        words += ["--model-dir", str(model_dir)]
-    if advertise:
-        words += ["--advertise", advertise]
-    return words + _component_option(process.role, components)
-
-
-def checkpoint_command(
-    config_file: Path,
-    *,
-    overrides: Sequence[str] = (),
-    manager_url: str | None = None,
-    components: Mapping[str, str] = COMPONENTS,
-) -> list[str]:
-    """Return the command line that makes the run's model folder and returns its path."""
-    words = [sys.executable, "-m", "streamrl", "checkpoint", str(config_file), *overrides]
-    if manager_url is not None:
-        words += ["--manager", manager_url]
-    return words + _component_option("checkpoint", components)
-
-
-def page_command(run_dir: Path) -> list[str]:
-    """Return the command line that shows the run in a browser and returns the URL."""
-    return [sys.executable, "-m", "streamrl", "page", str(run_dir)]
-
-
-def _component_option(role: str, components: Mapping[str, str]) -> list[str]:
-    chosen = components.get(role, COMPONENTS[role])
-    return [] if chosen == COMPONENTS[role] else ["--component", chosen]
+        if died and role == "model_worker":
+            words.append("--resume")
+        elif self.model_dir is not None:
+            words += ["--model-dir", str(self.model_dir)]
+        return [*words, "--advertise", self.advertise] if self.advertise else words
 
 
 def visible_gpus() -> list[str]:

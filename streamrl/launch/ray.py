@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -25,19 +26,20 @@ import ray
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from rich.console import Console
 from rich.table import Table
 
 from streamrl import config as configuration
-from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, ProcessDied
+from streamrl.launch.children import Child, Children
 from streamrl.launch.clusters import Needs, needs
-from streamrl.launch.display import Display
+from streamrl.launch.display import Display, make_display
+from streamrl.launch.ending import reported, save_and_end
 from streamrl.launch.local import Launcher
-from streamrl.launch.process import run_until_stopped
-from streamrl.launch.processes import COMPONENTS, Helper, PlanRole, ProcessPlan, plan
-from streamrl.launch.run_folders import resumed
-from streamrl.launch.supervise import Child, Children, save_and_end
+from streamrl.launch.process import run_until_stopped, set_up_logging
+from streamrl.launch.processes import PlanRole, ProcessPlan, plan
+from streamrl.launch.run_folders import resume_words, resumed, run_folder
 from streamrl.records import progress
 from streamrl.retry import Retry
 from streamrl.transport.secret import Secret
@@ -208,9 +210,9 @@ class KeptChild(Child):
 
     def __init__(self, process: ProcessPlan, *, actor: Any, pid: int, log_file: Path) -> None:
         self.process = process
-        self.name = process.name
         self.pid = pid
         self.log_file = log_file
+        self.began = time.monotonic()
         self.exit_code = None
         self.ended = asyncio.Event()
         self.ended_because = ""
@@ -265,16 +267,16 @@ class KeptChildren(Children):
             actor = self._places.actor(process, *self._arguments)
             try:
                 pid = await self._placed(process, actor.start.remote(msgspec.json.encode(process), command[1:]))
-                return self._watch(process, actor, int(pid))
+                return self._kept(process, actor, int(pid))
             except RayError as error:
                 ray.kill(actor)
                 lost = ProcessDied(f"{process.name} could not be started: {_first_line(error)}")
                 if not await retry.pause(lost):
                     raise lost from error
 
-    async def ask(self, process: ProcessPlan | Helper, command: Sequence[str], *, timeout: float) -> str:
+    async def ask(self, process: ProcessPlan, command: Sequence[str], *, timeout: float) -> str:
         """Start `process` and return its line, as on one machine; a helper is started on the launcher's machine."""
-        if isinstance(process, Helper):
+        if not process.is_member:
             return await super().ask(process, command, timeout=timeout)
         actor = self._places.actor(process, *self._arguments)
         try:
@@ -283,7 +285,7 @@ class KeptChildren(Children):
         except RayError as error:
             ray.kill(actor)
             raise ProcessDied(f"{process.name} did not come up: {_first_line(error)}") from error
-        self._watch(process, actor, pid)
+        self._kept(process, actor, pid)
         return str(url)
 
     async def _placed(self, process: ProcessPlan, answer: Any) -> Any:
@@ -296,15 +298,23 @@ class KeptChildren(Children):
                 log.warning("%s waits for Ray to find a node for its actor; see `ray status`", process.name)
         return waiting.result()
 
-    def _watch(self, process: ProcessPlan, actor: Any, pid: int) -> Child:
+    def _kept(self, process: ProcessPlan, actor: Any, pid: int) -> Child:
         child = KeptChild(process, actor=actor, pid=pid, log_file=self._folder / process.log_name)
-        self._ends[child] = essential.begin(self._see_end(child), name=f"end of {child.name}")
+        self._watch(child)
         return child
 
 
-def run_on_ray(
-    config: Config, *, address: str, display: Callable[[Config], Display], components: Mapping[str, str] = COMPONENTS
-) -> int:
+def run_there(config_file: Path, overrides: Sequence[str], console: Console, *, address: str, resume: bool) -> int:
+    """Claim the folder of a run, or find the one to resume; carry out the run on the Ray cluster at `address`, and show
+    its report; return the exit code."""
+    set_up_logging("ray")
+    config = run_folder(configuration.load(config_file, overrides), overrides, console, resume=resume)
+    again = resume_words(["streamrl", "launch", "ray"], config_file, overrides, config.run_dir)
+    with reported(config.run_dir, console, again=again):
+        return run_on_ray(config, address=address, display=lambda made: make_display(console, config=made))
+
+
+def run_on_ray(config: Config, *, address: str, display: Callable[[Config], Display]) -> int:
     """Carry out the run in `config.run_dir` (claimed before) on the Ray cluster at `address`; return the exit code.
 
     As `run_locally`, but after the death of a model worker or the controller the run is restarted from its latest
@@ -322,7 +332,7 @@ def run_on_ray(
             f"there is no Ray cluster at {where!r} ({error}); start one with `ray start --head`, or give --address"
         ) from error
     try:
-        run = _Restarted(config, display=display, components=components)
+        run = _Restarted(config, display=display)
         return run_until_stopped(run.run, on_first_signal=run.departures)
     finally:
         ray.shutdown()
@@ -348,10 +358,9 @@ def table(config: Config) -> Table:
 class _Restarted:
     """A run that is restarted as often as `restarts.number` allows."""
 
-    def __init__(self, config: Config, *, display: Callable[[Config], Display], components: Mapping[str, str]) -> None:
+    def __init__(self, config: Config, *, display: Callable[[Config], Display]) -> None:
         self._config = config
         self._display = display
-        self._components = components
         self._launcher: Launcher | None = None
         self.departures = save_and_end(config, lambda: self._launcher.manager_url if self._launcher else "")
         """Handler of the first Ctrl-C."""
@@ -367,7 +376,6 @@ class _Restarted:
                     config,
                     processes=processes,
                     display=self._display(config),
-                    components=self._components,
                     children=partial(KeptChildren, config, places),
                     one_disk=False,
                 )

@@ -13,20 +13,23 @@ from typing import NamedTuple
 
 import msgspec
 from rich import box
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from streamrl import config as configuration
 from streamrl.config import Config
 from streamrl.errors import ConfigError, ProcessDied
-from streamrl.launch.process import run_until_stopped
+from streamrl.launch.children import Children
+from streamrl.launch.process import run_until_stopped, set_up_logging
 from streamrl.launch.processes import plan, visible_gpus
 from streamrl.launch.run_folders import claim_run_dir
-from streamrl.launch.supervise import Children
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records.metrics import StepFigures, mean_age
 from streamrl.records.sinks import check_installed
 from streamrl.records.view import read_run
+from streamrl.report.summary import write_report
 from streamrl.trainer.replay.plan import OUTCOME, ReplayOutcome, Stretch, changes, stretch
 from streamrl.trainer.replay.recording import read_recording
 
@@ -43,6 +46,27 @@ class Prepared(NamedTuple):
     """Folder of the recorded run."""
     steps: Stretch
     """The recorded steps that are trained on again."""
+
+
+def replay_run(run_dir: Path, console: Console, *, to: Path | None, steps: int | None, overrides: Sequence[str]) -> int:
+    """Replay the record in `run_dir` in a new folder, and show the result; return the exit code.
+
+    0: the figures are the recorded ones, or the settings were changed; 1: they differ; 130: stopped by Ctrl-C.
+    """
+    set_up_logging("replay")
+    prepared = prepare(run_dir, to=to, steps=steps, overrides=overrides)
+    folder, found = prepared.config.run_dir, prepared.steps
+    console.print(Text(f"steps {found.first} to {found.last} of {run_dir} into {folder}"), soft_wrap=True)
+    if found.ends_because:
+        console.print(Text(f"step {found.last} is the last one: {found.ends_because}"), soft_wrap=True)
+    if code := replay(prepared):
+        return code
+    outcome = outcome_of(folder)
+    write_report(folder)
+    if outcome.changed or outcome.difference:
+        console.print(comparison_table(outcome, folder))
+    console.print(Text(verdict(outcome), style="red" if outcome.difference else ""), soft_wrap=True)
+    return 1 if outcome.difference else 0
 
 
 def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Sequence[str]) -> Prepared:

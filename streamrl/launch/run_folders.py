@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from rich.console import Console
 
 from streamrl import config as configuration
 from streamrl.config import Config
@@ -30,6 +31,25 @@ class RunFolder(NamedTuple):
     path: Path
     began: float
     """Unix time of its last start, which writes its config.toml."""
+
+
+def run_folder(asked: Config, overrides: Sequence[str], console: Console, *, resume: bool) -> Config:
+    """Return the configuration with the folder of a new run, or of the run to resume and its checkpoint; show both."""
+
+    def show(text: str) -> None:
+        console.print(text, markup=False, soft_wrap=True)
+
+    if not resume:
+        claimed = claim_run_dir(asked)
+        if claimed.run.name != asked.run.name:
+            show(f"{asked.run_dir} exists already: this run's folder is {claimed.run_dir}")
+        return claimed
+    chosen = chosen_run(asked, overrides)
+    if others := other_runs(chosen, asked):
+        show(f"{chosen.run_dir} is the run to resume; {others}")
+    found = resumed(chosen, overrides)
+    show(f"resuming {found.run_dir} from {found.run.resume_from}")
+    return found
 
 
 def claim_run_dir(config: Config) -> Config:
@@ -122,7 +142,7 @@ def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
             )
         begun = own[0]
     _refuse_finished(config, begun)
-    config = _with_run(config, resume_from=str(begun.absolute()))
+    config = progress.resuming(config, begun)
     _refuse_other_prompts(config)
     return config
 
@@ -177,11 +197,7 @@ def _began(folder: Path) -> float:
 
 
 def _named(config: Config, name: str) -> Config:
-    return _with_run(config, name=name)
-
-
-def _with_run(config: Config, **changes: Any) -> Config:
-    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, **changes))
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, name=name))
 
 
 def _sets(overrides: Sequence[str], key: str) -> bool:

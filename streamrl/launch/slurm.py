@@ -19,13 +19,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
+from streamrl import config as configuration
 from streamrl.config import Config, to_toml
 from streamrl.config.sections import SlurmNodesConfig
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.launch.clusters import PoolName, needs, on_one_machine, pools, said_by
+from streamrl.launch.clusters import PoolName, filled, needs, on_one_machine, output_of, pools
+from streamrl.launch.process import run_until_stopped, set_up_logging
 from streamrl.launch.processes import ProcessPlan
+from streamrl.launch.run_folders import run_folder
 from streamrl.local_cache import cache_home
+from streamrl.records import progress
 from streamrl.retry import Retry
 from streamrl.transport.secret import Secret, given
 
@@ -68,10 +73,47 @@ class Nodes(msgspec.Struct, frozen=True):
         return tuple(self.options), self.gpus
 
 
+def shown(config_file: Path, overrides: Sequence[str], *, template: Path | None) -> str:
+    """Return the script of a new run."""
+    set_up_logging("slurm")
+    config = configuration.load(config_file, overrides)
+    return script(config, config_file=config.run_dir / SETTINGS, folder=Path.cwd(), template=template)
+
+
+def run_on_slurm(
+    config_file: Path, overrides: Sequence[str], console: Console, *, resume: bool, wait: bool, template: Path | None
+) -> int:
+    """Submit a run as a Slurm job, or resume one; return the exit code. `wait`: stay until the end of the job."""
+    set_up_logging("slurm")
+    asked = configuration.load(config_file, overrides)
+    folder = Path.cwd()
+    script(asked, config_file=Path(), folder=folder, template=template)  # rejects a job before the folder is made
+    resolved = run_folder(asked, overrides, console, resume=resume)
+    asked = msgspec.structs.replace(asked, run=msgspec.structs.replace(asked.run, name=resolved.run.name))
+
+    async def begin() -> None:
+        if resume:
+            await refuse_second_job(resolved.run_dir / SCRIPT)
+            progress.begin_lineage(resolved)  # the job resumes from the latest checkpoint each time that it starts
+        try:
+            file = write(asked if resume else resolved, folder=folder, template=template)
+            job = await submit(file)
+        except StreamRLError:
+            if not resume:
+                discard(resolved)
+            raise
+        text = f"job {job} was submitted with {file}; its logs are in {resolved.run_dir / 'logs'}"
+        console.print(text, markup=False, soft_wrap=True)
+        if wait:
+            await until_ended(job)
+
+    return run_until_stopped(begin)
+
+
 # --- the script ---
 
 
-def script(config: Config, *, config_file: Path, folder: Path) -> str:
+def script(config: Config, *, config_file: Path, folder: Path, template: Path | None = None) -> str:
     """Return the sbatch script of the run with its resolved configuration in `config_file`.
 
     `folder` is the base of relative paths in the configuration. Raises `ConfigError` if processes cannot be spread
@@ -81,74 +123,21 @@ def script(config: Config, *, config_file: Path, folder: Path) -> str:
     layout = _layout(config, found)
     unlike = len({nodes.kind for nodes in layout}) > 1
     logs = config.run_dir.absolute() / "logs"
-
-    def step(name: PoolName, command: str, *, nodes: int) -> str:
-        index = next(index for index, nodes in enumerate(layout) if name in nodes.pools)
-        where = _where(layout, index, unlike=unlike)
-        return f'step {where} --nodes={nodes} --ntasks={nodes} --output="$logs/{name}-%N.log" \\\n    {command}'
-
-    def pool(name: PoolName) -> str:
-        nodes = next(nodes.count for nodes in layout if name in nodes.pools)
-        count = f" --count {len(found[name]) // nodes}" if name in ("gserver", "rollout") else ""
-        command = f'"${{streamrl[@]}}" {name} "$config" --manager "$manager"{count} --resume'
-        if name == "trainer" and nodes > 1:
-            command = f"bash -c '\"$@\" --nodes {nodes} --node $SLURM_PROCID' _ {command}"
-        return f"{{ {step(name, command, nodes=nodes)} \\\n    || lost {name}; }} &"
-
-    controller = '"${streamrl[@]}" controller "$config" --host "$address" --port "$port" --resume'
-    lines = [
-        "#!/bin/bash",
-        f"# The run {config.run.name!r}, written by `streamrl launch slurm`. It may be edited, and submitted again",
-        "# with sbatch: it goes on from the run's latest checkpoint.",
-        *_header(config, layout, unlike=unlike, folder=folder, output=logs / "slurm.log"),
-        "",
-        f"streamrl=({shlex.join([sys.executable, '-m', 'streamrl'])})",
-        f"config={shlex.quote(str(config_file.absolute()))}",
-        f"logs={shlex.quote(str(logs))}",
-        'first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "address=$(scontrol show node \"$first\" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)",
-        f"port={config.run.port or '$((20000 + SLURM_JOB_ID % 20000))'}",
-        "case $address in *:*) manager=http://[$address]:$port ;; *) manager=http://$address:$port ;; esac  # IPv6",
-        "",
-        "# A node that goes away takes its own processes with it, and nothing else.",
-        'step() { srun --overlap --no-kill --kill-on-bad-exit=0 --open-mode=append "$@"; }',
-        "",
-        "# A pool starts its processes again that die. Without one of the pools the run cannot go on; but a pool that",
-        "# has lost a node on the way ends with an error at the end of the run, too, shortly before the controller.",
-        "lost() {",
-        '    for _ in {1..20}; do kill -0 "$controller" 2> /dev/null || return; sleep 1; done',
-        '    echo "streamrl: nothing is left of the pool $1" >&2',
-        '    kill "$controller"',
-        "}",
-        "",
-        "begin_again() {",
-        '    echo "streamrl: $1; the job is begun again" >&2',
-        '    scontrol requeue "$SLURM_JOB_ID" && sleep 600  # until Slurm ends this script',
-        "}",
-        "trap 'begin_again \"its time is nearly up\"' USR1",
-        "",
-        step("controller", controller, nodes=1) + " &",
-        "controller=$!",
-        *(pool(name) for name in found if name != "controller"),
-        "",
-        "# The controller's end is the run's; the others leave by themselves then.",
-        'wait "$controller"',
-        "code=$?",
-        'state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T | head -n 1)',
-        "# Slurm's own count of restarts has those after the end of the job's time in it, which are no failures.",
-        'failures="$logs/failures-$SLURM_JOB_ID"',
-        'if [ "$code" != 0 ] && [ "$state" = RUNNING ] && '
-        f'[ "$(cat "$failures" 2> /dev/null | wc -l)" -lt {config.restarts.number} ]; then',
-        '    echo "the controller ended with code $code" >> "$failures"',
-        '    begin_again "the controller ended with code $code"',
-        "fi",
-        "for _ in {1..30}; do",
-        '    [ -n "$(jobs -r)" ] || break',
-        "    sleep 1",
-        "done",
-        'exit "$code"',
-    ]
-    return "\n".join(lines) + "\n"
+    values: dict[str, object] = {
+        "name": repr(config.run.name),
+        "header": "\n".join(_header(config, layout, unlike=unlike, folder=folder, output=logs / "slurm.log")),
+        "streamrl": shlex.join([sys.executable, "-m", "streamrl"]),
+        "config": shlex.quote(str(config_file.absolute())),
+        "logs": shlex.quote(str(logs)),
+        "port": config.run.port or "$((20000 + SLURM_JOB_ID % 20000))",
+        "restarts": config.restarts.number,
+    }
+    for index, nodes in enumerate(layout):
+        for pool in nodes.pools:
+            values[f"{pool}_where"] = _where(layout, index, unlike=unlike)
+            values[f"{pool}_nodes"] = nodes.count
+            values[f"{pool}_count"] = len(found[pool]) // nodes.count
+    return filled("slurm.sh", values, template=template)
 
 
 def _layout(config: Config, found: dict[PoolName, list[ProcessPlan]]) -> list[Nodes]:
@@ -220,19 +209,19 @@ def _says(options: Sequence[str], *names: str) -> bool:
     return any(option.startswith(names) for option in options)
 
 
-def write(config: Config, *, folder: Path) -> Path:
+def write(config: Config, *, folder: Path, template: Path | None = None) -> Path:
     """Write the script, the configuration and the secret; return the script. The run's folder must exist.
 
     Unless the configuration has a secret, one is made in the user's cache, which all nodes are expected to share; a
     resumed run keeps its secret. Raises `ConfigError` if a file cannot be written.
     """
     try:
-        return _written(config, folder=folder)
+        return _written(config, folder=folder, template=template)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written ({error.strerror}), and the job needs it") from error
 
 
-def _written(config: Config, *, folder: Path) -> Path:
+def _written(config: Config, *, folder: Path, template: Path | None) -> Path:
     if given(config) is None:
         secret = _secret_file(config)
         if not secret.exists():
@@ -240,7 +229,7 @@ def _written(config: Config, *, folder: Path) -> Path:
         security = msgspec.structs.replace(config.security, secret_file=str(secret))
         config = msgspec.structs.replace(config, security=security)
     settings, file = config.run_dir / SETTINGS, config.run_dir / SCRIPT
-    text = script(config, config_file=settings, folder=folder)
+    text = script(config, config_file=settings, folder=folder, template=template)
     (config.run_dir / "logs").mkdir(exist_ok=True)
     settings.write_text(to_toml(config))
     file.write_text(text)
@@ -337,4 +326,4 @@ async def until_ended(job: str) -> None:
 async def _slurm(*words: str) -> str:
     """Run a Slurm command and return its output; raises as `said_by` does."""
     otherwise = "start this where jobs are submitted, or show the script with --dry-run and submit it there"
-    return await said_by(*words, seconds=ANSWER_SECONDS, otherwise=otherwise)
+    return await output_of(*words, seconds=ANSWER_SECONDS, otherwise=otherwise)

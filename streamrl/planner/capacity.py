@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.box import SIMPLE_HEAD
@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from streamrl.errors import ConfigError, ModelError
-from streamrl.planner.shapes import Shape
+from streamrl.planner.shapes import Shape, shape_of
 
 GIB = 2**30
 RESERVED = 0.08
@@ -518,6 +518,45 @@ def capacity_plan(
     ordered = _ordered(fitting)
     return CapacityPlan(
         shape=shape, machine=machine, job=job, divisions=ordered, reason=_reason(ordered, machine, tried=len(found))
+    )
+
+
+def plan_of_options(
+    *,
+    model_shape: str,
+    context: int,
+    mean_context: int | None,
+    microbatch_tokens: int,
+    lora_rank: int,
+    critic: bool,
+    reference: bool,
+    data_parallel: int | None,
+    tensor_parallel: int | None,
+    pipeline_parallel: int | None,
+    context_parallel: int | None,
+    expert_parallel: int | None,
+    gservers: int | None,
+    gserver_tensor: int | None,
+    gpu_memory: float,
+    **machine: Any,
+) -> CapacityPlan:
+    """Return the plan for the options of `streamrl plan --model-shape`; raises as `capacity_plan` does."""
+    return capacity_plan(
+        shape_of(model_shape),
+        Machine(gpu_memory_gib=gpu_memory, **machine),
+        Workload(
+            context=context,
+            mean_context=mean_context or max(1, context // 4),
+            microbatch_tokens=microbatch_tokens,
+            roles=Roles(lora_rank=lora_rank, critic=critic, reference=reference),
+        ),
+        data=data_parallel,
+        tensor=tensor_parallel,
+        pipeline=pipeline_parallel,
+        context=context_parallel,
+        expert=expert_parallel,
+        gservers=gservers,
+        server_tensor=gserver_tensor,
     )
 
 

@@ -183,6 +183,24 @@ def checkpoints(run_dir: Path, *, abandoned: bool = False) -> list[Path]:
     return [folder for folder in sorted(whole, key=age) if abandoned or age(folder)[0]]
 
 
+def resuming(config: Config, folder: Path) -> Config:
+    """Return `config` with `folder` as the checkpoint from which the run begins."""
+    run = msgspec.structs.replace(config.run, resume_from=str(folder.absolute()))
+    return msgspec.structs.replace(config, run=run)
+
+
+def from_latest(config: Config, *, to_disk: bool) -> Config:
+    """Return `config` with `run.resume_from` the run's latest checkpoint; unchanged if the run has written none.
+
+    `to_disk`: a checkpoint in memory is copied to the disk, for model workers on other hosts. Raises `DataError` if the
+    disk is full.
+    """
+    if to_disk:
+        copy_latest_snapshot(config.run_dir)
+    found = checkpoints(config.run_dir)
+    return resuming(config, found[-1]) if found else config
+
+
 def begin_lineage(config: Config, *, cause: str = "") -> Lineage:
     """Record that the run begins from `run.resume_from`, or with its first weights; return its lineage.
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from streamrl.config import Config, to_toml
+from streamrl.config import Config, load, to_toml
 from streamrl.errors import ConfigError, PeerError
-from streamrl.launch.pool import Pool
-from streamrl.launch.processes import ProcessPlan
-from streamrl.launch.role import from_controllers, from_latest
-from streamrl.launch.supervise import Children
+from streamrl.launch.children import Children
+from streamrl.launch.pool import Part
+from streamrl.launch.processes import Commands, ProcessPlan
+from streamrl.launch.role import resumed_there
 from streamrl.records import lineage as lineages
 from streamrl.records import progress, snapshots
 from streamrl.records.progress import Progress
@@ -49,19 +47,25 @@ def file_of(config: Config, folder: Path) -> Path:
     return file
 
 
-async def taken(run: Run, file: Path, *, needed: bool) -> list[str]:
-    return await asyncio.to_thread(from_controllers, file, (), manager_url=run.url, needed=needed)
+def from_latest(file: Path, *, to_disk: bool = True) -> str | None:
+    return progress.from_latest(load(file), to_disk=to_disk).run.resume_from
+
+
+async def taken(run: Run, file: Path, *, needed: bool) -> str | None:
+    config = load(file)
+    config = msgspec.structs.replace(config, security=run.config.security) if hasattr(run, "config") else config
+    return (await resumed_there(config, manager_url=run.url, needed=needed)).run.resume_from
 
 
 async def test_all_go_on_from_the_controllers_checkpoint_though_there_is_a_newer_one(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     file = file_of(config, tmp_path)
     older = written(config, 4)
-    assert from_latest(file, []) == [f"run.resume_from={older}"]
+    assert from_latest(file) == str(older)
     async with managed(going_on(config, older)) as run:
         written(config, 8)  # by a trainer that has not noticed yet that its controller was gone
         for needed in (True, False):
-            assert await taken(run, file, needed=needed) == [f"run.resume_from={older}"]
+            assert await taken(run, file, needed=needed) == str(older)
 
 
 def test_a_snapshot_is_copied_to_the_disk_for_model_workers_on_other_hosts(
@@ -76,8 +80,8 @@ def test_a_snapshot_is_copied_to_the_disk_for_model_workers_on_other_hosts(
     snapshot.chmod(0o700)
     shutil.copytree(written(config, 6), snapshot / "step-000006")
     shutil.rmtree(config.run_dir / "checkpoints" / "step-000006")
-    assert from_latest(file, [], on_one_host=True) == [f"run.resume_from={snapshot / 'step-000006'}"]
-    assert from_latest(file, []) == [f"run.resume_from={config.run_dir.absolute() / 'checkpoints' / 'step-000006'}"]
+    assert from_latest(file, to_disk=False) == str(snapshot / "step-000006")
+    assert from_latest(file) == str(config.run_dir.absolute() / "checkpoints" / "step-000006")
 
 
 async def test_a_run_that_begins_from_a_checkpoint_of_another_one_is_joined_with_resume(tmp_path: Path) -> None:
@@ -87,14 +91,14 @@ async def test_a_run_that_begins_from_a_checkpoint_of_another_one_is_joined_with
     branch = going_on(config, theirs)
     branch = msgspec.structs.replace(branch, run=msgspec.structs.replace(branch.run, name="branch"))
     file = file_of(branch, tmp_path)
-    assert from_latest(file, []) == []
+    assert from_latest(file) == str(theirs)
     async with managed(branch) as run:
         for needed in (True, False):
-            assert await taken(run, file, needed=needed) == [f"run.resume_from={theirs}"]
+            assert await taken(run, file, needed=needed) == str(theirs)
     own = written(branch, 8)
-    assert from_latest(file, []) == [f"run.resume_from={own}"]
+    assert from_latest(file) == str(own)
     async with managed(going_on(branch, own)) as run:
-        assert await taken(run, file, needed=True) == [f"run.resume_from={own}"]
+        assert await taken(run, file, needed=True) == str(own)
 
 
 async def test_a_rollout_worker_with_its_prompts_in_another_place_goes_on_too(tmp_path: Path) -> None:
@@ -103,7 +107,7 @@ async def test_a_rollout_worker_with_its_prompts_in_another_place_goes_on_too(tm
     checkpoint = written(config, 4)
     async with managed(going_on(config, checkpoint)) as run:
         there = msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, path="/local/train.jsonl"))
-        assert await taken(run, file_of(there, tmp_path), needed=False) == [f"run.resume_from={checkpoint}"]
+        assert await taken(run, file_of(there, tmp_path), needed=False) == str(checkpoint)
 
 
 async def test_whoever_lacks_the_controllers_checkpoint_is_told_and_one_who_can_do_without_begins(
@@ -115,17 +119,17 @@ async def test_whoever_lacks_the_controllers_checkpoint_is_told_and_one_who_can_
         written(config, 4, trained=5)  # of the same name, and another one
         with pytest.raises(
             ConfigError,
-            match=r"the controller goes on from step-000004 \(version 4, .*bring a copy of it",
+            match=r"the controller continues from step-000004 \(version 4, .*bring a copy of it",
         ):
             await taken(run, file, needed=True)
-        assert await taken(run, file, needed=False) == []
+        assert await taken(run, file, needed=False) is None
 
 
 async def test_a_controller_that_begins_anew_takes_all_others_with_it(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     async with managed(config) as run:
         written(config, 4)
-        assert await taken(run, file_of(config, tmp_path), needed=True) == []
+        assert await taken(run, file_of(config, tmp_path), needed=True) is None
 
 
 async def test_nobody_goes_on_from_where_a_run_that_is_over_began(tmp_path: Path) -> None:
@@ -181,28 +185,28 @@ async def test_a_pool_begins_where_the_run_does_each_time_that_it_starts_a_proce
     config = small_config(tmp_path, limits={"start_seconds": 0.2})
     file = file_of(config, tmp_path)
     older, newer = written(config, 4), written(config, 8)
+    children = Children(logs=None)
+    commands = Commands(file)
+    part = Part(config, commands, role="gserver", count=1, resume=True)
+    part.children = children
     asked: list[list[str]] = []
-    started: list[list[str]] = []
+    begun: list[list[str]] = []
 
-    async def model_folder(*_: Any, overrides: list[str], **__: Any) -> Path:
-        asked.append(overrides)
-        return tmp_path
+    async def make_folder(process: ProcessPlan, words: list[str], *, timeout: float) -> str:
+        asked.append(words[5:-2])
+        return str(tmp_path)
 
-    pool = Pool(config, role="gserver", count=1, config_file=file, overrides=(), manager_url="", resume=True)
-    pool._children = Children(logs=None)
-
-    async def start(process: ProcessPlan) -> None:
-        started.append(list(pool._overrides))
-
-    monkeypatch.setattr("streamrl.launch.pool._model_folder", model_folder)
-    monkeypatch.setattr(pool, "_start", start)
-    process = ProcessPlan("gserver", 0, 1, "cpu", (), "")
+    monkeypatch.setattr(children, "ask", make_folder)
+    gserver = await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["true"])
     for folder in (older, older, newer):
         async with managed(going_on(config, folder)) as run:
-            pool._manager_url = run.url
-            await pool._start_later(process, 0.0, None)
-    await pool._start_later(process, 0.0, None)
-    assert started == [[f"run.resume_from={folder}"] for folder in (older, older, newer, newer)]
-    assert asked == [started[0], started[2]]
-    assert "gserver/0 begins with what it began with before" in caplog.text, "the manager is gone"
-    pool._children.close()
+            commands.manager_url = run.url
+            await part.renewed(gserver)
+            begun.append(list(commands.overrides))
+    await part.renewed(gserver)
+    begun.append(list(commands.overrides))
+    assert begun == [[f"run.resume_from={folder}"] for folder in (older, older, newer, newer)]
+    assert asked == [begun[0], begun[2]]
+    assert "gserver/0 begins from the same checkpoint as before" in caplog.text, "the controller is gone"
+    await children.stop()
+    children.close()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -14,17 +16,19 @@ import msgspec
 import psutil
 import pytest
 
-from streamrl.config import load
+from streamrl.config import Config, load
 from streamrl.errors import PeerError, ProcessDied, StreamRLError
-from streamrl.launch.pool import Pool
+from streamrl.launch.children import Children
+from streamrl.launch.pool import Part
 from streamrl.launch.process import EXIT_PLACE_TAKEN
-from streamrl.launch.processes import Helper, ProcessPlan
-from streamrl.launch.supervise import Children
+from streamrl.launch.processes import Commands, ProcessPlan, helper
+from streamrl.launch.supervisor import Supervisor
 from streamrl.records import lineage as lineages
 from streamrl.records.metrics import StepReport
 from streamrl.transport.control import AskPlace, Drain, Status
 from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, calling, start_command, summary, until
+from tests.e2e.preloaded import run_command
 from tests.launch.run_standins import use_standins
 from tests.launch.statuses import status
 from tests.processes import lives
@@ -57,7 +61,7 @@ def configuration(folder: Path, controller: str) -> str:
 
 
 def start_controller(start: Start, config: str, *settings: str) -> tuple[Command, str]:
-    controller = start("controller", config, *settings, "--component", "tests.launch.standins:controller")
+    controller = start("controller", config, *settings)
     until(lambda: told(controller) or not controller.running, "the controller's URL", seconds=PATIENCE)
     (url,) = told(controller)
     return controller, url
@@ -68,8 +72,7 @@ def told(controller: Command) -> set[str]:
 
 
 def member(start: Start, role: str, config: str, url: str, folder: Path) -> Command:
-    component = f"tests.launch.standins:{role}"
-    return start(role, config, "--manager", url, "--component", component, "--model-dir", str(folder))
+    return start(role, config, "--manager", url, "--model-dir", str(folder))
 
 
 def test_a_run_of_pools(start: Start, tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_a_pool_starts_several_and_again_those_that_die(start: Start, tmp_path: 
     pool = start("gserver", config, *words)
     starts = tmp_path / "runs" / "trial" / "gserver-starts.txt"
     until(lambda: starts.exists() and len(starts.read_text().split()) >= 3, "another start", seconds=PATIENCE)
-    assert "; it is started again in 0.1 s" in pool.output
+    assert "and it is restarted (1 of 5, in 0.1 s)" in pool.output
     worker = member(start, "rollout", config, url, tmp_path)
     trainer = start("trainer", config, "--manager", url)
     for process in (trainer, controller, worker, pool):
@@ -129,47 +132,62 @@ def test_a_pool_starts_several_and_again_those_that_die(start: Start, tmp_path: 
     assert "gserver/1 has left the run" in pool.output
 
 
+def part_of(folder: Path, *overrides: str, client: object = None, children: Children | None = None) -> Part:
+    """A pool of gservers that runs `children`, and whose controller answers as `client`."""
+    config = load(configuration(folder, "wait"), list(overrides))
+    commands = Commands(folder, manager_url="http://127.0.0.1:1", model_dir=folder)
+    part = Part(config, commands, role="gserver", count=1)
+    part.children, part.client = children, cast(ControlClient, cast(Any, client))
+    if children is not None:
+        part.supervisor = Supervisor(config, children, commands, part.client, part="pool", renew=part.renewed)
+    return part
+
+
 async def test_a_pool_that_has_started_none_yet_cannot_be_left_in_order(tmp_path: Path) -> None:
-    config = load(configuration(tmp_path, "wait"))
-    pool = Pool(config, role="gserver", count=1, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
-    pool._children = children = Children(logs=None)
-    model = asyncio.create_task(children.ask(Helper("checkpoint", 1), ["sh", "-c", "sleep 60"], timeout=60.0))
+    children = Children(logs=None)
+    part = part_of(tmp_path, children=children)
+    checkpoint = helper("checkpoint", Config())
+    model = asyncio.create_task(children.ask(checkpoint, ["sh", "-c", "sleep 60"], timeout=60.0))
     while not children.running:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     with pytest.raises(StreamRLError, match="no gserver is running here"):
-        await pool.leave()
+        await part.leave()
     await children.stop()
     with pytest.raises(ProcessDied):
         await model
     children.close()
 
 
-class _RunWithoutNumberOne:
-    """A client of a controller at which gserver/1 has not registered yet."""
+class _Run:
+    """A client of a controller: gserver/1 has not registered, and gserver/4 is another process."""
 
-    def __init__(self) -> None:
+    def __init__(self, state: str = "running") -> None:
         self.drained: list[int] = []
+        self._state = state
 
     async def drain(self, message: Drain) -> None:
         if message.index == 1:
             raise PeerError("gserver/1 is not in this run; there are: gserver/0, gserver/2", status=409)
         self.drained.append(message.index)
 
-    async def close(self) -> None:
-        pass
+    async def status(self) -> Status:
+        return status(1, state=self._state)
+
+    async def silence(self, after: int) -> None:
+        await asyncio.Event().wait()
+
+    async def place(self, message: AskPlace, *, patience: float) -> int:
+        return 5
 
 
-async def test_one_that_has_not_joined_yet_does_not_keep_the_others_from_leaving_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_process_that_has_not_joined_does_not_keep_the_others_from_leaving_in_order(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else all would be ended with what they have, as if they could not leave."""
-    config, run = load(configuration(tmp_path, "wait")), _RunWithoutNumberOne()
-    monkeypatch.setattr(ControlClient, "of", lambda *arguments, **options: run)
-    pool = Pool(config, role="gserver", count=3, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
-    pool._children = children = Children(logs=None)
+    children, run = Children(logs=None), _Run()
+    part = part_of(tmp_path, client=run, children=children)
     for index in range(3):
         await children.start(ProcessPlan("gserver", index, 1, "cpu", (), ""), ["sh", "-c", "sleep 60"])
-    await pool.leave()
+    await part.leave()
     assert run.drained == [0, 2]
     assert (await children.next_exit()).name == "gserver/1"
     assert [child.name for child in children.running] == ["gserver/0", "gserver/2"]
@@ -178,70 +196,57 @@ async def test_one_that_has_not_joined_yet_does_not_keep_the_others_from_leaving
     children.close()
 
 
-class _FinishedRun:
-    """A client of the controller of a run that is over, and is well."""
-
-    async def status(self) -> Status:
-        return status(1, state="finished")
-
-
 async def test_a_process_that_breaks_when_the_run_is_over_is_not_the_pools_failure(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = load(configuration(tmp_path, "wait"))
-    pool = Pool(config, role="gserver", count=1, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
-    pool._children = children = Children(logs=None)
+    children = Children(logs=None)
+    part = part_of(tmp_path, client=_Run("finished"), children=children)
     await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["sh", "-c", "kill -SEGV $$"])
-    await pool._until_all_have_left(children, cast(ControlClient, cast(Any, _FinishedRun())))
+    assert part.supervisor is not None
+    await part.supervisor.until_over()
     assert "gserver/0 was ended by SIGSEGV when the run was over" in caplog.text
     children.close()
 
 
-class _OtherRun:
-    """A client of a controller that was started again, and has given number 4 to another process."""
-
-    async def status(self) -> Status:
-        return status(1, state="running")
-
-    async def place(self, message: AskPlace, *, patience: float) -> int:
-        return 5
-
-
-async def test_a_process_whose_number_another_has_is_started_again_under_a_new_one(
+async def test_a_process_whose_index_another_has_is_restarted_with_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load(configuration(tmp_path, "wait"), ["restarts.delay_seconds=0.05"])
-    pool = Pool(config, role="gserver", count=1, config_file=tmp_path, overrides=(), manager_url="http://127.0.0.1:1")
-    pool._children, pool._model_dir = (children := Children(logs=None)), tmp_path
+    children = Children(logs=None)
+    part = part_of(tmp_path, "restarts.delay_seconds=0.05", client=_Run(), children=children)
     started: list[int] = []
 
-    async def start(process: ProcessPlan) -> None:
+    async def start(process: ProcessPlan, *, died: str = "") -> None:
         started.append(process.index)
         await children.start(process, ["sh", "-c", f"exit {[1, EXIT_PLACE_TAKEN, 0][len(started) - 1]}"])
 
-    monkeypatch.setattr(pool, "_start", start)
+    assert part.supervisor is not None
+    monkeypatch.setattr(part.supervisor, "start", start)
     await start(ProcessPlan("gserver", 4, 1, "cpu", ("0",), ""))
-    await pool._until_all_have_left(children, cast(ControlClient, cast(Any, _OtherRun())))
+    await part.supervisor.until_over()
     assert started == [4, 4, 5]
     children.close()
 
 
-def test_a_number_is_of_one_process(start: Start, tmp_path: Path) -> None:
+def streamrl(*words: str) -> subprocess.CompletedProcess[str]:
+    return run_command(words, folder=Path.cwd(), environment={**os.environ, "COLUMNS": "200"})
+
+
+def test_a_number_is_of_one_process(tmp_path: Path) -> None:
     words = ("--manager", "http://127.0.0.1:1", "--count", "2", "--index", "3")
-    command = start("gserver", configuration(tmp_path, "wait"), *words)
-    command.exit_code(seconds=PATIENCE)
-    assert "--index 3 is of one process; with --count 2 the controller gives them numbers" in command.said
+    done = streamrl("gserver", configuration(tmp_path, "wait"), *words)
+    assert done.returncode == 2
+    assert "--index 3 is of one process; with --count 2 the controller assigns them" in done.stderr
 
 
-def test_a_controller_that_cannot_listen_leaves_the_records_of_the_run_alone(start: Start, tmp_path: Path) -> None:
+def test_a_controller_that_cannot_listen_leaves_the_records_of_the_run_alone(tmp_path: Path) -> None:
     """With --resume they are taken back where there is no checkpoint, unless the run continues under another one."""
     config = configuration(tmp_path, "finish")
     metrics = tmp_path / "runs" / "trial" / "metrics.jsonl"
     step = msgspec.json.encode(StepReport(1, 0.0, {}, {})) + b"\n"
     metrics.write_bytes(step)
     with socket.create_server(("127.0.0.1", 0)) as other:
-        refused = start("controller", config, "--resume", "--port", str(other.getsockname()[1]))
-        assert refused.exit_code(seconds=PATIENCE) == 1
-    assert "cannot listen" in refused.output
+        refused = streamrl("controller", config, "--resume", "--port", str(other.getsockname()[1]))
+    assert refused.returncode == 1
+    assert "cannot listen" in refused.stderr
     assert metrics.read_bytes() == step
     assert lineages.read(metrics.parent) == []

@@ -25,10 +25,9 @@ from streamrl.launch import processes
 from streamrl.launch.display import Display
 from streamrl.launch.local import Launcher, lock_run_dir
 from streamrl.launch.processes import (
-    COMPONENTS,
     STOP_ORDER,
+    Commands,
     TrainerShare,
-    command,
     fitted,
     plan,
     plan_pool,
@@ -178,13 +177,22 @@ def test_servers_elsewhere_take_no_gpu_here() -> None:
 
 def test_command_is_the_one_to_type() -> None:
     (worker,) = [p for p in plan(config()) if p.role == "model_worker"]
-    words = command(worker, config_file=Path("c.toml"), manager_url="http://m:1", model_dir=Path("d"))
+    words = Commands(Path("c.toml"), (), "http://m:1", Path("d")).of(worker)
     assert words[1:] == [
         "-m", "streamrl", "model-worker", "c.toml", "--manager", "http://m:1", "--index", "0", "--model-dir", "d",
     ]  # fmt: skip
     assert words[0] == sys.executable
-    own = command(worker, config_file=Path("c.toml"), components={**COMPONENTS, "model_worker": "a:b"})
-    assert own[-2:] == ["--component", "a:b"]
+
+
+def test_a_replacement_begins_from_the_latest_checkpoint() -> None:
+    commands = Commands(Path("c.toml"), (), "http://m:1", Path("d"))
+    words = {process.role: commands.of(process, died="it died")[5:] for process in plan(config())}
+    assert words == {
+        "controller": ["--resume", "--port", "1", "--died", "it died"],
+        "gserver": ["--manager", "http://m:1", "--index", "0", "--model-dir", "d"],
+        "model_worker": ["--manager", "http://m:1", "--index", "0", "--resume"],
+        "rollout": ["--manager", "http://m:1", "--index", "0", "--model-dir", "d"],
+    }
 
 
 def test_visible_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +344,7 @@ def test_a_pool_has_the_numbers_that_the_manager_gave() -> None:
     pool = plan_pool(sglang(), "gserver", indices=[3, 5], gpus=["0", "1"])
     assert [(p.name, list(p.gpus)) for p in pool] == [("gserver/3", ["0"]), ("gserver/5", ["1"])]
     workers = plan_pool(config(), "rollout", indices=[4])
-    words = command(workers[0], config_file=Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9")
+    words = Commands(Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9").of(workers[0])
     assert words[-4:] == ["--index", "4", "--advertise", "10.0.0.9"]
 
 

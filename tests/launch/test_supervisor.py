@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
-from typing import Any, cast
+from socket import gethostname
+from typing import Any, Literal, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.config import Config
 from streamrl.errors import PeerLost, ProcessDied, StreamRLError
-from streamrl.launch import supervise
-from streamrl.launch.processes import PlanRole, ProcessPlan
-from streamrl.launch.supervise import LONGEST_DELAY_SECONDS, Children, Restarts, until_finished
+from streamrl.launch import children as child_processes
+from streamrl.launch.children import Children
+from streamrl.launch.processes import Commands, PlanRole, ProcessPlan
+from streamrl.launch.supervisor import LONGEST_DELAY_SECONDS, Restarts, Supervisor
 from streamrl.transport.control import FinishRun, Silence, SilentProcess, Status
 from streamrl.transport.manager_client import ControlClient
 from tests.launch.statuses import status
 
 ROUNDING = 1e-6
+
+
+def supervisor(children: Children, client: object, *, part: Literal["run", "trainer", "pool"] = "run") -> Supervisor:
+    return Supervisor(Config(), children, Commands(Path("c.toml")), cast(ControlClient, cast(Any, client)), part=part)
 
 
 class _FailedRun:
@@ -56,10 +65,10 @@ class _GoneController(_FailedRun):
 
 async def test_why_a_run_failed_is_known_when_its_controller_has_left_before_the_others() -> None:
     children, client = Children(logs=None), _GoneController()
-    worker = ProcessPlan("model_worker", 0, 1, "-", (), "")
-    waiting = asyncio.create_task(until_finished(children, client=cast(ControlClient, cast(Any, client))))
+    worker = await children.start(ProcessPlan("model_worker", 0, 1, "-", (), ""), ["sh", "-c", "exec sleep 60"])
+    waiting = asyncio.create_task(supervisor(children, client).until_over())
     await client.asked.wait()
-    await children.start(worker, ["sh", "-c", "exit 1"])
+    worker.signal(signal.SIGTERM)
     with pytest.raises(ProcessDied) as died:
         await waiting
     assert died.value.reason == "model_worker/1: RuntimeError: Connection closed by peer"
@@ -75,7 +84,7 @@ async def test_who_said_nothing_is_not_given_the_words_of_an_earlier_start(tmp_p
         await children.start(plan, ["sh", "-c", "exit 1"])
         silent = await children.next_exit()
         ended = f"gserver/0 (pid {silent.pid}) ended with exit code 1"
-        assert silent.obituary() == f"{ended}; it said nothing in {log_file}"
+        assert silent.obituary() == f"{ended}; it wrote nothing to {log_file}"
         await children.start(plan, ["sh", "-c", "echo out of memory; exit 1"])
         said = await children.next_exit()
         assert said.obituary().splitlines()[1:] == ["  out of memory"]
@@ -99,21 +108,21 @@ async def test_whoever_breaks_when_the_run_is_over_does_not_make_it_fail(
     role: PlanRole, caplog: pytest.LogCaptureFixture
 ) -> None:
     children = Children(logs=None)
-    client = cast(ControlClient, cast(Any, _FinishedRun()))
+    client = _FinishedRun()
     broken = await children.start(ProcessPlan(role, 0, 1, "cpu", (), ""), ["sh", "-c", "kill -SEGV $$"])
     await broken.ended.wait()
     await children.start(ProcessPlan("controller", 0, 1, "-", (), ""), ["sh", "-c", "exit 0"])
-    await until_finished(children, client=client)
+    await supervisor(children, client).until_over()
     assert f"{role}/0 was ended by SIGSEGV when the run was over" in caplog.text
     children.close()
 
 
 async def test_a_controller_that_breaks_when_the_run_is_over_makes_it_fail() -> None:
     children = Children(logs=None)
-    client = cast(ControlClient, cast(Any, _FinishedRun()))
+    client = _FinishedRun()
     await children.start(ProcessPlan("controller", 0, 1, "-", (), ""), ["sh", "-c", "exit 1"])
     with pytest.raises(ProcessDied):
-        await until_finished(children, client=client)
+        await supervisor(children, client).until_over()
     children.close()
 
 
@@ -127,7 +136,7 @@ async def test_one_that_was_killed_is_to_blame_before_those_that_lost_it() -> No
     ]
     await asyncio.gather(*(child.ended.wait() for child in started))
     with pytest.raises(ProcessDied) as died:
-        await until_finished(children, client=cast(ControlClient, cast(Any, client)))
+        await supervisor(children, client).until_over()
     killed = f"model_worker/0 (pid {started[0].pid}) was ended by SIGKILL (out of memory?)"
     assert died.value.reason == f"{killed}; then model_worker/1: RuntimeError: Connection closed by peer"
     assert client.told == [died.value.reason]
@@ -145,8 +154,32 @@ async def test_a_trainer_ends_when_another_one_has_its_place_and_the_run_continu
     children, client = Children(logs=None), _OtherTrainer()
     await children.start(ProcessPlan("model_worker", 0, 1, "cpu", (), ""), ["sh", "-c", "exit 69"])
     with pytest.raises(StreamRLError, match=r"model_worker/0 .* process 202 on here has taken its place; this trainer"):
-        await until_finished(children, client=cast(ControlClient, cast(Any, client)))
+        await supervisor(children, client).until_over()
     assert client.told == [], "it is no failure of the run"
+    children.close()
+
+
+class _RunOfOne(_FailedRun):
+    """A client of the controller of a run in which model_worker/1 has joined as the process `pid`."""
+
+    pid = 0
+
+    async def status(self) -> Status:
+        running = status(1, state="running")
+        worker = msgspec.structs.replace(
+            running.processes[0], role="model_worker", index=1, pid=self.pid, host=gethostname()
+        )
+        return msgspec.structs.replace(running, processes=[worker])
+
+
+@pytest.mark.parametrize("joined", [True, False])
+async def test_a_process_of_a_new_trainer_ends_the_run_only_if_it_has_joined(joined: bool) -> None:
+    children, client = Children(logs=None), _RunOfOne()
+    worker = ProcessPlan("model_worker", 1 if joined else 2, 1, "cpu", (), "")
+    client.pid = (await children.start(worker, ["sh", "-c", "exit 1"])).pid
+    with pytest.raises(ProcessDied) as died:
+        await supervisor(children, client, part="trainer").until_over()
+    assert client.told == ([died.value.reason] if joined else [])
     children.close()
 
 
@@ -165,10 +198,10 @@ class _Interrupted(_FailedRun):
 
 
 async def test_a_process_that_is_soon_heard_again_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(child_processes, "GRACE_SECONDS", 0.01)
     children = Children(logs=None)
     child = await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["sh", "-c", "sleep 60"])
-    await supervise.end_who_is_silent(children, cast(ControlClient, cast(Any, _Interrupted(child.pid))))
+    await supervisor(children, _Interrupted(child.pid))._watch_silence()
     await asyncio.sleep(0.1)
     assert child.exit_code is None
     await children.stop()

@@ -1,0 +1,60 @@
+"""Requests to a run whose controller was started elsewhere: `streamrl status` and `streamrl drain`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, cast, get_args
+
+from streamrl import config as configuration
+from streamrl.config import SecurityConfig
+from streamrl.errors import ConfigError
+from streamrl.transport.control import Drain, Role
+from streamrl.transport.manager_client import ControlClient
+from streamrl.transport.secret import Secret, of_run_at, read_file
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+DRAIN_SECONDS = 5.0
+"""Longest time for the controller to accept that a process leaves."""
+
+
+def access(
+    manager_url: str, secret_file: Path | None, config_file: Path | None
+) -> tuple[Secret | None, SecurityConfig]:
+    """Return the secret of the run with the controller at `manager_url`, or None if this machine does not have it, and
+    the settings of its connections."""
+    config = None if config_file is None else configuration.load(config_file)
+    security = configuration.SecurityConfig() if config is None else config.security
+    if secret_file is not None:
+        return read_file(secret_file, setting="--secret-file"), security
+    return of_run_at(manager_url, config), security
+
+
+def status(manager_url: str, *, secret_file: Path | None, config_file: Path | None) -> RenderableType:
+    """Return a picture of the run's present state."""
+    from streamrl.launch.display import picture_of
+
+    secret, security = access(manager_url, secret_file, config_file)
+    return asyncio.run(picture_of(manager_url, secret=secret, security=security))
+
+
+def drain(manager_url: str, process: str, *, secret_file: Path | None, config_file: Path | None) -> None:
+    """Request that `process`, for example `gserver/2`, finish its work and leave. Raises `ConfigError` for an invalid
+    name."""
+    role, slash, number = process.partition("/")
+    if role not in get_args(Role) or not slash or not number.isdecimal():
+        raise ConfigError(f"{process!r} names no process; write it as gserver/2 or rollout/0")
+    secret, security = access(manager_url, secret_file, config_file)
+    client = ControlClient(manager_url, secret=secret, timeout=DRAIN_SECONDS, security=security)
+    asyncio.run(drained(client, cast(Role, role), int(number)))
+
+
+async def drained(client: ControlClient, role: Role, index: int) -> None:
+    """Request that a process be drained, and close `client`. Raises `StreamRLError` if the controller has no such
+    member or is unreachable."""
+    try:
+        await client.drain(Drain(role=role, index=index))
+    finally:
+        await client.close()

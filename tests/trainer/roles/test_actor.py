@@ -531,4 +531,4 @@ def test_a_group_of_weight_four_counts_as_four(tmp_path, monkeypatch):
     assert sampled.maxima["grad_norm"] == pytest.approx(every.maxima["grad_norm"], rel=1e-5)
     for name in ("loss", "tokens", "behavior_kl", "sequences", "sequence_weight"):
         assert sampled.sums[name] == pytest.approx(every.sums[name], rel=1e-5), name
-    assert sampled.sums["computed_tokens"] * 4 == pytest.approx(every.sums["computed_tokens"], rel=0.5)
+    assert sampled.sums["computed_tokens"] == every.sums["computed_tokens"]  # equal copies are computed once

@@ -375,6 +375,7 @@ def gpu(results: Results) -> str:
 
 # --- whole runs ----------------------------------------------------------------------------------
 
+
 def demo_in_full(results: Results) -> str:
     """Steps and summary."""
     steps, summary = _steps_and_summary(results)

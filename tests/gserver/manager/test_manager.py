@@ -84,7 +84,7 @@ async def test_a_process_with_another_configuration_is_refused(tmp_path: Path) -
 
 
 async def test_the_refusal_names_the_settings_that_differ(tmp_path: Path) -> None:
-    other = small_config(tmp_path, rollout={"group_size": 31}, run={"seed": 9}, gserver={"host": "0.0.0.0"})
+    other = small_config(tmp_path, rollout={"group_size": 31}, run={"seed": 9, "host": "0.0.0.0"})
     async with managed(small_config(tmp_path)) as run:
         message = msgspec.structs.replace(
             run.registration("rollout"), config_digest=other.digest(), settings=other.shared_changes()

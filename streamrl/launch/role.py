@@ -131,7 +131,7 @@ def _assigned(role: MemberRole, config: Config, manager_url: str) -> int:
 
     index = asyncio.run(ask())
     set_up_logging(f"{role}/{index}")
-    log.info("the controller has assigned index %d to this process", index)
+    log.info("this process is %s/%d", role, index)
     return index
 
 

@@ -76,5 +76,5 @@ def wait_for_output(command: Command, pattern: str, *, after: int = 0, seconds: 
 
 def name_of(command: Command) -> str:
     """Wait for the name of the process in the run, such as gserver/1."""
-    wait_for_output(command, r"the controller calls this process \w+/\d+\n")
-    return command.output.partition("the controller calls this process ")[2].partition("\n")[0]
+    wait_for_output(command, r"this process is \w+/\d+\n")
+    return command.output.partition("this process is ")[2].partition("\n")[0]

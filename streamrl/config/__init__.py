@@ -304,8 +304,11 @@ def _readable(error: msgspec.ValidationError, section: type[Section], *, path: s
 
 
 def _choices(key: str, section: type[Section]) -> tuple[Any, ...]:
-    """Return the possible values of `key`, if it takes one of a few words."""
-    kind = get_type_hints(section).get(key)
+    """Return the possible values of `key`, or of an entry of a list such as `key[0]`, if these are a few words."""
+    name, in_list, _ = key.partition("[")
+    kind = get_type_hints(section).get(name)
+    if in_list:
+        kind = (get_args(kind) or (None,))[-1]
     return get_args(kind) if get_origin(kind) is Literal else ()
 
 

@@ -80,7 +80,7 @@ def test_a_server_that_is_killed_comes_back_and_none_is_restarted_when_the_run_g
         assert process.exit_code(seconds=60) == 130, process.output[-4000:]
         seqs = trained_seqs(run_dir)
         assert len(seqs) == len(set(seqs))
-        assert "it is started again (1 of 3, in 0.1 s)" in process.said
+        assert "it is restarted (1 of 5, in 0.1 s)" in process.said
         made = [step["metrics"] for step in steps(run_dir)]
         assert largest_difference(run_dir) < 1e-3  # and what it scores, before and after
         assert max(metrics.get("sampling_diff_max", 0.0) for metrics in made) < 1e-3

@@ -186,9 +186,10 @@ def test_blocks_between_ranks_have_each_pair_that_sees_each_other_once(parents, 
             assert torch.equal(found, mask[rank::size, source::size].int()), (rank, source)
 
 
-def flex_by_the_definition(query, key, value, *, block_mask, scale, enable_gqa, return_aux):
+def flex_by_the_definition(query, key, value, *, block_mask, scale, enable_gqa, return_aux, score_mod):
     """As `flex_attention`, which has no backward pass on a CPU; a query that sees no key has 0, and -inf."""
     assert enable_gqa
+    assert score_mod is None
     assert return_aux.lse
     places = torch.arange(query.shape[2])
     sees = block_mask.mask_mod(None, None, places[:, None], places)

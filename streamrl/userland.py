@@ -628,7 +628,8 @@ class _Process(asyncio.SubprocessProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self.ended.set_result(None)
+        if not self.ended.done():  # it is cancelled with the task that awaits it
+            self.ended.set_result(None)
         self._on_end(self)
 
 

@@ -36,6 +36,7 @@ SETTINGS = {
     "gserver__engine": "sglang",
     "gserver__count": 2,
     "restarts__delay_seconds": 0.1,
+    "limits__start_seconds": 600.0,
     "weights__pause_mode": "retract",
     "weights__mode": "collective",
 }
@@ -52,14 +53,14 @@ def servers_of(status: Status) -> list[list[int]]:
     return [sorted(child.pid for child in gserver.children(recursive=True)) for gserver in gservers]
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 @pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
 def test_a_server_that_is_killed_comes_back_and_none_is_restarted_when_the_run_goes_back(tmp_path: Path) -> None:
     run_dir = tmp_path / "returned"
     settings = overrides(tmp_path, "returned", **SETTINGS, gserver__sglang__python=sglang_python() or "")
     process = start(COPY_SCRATCH, settings)
     try:
-        wait_for_steps(run_dir, 3, seconds=400)
+        wait_for_steps(run_dir, 3, seconds=600)
         url = manager_of(run_dir)
         before = second_gserver(wait_for_status(url, lambda status: second_gserver(status) is not None))
         assert before is not None

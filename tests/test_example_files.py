@@ -81,7 +81,8 @@ def test_a_wheel_has_the_examples_and_their_modules(here: Path, tmp_path: Path) 
     assert wheel.name.startswith(f"streamrl-{__version__}-")
     run(*pip, "install", "--no-deps", "--no-index", "--no-compile", "--target", str(installed), str(wheel))
     found = installed / "streamrl" / "examples"
-    assert sorted(file.name for file in found.iterdir()) == EXAMPLES
+    assert sorted(file.name for file in found.iterdir() if file.is_file()) == EXAMPLES
+    assert (found / "hooks" / "loss.py").exists()
     assert not (installed / "examples").exists()  # no module `examples` for everything that is installed
 
     def streamrl(*words: str) -> str:

@@ -486,7 +486,7 @@ def main() -> None:
     """Entry point: errors that streamrl raises on purpose become one message and an exit code."""
     try:
         app()
-    except Exception as error:
+    except Exception as error:  # any but streamrl's own is raised again; their classes are imported only now, for speed
         from rich.text import Text
 
         from streamrl.errors import ConfigError, StreamRLError

@@ -95,14 +95,6 @@ def _weights_of(
     )
 
 
-def _sizes_of(weights: DoubleBufferedWeights, architecture: Architecture | None) -> tuple[int, int]:
-    """Return the number of tokens in the vocabulary, and of positions."""
-    if isinstance(weights, GeneralWeights):
-        return weights.vocab_size, weights.max_position
-    assert architecture is not None
-    return architecture.vocab_size, architecture.max_position
-
-
 class EmbeddedEngine:
     """Serves one model; `gserver.server.engine.Engine` documents its methods."""
 
@@ -159,7 +151,7 @@ class EmbeddedEngine:
             deterministic=deterministic,
             rounds=rounds,
         )
-        self.vocab_size, longest = _sizes_of(self._weights, self._architecture)
+        self.vocab_size, longest = self._weights.vocab_size, self._weights.max_position
         if max_context > longest:
             log.info("contexts end at %d tokens, for which the model was made", longest)
         self.max_context = min(max_context, longest)

@@ -67,6 +67,18 @@ class DoubleBufferedWeights:
         """The previously served set, which must not be written to."""
         self._making = threading.Lock()
 
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the vocabulary."""
+        assert self._architecture is not None, "a subclass has its own sizes"
+        return self._architecture.vocab_size
+
+    @property
+    def max_position(self) -> int:
+        """Number of positions that the model supports."""
+        assert self._architecture is not None, "a subclass has its own sizes"
+        return self._architecture.max_position
+
     def load_served(self, folder: Path) -> None:
         """Write the checkpoint in `folder` to the served set, before the first computation; raises `ModelError`."""
         self.served.load(folder)

@@ -635,6 +635,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Return the attention of a layer, `[rows, length, heads, head_dim]`; called by transformers."""
     if position_bias is not None:
+        # the probe at the start catches it: such a model computes one trajectory in each row, without this function
         raise NotImplementedError("attention with a position bias")
     rules = ScoreRules(sliding_window, softcap, s_aux)
     return tree.attend(query, key, value, scale=scaling, rules=rules).transpose(1, 2), None

@@ -58,7 +58,7 @@ from streamrl.gserver.manager.http import POSTS  # noqa: E402
 from streamrl.machine import machine_identity, process_space  # noqa: E402
 from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
 from streamrl.rollout.agents.policy import Score  # noqa: E402
-from streamrl.trainer.calls import CallDone, Published, Stored, Trained  # noqa: E402
+from streamrl.trainer.calls import CallDone, PublicationReply, StorageNotice, TrainReply  # noqa: E402
 from streamrl.transport import generation  # noqa: E402
 from streamrl.transport.codec import ARRAYS, GroupHeader  # noqa: E402
 from streamrl.transport.control import FinishRun, Register, RegisterReply, Status  # noqa: E402
@@ -418,7 +418,13 @@ def groups_of(count: int, begin: int) -> list[list[bytes]]:
 def controllers_messages(count: int, begin: int) -> list[list[bytes]]:
     """Return messages of workers to the controller, also about groups that they hold."""
     dice = random.Random(begin)
-    kinds = [("notice", Stored), ("result", CallDone), ("result", Trained), ("result", Published), ("text", str)]
+    kinds = [
+        ("notice", StorageNotice),
+        ("result", CallDone),
+        ("result", TrainReply),
+        ("result", PublicationReply),
+        ("text", str),
+    ]
     types = {"notice": "notice", "result": "reply", "text": "error"}
     meta = {"seq": 3, "head": FIRST_ROLLOUT_WORKER + WORKER, "worker": f"rollout/{WORKER}", "size": 1, "tokens": 2}
     meta |= {"rewards": [1.0], "response_lengths": [1], "version_counts": {0: 1}, "generation_seconds": 1.0}

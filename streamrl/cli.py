@@ -129,9 +129,9 @@ def _add_elastic(role: Literal["gserver", "rollout"], text: str) -> None:
         advertise: str = "",
         model_dir: Path | None = None,
     ) -> None:
-        from streamrl.launch.processes import Commands
+        from streamrl.launch.processes import ProcessCommands
 
-        commands = Commands(config, overrides or (), manager, model_dir, advertise)
+        commands = ProcessCommands(config, overrides or (), manager, model_dir, advertise)
         if count is None:
             from streamrl.launch.role import run_member
 
@@ -162,9 +162,9 @@ def trainer(
 ) -> None:
     """Start the trainer, or this host's part of it: its model workers."""
     from streamrl.launch.pool import run_trainer
-    from streamrl.launch.processes import Commands
+    from streamrl.launch.processes import ProcessCommands
 
-    commands = Commands(config, overrides or (), manager, advertise=advertise)
+    commands = ProcessCommands(config, overrides or (), manager, advertise=advertise)
     raise typer.Exit(run_trainer(commands, node=node, nodes=nodes, resume=resume))
 
 
@@ -180,10 +180,10 @@ def model_worker(
     model_dir: Path | None = None,
 ) -> None:
     """Start one model worker."""
-    from streamrl.launch.processes import Commands
+    from streamrl.launch.processes import ProcessCommands
     from streamrl.launch.role import run_member
 
-    commands = Commands(config, overrides or (), manager, model_dir, advertise)
+    commands = ProcessCommands(config, overrides or (), manager, model_dir, advertise)
     raise typer.Exit(run_member("model_worker", commands, index=index, resume=resume))
 
 

@@ -23,7 +23,7 @@ from streamrl.gserver.manager.process import ManagerService, managing
 from streamrl.machine import machine_identity, process_space
 from streamrl.records import lineage as lineages
 from streamrl.records import progress, snapshots
-from streamrl.trainer.calls import Stored
+from streamrl.trainer.calls import StorageNotice
 from streamrl.trainer.master.process import Master
 from streamrl.transport.addresses import Listening
 from streamrl.transport.control import Heartbeat, Register
@@ -131,7 +131,7 @@ class _ControlledRun:
     async def _make_lineage(self, config: Config, *, cause: str) -> str:
         """Train until the run is over or a model worker has died; return how it died, or an empty string. `cause`: the
         death that made the run go back to `run.resume_from` of `config`. Raises any other error."""
-        stored: asyncio.Queue[Stored] = asyncio.Queue()
+        stored: asyncio.Queue[StorageNotice] = asyncio.Queue()
         async with AsyncExitStack() as stack:
             channel = await self._open_channel(config, stack, stored)
             lineage = progress.begin_lineage(config, cause=cause)
@@ -158,7 +158,7 @@ class _ControlledRun:
         reason = await master.run() + await master.finish()
         self._manager.finish(reason, stopped=master.stopped)
 
-    async def _death(self, channel: RequestChannel[Stored]) -> str:
+    async def _death(self, channel: RequestChannel[StorageNotice]) -> str:
         """Wait until a model worker has died; return how."""
         workers = range(self._config.trainer.workers)
         found = await first_of(self._manager.death(), channel.until_lost(workers))
@@ -178,8 +178,8 @@ class _ControlledRun:
             )
 
     async def _open_channel(
-        self, config: Config, stack: AsyncExitStack, stored: asyncio.Queue[Stored]
-    ) -> RequestChannel[Stored]:
+        self, config: Config, stack: AsyncExitStack, stored: asyncio.Queue[StorageNotice]
+    ) -> RequestChannel[StorageNotice]:
         """Return the channel of the lineage that begins with `config`; the controller registers itself, with the
         channel's address, with its own manager."""
         channel = _channel(
@@ -195,22 +195,22 @@ async def _ended(task: asyncio.Task[str]) -> None:
 
 
 def _channel(
-    stored: asyncio.Queue[Stored], listening: Listening, *, keys: ReceiverKeys, encrypted: bool
-) -> RequestChannel[Stored]:
+    stored: asyncio.Queue[StorageNotice], listening: Listening, *, keys: ReceiverKeys, encrypted: bool
+) -> RequestChannel[StorageNotice]:
     """Return the channel to model workers and, in a synchronous graph, rollout workers."""
 
-    def note(worker: int, notice: Stored) -> None:
+    def note(worker: int, notice: StorageNotice) -> None:
         own = [meta for meta in notice.metas if meta.head == worker < FIRST_ROLLOUT_WORKER]
         if len(own) < len(notice.metas):
             log.warning("%s reports groups that it does not hold: ignored", name_on_channel(worker))
-        stored.put_nowait(Stored(own))
+        stored.put_nowait(StorageNotice(own))
 
     return RequestChannel(
         keys=keys,
         encrypted=encrypted,
         host=listening.at,
         announced=listening.announced,
-        notice_type=Stored,
+        notice_type=StorageNotice,
         on_notice=note,
         name_of=name_on_channel,
         number_of=number_on_channel,

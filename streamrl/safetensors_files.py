@@ -115,7 +115,7 @@ BUFFER_BYTES = 8 * 2**20
 MOST_HEADER_BYTES = 2**28
 
 
-class Part(NamedTuple):
+class TensorBox(NamedTuple):
     """A box of a named tensor: the whole tensor, or the part of one rank."""
 
     name: str
@@ -127,7 +127,7 @@ class Part(NamedTuple):
     """The values inside the box."""
 
     @classmethod
-    def whole(cls, name: str, tensor: Tensor) -> Part:
+    def whole(cls, name: str, tensor: Tensor) -> TensorBox:
         """Return the part that is the whole `tensor`."""
         return cls(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
@@ -146,7 +146,7 @@ class Part(NamedTuple):
 
 
 class _PartOf(msgspec.Struct, frozen=True, array_like=True):
-    """Tensor and position of an entry that is a part; fields as in `Part`."""
+    """Tensor and position of an entry that is a part; fields as in `TensorBox`."""
 
     name: str
     shape: tuple[int, ...]
@@ -166,7 +166,7 @@ def write_file(file: Path, entries: Entries, tensors: Iterable[Tensor]) -> None:
     write_bytes(file, _content(entries, tensors, {}))
 
 
-def bytes_of_parts(parts: Sequence[Part]) -> Iterator[Bytes]:
+def bytes_of_parts(parts: Sequence[TensorBox]) -> Iterator[Bytes]:
     """Yield the content of a file with `parts`, without copying their values."""
     described = {part.key: _PartOf(part.name, part.shape, part.start) for part in parts if not part.is_whole}
     metadata = {PARTS: msgspec.json.encode(described).decode()} if described else {}
@@ -280,10 +280,10 @@ class TensorFiles:
     def read(self, name: str) -> Tensor:
         """Return one whole tensor, in its stored dtype."""
         values = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.read_into(Part.whole(name, values))
+        self.read_into(TensorBox.whole(name, values))
         return values
 
-    def read_into(self, part: Part) -> None:
+    def read_into(self, part: TensorBox) -> None:
         """Fill `part.values`, of any dtype, with that box of the tensor."""
         if self.shape(part.name) != part.shape:
             raise ModelError(

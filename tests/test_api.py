@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 import streamrl
@@ -20,6 +19,7 @@ from streamrl.api import Run
 from streamrl.config import from_dict
 from streamrl.errors import ConfigError, StreamRLError
 from tests.e2e.harness import COPY_SCRATCH, ROOT
+from tests.processes import assert_ended, below
 
 SMALL: dict[str, Any] = {
     "trainer.batch_groups": 8,
@@ -103,23 +103,12 @@ def test_the_pieces_on_the_page_work_without_a_run() -> None:
 # --- runs ---
 
 
-def everything_has_ended(pids: list[int]) -> bool:
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        if not [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
-            return True
-        time.sleep(0.1)
-    return False
-
-
-def processes_below(pid: int) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-
-
 async def test_a_run_is_watched_and_steered_within_an_event_loop(tmp_path: Path) -> None:
     """Within a running loop and outside the main thread."""
 
-    def work() -> tuple[list[streamrl.Step], Run, list[int]]:
+    before = below()
+
+    def work() -> tuple[list[streamrl.Step], Run, set[int]]:
         steps = []
         chosen = settings(tmp_path, run__total_train_steps=200, run__stop_at_reward=2.0)
         with Run(COPY_SCRATCH, reward=reward, max_staleness=1, overrides=chosen) as run:
@@ -135,7 +124,7 @@ async def test_a_run_is_watched_and_steered_within_an_event_loop(tmp_path: Path)
                     run.resume()
                     model = run.save(tmp_path / "model")
                     assert (model / "config.json").is_file()
-                    pids = processes_below(os.getpid())
+                    pids = below() - before
                 if step.policy_version >= 6:
                     break
         return steps, run, pids
@@ -144,7 +133,7 @@ async def test_a_run_is_watched_and_steered_within_an_event_loop(tmp_path: Path)
     assert [step.policy_version for step in steps] == list(range(1, len(steps) + 1))
     assert all(0.25 <= step.reward <= 0.75 for step in steps)
     assert len(pids) >= 4
-    assert everything_has_ended(pids)
+    assert_ended(pids)
     assert run.dir == tmp_path / "trial"
     assert run.summary["state"] == "stopped"
     assert run.summary["steps"] >= 6
@@ -220,9 +209,9 @@ def test_a_script_runs_with_its_own_functions_and_its_end_ends_all_processes(
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line == "1 True 8.0 0.0005\n", line + process.stdout.read()
-        pids = processes_below(process.pid)
+        pids = below(process.pid)
         assert len(pids) >= 4
         process.send_signal(number)
         rest = process.stdout.read()
-    assert everything_has_ended(pids)
+    assert_ended(pids)
     assert ("KeyboardInterrupt" in rest) == (number == signal.SIGINT)

@@ -16,17 +16,6 @@ AS_IN_SGLANG = {"UpdateWeightsFromDistributed"}
 """Requests that have the name of an endpoint of SGLang's."""
 
 
-LATER = """
-_Scored _Made Places _Restarted Prepared Piece RowsFound Part HaveScored StoreOpened Saved Trained
-BeingScored _Trained Published Stored Door Place
-"""
-"""Names that are still to be replaced."""
-
-
-SHARED = {"Commands", "Part", "Step"}
-"""Names of two classes, which are still to be separated."""
-
-
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
     for file in sorted(ROOT.rglob("*.py")):
         for node in ast.parse(file.read_text()).body:
@@ -49,17 +38,16 @@ def is_bad(name: str) -> bool:
 
 def test_no_two_classes_have_one_name() -> None:
     found = Counter(node.name for _, node in classes())
-    assert [name for name, count in found.items() if count > 1 and name not in SHARED] == []
+    assert [name for name, count in found.items() if count > 1] == []
 
 
 def test_classes_are_named_by_nouns() -> None:
     assert [is_bad(name) for name in ("Told", "_Joined", "WeightsShown", "Part", "Seed", "PartOnDisk")] == [
         *(True, True, True, True, False, False)
     ]
-    later = set(LATER.split())
     found = [
         f"{file}: {node.name}"
         for file, node in classes()
-        if is_bad(node.name) and not is_error(node) and node.name not in AS_IN_SGLANG | later
+        if is_bad(node.name) and not is_error(node) and node.name not in AS_IN_SGLANG
     ]
     assert found == []

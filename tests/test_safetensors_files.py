@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from streamrl import safetensors_files
 from streamrl.errors import ModelError
 from streamrl.safetensors_files import (
-    Part,
+    TensorBox,
     TensorFiles,
     bytes_of_parts,
     file_name,
@@ -72,12 +72,12 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[slice, ...]], tu
     return shape, parts, wanted
 
 
-def write_parts(file: Path, parts: list[Part]) -> None:
+def write_parts(file: Path, parts: list[TensorBox]) -> None:
     write_bytes(file, bytes_of_parts(parts))
 
 
-def part_of(name: str, whole: torch.Tensor, box: tuple[slice, ...]) -> Part:
-    return Part(name, tuple(whole.shape), tuple(part.start for part in box), whole[box])
+def part_of(name: str, whole: torch.Tensor, box: tuple[slice, ...]) -> TensorBox:
+    return TensorBox(name, tuple(whole.shape), tuple(part.start for part in box), whole[box])
 
 
 @given(
@@ -103,7 +103,7 @@ def test_any_box_is_read_out_of_any_parts(found, files, stored, wanted_dtype, bu
             expected = whole[wanted].to(wanted_dtype)
             place = torch.full([n + 1 for n in expected.shape], torch.nan, dtype=wanted_dtype)
             inside = place[tuple(slice(0, n) for n in expected.shape)]
-            read.read_into(Part("w", shape, tuple(part.start for part in wanted), inside))
+            read.read_into(TensorBox("w", shape, tuple(part.start for part in wanted), inside))
             assert torch.equal(inside, expected)
             assert int(place.isnan().sum()) == place.numel() - expected.numel()  # nothing beside it
             for number in range(files):  # valid files for everyone, though parts do not have the tensor's name
@@ -116,7 +116,7 @@ def test_several_files_of_whole_tensors_are_found_by_their_index(tmp_path: Path)
     tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     tensors["one"] = torch.tensor(3.0)
     for number in range(2):
-        mine = [Part.whole(name, tensor) for name, tensor in list(tensors.items())[number::2]]
+        mine = [TensorBox.whole(name, tensor) for name, tensor in list(tensors.items())[number::2]]
         write_parts(tmp_path / file_name("model", number, 2), mine)
     write_index(tmp_path, "model")
     read = TensorFiles(tmp_path, "model")
@@ -134,7 +134,11 @@ def test_several_files_of_whole_tensors_are_found_by_their_index(tmp_path: Path)
 
 def test_what_does_not_fit_is_named_with_its_file(tmp_path: Path) -> None:
     whole = torch.randn(4, 6)
-    parts = [part_of("w", whole, (slice(0, 2), slice(0, 6))), Part.whole("v", torch.randn(3)), Part.whole("i", whole)]
+    parts = [
+        part_of("w", whole, (slice(0, 2), slice(0, 6))),
+        TensorBox.whole("v", torch.randn(3)),
+        TensorBox.whole("i", whole),
+    ]
     write_parts(tmp_path / "model.safetensors", parts)
     read = TensorFiles(tmp_path, "model")
     with pytest.raises(ModelError) as raised:
@@ -150,7 +154,7 @@ def test_what_does_not_fit_is_named_with_its_file(tmp_path: Path) -> None:
     for call, problem in (
         (lambda: read.read("w"), "parts of w are missing"),
         (lambda: read.read("n"), "has no tensor n"),
-        (lambda: read.read_into(Part.whole("v", torch.empty(4))), r"model\.safetensors: v has the shape \(3,\)"),
+        (lambda: read.read_into(TensorBox.whole("v", torch.empty(4))), r"model\.safetensors: v has the shape \(3,\)"),
     ):
         with pytest.raises(ModelError, match=problem):
             call()

@@ -12,13 +12,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from streamrl import userland
 from streamrl.errors import UserCodeError, UserCodeTimeout, UserCodeUnusable, UserProcessDied
 from streamrl.userland import SetupMessage, UserProcesses, call_once, clean_environment, run_program
-from tests.processes import lives
+from tests.processes import assert_no_more_than, below, lives
 
 LOADER = "tests.hostile_code:serve"
 
@@ -31,7 +30,7 @@ def setup(function: str = "act", *, loader: str = LOADER, **more: Any) -> SetupM
 async def running(
     function: str = "act", *, processes: int = 1, repeatable: bool = False, **more: Any
 ) -> AsyncIterator[UserProcesses]:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = below()
     made = UserProcesses(
         setup(function, **more),
         what="the function",
@@ -44,7 +43,7 @@ async def running(
         yield made
     finally:
         await made.close()
-        assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+        await assert_no_more_than(before)
 
 
 def pid_in(file: Path) -> int:

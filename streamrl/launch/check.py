@@ -380,7 +380,7 @@ def _spread(prompts: PromptSource) -> list[Prompt]:
     return found
 
 
-class _Scored(NamedTuple):
+class _ScoredRow(NamedTuple):
     """Rewards of one row."""
 
     row: int
@@ -404,7 +404,7 @@ async def _try_reward(config: Config, prompts: Sequence[Prompt], found: Rehearsa
     Raises `RewardError` if the function cannot be loaded, or fails in some rows.
     """
     answers = [MADE_UP if prompt.answer is None else answer_text(prompt.answer) for prompt in prompts]
-    scored: list[_Scored] = []
+    scored: list[_ScoredRow] = []
     failed: list[str] = []
     pool = RewardPool(config)
     await pool.start()
@@ -415,7 +415,7 @@ async def _try_reward(config: Config, prompts: Sequence[Prompt], found: Rehearsa
                 found.untried.append(f"{name}rows from {prompt.index} on were not scored within {SCORING_SECONDS:g} s")
                 break
             try:
-                scores = _Scored(prompt.index, answer, await _score(pool, answer, prompt))
+                scores = _ScoredRow(prompt.index, answer, await _score(pool, answer, prompt))
                 if prompt.answer is not None and not config.rollout.agent.used:
                     wrong = next((other for other in answers if other != answer), MADE_UP)
                     scores = scores._replace(wrong=wrong, wrong_reward=await _score(pool, wrong, prompt))
@@ -435,7 +435,7 @@ async def _score(pool: RewardPool, text: str, prompt: Prompt) -> float:
     return await pool.score(Response(text=text, finish_reason="stop", output_tokens=len(text.split()) or 1), prompt)
 
 
-def _report_rewards(scored: Sequence[_Scored], found: Rehearsal, *, name: str) -> None:
+def _report_rewards(scored: Sequence[_ScoredRow], found: Rehearsal, *, name: str) -> None:
     if not scored:
         return
     rewards = [scores.reward for scores in scored]

@@ -32,7 +32,7 @@ from streamrl.launch.display import Display, ReportingDisplay, make_display
 from streamrl.launch.ending import ending_written, reported, save_and_end
 from streamrl.launch.files import keep_in_order
 from streamrl.launch.process import run_until_stopped, set_up_logging
-from streamrl.launch.processes import Commands, ProcessPlan, fitted, helper, plan, visible_gpus
+from streamrl.launch.processes import ProcessCommands, ProcessPlan, fitted, helper, plan, visible_gpus
 from streamrl.launch.run_folders import resume_words, run_folder
 from streamrl.launch.supervisor import STATUS_SECONDS, Supervisor
 from streamrl.processor import avoid_broken_instructions
@@ -131,7 +131,7 @@ class Launcher:
         process makes the model; else the run does not go back to a checkpoint by itself."""
         self._config = config
         self._plan = processes
-        self._commands = Commands(config.run_dir / "config.toml")
+        self._commands = ProcessCommands(config.run_dir / "config.toml")
         self._display = display
         self._secret = hold(of_new_run(config))
         self._page = page

@@ -77,7 +77,7 @@ def check_model(folder: Path, *, full: bool = False) -> list[Result]:
             subject = home / "small"
             if not _part(results, "small copy", lambda: _save_small_copy(folder, subject)):
                 return results
-        trained = _Trained(subject, home / "trained")
+        trained = _TrainingResult(subject, home / "trained")
         _part(results, "packed rows", lambda: _fall_back(packing_problem(subject)))
         if _part(results, "log-probabilities", trained.compare_logprobs):
             _part(results, "gradients", trained.compare_gradients)
@@ -146,7 +146,7 @@ class _Reference:
         return torch.cat(found)[torch.from_numpy(group.packed_loss_mask)]
 
 
-class _Trained:
+class _TrainingResult:
     """The torch backend's model, and groups to compare and train it with."""
 
     def __init__(self, folder: Path, saved: Path) -> None:
@@ -240,7 +240,7 @@ def _random_group(seq: int, vocabulary: int, generator: np.random.Generator) -> 
     )
 
 
-async def _generate(folder: Path, trained: _Trained) -> None:
+async def _generate(folder: Path, trained: _TrainingResult) -> None:
     """Compare the engine's log-probabilities with transformers' before and after an update to the trained weights."""
     engine = EmbeddedEngine(
         folder=folder,

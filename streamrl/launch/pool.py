@@ -24,8 +24,8 @@ from streamrl.launch.children import Child, Children
 from streamrl.launch.ending import save_and_end
 from streamrl.launch.process import EXIT_PLACE_TAKEN, Departure, run_until_stopped, set_up_logging
 from streamrl.launch.processes import (
-    Commands,
     MemberRole,
+    ProcessCommands,
     ProcessPlan,
     TrainerShare,
     helper,
@@ -46,32 +46,32 @@ FETCH_SECONDS = 86400.0
 """Longest time for a host to make or to fetch the model. While it is fetched, each part has a deadline of its own."""
 
 
-def run_pool(role: Literal["gserver", "rollout"], count: int, commands: Commands, *, resume: bool) -> int:
+def run_pool(role: Literal["gserver", "rollout"], count: int, commands: ProcessCommands, *, resume: bool) -> int:
     """Run `count` gservers or rollout workers on this machine; return the exit code. The first signal makes them leave
     the run, which continues."""
     set_up_logging(f"{role}s")
     config = configuration.load(commands.config_file, commands.overrides)
-    part = Part(config, commands, role=role, count=count, resume=resume)
+    part = PoolShare(config, commands, role=role, count=count, resume=resume)
     return run_until_stopped(part.run, on_first_signal=[Departure(part.leave, "leaving the run")])
 
 
-def run_trainer(commands: Commands, *, node: int | None, nodes: int | None, resume: bool) -> int:
+def run_trainer(commands: ProcessCommands, *, node: int | None, nodes: int | None, resume: bool) -> int:
     """Run part `node` of `nodes` of the trainer; return the exit code. Both None: torchrun's variables, or all of it.
     The first signal makes the run write a checkpoint and end."""
     config = configuration.load(commands.config_file, commands.overrides)
     share = share_of(config, node=node, nodes=nodes, environment=os.environ)
     set_up_logging("trainer" if share.nodes == 1 else f"trainer {share.node}")
-    part = Part(config, commands, role="model_worker", share=share, resume=resume)
+    part = PoolShare(config, commands, role="model_worker", share=share, resume=resume)
     return run_until_stopped(part.run, on_first_signal=save_and_end(config, lambda: commands.manager_url))
 
 
-class Part:
+class PoolShare:
     """The model workers, gservers or rollout workers that one command starts on this machine."""
 
     def __init__(
         self,
         config: Config,
-        commands: Commands,
+        commands: ProcessCommands,
         *,
         role: MemberRole,
         count: int = 0,

@@ -304,7 +304,7 @@ def _ranks_of_a_gserver(config: Config) -> int:
     return config.gserver.sglang.tensor_parallel if config.gserver.engine == "sglang" else 1
 
 
-class Commands(msgspec.Struct):
+class ProcessCommands(msgspec.Struct):
     """Command lines of one launcher's processes: those that a person would type, completed by values that the launcher
     has."""
 

@@ -117,7 +117,7 @@ async def _future(reference: Any) -> Any:
     return await reference
 
 
-class Places:
+class PlacementGroups:
     """The placement groups of a run: a bundle for each of its processes."""
 
     def __init__(self, config: Config, processes: Sequence[ProcessPlan]) -> None:
@@ -248,7 +248,7 @@ class KeptChild(Child):
 class KeptChildren(Children):
     """The processes of a run with their actors in `places`."""
 
-    def __init__(self, config: Config, places: Places, logs: Path, secret: Secret) -> None:
+    def __init__(self, config: Config, places: PlacementGroups, logs: Path, secret: Secret) -> None:
         super().__init__(logs=logs, secret=secret)
         self._patience = config.limits.start_seconds
         self._places = places
@@ -332,7 +332,7 @@ def run_on_ray(config: Config, *, address: str, display: Callable[[Config], Disp
             f"there is no Ray cluster at {where!r} ({error}); start one with `ray start --head`, or give --address"
         ) from error
     try:
-        run = _Restarted(config, display=display)
+        run = _RestartingRun(config, display=display)
         return run_until_stopped(run.run, on_first_signal=run.departures)
     finally:
         ray.shutdown()
@@ -355,7 +355,7 @@ def table(config: Config) -> Table:
     return shown
 
 
-class _Restarted:
+class _RestartingRun:
     """A run that is restarted as often as `restarts.number` allows."""
 
     def __init__(self, config: Config, *, display: Callable[[Config], Display]) -> None:
@@ -367,7 +367,7 @@ class _Restarted:
 
     async def run(self) -> None:
         processes = planned(self._config, gpus=ray.cluster_resources().get("GPU", 0) > 0)
-        places = Places(self._config, processes)
+        places = PlacementGroups(self._config, processes)
         try:
             await places.until_ready(seconds=self._config.limits.start_seconds)
             config = self._config

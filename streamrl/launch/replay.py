@@ -37,7 +37,7 @@ ROWS = 12
 """Most steps in the table."""
 
 
-class Prepared(NamedTuple):
+class ReplaySetup(NamedTuple):
     """A replay that can begin."""
 
     config: Config
@@ -69,7 +69,7 @@ def replay_run(run_dir: Path, console: Console, *, to: Path | None, steps: int |
     return 1 if outcome.difference else 0
 
 
-def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Sequence[str]) -> Prepared:
+def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Sequence[str]) -> ReplaySetup:
     """Read the record in `run_dir` and make the replay's folder: `to`, or by default one next to the run's.
 
     `steps`: their number; None: all. Raises `DataError` if the record cannot be used, and `ConfigError` for settings
@@ -109,17 +109,17 @@ def prepare(run_dir: Path, *, to: Path | None, steps: int | None, overrides: Seq
         config = msgspec.structs.replace(config, run=run)
     if steps is not None and found.first + steps - 1 < found.last:
         found = Stretch(found.first, found.first + steps - 1, "")
-    return Prepared(config, run_dir.absolute(), found)
+    return ReplaySetup(config, run_dir.absolute(), found)
 
 
-def replay(prepared: Prepared) -> int:
+def replay(prepared: ReplaySetup) -> int:
     """Carry out the replay; return the exit code: 0, or 130 after Ctrl-C. Raises `ProcessDied` if it fails."""
     avoid_broken_instructions()  # once, here: the processes inherit the result
     children = Children(logs=None)
     return run_until_stopped(lambda: _replay(prepared, children), before_force=children.kill)
 
 
-async def _replay(prepared: Prepared, children: Children) -> None:
+async def _replay(prepared: ReplaySetup, children: Children) -> None:
     config = prepared.config
     config_file = config.run_dir / "config.toml"
     config_file.write_text(configuration.to_toml(config))

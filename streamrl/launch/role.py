@@ -22,7 +22,7 @@ from streamrl.errors import ConfigError
 from streamrl.importing import load_object, without_garbage_collection
 from streamrl.launch.ending import ending_written, save_and_end
 from streamrl.launch.process import Component, Departure, run_component, set_up_logging
-from streamrl.launch.processes import COMPONENTS, Commands, MemberRole, thread_environment, threads_of
+from streamrl.launch.processes import COMPONENTS, MemberRole, ProcessCommands, thread_environment, threads_of
 from streamrl.launch.remote import DRAIN_SECONDS, drained
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress, snapshots
@@ -88,7 +88,7 @@ def refuse_another_run(config: Config) -> None:
 # --- the process ---
 
 
-def run_member(role: MemberRole, commands: Commands, *, index: int | None, resume: bool) -> int:
+def run_member(role: MemberRole, commands: ProcessCommands, *, index: int | None, resume: bool) -> int:
     """Run a process that joins the controller at `commands.manager_url`; return its exit code.
 
     `index`: None if the controller shall assign one. `resume`: it continues from the same checkpoint as the controller.

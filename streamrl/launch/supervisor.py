@@ -28,7 +28,7 @@ from streamrl.config import Config
 from streamrl.errors import ProcessDied, RunStopped, StreamRLError
 from streamrl.launch.children import Child, Children
 from streamrl.launch.process import EXIT_FAILED
-from streamrl.launch.processes import Commands, PlanRole, ProcessPlan
+from streamrl.launch.processes import PlanRole, ProcessCommands, ProcessPlan
 from streamrl.retry import Retry
 from streamrl.transport.control import FinishRun, Leave, ProcessStatus, Status
 from streamrl.transport.manager_client import ControlClient
@@ -115,7 +115,7 @@ class Supervisor:
         self,
         config: Config,
         children: Children,
-        commands: Commands,
+        commands: ProcessCommands,
         client: ControlClient,
         *,
         part: Literal["run", "trainer", "pool"],

@@ -88,7 +88,7 @@ RotateAndStore = Callable[[Tensor, Tensor], None]
 Attend = Callable[[Tensor, Tensor], Tensor]
 
 
-class Piece(msgspec.Struct, frozen=True):
+class SlotSpan(msgspec.Struct, frozen=True):
     """New tokens of one slot, next to each other, after `cached` tokens that the cache holds already."""
 
     slot: int
@@ -112,7 +112,7 @@ class Operations(Protocol):
         queries and keys in place (rotary position embedding), and writes keys and values to `rows` (`[tokens]`) of the
         cache, whose slots follow one another."""
 
-    def attend(self, slots: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Attend:
+    def attend(self, slots: Tensor, positions: Tensor, pieces: Sequence[SlotSpan]) -> Attend:
         """Return a function for the tokens of `pieces`, which are at `positions` of `slots` (`[tokens]` each): given a
         `qkv` and a layer's cache that holds its keys and values already, it returns causal attention of each token to
         its slot, `[tokens, heads * head_dim]`."""
@@ -198,7 +198,7 @@ class TorchOperations:
 
         return rotate_and_store
 
-    def attend(self, slots: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Attend:
+    def attend(self, slots: Tensor, positions: Tensor, pieces: Sequence[SlotSpan]) -> Attend:
         ones = [piece.new for piece in pieces] == [1] * len(pieces)
         if ones and not self._copies_cache and [piece.slot for piece in pieces] == list(range(len(pieces))):
             return self._attend_slots([piece.cached + 1 for piece in pieces])
@@ -265,7 +265,7 @@ class _Run(msgspec.Struct, frozen=True):
     new: int
 
 
-def _runs(pieces: Sequence[Piece]) -> list[_Run]:
+def _runs(pieces: Sequence[SlotSpan]) -> list[_Run]:
     runs: list[_Run] = []
     start = 0
     for (cached, new), run in groupby(pieces, key=lambda piece: (piece.cached, piece.new)):
@@ -305,7 +305,7 @@ class NativeOperations:
 
         return rotate_and_store
 
-    def attend(self, slots: Tensor, positions: Tensor, pieces: Sequence[Piece]) -> Attend:
+    def attend(self, slots: Tensor, positions: Tensor, pieces: Sequence[SlotSpan]) -> Attend:
         a, tokens, threads = self._torch, len(slots), torch.get_num_threads()
         slots, positions = slots.contiguous(), positions.contiguous()
 
@@ -461,7 +461,7 @@ def _check(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     layer = torch.randn(3, 200, 2 * kv_heads, head_dim, generator=generator).to(dtype)
     x, weight = torch.randn(7, 198, generator=generator).to(dtype), torch.randn(198, generator=generator).to(dtype)
     slots, positions, rows = torch.arange(3), torch.tensor([0, 69, 199]), torch.tensor([0, 269, 599])
-    pieces = [Piece(slot, position, 1) for slot, position in zip(range(3), (0, 69, 199), strict=True)]
+    pieces = [SlotSpan(slot, position, 1) for slot, position in zip(range(3), (0, 69, 199), strict=True)]
 
     def in_torch(dtype: torch.dtype) -> TorchOperations:
         return TorchOperations(

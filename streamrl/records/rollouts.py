@@ -367,7 +367,7 @@ _INDEX = [*NUMBERS, *NAMES]
 _IDENTITY = ["step", "seq", "index"]
 
 
-class RowsFound(msgspec.Struct, frozen=True):
+class FilteredRows(msgspec.Struct, frozen=True):
     """Some of the rows that pass a filter."""
 
     total: int
@@ -463,7 +463,7 @@ class Rollouts:
         offset: int = 0,
         limit: int = 50,
         texts: bool = True,
-    ) -> RowsFound:
+    ) -> FilteredRows:
         """Return up to `limit` rows, from number `offset` on, of the rows that pass `filter`, sorted by a column.
 
         Rows with equal values are in the order of steps; unknown values come last. `filter`: conditions such as
@@ -471,7 +471,7 @@ class Rollouts:
         excerpts of prompt and response. Raises `DataError` for a column or a condition that does not exist.
         """
         order = self._order(sort, descending, filter)
-        return RowsFound(len(order), self._described(order[offset : offset + limit], texts=texts))
+        return FilteredRows(len(order), self._described(order[offset : offset + limit], texts=texts))
 
     def group(self, step: int, seq: int) -> KeptGroup:
         """Return group `seq` of `step` with all responses and their arrays; raises `DataError` if it is not there."""

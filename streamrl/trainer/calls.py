@@ -2,14 +2,14 @@
 
 | call | carried out | by |
 |---|---|---|
-| `Spec`, `ModelConfigRequest`, `HaveScored`, `ClearDataCache` | at once, also during a computation | any worker |
+| `Spec`, `ModelConfigRequest`, `ScoringRequest`, `ClearDataCache` | at once, also during a computation | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
 | `FinishSave` | after all requests before it | worker 0 |
 | `Publish` | at the same time as others | all, together |
 
 Two requests of other designs have another form here. `fetch` does not exist: groups reach the workers through the
-stream, and the notice `Stored` brings their metadata. `Spec` returns roles and counters and no dataset specification:
+stream, and a `StorageNotice` brings their metadata. `Spec` returns roles and counters and no dataset specification:
 the size of the data set comes from the rollout workers, and the master counts epochs by it (docs/trainer.md).
 
 Hooks run before or after a model function call. Workers' hooks are carried out inside the call's request; since a
@@ -140,7 +140,7 @@ class Sibling(msgspec.Struct, frozen=True):
     """Index among its siblings."""
 
 
-class HaveScored(msgspec.Struct, frozen=True, tag=True):
+class ScoringRequest(msgspec.Struct, frozen=True, tag=True):
     """Have the gservers that serve `version` score a response; for the worker that received its group."""
 
     version: int
@@ -204,7 +204,7 @@ Call = (
     | Initialize
     | Inference
     | Function
-    | HaveScored
+    | ScoringRequest
     | TrainStep
     | ClearDataCache
     | Publish
@@ -222,7 +222,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     """Groups that arrived again after they had been stored."""
 
 
-class StoreOpened(msgspec.Struct, frozen=True):
+class StoreAddress(msgspec.Struct, frozen=True):
     """Address of the store at which the workers meet."""
 
     host: str
@@ -237,14 +237,14 @@ class CallDone(msgspec.Struct, frozen=True):
     """Rewards of each group that `rew_inf` scored, by sequence number (DP heads only)."""
 
 
-class Saved(msgspec.Struct, frozen=True):
+class SaveReply(msgspec.Struct, frozen=True):
     """Result of a checkpoint that is copied, and on the disk if it is the final one."""
 
     unwritten: str = ""
     """Why the previous checkpoint could not be written; reported once."""
 
 
-class Trained(msgspec.Struct, frozen=True):
+class TrainReply(msgspec.Struct, frozen=True):
     """This rank's part of the step's result; the sums of all ranks are added up."""
 
     compute_seconds: float
@@ -263,7 +263,7 @@ class Trained(msgspec.Struct, frozen=True):
     """Number of optimizer steps; the losses in `sums` are added up over all of them."""
 
 
-class BeingScored(msgspec.Struct, frozen=True):
+class ScoringReply(msgspec.Struct, frozen=True):
     """Result of a scoring request that was sent to the gservers."""
 
     sampled: list[int]
@@ -271,7 +271,7 @@ class BeingScored(msgspec.Struct, frozen=True):
     worker does not hold the response."""
 
 
-class Published(msgspec.Struct, frozen=True):
+class PublicationReply(msgspec.Struct, frozen=True):
     """Result of a publication: the gservers serve the weights."""
 
     seconds: float
@@ -281,7 +281,7 @@ class Published(msgspec.Struct, frozen=True):
     attempts: int
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StorageNotice(msgspec.Struct, frozen=True):
     """Notice that these groups are now in the worker's StreamDataset."""
 
     metas: list[SampleMeta]

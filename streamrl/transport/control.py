@@ -179,7 +179,7 @@ class AskPlace(msgspec.Struct, frozen=True):
     """As in `Register`."""
 
 
-class Place(msgspec.Struct, frozen=True):
+class IndexReservation(msgspec.Struct, frozen=True):
     """The number that a process may join under; reserved until it joins."""
 
     index: int

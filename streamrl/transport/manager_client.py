@@ -155,7 +155,7 @@ class ControlClient:
         """
         what = f"asking the manager at {self.url} for a place (is it running there?)"
         place = await self._patiently(
-            "POST", "/place", message, control.Place, what=what, patience=patience, again=(), joins=True
+            "POST", "/place", message, control.IndexReservation, what=what, patience=patience, again=(), joins=True
         )
         return place.index
 

@@ -19,7 +19,7 @@ from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.launch.export import export_run
 from streamrl.records import progress
 from streamrl.records.progress import Progress
-from streamrl.safetensors_files import Part, bytes_of_parts, file_name, write_bytes
+from streamrl.safetensors_files import TensorBox, bytes_of_parts, file_name, write_bytes
 from tests.trainer.models import save_model
 
 
@@ -45,7 +45,7 @@ def in_parts(folder: Path) -> dict[str, torch.Tensor]:
         for name, whole in weights.items():
             rows = -(-len(whole) // 2)
             mine = whole[rank * rows : (rank + 1) * rows]
-            parts.append(Part(name, tuple(whole.shape), (rank * rows, *(0,) * (whole.dim() - 1)), mine))
+            parts.append(TensorBox(name, tuple(whole.shape), (rank * rows, *(0,) * (whole.dim() - 1)), mine))
         write_bytes(folder / file_name("model", rank, 2), bytes_of_parts(parts))
     return weights
 

@@ -11,8 +11,8 @@ import pytest
 from streamrl.config import Config, load, to_toml
 from streamrl.errors import ConfigError, PeerError
 from streamrl.launch.children import Children
-from streamrl.launch.pool import Part
-from streamrl.launch.processes import Commands, ProcessPlan
+from streamrl.launch.pool import PoolShare
+from streamrl.launch.processes import ProcessCommands, ProcessPlan
 from streamrl.launch.role import resumed_there
 from streamrl.records import lineage as lineages
 from streamrl.records import progress, snapshots
@@ -186,8 +186,8 @@ async def test_a_pool_begins_where_the_run_does_each_time_that_it_starts_a_proce
     file = file_of(config, tmp_path)
     older, newer = written(config, 4), written(config, 8)
     children = Children(logs=None)
-    commands = Commands(file)
-    part = Part(config, commands, role="gserver", count=1, resume=True)
+    commands = ProcessCommands(file)
+    part = PoolShare(config, commands, role="gserver", count=1, resume=True)
     part.children = children
     asked: list[list[str]] = []
     begun: list[list[str]] = []

@@ -19,9 +19,9 @@ import pytest
 from streamrl.config import Config, load
 from streamrl.errors import PeerError, ProcessDied, StreamRLError
 from streamrl.launch.children import Children
-from streamrl.launch.pool import Part
+from streamrl.launch.pool import PoolShare
 from streamrl.launch.process import EXIT_PLACE_TAKEN
-from streamrl.launch.processes import Commands, ProcessPlan, helper
+from streamrl.launch.processes import ProcessCommands, ProcessPlan, helper
 from streamrl.launch.supervisor import Supervisor
 from streamrl.records import lineage as lineages
 from streamrl.records.metrics import StepReport
@@ -132,11 +132,11 @@ def test_a_pool_starts_several_and_again_those_that_die(start: Start, tmp_path: 
     assert "gserver/1 has left the run" in pool.output
 
 
-def part_of(folder: Path, *overrides: str, client: object = None, children: Children | None = None) -> Part:
+def part_of(folder: Path, *overrides: str, client: object = None, children: Children | None = None) -> PoolShare:
     """A pool of gservers that runs `children`, and whose controller answers as `client`."""
     config = load(configuration(folder, "wait"), list(overrides))
-    commands = Commands(folder, manager_url="http://127.0.0.1:1", model_dir=folder)
-    part = Part(config, commands, role="gserver", count=1)
+    commands = ProcessCommands(folder, manager_url="http://127.0.0.1:1", model_dir=folder)
+    part = PoolShare(config, commands, role="gserver", count=1)
     part.children, part.client = children, cast(ControlClient, cast(Any, client))
     if children is not None:
         part.supervisor = Supervisor(config, children, commands, part.client, part="pool", renew=part.renewed)

@@ -26,7 +26,7 @@ from streamrl.launch.display import Display
 from streamrl.launch.local import Launcher, lock_run_dir
 from streamrl.launch.processes import (
     STOP_ORDER,
-    Commands,
+    ProcessCommands,
     TrainerShare,
     fitted,
     plan,
@@ -177,7 +177,7 @@ def test_servers_elsewhere_take_no_gpu_here() -> None:
 
 def test_command_is_the_one_to_type() -> None:
     (worker,) = [p for p in plan(config()) if p.role == "model_worker"]
-    words = Commands(Path("c.toml"), (), "http://m:1", Path("d")).of(worker)
+    words = ProcessCommands(Path("c.toml"), (), "http://m:1", Path("d")).of(worker)
     assert words[1:] == [
         "-m", "streamrl", "model-worker", "c.toml", "--manager", "http://m:1", "--index", "0", "--model-dir", "d",
     ]  # fmt: skip
@@ -185,7 +185,7 @@ def test_command_is_the_one_to_type() -> None:
 
 
 def test_a_replacement_begins_from_the_latest_checkpoint() -> None:
-    commands = Commands(Path("c.toml"), (), "http://m:1", Path("d"))
+    commands = ProcessCommands(Path("c.toml"), (), "http://m:1", Path("d"))
     words = {process.role: commands.of(process, died="it died")[5:] for process in plan(config())}
     assert words == {
         "controller": ["--resume", "--port", "1", "--died", "it died"],
@@ -344,7 +344,7 @@ def test_a_pool_has_the_numbers_that_the_manager_gave() -> None:
     pool = plan_pool(sglang(), "gserver", indices=[3, 5], gpus=["0", "1"])
     assert [(p.name, list(p.gpus)) for p in pool] == [("gserver/3", ["0"]), ("gserver/5", ["1"])]
     workers = plan_pool(config(), "rollout", indices=[4])
-    words = Commands(Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9").of(workers[0])
+    words = ProcessCommands(Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9").of(workers[0])
     assert words[-4:] == ["--index", "4", "--advertise", "10.0.0.9"]
 
 

@@ -17,7 +17,7 @@ from streamrl.config import Config
 from streamrl.errors import PeerLost, ProcessDied, StreamRLError
 from streamrl.launch import children as child_processes
 from streamrl.launch.children import Children
-from streamrl.launch.processes import Commands, PlanRole, ProcessPlan
+from streamrl.launch.processes import PlanRole, ProcessCommands, ProcessPlan
 from streamrl.launch.supervisor import LONGEST_DELAY_SECONDS, Restarts, Supervisor
 from streamrl.transport.control import FinishRun, Silence, SilentProcess, Status
 from streamrl.transport.manager_client import ControlClient
@@ -27,7 +27,9 @@ ROUNDING = 1e-6
 
 
 def supervisor(children: Children, client: object, *, part: Literal["run", "trainer", "pool"] = "run") -> Supervisor:
-    return Supervisor(Config(), children, Commands(Path("c.toml")), cast(ControlClient, cast(Any, client)), part=part)
+    return Supervisor(
+        Config(), children, ProcessCommands(Path("c.toml")), cast(ControlClient, cast(Any, client)), part=part
+    )
 
 
 class _FailedRun:

@@ -30,7 +30,7 @@ from streamrl.native.operations import (
     HEAD_DIMS,
     NativeOperations,
     Operations,
-    Piece,
+    SlotSpan,
     TorchOperations,
     library_for,
     operations_for,
@@ -75,7 +75,7 @@ def in_torch(dtype: torch.dtype, a: dict[str, Any]) -> Operations:
     return TorchOperations(**a | {"rotation": a["rotation"].to(dtype).float()}, dtype=torch.float32, device=CPU)
 
 
-def places(pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+def places(pieces: Sequence[SlotSpan]) -> tuple[Tensor, Tensor]:
     """Slots and positions of their tokens."""
     found = [(piece.slot, piece.cached + i) for piece in pieces for i in range(piece.new)]
     slots, positions = torch.tensor(found).unbind(1)
@@ -98,7 +98,7 @@ def test_attention(data: st.DataObject, dtype: torch.dtype, head_dim: int, kv_he
     a = shape(heads=kv_heads * data.draw(st.integers(1, 11)), kv_heads=kv_heads, head_dim=head_dim)
     slots = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=5, unique=True))
     most = data.draw(st.sampled_from([1, 40]))
-    pieces = [Piece(slot, data.draw(st.integers(0, 250)), data.draw(st.integers(1, most))) for slot in slots]
+    pieces = [SlotSpan(slot, data.draw(st.integers(0, 250)), data.draw(st.integers(1, most))) for slot in slots]
     of, positions = places(pieces)
     generator = torch.Generator().manual_seed(seed)
     spread = data.draw(st.sampled_from([0.1, 1.0, 30.0]))
@@ -187,7 +187,7 @@ def test_extremes(dtype: torch.dtype) -> None:
     assert operations.rms_norm(x, torch.ones(64, dtype=dtype)).isnan().any(-1).tolist() == [False, True]
     qkv, layer = torch.full((3, 8, 32), 1e4, dtype=dtype), torch.full((3, 80, 4, 32), 1e4, dtype=dtype)
     layer[0, 50], layer[1, 2], layer[2, 79] = -1e4, math.nan, math.nan
-    pieces = [Piece(0, 79, 1), Piece(1, 79, 1), Piece(2, 78, 1)]
+    pieces = [SlotSpan(0, 79, 1), SlotSpan(1, 79, 1), SlotSpan(2, 78, 1)]
     found = operations.attend(*places(pieces), pieces)(qkv, layer)
     assert (found[0] == layer[0, 0, 0, 0]).all()  # all the weight is on the others
     assert found[1].isnan().all()

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from streamrl.config import Config, from_dict
@@ -17,6 +16,7 @@ from streamrl.rollout.data import PromptSource
 from streamrl.rollout.worker import serve
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
 from tests.gserver.harness import keep_beating
+from tests.processes import assert_no_more_than, below
 from tests.rollout.characters import make_chat, save_tokenizer
 from tests.rollout.engine import Engine, answer, failure, serving
 from tests.rollout.evaluating import evaluating
@@ -156,7 +156,7 @@ async def test_a_held_out_sample_that_fails_is_made_again(tmp_path: Path, model_
 
 @pytest.mark.parametrize("ending", ["stop", "cancel"])
 async def test_the_end_of_the_run_leaves_nothing_behind(tmp_path: Path, model_dir: Path, ending: str) -> None:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = below()
 
     async def hang(request: GenerateRequest, number: int) -> GenerateReply:
         await asyncio.Event().wait()
@@ -172,7 +172,7 @@ async def test_the_end_of_the_run_leaves_nothing_behind(tmp_path: Path, model_di
             with pytest.raises(asyncio.CancelledError):
                 await on.workers[0]
         await engine.until_cancelled(6)
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    await assert_no_more_than(before)
     assert {task.get_name() for task in asyncio.all_tasks()} <= {asyncio.current_task().get_name()}  # type: ignore[union-attr]
 
 
@@ -233,11 +233,11 @@ async def test_reward_processes_are_those_of_training_if_a_function_scores_there
         config = msgspec.structs.replace(
             config, reward_model=msgspec.structs.replace(config.reward_model, path="judge")
         )
-    before = len(psutil.Process().children(recursive=True))
+    before = len(below())
     async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
         await on.run.until(lambda status: any(p.waiting_for == "room in the ledger" for p in status.processes))
-        started = len(psutil.Process().children(recursive=True))
+        started = len(below())
         assert (started > before) == shared
         assert (await on.evaluate()).prompts == 4
-        assert (len(psutil.Process().children(recursive=True)) > started) == (not shared)
+        assert (len(below()) > started) == (not shared)
         await on.finish()

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ from streamrl.rollout.tasks import (
     sort_digits,
 )
 from streamrl.types import Prompt
-from tests.processes import lives
+from tests.processes import assert_no_more_than, below, lives
 from tests.rollout.characters import make_chat
 
 USER_REWARD = "tests.rollout.user_code:reward"
@@ -43,25 +42,21 @@ def response(text: str, finish_reason: str = "stop") -> Response:
     return Response(text=text, finish_reason=finish_reason, output_tokens=len(text))
 
 
-def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
 @asynccontextmanager
 async def pool(
     function: str = USER_REWARD, *, processes: int = 1, timeout: float = 20.0, **config: Any
 ) -> AsyncIterator[RewardPool]:
-    before = children()
+    before = below()
     reward = {"function": function, "processes": processes, "timeout_seconds": timeout, "args": config.pop("args", {})}
     reward |= {"concurrent_calls": config.pop("concurrent_calls", 64)}
     made = RewardPool(from_dict({"rollout": {"reward": reward}, **config}))
     await made.start()
-    assert len(children() - before) == processes
+    assert len(below() - before) == processes
     try:
         yield made
     finally:
         await made.close()
-        assert children() <= before
+        await assert_no_more_than(before)
 
 
 async def test_scores_with_arguments() -> None:
@@ -187,11 +182,11 @@ async def test_close_ends_calls_that_run_and_wait() -> None:
     ],
 )
 async def test_functions_that_cannot_be_loaded(function: str, args: Any, message: str) -> None:
-    before = children()
+    before = below()
     with pytest.raises(RewardError, match=message):
         async with pool(function, processes=2, args=args):
             pass
-    assert children() <= before
+    await assert_no_more_than(before)
 
 
 async def test_the_function_does_not_get_secrets_unless_it_is_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from streamrl.config import Config, from_dict
@@ -26,6 +25,7 @@ from streamrl.transport.puller import GroupPuller
 from streamrl.types import NO_VERSION, SampleMeta
 from tests.credentials import keys_of
 from tests.groups import held
+from tests.processes import assert_no_more_than, below
 from tests.rollout.characters import make_chat, save_tokenizer
 from tests.rollout.engine import Engine, Script, answer, failure, serving
 from tests.rollout.manager import Manager, managing
@@ -103,7 +103,7 @@ class Stage:
 async def stage(
     script: Script, model_dir: Path, config: Config | None = None, capacity: int = 100
 ) -> AsyncIterator[Stage]:
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = below()
     trainer = Trainer(capacity)
     async with (
         serving(script) as engine,
@@ -118,7 +118,7 @@ async def stage(
             worker.cancel()
             await asyncio.wait([worker])
             trainer.close()
-    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+    await assert_no_more_than(before)
     assert {task.get_name() for task in asyncio.all_tasks()} <= {asyncio.current_task().get_name()}  # type: ignore[union-attr]
 
 

@@ -27,25 +27,25 @@ from streamrl.records import progress
 from streamrl.records.lineage import Lineage
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
-    BeingScored,
     CallDone,
     ClearDataCache,
     DataTransfer,
     FinishSave,
     Function,
-    HaveScored,
     Inference,
     Initialize,
     ModelConfigRequest,
     OpenStore,
+    PublicationReply,
     Publish,
-    Published,
     Save,
-    Saved,
+    SaveReply,
+    ScoringReply,
+    ScoringRequest,
     Spec,
-    Stored,
-    StoreOpened,
-    Trained,
+    StorageNotice,
+    StoreAddress,
+    TrainReply,
     TrainStep,
     WorkerSpec,
 )
@@ -141,7 +141,9 @@ class Event(NamedTuple):
 class Workers:
     """Model workers, and rollout workers of a synchronous graph, as the master sees them through its channel."""
 
-    def __init__(self, config: Config, *, manager: Manager, stored: asyncio.Queue[Stored], script: Script) -> None:
+    def __init__(
+        self, config: Config, *, manager: Manager, stored: asyncio.Queue[StorageNotice], script: Script
+    ) -> None:
         self.events: list[Event] = []
         self.compute: Callable[[Any], Any] | None = None
         """What computes for the only worker, if anybody does: carries out a call, and answers as a worker."""
@@ -159,7 +161,7 @@ class Workers:
         self.heads = layout_of(config.trainer, "actor").heads
         self.datasets = {
             rank: StreamDataset(
-                rank=rank, capacity_groups=10**6, on_stored=lambda meta: stored.put_nowait(Stored([meta]))
+                rank=rank, capacity_groups=10**6, on_stored=lambda meta: stored.put_nowait(StorageNotice([meta]))
             )
             for rank in self.heads
         }
@@ -227,13 +229,13 @@ class Workers:
             case ModelConfigRequest():
                 return {worker: self.models.get(worker, TRANSFORMER) for worker in calls}
             case OpenStore():
-                return dict.fromkeys(calls, StoreOpened("here", 1))
+                return dict.fromkeys(calls, StoreAddress("here", 1))
             case ClearDataCache():
                 await self._script.happen(name)
                 return {worker: self._clear(worker, call) for worker, call in calls.items()}
             case GenerateGroups() | ScoreGroups():
                 return {worker: await self._roll_out_as_called(worker, call) for worker, call in calls.items()}
-            case HaveScored():
+            case ScoringRequest():
                 await self._script.happen(name)
                 return {worker: self._have_scored(worker, call) for worker, call in calls.items()}
             case Publish(version, resync):
@@ -251,20 +253,20 @@ class Workers:
                     await self._weights_free.wait()
                     return dict.fromkeys(calls, self._save(save))
                 case FinishSave():
-                    return dict.fromkeys(calls, Saved())
+                    return dict.fromkeys(calls, SaveReply())
         raise AssertionError(name)
 
-    def _have_scored(self, worker: int, call: HaveScored) -> BeingScored:
+    def _have_scored(self, worker: int, call: ScoringRequest) -> ScoringReply:
         """The gservers say of the response what everybody says of every token."""
         group = self.datasets[worker].find(call.response.seq)
         if group is None:
-            return BeingScored([])
+            return ScoringReply([])
         sampled = np.flatnonzero(group.alone(call.response.index).packed_loss_mask)
         places = (sampled - sampled[0]).tolist()
         self._manager.scored(call.version, [OPINION] * (places[-1] + 1))
-        return BeingScored(places)
+        return ScoringReply(places)
 
-    async def _publish(self, version: int, *, resync: bool) -> Published:
+    async def _publish(self, version: int, *, resync: bool) -> PublicationReply:
         """Read the weights, then have them taken on by the gservers that are there."""
         assert version == self.weights
         lacking = set(self._manager.lacking)
@@ -277,7 +279,7 @@ class Workers:
         self._manager.lacking -= lacking
         if not resync:
             self._manager.serve(version)
-        return Published(seconds=1.0, pause_seconds=0.5, bytes=1, attempts=1)
+        return PublicationReply(seconds=1.0, pause_seconds=0.5, bytes=1, attempts=1)
 
     def _infer(self, name: str, calls: Mapping[int, Any]) -> dict[int, CallDone]:
         self._prepare(name, calls)
@@ -292,7 +294,7 @@ class Workers:
                     rewards |= {worker: {seq: self._script.scores(seq) for seq in call.seqs}}
         return {worker: CallDone(1.0, rewards.get(worker, {})) for worker in calls}
 
-    async def _train(self, name: str, calls: Mapping[int, TrainStep]) -> dict[int, Trained]:
+    async def _train(self, name: str, calls: Mapping[int, TrainStep]) -> dict[int, TrainReply]:
         self._prepare(name, calls)
         actor = self._mfcs[name].role == "actor"
         answers = {}
@@ -312,7 +314,7 @@ class Workers:
                 found = self.compute(call)
                 assert (found.token_ages, found.sums["tokens"]) == (dict(ages), sums["tokens"])
             compared = self._compared(worker, call) if actor else []
-            answers[worker] = Trained(
+            answers[worker] = TrainReply(
                 compute_seconds=1.0,
                 blocked_seconds=0.0,
                 sums=sums if actor else {},
@@ -373,12 +375,12 @@ class Workers:
             self.datasets[worker].discard(held, forget=call.come_again)
         return CallDone(0.0)
 
-    def _save(self, save: Save) -> Saved:
+    def _save(self, save: Save) -> SaveReply:
         assert save.progress.policy_version == self.weights
         folder = Path(save.folder)
         folder.mkdir(parents=True, exist_ok=True)
         progress.write(folder, save.progress)
-        return Saved()
+        return SaveReply()
 
     async def _roll_out_as_called(
         self, worker: int, call: GenerateGroups | ScoreGroups
@@ -562,7 +564,7 @@ class Run:
     """A master with all that it talks to."""
 
     def __init__(self, config: Config, script: Script) -> None:
-        stored: asyncio.Queue[Stored] = asyncio.Queue()
+        stored: asyncio.Queue[StorageNotice] = asyncio.Queue()
         self.config, self.script = config, script
         self.manager = Manager(config, script)
         self.workers = Workers(config, manager=self.manager, stored=stored, script=script)

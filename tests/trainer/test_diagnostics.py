@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streamrl.config import AlgorithmConfig, from_dict
 from streamrl.trainer.algorithms.objective import LARGEST_LOG_WEIGHT, Objective, Totals, objective
 from streamrl.trainer.algorithms.tokens import Tokens
-from streamrl.trainer.calls import Trained
+from streamrl.trainer.calls import TrainReply
 from streamrl.trainer.master.figures import train_metrics
 from tests.trainer.pretended import whole_run
 
@@ -73,7 +73,7 @@ def metrics_of(ranks: list[list[list[Token]]], algorithm: AlgorithmConfig) -> di
                 sums[name] += float(value)
             for name, value in found.maxima.items():
                 maxima[name] = max(maxima.get(name, float(value)), float(value))
-        trained.append(Trained(0.0, 0.0, dict(sums), maxima, {}))
+        trained.append(TrainReply(0.0, 0.0, dict(sums), maxima, {}))
     return train_metrics(trained)
 
 

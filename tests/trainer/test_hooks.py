@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from streamrl.config import Config, from_dict
-from streamrl.trainer.calls import CallDone, Offload, ParamRealloc, Trained
+from streamrl.trainer.calls import CallDone, Offload, ParamRealloc, TrainReply
 from streamrl.trainer.graph import MFC, downstream, graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
@@ -47,7 +47,7 @@ class Workers:
         self.calls.append(calls[0])
         if reply_type is CallDone:
             return dict.fromkeys(calls, CallDone(compute_seconds=0.0))
-        return dict.fromkeys(calls, Trained(0.0, 0.0, {}, {}, {}))
+        return dict.fromkeys(calls, TrainReply(0.0, 0.0, {}, {}, {}))
 
 
 async def follow(begin):

@@ -18,7 +18,7 @@ from streamrl.architecture import Architecture
 from streamrl.gserver.embedded.adapters import Adapter, MatrixAdapter, rows_of
 from streamrl.gserver.embedded.architecture import rotation_table
 from streamrl.gserver.embedded.weights import LayerWeights, MlpWeights, Parameters, SparseMlpWeights
-from streamrl.native.operations import Attend, Piece, RotateAndStore, operations_for, product, silu_and_multiply
+from streamrl.native.operations import Attend, RotateAndStore, SlotSpan, operations_for, product, silu_and_multiply
 from streamrl.types import NO_EXPERT
 
 FIRST_SLOTS = 8
@@ -95,7 +95,7 @@ class Model:
             slots.extend([extension.slot] * len(extension.tokens))
             wanted.extend(range(len(tokens) - extension.wanted, len(tokens)))
         place = torch.tensor([tokens, positions, slots], device=self._device)
-        pieces = [Piece(extension.slot, extension.cached, len(extension.tokens)) for extension in extensions]
+        pieces = [SlotSpan(extension.slot, extension.cached, len(extension.tokens)) for extension in extensions]
         adapters = [e.adapter for e in extensions for _ in e.tokens] if any(e.adapter for e in extensions) else ()
         if len(wanted) == len(tokens):
             return self._forward(place, pieces, adapters=adapters), starts
@@ -107,7 +107,7 @@ class Model:
         """Compute `tokens[i]` at `positions[i]` of slot i, with `adapters[i]` if there are any; return the logits after
         it, `[n, vocab]`."""
         place = torch.tensor([tokens, positions, range(len(tokens))], device=self._device)
-        pieces = [Piece(slot, position, 1) for slot, position in enumerate(positions)]
+        pieces = [SlotSpan(slot, position, 1) for slot, position in enumerate(positions)]
         return self.logits(self._forward(place, pieces, adapters=adapters))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ class Model:
     def _forward(
         self,
         place: Tensor,
-        pieces: Sequence[Piece],
+        pieces: Sequence[SlotSpan],
         *,
         adapters: Sequence[Adapter | None] = (),
         wanted: Sequence[int] | None = None,

@@ -23,7 +23,7 @@ from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import Signals
 from streamrl.gserver.updates.calls import WeightCalls
-from streamrl.transport.control import AskPlace, Done, Drain, Leave, Place, Role
+from streamrl.transport.control import AskPlace, Done, Drain, IndexReservation, Leave, Role
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ElasticPools:
         Another holder means that a process has joined under it since."""
         self._draining: set[asyncio.Task[None]] = set()
 
-    async def place(self, message: AskPlace) -> Place:
+    async def place(self, message: AskPlace) -> IndexReservation:
         """Reserve an index beyond the configured ones, which belong to the processes that the run was planned with.
 
         A rollout worker of a synchronous graph gets one of the configured indices: the master calls only these. Raises
@@ -83,7 +83,7 @@ class ElasticPools:
             )
         kept_until = now + self._config.limits.start_seconds
         self._promised[message.role, index] = kept_until, self._registry.get(message.role, index)
-        return Place(index)
+        return IndexReservation(index)
 
     async def drain(self, message: Drain) -> Done:
         """Have a process leave; remove a silent one at once. Raises `PeerError` if it cannot leave.

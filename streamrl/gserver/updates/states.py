@@ -44,7 +44,7 @@ class Stage(Enum):
 ORDER = {stage: place for place, stage in enumerate(Stage)}
 
 
-class Step(Enum):
+class UpdateStep(Enum):
     """An action of a gserver; each is one or more calls with a deadline."""
 
     JOIN = "join"
@@ -70,13 +70,13 @@ class Step(Enum):
 
 
 _STAGE_OF = {
-    Step.JOIN: Stage.FORMING,
-    Step.BEGIN: Stage.TRANSFERRING,
-    Step.RECEIVE: Stage.TRANSFERRING,
-    Step.VERIFY: Stage.CHECKING,
-    Step.SWAP: Stage.SWAPPING,
-    Step.CLEAR: Stage.RESUMING,
-    Step.RESUME: Stage.RESUMING,
+    UpdateStep.JOIN: Stage.FORMING,
+    UpdateStep.BEGIN: Stage.TRANSFERRING,
+    UpdateStep.RECEIVE: Stage.TRANSFERRING,
+    UpdateStep.VERIFY: Stage.CHECKING,
+    UpdateStep.SWAP: Stage.SWAPPING,
+    UpdateStep.CLEAR: Stage.RESUMING,
+    UpdateStep.RESUME: Stage.RESUMING,
 }
 
 
@@ -84,10 +84,10 @@ _STAGE_OF = {
 class MemberPlan:
     """The steps of one gserver, by phase."""
 
-    prepare: tuple[Step, ...] = ()
-    check: tuple[Step, ...] = ()
-    apply: tuple[Step, ...] = (Step.PAUSE, Step.SWAP)
-    mixes: Step | None = None
+    prepare: tuple[UpdateStep, ...] = ()
+    check: tuple[UpdateStep, ...] = ()
+    apply: tuple[UpdateStep, ...] = (UpdateStep.PAUSE, UpdateStep.SWAP)
+    mixes: UpdateStep | None = None
     """The step from which on, until the swap has succeeded, the served weights may be of two versions."""
 
 
@@ -102,16 +102,23 @@ def plan_for(*, way: Way, staged: bool, joined: bool, verified: bool, cut: bool 
     the weight group already. `verified`: the received weights are compared with the trained ones. `cut`: requests end
     when a new adapter comes; otherwise each continues with the adapter that it began with.
     """
-    join = (Step.JOIN,) if way == "broadcast" and not joined else ()
-    check = (Step.VERIFY,) if verified else ()
+    join = (UpdateStep.JOIN,) if way == "broadcast" and not joined else ()
+    check = (UpdateStep.VERIFY,) if verified else ()
     if staged:
-        return MemberPlan(prepare=(*join, Step.BEGIN, Step.RECEIVE), check=check)
+        return MemberPlan(prepare=(*join, UpdateStep.BEGIN, UpdateStep.RECEIVE), check=check)
     if way == "adapter":  # it is loaded in addition to others, and no request names it before the swap
-        return MemberPlan(prepare=(Step.RECEIVE,), check=check, apply=(Step.PAUSE, Step.SWAP) if cut else (Step.SWAP,))
+        return MemberPlan(
+            prepare=(UpdateStep.RECEIVE,),
+            check=check,
+            apply=(UpdateStep.PAUSE, UpdateStep.SWAP) if cut else (UpdateStep.SWAP,),
+        )
     if way == "snapshot":  # the gserver is untouched until its turn, when it reads the files
-        return MemberPlan(apply=(Step.PAUSE, Step.MARK, Step.RECEIVE, *check, Step.SWAP), mixes=Step.MARK)
-    steps = (*join, Step.PAUSE, Step.BEGIN, Step.MARK, Step.RECEIVE)
-    return MemberPlan(prepare=steps, check=check, apply=(Step.SWAP,), mixes=Step.MARK)
+        return MemberPlan(
+            apply=(UpdateStep.PAUSE, UpdateStep.MARK, UpdateStep.RECEIVE, *check, UpdateStep.SWAP),
+            mixes=UpdateStep.MARK,
+        )
+    steps = (*join, UpdateStep.PAUSE, UpdateStep.BEGIN, UpdateStep.MARK, UpdateStep.RECEIVE)
+    return MemberPlan(prepare=steps, check=check, apply=(UpdateStep.SWAP,), mixes=UpdateStep.MARK)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +126,7 @@ class Action(Generic[Who]):
     """The instruction that `who` take `step`; `succeeded`, `failed` or, for ASK, `serves` reports its outcome."""
 
     who: Who
-    step: Step
+    step: UpdateStep
 
 
 Serves = Literal["old", "new", "other"]
@@ -247,9 +254,9 @@ class UpdateStates(Generic[Who]):
         member = self._reply_to(action)
         if member is None:
             return []
-        if action.step is Step.SWAP:
+        if action.step is UpdateStep.SWAP:
             member.swapped, member.mixed = True, False
-        if action.step is Step.RESUME:
+        if action.step is UpdateStep.RESUME:
             member.paused = False
         return self._go_on(self._next(member))
 
@@ -259,16 +266,16 @@ class UpdateStates(Generic[Who]):
         if member is None:
             return []
         match action.step:
-            case Step.ASK:
+            case UpdateStep.ASK:
                 return self._told(member, None)
-            case Step.RESUME:
+            case UpdateStep.RESUME:
                 member.paused = False
-            case Step.CLEAR:
+            case UpdateStep.CLEAR:
                 pass  # it is evicted, and resumed nevertheless
             case _:
                 member.health, member.problem, member.left = health, reason, []
-                if self.phase is Phase.APPLY and action.step is Step.SWAP:
-                    member.left = [Step.ASK]
+                if self.phase is Phase.APPLY and action.step is UpdateStep.SWAP:
+                    member.left = [UpdateStep.ASK]
         return self._go_on(self._next(member))
 
     def serves(self, action: Action[Who], what: Serves) -> list[Action[Who]]:
@@ -324,7 +331,7 @@ class UpdateStates(Generic[Who]):
             return [self._ask(member, member.left.pop(0))]
         if self.phase in (Phase.APPLY, Phase.ROLL_BACK) and member.paused:
             ends_requests = member.mixed and member.stage is not Stage.RESUMING
-            member.left = [Step.CLEAR, Step.RESUME] if ends_requests else [Step.RESUME]
+            member.left = [UpdateStep.CLEAR, UpdateStep.RESUME] if ends_requests else [UpdateStep.RESUME]
             return [self._ask(member, member.left.pop(0))]
         member.through = True
         if self.phase is Phase.PREPARE:
@@ -333,14 +340,14 @@ class UpdateStates(Generic[Who]):
             member.stage = Stage.DONE
         return []
 
-    def _ask(self, member: _Member[Who], step: Step) -> Action[Who]:
-        if step is Step.PAUSE:
+    def _ask(self, member: _Member[Who], step: UpdateStep) -> Action[Who]:
+        if step is UpdateStep.PAUSE:
             member.paused = True
             if self.phase is Phase.APPLY:
                 member.stage = Stage.PAUSING
         if step is member.plan.mixes:
             member.mixed = True
-        loads = self.phase is Phase.APPLY and step in (Step.RECEIVE, Step.VERIFY)
+        loads = self.phase is Phase.APPLY and step in (UpdateStep.RECEIVE, UpdateStep.VERIFY)
         member.stage = Stage.SWAPPING if loads else _STAGE_OF.get(step, member.stage)
         member.now = Action(member.who, step)
         return member.now
@@ -374,7 +381,7 @@ class UpdateStates(Generic[Who]):
                 return self._rolled_back()
         return actions
 
-    def _enter(self, phase: Phase, steps: Callable[[_Member[Who]], Iterable[Step]]) -> list[Action[Who]]:
+    def _enter(self, phase: Phase, steps: Callable[[_Member[Who]], Iterable[UpdateStep]]) -> list[Action[Who]]:
         self.phase = phase
         for member in self._members.values():
             member.left, member.through = list(steps(member)), False
@@ -395,7 +402,7 @@ class UpdateStates(Generic[Who]):
         self.phase = Phase.ROLL_BACK
         for member in self._members.values():
             member.left, member.through = [], False
-        return [self._ask(member, Step.ASK) for member in self._members.values()]
+        return [self._ask(member, UpdateStep.ASK) for member in self._members.values()]
 
     def _rolled_back(self) -> list[Action[Who]]:
         """Decide which gservers are to blame once all have reported their weights, resume the paused ones, and end."""

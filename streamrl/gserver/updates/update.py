@@ -29,8 +29,8 @@ from streamrl.gserver.updates.states import (
     MemberHealth,
     Serves,
     Stage,
-    Step,
     UpdateStates,
+    UpdateStep,
     Way,
     plan_for,
 )
@@ -235,7 +235,7 @@ class WeightUpdate:
         """Carry out one action, report its outcome to the states, and begin the actions that follow."""
         gserver = action.who
         try:
-            if action.step is Step.ASK:
+            if action.step is UpdateStep.ASK:
                 label = await self._calls.label(gserver)
                 self._begin(self._states.serves(action, self._meaning(label)))
                 return
@@ -245,7 +245,7 @@ class WeightUpdate:
                 log.exception("%s on %s failed", action.step.value, gserver.name)
             self._failed(action, error)
             return
-        if action.step is Step.RESUME:
+        if action.step is UpdateStep.RESUME:
             gserver.handle(MemberEvent.RESUMED)
             now = time.monotonic()
             since = self._paused_at.pop(gserver, now)  # now: cancelled before its pause was requested
@@ -254,44 +254,44 @@ class WeightUpdate:
 
     def _failed(self, action: Action[Gserver], error: Exception) -> None:
         gserver, health = action.who, _health_of(error)
-        if action.step is Step.RESUME:
+        if action.step is UpdateStep.RESUME:
             log.warning("%s could not be resumed and takes no groups until it can: %s", gserver.name, error)
-        elif action.step is Step.CLEAR:
+        elif action.step is UpdateStep.CLEAR:
             log.warning("%s: requests could not be aborted: %s", gserver.name, error)
-        if action.step is Step.RESUME or health is MemberHealth.LOST:
+        if action.step is UpdateStep.RESUME or health is MemberHealth.LOST:
             gserver.handle(MemberEvent.UNREACHABLE)
         stage = self._states.stages()[gserver].value
         self._begin(self._states.failed(action, health, f"{gserver.name} while {stage}: {error}"))
 
-    async def _call(self, step: Step, gserver: Gserver) -> None:
+    async def _call(self, step: UpdateStep, gserver: Gserver) -> None:
         match step:
-            case Step.JOIN:
+            case UpdateStep.JOIN:
                 await self._join(gserver)
-            case Step.BEGIN:
+            case UpdateStep.BEGIN:
                 await self._calls.begin(gserver)
-            case Step.RECEIVE:
+            case UpdateStep.RECEIVE:
                 await self._receive(gserver)
-            case Step.VERIFY:
+            case UpdateStep.VERIFY:
                 await self._calls.verify(gserver, self._checksums)
-            case Step.PAUSE:
+            case UpdateStep.PAUSE:
                 self._paused_at[gserver] = time.monotonic()
                 await self._calls.pause(gserver, self._pause_mode)
                 if self._pause_mode == "abort" and self._writes_over(gserver):
                     # SGLang has replied to its requests, but may still run them, and would not flush its cache.
                     await self._calls.pause(gserver, "retract")
-            case Step.MARK:
+            case UpdateStep.MARK:
                 await self._calls.name(gserver, MIXED_WEIGHTS)
-            case Step.SWAP if stages_weights(gserver):
+            case UpdateStep.SWAP if stages_weights(gserver):
                 await self._calls.end(gserver)
-            case Step.SWAP:
+            case UpdateStep.SWAP:
                 if isinstance(self._weights, Broadcast):
                     await self._calls.end(gserver)
                 await self._calls.name(gserver, self._label(self.version))
                 if _way(self._weights) == "adapter":
                     self._calls.unload_old_adapters(gserver, serves=_adapter(self.version))
-            case Step.CLEAR:
+            case UpdateStep.CLEAR:
                 await self._calls.abort_requests(gserver, timeout=self._resume_timeout)
-            case Step.RESUME:
+            case UpdateStep.RESUME:
                 await self._calls.resume(gserver, timeout=self._resume_timeout)
 
     async def _join(self, gserver: Gserver) -> None:

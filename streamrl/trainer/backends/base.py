@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.config import LoraConfig, OptimizerConfig
-from streamrl.safetensors_files import MODEL, Part, Specs, TensorFiles
+from streamrl.safetensors_files import MODEL, Specs, TensorBox, TensorFiles
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.packing import MicroBatch
 
@@ -233,7 +233,7 @@ class ParallelModel(WholeWeights, Protocol):
         """
         ...
 
-    def weight_parts(self) -> list[Part]:
+    def weight_parts(self) -> list[TensorBox]:
         """Return the parts of the weights that this rank saves, current and not copied. The parts of all ranks together
         contain each number once."""
         ...
@@ -248,7 +248,7 @@ class ParallelModel(WholeWeights, Protocol):
         """Optimizer steps so far, including those of the runs that this one continues."""
         ...
 
-    def optimizer_parts(self) -> list[Part]:
+    def optimizer_parts(self) -> list[TensorBox]:
         """Return the parts of the optimizer's tensors `exp_avg/WEIGHT` and `exp_avg_sq/WEIGHT` that this rank saves, as
         `weight_parts`."""
         ...
@@ -294,7 +294,7 @@ SCORE = "score.weight"
 """Name of the scalar head's weight."""
 
 
-def read_weights(folder: Path, specs: Specs, parts: Iterable[Part], *, head: Head) -> None:
+def read_weights(folder: Path, specs: Specs, parts: Iterable[TensorBox], *, head: Head) -> None:
     """Fill `parts` of a model's weights from the checkpoint in `folder`; `specs`: all weights of the model.
 
     A scalar head that is missing in the checkpoint becomes zero. Raises `ModelError`, before any weight is read, that

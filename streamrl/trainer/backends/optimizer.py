@@ -18,7 +18,7 @@ from torch import Tensor
 from streamrl.config import OptimizerConfig
 from streamrl.errors import ConfigError, ModelError
 from streamrl.hooks import load_hook
-from streamrl.safetensors_files import Part, Specs, TensorFiles
+from streamrl.safetensors_files import Specs, TensorBox, TensorFiles
 from streamrl.trainer.backends.base import ModelSpec
 
 # --- schedule ---
@@ -116,9 +116,9 @@ class Spread(Protocol):
 
     def specs(self) -> list[tuple[str, tuple[int, ...]]]: ...
 
-    def parts(self, tensors: Mapping[str, Tensor]) -> list[Part]: ...
+    def parts(self, tensors: Mapping[str, Tensor]) -> list[TensorBox]: ...
 
-    def own_parts(self, tensors: Mapping[str, Tensor]) -> list[Part]: ...
+    def own_parts(self, tensors: Mapping[str, Tensor]) -> list[TensorBox]: ...
 
 
 class AdamW:
@@ -182,7 +182,7 @@ class AdamW:
         """Return the tensors on the weights' device, without the weights."""
         return [] if self._offloaded else [moment for found in self._moments.values() for moment in found.values()]
 
-    def parts(self, spread: Spread) -> list[Part]:
+    def parts(self, spread: Spread) -> list[TensorBox]:
         """See `ParallelModel.optimizer_parts`."""
         return [named(key, part) for key in MOMENTS for part in spread.own_parts(self._moments[key])]
 
@@ -211,7 +211,7 @@ def load_updates(folder: Path) -> int:
         raise _not_taken_over(folder, error) from error
 
 
-def named(key: str, part: Part) -> Part:
+def named(key: str, part: TensorBox) -> TensorBox:
     """Return the part of a moment, which is named like its weight, under its name in the files."""
     return part._replace(name=f"{key}/{part.name}")
 
@@ -221,7 +221,7 @@ def state_specs(specs: Specs) -> list[tuple[str, tuple[int, ...]]]:
     return [(f"{key}/{name}", shape) for key in MOMENTS for name, shape in specs]
 
 
-def read_state(folder: Path, moments: Mapping[str, Iterable[Part]], specs: Specs) -> int:
+def read_state(folder: Path, moments: Mapping[str, Iterable[TensorBox]], specs: Specs) -> int:
     """Fill the parts of each moment, named like the weights, and return the number of optimizer steps so far.
 
     `specs`: all weights. Raises `ModelError` if `folder` has no state, or the state of another model.

@@ -31,7 +31,7 @@ from streamrl.causal_models import View, allocate, body_of, load_config, token_l
 from streamrl.device import SideStream, to_device
 from streamrl.errors import ModelError, TrainingError
 from streamrl.lora import pair_of
-from streamrl.safetensors_files import MODEL, Part, TensorFiles
+from streamrl.safetensors_files import MODEL, TensorBox, TensorFiles
 from streamrl.trainer.backends.attention import TREE_ATTENTION, TreeMask
 from streamrl.trainer.backends.base import (
     Head,
@@ -145,7 +145,7 @@ class Shards:
         if missing:
             raise ModelError(f"{len(missing)} weights are missing, for example {min(missing)}")
 
-    def parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
+    def parts(self, tensors: Mapping[str, Tensor]) -> list[TensorBox]:
         """Return `tensors`, shaped as this rank's part of each weight, as parts of whole tensors; without empty
         ones."""
         found = []
@@ -156,10 +156,10 @@ class Shards:
                 part = view.within(shape, self._first_row(shape[0] if shape else 1), rows)
                 if part is not None:
                     start, own = part
-                    found.append(Part(name, view.shape, start, own.of(local)))
+                    found.append(TensorBox(name, view.shape, start, own.of(local)))
         return found
 
-    def own_parts(self, tensors: Mapping[str, Tensor]) -> list[Part]:
+    def own_parts(self, tensors: Mapping[str, Tensor]) -> list[TensorBox]:
         """Return the parts that this rank saves: if all ranks have all tensors, each saves some of them."""
         parts = self.parts(tensors)
         if self._group is not None:
@@ -308,7 +308,7 @@ class TorchModel:
         self._check_here()
         return self._shards.gather(self._shards.local(), dtype=dtype)
 
-    def weight_parts(self) -> list[Part]:
+    def weight_parts(self) -> list[TensorBox]:
         self._check_here()
         return self._shards.own_parts(self._shards.local())
 
@@ -322,7 +322,7 @@ class TorchModel:
     def updates(self) -> int:
         return self._trained.updates
 
-    def optimizer_parts(self) -> list[Part]:
+    def optimizer_parts(self) -> list[TensorBox]:
         self._check_here()
         return self._trained.parts(self._shards)
 

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from streamrl.errors import StreamRLError, TrainingError
-from streamrl.trainer.calls import Sibling, Trained
+from streamrl.trainer.calls import Sibling, TrainReply
 from streamrl.transport.control import Scores
 from streamrl.types import SampleMeta
 
@@ -97,7 +97,7 @@ class Comparison:
         if response is not None:
             self._asking = asyncio.create_task(self._ask(have_scored(response)), name=f"comparison of v{version}")
 
-    async def figures(self, results: Iterable[Trained]) -> dict[str, float]:
+    async def figures(self, results: Iterable[TrainReply]) -> dict[str, float]:
         """Return the figures; called once the gservers serve the next version. `results`: results of the step."""
         trained = next((result.compared for result in results if result.compared), [])
         scores: list[Scores] = []

@@ -26,8 +26,8 @@ from streamrl.trainer.calls import (
     MinibatchShare,
     ParamRealloc,
     Sibling,
-    Stored,
-    Trained,
+    StorageNotice,
+    TrainReply,
     TrainStep,
 )
 from streamrl.trainer.graph import MFC, Graph
@@ -47,7 +47,7 @@ class StepResult(msgspec.Struct, frozen=True):
     """The result of one training batch."""
 
     spans: list[Span]
-    trained: list[Trained]
+    trained: list[TrainReply]
     """The replies of all workers to all training MFCs."""
 
 
@@ -97,7 +97,7 @@ class ModelFunctionCall:
 
     async def train(
         self, metas: Sequence[SampleMeta], *, policy_version: int, compared: Sibling | None, lr_scale: float
-    ) -> list[Trained]:
+    ) -> list[TrainReply]:
         """Train on the batch `metas`, minibatch by minibatch; `compared` and `lr_scale`: see `TrainStep`."""
         minibatches: list[tuple[Shares, int, int]] = []
         for part in self._former.minibatches(metas):
@@ -124,7 +124,7 @@ class ModelFunctionCall:
                 pre_hooks=[*_transfer(plan, worker), *pre],
                 post_hooks=post,
             )
-        replies = await self._channel.request(calls, Trained, timeout=self._timeout)
+        replies = await self._channel.request(calls, TrainReply, timeout=self._timeout)
         return list(replies.values())
 
     def _sampled(self, metas: Sequence[SampleMeta], *, policy_version: int) -> frozenset[int]:
@@ -150,7 +150,7 @@ class FunctionExecutor:
         buffer: AsyncIOSequenceBuffer,
         channel: Requests,
         workers: ModelWorkers,
-        stored: asyncio.Queue[Stored],
+        stored: asyncio.Queue[StorageNotice],
         former: BatchFormer,
         config: Config,
         history: History,
@@ -238,7 +238,7 @@ class FunctionExecutor:
         `compared` and `lr_scale`: see `TrainStep`.
         """
         policy_version = self._history.policy_version
-        trained: list[Trained] = []
+        trained: list[TrainReply] = []
 
         async def run(mfc: MFC) -> Span:
             call, left = self._calls[mfc.name], list(batch)

@@ -11,7 +11,7 @@ from statistics import fmean, pstdev
 import msgspec
 
 from streamrl.records.metrics import LENGTHS_KEPT
-from streamrl.trainer.calls import Trained
+from streamrl.trainer.calls import TrainReply
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.types import SampleMeta
 
@@ -81,7 +81,7 @@ def masked_ages(batch: Sequence[SampleMeta], *, policy_version: int, max_stalene
     return {age: count for age, count in ages.items() if age > max_staleness}
 
 
-def train_metrics(trained: Sequence[Trained]) -> dict[str, float]:
+def train_metrics(trained: Sequence[TrainReply]) -> dict[str, float]:
     """Return the figures of `actor_train` over all ranks; means are over the computed tokens.
 
     Effective sample sizes are missing if no token entered the loss. `sampling_diff` is the difference between the
@@ -155,7 +155,7 @@ def sample_of_lengths(batch: Sequence[SampleMeta]) -> list[list[int]]:
     return lengths
 
 
-def token_ages(trained: Sequence[Trained]) -> dict[int, int]:
+def token_ages(trained: Sequence[TrainReply]) -> dict[int, int]:
     """Return the number of tokens that entered the policy's loss, by their age in versions, over all ranks."""
     ages: dict[int, int] = {}
     for rank in trained:

@@ -24,7 +24,7 @@ from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.lineage import FIRST, Lineage
 from streamrl.records.metrics import Final, StepReport, write_final
 from streamrl.records.sinks import MetricsWriter, start_sinks
-from streamrl.trainer.calls import EvaluateHook, SaveHook, Stored, Trained, WorkerSpec
+from streamrl.trainer.calls import EvaluateHook, SaveHook, StorageNotice, TrainReply, WorkerSpec
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
@@ -67,7 +67,7 @@ class Master:
         *,
         pool: RolloutPool,
         channel: Requests,
-        stored: asyncio.Queue[Stored],
+        stored: asyncio.Queue[StorageNotice],
         lineage: Lineage = FIRST,
     ) -> None:
         """`channel`: to the model workers, and in a synchronous graph to rollout workers; `stored`: notices of model
@@ -511,7 +511,7 @@ class Master:
         report: StepReport,
         batch: Sequence[SampleMeta],
         comparison: Comparison | None,
-        trained: Sequence[Trained],
+        trained: Sequence[TrainReply],
         *,
         evaluate: bool,
     ) -> None:

@@ -19,22 +19,22 @@ from streamrl.records import progress, snapshots
 from streamrl.records.progress import Progress
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
-    BeingScored,
     Call,
     CallDone,
     ClearDataCache,
     FinishSave,
-    HaveScored,
     Initialize,
     ModelConfigRequest,
     OpenStore,
+    PublicationReply,
     Publish,
-    Published,
     Save,
-    Saved,
+    SaveReply,
+    ScoringReply,
+    ScoringRequest,
     Sibling,
     Spec,
-    StoreOpened,
+    StoreAddress,
     WorkerSpec,
 )
 from streamrl.trainer.layout import ROLES
@@ -64,9 +64,9 @@ class ModelWorkers:
     async def initialize(self) -> None:
         """Have the workers connect to each other and load the models."""
         patience = self._config.limits.start_seconds
-        store = StoreOpened(host="", port=0)
+        store = StoreAddress(host="", port=0)
         if len(self._workers) > 1 or self._needs_world():
-            store = await self._channel.call(0, OpenStore(), StoreOpened, timeout=patience)
+            store = await self._channel.call(0, OpenStore(), StoreAddress, timeout=patience)
         call = Initialize(store_host=store.host, store_port=store.port)
         await self._channel.request(self._all(call), CallDone, timeout=patience)
         for role, description in (await self.specs())[0].roles.items():
@@ -96,15 +96,17 @@ class ModelWorkers:
 
     async def have_scored(self, response: Sibling, *, version: int, worker: int) -> list[int]:
         """Have `worker`, which holds the group, request scores of `response` from the gservers that serve `version`;
-        return `BeingScored.sampled`."""
-        call = HaveScored(version, response)
-        return (await self._channel.call(worker, call, BeingScored, timeout=SPEC_SECONDS)).sampled
+        return `ScoringReply.sampled`."""
+        call = ScoringRequest(version, response)
+        return (await self._channel.call(worker, call, ScoringReply, timeout=SPEC_SECONDS)).sampled
 
-    async def publish(self, version: int, *, resync: bool = False) -> Published:
+    async def publish(self, version: int, *, resync: bool = False) -> PublicationReply:
         """Send the policy's weights to the gservers as `version`; `resync`: only to those without this version."""
         config = self._config
         limit = config.weights.attempts * PUBLICATION_STEPS * config.limits.update_seconds
-        return (await self._channel.request(self._all(Publish(version, resync=resync)), Published, timeout=limit))[0]
+        return (
+            await self._channel.request(self._all(Publish(version, resync=resync)), PublicationReply, timeout=limit)
+        )[0]
 
     def _all(self, call: Call) -> dict[int, Call]:
         return dict.fromkeys(self._workers, call)
@@ -164,7 +166,7 @@ class Checkpoints:
 
     async def finish(self) -> str:
         """Wait for the checkpoint that is being written; return an addition to the reason of the run's end."""
-        saved: Saved = await self._channel.call(0, FinishSave(), Saved, timeout=self._limit)
+        saved: SaveReply = await self._channel.call(0, FinishSave(), SaveReply, timeout=self._limit)
         self._note(saved, self._asked, then="it was the last")
         return f"; checkpoints that could not be written: {self._unwritten}" if self._unwritten else ""
 
@@ -175,11 +177,11 @@ class Checkpoints:
 
     async def _ask(self, folder: Path, reached: Progress, *, final: bool) -> None:
         calls: dict[int, Call] = dict.fromkeys(self._workers, Save(str(folder), reached, final))
-        replies = await self._channel.request(calls, Saved, timeout=self._limit)
+        replies = await self._channel.request(calls, SaveReply, timeout=self._limit)
         self._note(replies[0], self._asked, then="the run continues and is writing another one now")
         self._asked = folder
 
-    def _note(self, saved: Saved, folder: Path | None, *, then: str) -> None:
+    def _note(self, saved: SaveReply, folder: Path | None, *, then: str) -> None:
         """Note the outcome of the previously requested checkpoint `folder`."""
         if saved.unwritten and folder is not None and folder.parent == self._memory:
             self.memory_is_short = True

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DataError
-from streamrl.trainer.calls import Hook, Inference, MinibatchShare, ParamRealloc, Trained, TrainStep
+from streamrl.trainer.calls import Hook, Inference, MinibatchShare, ParamRealloc, TrainReply, TrainStep
 from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.batches import BatchFormer
@@ -324,7 +324,7 @@ class ReplayPlan:
         return [hook for hook in hooks if roles(hook) <= self._roles]
 
 
-def difference_of(recorded: Trained, replayed: Trained) -> tuple[str, float, float] | None:
+def difference_of(recorded: TrainReply, replayed: TrainReply) -> tuple[str, float, float] | None:
     """Return the first recorded figure that differs in any bit, checking loss and gradient norm first: its name and
     both values."""
     before, now = _figures(recorded), _figures(replayed)
@@ -334,7 +334,7 @@ def difference_of(recorded: Trained, replayed: Trained) -> tuple[str, float, flo
     return None
 
 
-def _figures(answer: Trained) -> dict[str, float]:
+def _figures(answer: TrainReply) -> dict[str, float]:
     largest = {name if name not in answer.sums else f"largest {name}": value for name, value in answer.maxima.items()}
     return {name: float(value) for name, value in (answer.sums | largest).items()}
 

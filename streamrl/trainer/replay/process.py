@@ -32,7 +32,7 @@ from streamrl.records import progress
 from streamrl.records.metrics import StepReport
 from streamrl.records.sinks import MetricsWriter, start_sinks
 from streamrl.stream_dataset import StreamDataset
-from streamrl.trainer.calls import Save, Trained, TrainStep
+from streamrl.trainer.calls import Save, TrainReply, TrainStep
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.figures import batch_metrics, token_ages, train_metrics
@@ -57,7 +57,7 @@ from streamrl.transport.collective import join_world
 
 log = logging.getLogger(__name__)
 
-Answers = dict[str, Trained]
+Answers = dict[str, TrainReply]
 """The replies by name of the training call."""
 
 
@@ -162,7 +162,7 @@ class Rank:
         answers: Answers = {}
         for call in calls:
             answer = self._computation.carry_out(call)
-            if isinstance(answer, Trained):
+            if isinstance(answer, TrainReply):
                 answers[call.mfc] = answer
             else:
                 self._share(self._gives[call.mfc], seqs_of(call))

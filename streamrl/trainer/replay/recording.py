@@ -35,7 +35,7 @@ from streamrl.config import Config
 from streamrl.disk import to_disk
 from streamrl.errors import DataError
 from streamrl.records.progress import UNFINISHED
-from streamrl.trainer.calls import DataTransfer, Function, Hook, Inference, Trained, TrainStep
+from streamrl.trainer.calls import DataTransfer, Function, Hook, Inference, TrainReply, TrainStep
 from streamrl.trainer.graph import ROLLOUT, Graph
 from streamrl.trainer.layout import layout_of
 from streamrl.transport.codec import ARRAYS, group_bytes
@@ -103,7 +103,7 @@ class RecordedStep(msgspec.Struct):
     rank: int
     calls: list[BatchCall]
     """The rank's calls on the batch, in order, without data transfers."""
-    answers: list[Trained]
+    answers: list[TrainReply]
     """The rank's reply to each `TrainStep` in `calls`, in order."""
     groups: list[TrajectoryGroup]
     """The groups that this rank trained on."""
@@ -125,7 +125,7 @@ class _Header(msgspec.Struct, frozen=True):
     step: int
     rank: int
     calls: list[BatchCall]
-    answers: list[Trained]
+    answers: list[TrainReply]
 
 
 def write_step(file: Path, step: RecordedStep) -> None:
@@ -358,7 +358,7 @@ class Recorder:
         self._writer = writer
         self._rank = rank
         self._calls: list[BatchCall] = []
-        self._answers: list[Trained] = []
+        self._answers: list[TrainReply] = []
         self._groups: dict[int, TrajectoryGroup] = {}
 
     def note(self, call: BatchCall, answer: object) -> None:
@@ -371,7 +371,7 @@ class Recorder:
         self._calls.append(msgspec.structs.replace(call, pre_hooks=hooks))
         if not isinstance(call, TrainStep):
             return
-        assert isinstance(answer, Trained)
+        assert isinstance(answer, TrainReply)
         self._answers.append(msgspec.structs.replace(answer, compared=[]))
         for minibatch in call.minibatches:
             self._groups |= {seq: self._data.group(seq) for seq in minibatch.seqs if seq not in self._groups}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from streamrl.config import TrainerConfig
 from streamrl.errors import TrainingError
-from streamrl.safetensors_files import Part
+from streamrl.safetensors_files import TensorBox
 from streamrl.trainer.backends.base import ModelOutput, ParallelModel, Update
 from streamrl.trainer.calls import Sibling
 from streamrl.trainer.packing import MicroBatch, Positions, pack, pack_apart
@@ -195,7 +195,7 @@ def optimizer_step(
 class RoleState(NamedTuple):
     """State of a role for a checkpoint, which the role's `load_state` reads again."""
 
-    optimizer: list[Part]
+    optimizer: list[TensorBox]
     """Parts of the optimizer's tensors that this rank saves, not copied."""
     files: Mapping[str, bytes]
     """Contents of small files, by file name; equal on all ranks."""

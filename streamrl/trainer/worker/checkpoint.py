@@ -52,8 +52,8 @@ from streamrl.safetensors_files import (
     BUFFER_BYTES,
     MODEL,
     Bytes,
-    Part,
     Specs,
+    TensorBox,
     TensorFiles,
     bytes_of_parts,
     file_name,
@@ -343,7 +343,7 @@ class HostCopy(msgspec.Struct, frozen=True):
     progress: Progress
     sources: dict[str, Path]
     """Stem of a model's weights → folder from which its settings and tokenizer are copied."""
-    parts: dict[str, list[Part]]
+    parts: dict[str, list[TensorBox]]
     """By the stem of their file."""
     specs: dict[str, Specs]
     """All tensors of the stem, of all workers."""
@@ -404,7 +404,7 @@ def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, fina
     The models have to be on their devices, and no publication may be reading the weights.
     """
     lora = config.model.lora
-    parts: dict[str, list[Part]] = {}
+    parts: dict[str, list[TensorBox]] = {}
     specs: dict[str, Specs] = {}
     facts: dict[str, bytes] = {}
     sources: dict[str, Path] = {}
@@ -432,5 +432,5 @@ def take_snapshot(assembly: Assembly, config: Config, reached: Progress, *, fina
     )
 
 
-def _copied(parts: list[Part]) -> list[Part]:
+def _copied(parts: list[TensorBox]) -> list[TensorBox]:
     return [part._replace(values=part.values.detach().to("cpu", copy=True)) for part in parts]

@@ -33,8 +33,8 @@ from streamrl.trainer.calls import (
     Offload,
     ParamRealloc,
     Save,
-    Saved,
-    Trained,
+    SaveReply,
+    TrainReply,
     TrainStep,
 )
 from streamrl.trainer.graph import MFC, Graph
@@ -123,7 +123,7 @@ class Computation:
         if isinstance(call, Save):
             return self._save(call)
         if isinstance(call, FinishSave):
-            return Saved(self._writer.finish(limit=self._config.limits.call_seconds))
+            return SaveReply(self._writer.finish(limit=self._config.limits.call_seconds))
         for hook in call.pre_hooks:
             self._run_hook(hook)
         match call:
@@ -230,7 +230,7 @@ class Computation:
         rewards = {seq: array.tolist() for seq, array in scored}
         return CallDone(compute_seconds=time.monotonic() - began, rewards=rewards)
 
-    def _train(self, call: TrainStep) -> Trained:
+    def _train(self, call: TrainStep) -> TrainReply:
         began = time.monotonic()
         mfc = self._mfcs[call.mfc]
         role = self._assembly.roles[mfc.role]
@@ -265,7 +265,7 @@ class Computation:
             role.end_step(found.sums)
             self._keep(call, items, credits, found.outputs)
         told = self._is_head(mfc.role)
-        return Trained(
+        return TrainReply(
             compute_seconds=time.monotonic() - began - self._blocked,
             blocked_seconds=self._blocked,
             sums=found.sums if told else {},
@@ -357,7 +357,7 @@ class Computation:
     def _is_head(self, role: str) -> bool:
         return self._rank in self._assembly.layout(role).heads
 
-    def _save(self, call: Save) -> Saved:
+    def _save(self, call: Save) -> SaveReply:
         limit = self._config.limits.call_seconds
         self._wait_for_publication()
         unwritten = self._writer.finish(limit=limit)
@@ -366,7 +366,7 @@ class Computation:
         self._writer.begin(Path(call.folder), snapshot)
         if call.final and (failure := self._writer.finish(limit=limit)):
             raise TrainingError(f"{failure}, then go on with `streamrl run CONFIG --resume`")
-        return Saved(unwritten)
+        return SaveReply(unwritten)
 
 
 def _at_once() -> None:

@@ -35,23 +35,23 @@ from streamrl.records import progress
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import (
     PUBLICATION_STEPS,
-    BeingScored,
     Call,
     CallDone,
     ClearDataCache,
     FinishSave,
     Function,
-    HaveScored,
     Inference,
     Initialize,
     ModelConfigRequest,
     OpenStore,
+    PublicationReply,
     Publish,
-    Published,
     Save,
+    ScoringReply,
+    ScoringRequest,
     Spec,
-    Stored,
-    StoreOpened,
+    StorageNotice,
+    StoreAddress,
     TrainStep,
     WorkerSpec,
 )
@@ -107,7 +107,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         address, door = "", None
         if index in layout_of(config.trainer, "actor").heads:
             version = begun.policy_version if begun else 0
-            door = Door(
+            door = GroupReceiver(
                 config,
                 dataset,
                 model_dir=model_dir,
@@ -153,7 +153,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             os._exit(EXIT_GONE_BACK)  # at once: other ranks may be gone, and a thread may wait for them
 
 
-class Door:
+class GroupReceiver:
     """The entrance for groups at a data-parallel head, which refuses groups that cannot have been admitted.
 
     Policy version v + 1 is known here before any gserver can sample from it, since all heads take part in the training
@@ -222,7 +222,7 @@ class _Arrivals:
             self._some.clear()
             with self._lock:
                 metas, self._metas = self._metas, []
-            channel.notify(Stored(metas))
+            channel.notify(StorageNotice(metas))
 
 
 class ModelWorker:
@@ -235,7 +235,7 @@ class ModelWorker:
         index: int,
         model_dir: Path,
         dataset: StreamDataset,
-        door: Door | None,
+        door: GroupReceiver | None,
         client: ControlClient,
         reach: Reach = LOCAL,
     ) -> None:
@@ -271,7 +271,7 @@ class ModelWorker:
             while True:
                 call_id, call = await channel.receive()
                 match call:
-                    case Spec() | ModelConfigRequest() | HaveScored() | ClearDataCache():
+                    case Spec() | ModelConfigRequest() | ScoringRequest() | ClearDataCache():
                         tasks.create_task(self._answer(channel, call_id, call))
                     case Publish():
                         self._weights_free.clear()
@@ -336,11 +336,11 @@ class ModelWorker:
                 return CallDone(compute_seconds=0.0)
             case ModelConfigRequest():
                 return read_architecture(self._model_dir, any_type=True)
-            case HaveScored():
+            case ScoringRequest():
                 return await self._have_scored(call)
             case OpenStore():
                 self._store = open_store(self._reach.local)
-                return StoreOpened(host=self._reach.announced, port=self._store.port)
+                return StoreAddress(host=self._reach.announced, port=self._store.port)
             case Initialize():
                 with closed_after_forming():
                     done = await self._in_compute(self._initialize, call)
@@ -422,7 +422,7 @@ class ModelWorker:
     async def _in_publishing(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._publishing, function, *args)
 
-    async def _publish(self, call: Publish) -> Published:
+    async def _publish(self, call: Publish) -> PublicationReply:
         if self._source is None:
             raise TrainingError(f"model_worker/{self._index} was asked to publish before Initialize")
         # not in the compute thread, where the next step may already wait for this publication
@@ -432,14 +432,14 @@ class ModelWorker:
                 call.version, self._source, resync=call.resync, on_read=self._weights_free.set
             )
         await self._in_publishing(self._source.serve)
-        return Published(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
+        return PublicationReply(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
 
-    async def _have_scored(self, call: HaveScored) -> BeingScored:
+    async def _have_scored(self, call: ScoringRequest) -> ScoringReply:
         """Send the response to the manager for scoring; the master has no tokens."""
         tokens, sampled = self._data.response(call.response)
         if sampled:
             await self._client.compare(Compare(version=call.version, tokens=tokens, start=sampled[0]))
-        return BeingScored([position - sampled[0] for position in sampled])
+        return ScoringReply([position - sampled[0] for position in sampled])
 
     def _spec(self) -> WorkerSpec:
         return WorkerSpec(

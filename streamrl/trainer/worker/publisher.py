@@ -21,7 +21,7 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, PublicationError
 from streamrl.lora import adapter_settings
 from streamrl.machine import GPUS_OF_WINDOWS, SHARED_MEMORY, machine_identity
-from streamrl.trainer.calls import Published
+from streamrl.trainer.calls import PublicationReply
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
 from streamrl.trainer.worker.weight_memory import SETS, WeightMemory
 from streamrl.trainer.worker.weight_source import WeightSource
@@ -145,7 +145,7 @@ class Publisher:
 
     async def publish(
         self, version: int, source: WeightSource, *, resync: bool = False, on_read: Callable[[], None] = lambda: None
-    ) -> Published:
+    ) -> PublicationReply:
         """Send the weights of `source` to every live gserver as `version`; with `resync` only to those that lack it.
 
         `on_read` is called when `source` is not read any more. Raises `PublicationError` after `weights.attempts`
@@ -179,7 +179,7 @@ class Publisher:
         finally:
             if reading:  # the other ranks wait for this, also after a failure here
                 await self._in_thread(source.end)
-        return Published(
+        return PublicationReply(
             seconds=time.monotonic() - began,
             pause_seconds=pause,
             bytes=carrier.sent_bytes - before,

@@ -15,8 +15,8 @@ from streamrl.gserver.updates.states import (
     Phase,
     Serves,
     Stage,
-    Step,
     UpdateStates,
+    UpdateStep,
     Way,
     culprits,
     plan_for,
@@ -53,27 +53,27 @@ class Pretended:
         self.dead = False
         self.served_mixed = False
 
-    def take(self, step: Step) -> None:
+    def take(self, step: UpdateStep) -> None:
         match step:
-            case Step.MARK:
+            case UpdateStep.MARK:
                 self.label = "other"
-            case Step.RECEIVE if self.plan.mixes:
+            case UpdateStep.RECEIVE if self.plan.mixes:
                 self.write()
-            case Step.RECEIVE:
+            case UpdateStep.RECEIVE:
                 self.staged = True
-            case Step.PAUSE:
+            case UpdateStep.PAUSE:
                 self.paused, self.requests_ended = True, False
-            case Step.SWAP:
-                assert self.paused or self.let_go or self.plan.apply == (Step.SWAP,)
+            case UpdateStep.SWAP:
+                assert self.paused or self.let_go or self.plan.apply == (UpdateStep.SWAP,)
                 assert self.weights == "new" if self.plan.mixes else self.staged
                 self.weights, self.label = "new", "new"
-            case Step.RESUME:
+            case UpdateStep.RESUME:
                 self.served_mixed |= self.weights == "mixed" and not self.requests_ended
                 self.paused = False
 
-    def fail(self, step: Step) -> None:
+    def fail(self, step: UpdateStep) -> None:
         """The step broke off on the way."""
-        if self.plan.mixes and step in (Step.RECEIVE, Step.SWAP):
+        if self.plan.mixes and step in (UpdateStep.RECEIVE, UpdateStep.SWAP):
             self.write()
             self.weights = "mixed"
 
@@ -98,11 +98,11 @@ def test_events_in_any_order(data: st.DataObject, chosen: list[MemberPlan]) -> N
         for do in steps:
             assert not states.ended
             assert do in states.outstanding
-            assert not (do.step in (Step.VERIFY, Step.SWAP) and not committed)
-            if do.step in (Step.PAUSE, Step.RESUME):
-                resumed_last[do.who] = do.step is Step.RESUME
+            assert not (do.step in (UpdateStep.VERIFY, UpdateStep.SWAP) and not committed)
+            if do.step in (UpdateStep.PAUSE, UpdateStep.RESUME):
+                resumed_last[do.who] = do.step is UpdateStep.RESUME
                 gservers[do.who].let_go |= left
-            gservers[do.who].requests_ended |= do.step is Step.CLEAR
+            gservers[do.who].requests_ended |= do.step is UpdateStep.CLEAR
             waiting.append(do)
 
     hand_out(states.start())
@@ -132,7 +132,7 @@ def test_events_in_any_order(data: st.DataObject, chosen: list[MemberPlan]) -> N
                 if gserver.dead:
                     gserver.fail(do.step)
                     hand_out(states.failed(do, MemberHealth.LOST, f"{do.who} is gone"))
-                elif do.step is Step.ASK and outcome == "taken":
+                elif do.step is UpdateStep.ASK and outcome == "taken":
                     hand_out(states.serves(do, gserver.label))
                 elif outcome == "refused":
                     gserver.fail(do.step)
@@ -170,13 +170,13 @@ def test_events_in_any_order(data: st.DataObject, chosen: list[MemberPlan]) -> N
             assert who not in states.evicted
 
 
-def drive(states: UpdateStates[str], steps: list[Action[str]], **wrong: Step) -> list[tuple[str, Step]]:
+def drive(states: UpdateStates[str], steps: list[Action[str]], **wrong: UpdateStep) -> list[tuple[str, UpdateStep]]:
     """Answer everything; `wrong` names the step that each of some gservers refuses."""
     taken = []
     while steps:
         do = steps.pop(0)
         taken.append((do.who, do.step))
-        if do.step is Step.ASK:
+        if do.step is UpdateStep.ASK:
             steps += states.serves(do, "old")
         elif wrong.get(do.who) is do.step:
             steps += states.failed(do, MemberHealth.REFUSED, f"{do.who} refuses")
@@ -188,10 +188,10 @@ def drive(states: UpdateStates[str], steps: list[Action[str]], **wrong: Step) ->
 def test_adapters_come_without_a_pause_unless_requests_are_to_end() -> None:
     for cut in (False, True):
         states = UpdateStates({"a": plan_for(way="adapter", staged=False, joined=False, verified=True, cut=cut)})
-        assert [step for _, step in drive(states, states.start())] == [Step.RECEIVE]
+        assert [step for _, step in drive(states, states.start())] == [UpdateStep.RECEIVE]
         after = [step for _, step in drive(states, states.commit())]
-        pause, resume = ([Step.PAUSE], [Step.RESUME]) if cut else ([], [])
-        assert after == [Step.VERIFY, *pause, Step.SWAP, *resume]
+        pause, resume = ([UpdateStep.PAUSE], [UpdateStep.RESUME]) if cut else ([], [])
+        assert after == [UpdateStep.VERIFY, *pause, UpdateStep.SWAP, *resume]
         assert states.done
 
 
@@ -202,10 +202,10 @@ def test_nobody_is_paused_before_the_commit_unless_it_must(way: Way, staged: boo
     before = [step for _, step in drive(states, states.start())]
     assert states.awaits == "commit"
     assert states.stage is Stage.WAITING_COMMIT
-    assert (Step.PAUSE in before) == (way == "broadcast" and not staged)
+    assert (UpdateStep.PAUSE in before) == (way == "broadcast" and not staged)
     after = [step for _, step in drive(states, states.commit())]
-    assert after[-2:] == [Step.SWAP, Step.RESUME]
-    assert after.index(Step.VERIFY) < after.index(Step.SWAP)
+    assert after[-2:] == [UpdateStep.SWAP, UpdateStep.RESUME]
+    assert after.index(UpdateStep.VERIFY) < after.index(UpdateStep.SWAP)
     assert states.done
     assert states.stage is Stage.DONE
 
@@ -214,8 +214,8 @@ def test_one_whose_weights_differ_stops_the_others_before_they_pause() -> None:
     plan = plan_for(way="snapshot", staged=True, joined=False, verified=True)
     states = UpdateStates({"good": plan, "bad": plan})
     drive(states, states.start())
-    taken = drive(states, states.commit(), bad=Step.VERIFY)
-    assert Step.PAUSE not in [step for _, step in taken]
+    taken = drive(states, states.commit(), bad=UpdateStep.VERIFY)
+    assert UpdateStep.PAUSE not in [step for _, step in taken]
     assert not states.done
     assert states.reason == "bad refuses"
     assert states.evicted == states.blamed == {"bad"}
@@ -224,9 +224,9 @@ def test_one_whose_weights_differ_stops_the_others_before_they_pause() -> None:
 def test_a_failed_transfer_ends_the_requests_of_mixed_weights_before_they_continue() -> None:
     plan = plan_for(way="broadcast", staged=False, joined=True, verified=False)
     states = UpdateStates({"good": plan, "bad": plan})
-    taken = drive(states, states.start(), bad=Step.RECEIVE)
+    taken = drive(states, states.start(), bad=UpdateStep.RECEIVE)
     for name in ("good", "bad"):
-        assert [step for who, step in taken if who == name][-2:] == [Step.CLEAR, Step.RESUME]
+        assert [step for who, step in taken if who == name][-2:] == [UpdateStep.CLEAR, UpdateStep.RESUME]
     assert states.evicted == {"good", "bad"}
 
 
@@ -244,9 +244,9 @@ def test_a_lost_answer_to_the_swap_is_asked_about() -> None:
     (pause,) = states.commit()
     (swap,) = states.succeeded(pause)
     (ask,) = states.failed(swap, MemberHealth.SLOW, "no answer")
-    assert ask.step is Step.ASK
+    assert ask.step is UpdateStep.ASK
     (resume,) = states.serves(ask, "new")
-    assert resume.step is Step.RESUME
+    assert resume.step is UpdateStep.RESUME
     assert states.succeeded(resume) == []
     assert states.done
     assert not states.evicted

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from streamrl.config import OptimizerConfig
-from streamrl.safetensors_files import Part, bytes_of_parts, file_name, write_bytes
+from streamrl.safetensors_files import TensorBox, bytes_of_parts, file_name, write_bytes
 from streamrl.trainer.backends.base import OffloadedMemory
 from streamrl.trainer.backends.optimizer import OPTIMIZER, AdamW, learning_rate, updates_file
 from streamrl.trainer.backends.torch import TorchModel
@@ -114,7 +114,7 @@ class Alone:
         return [(name, tuple(weight.shape)) for name, weight in self._weights.items()]
 
     def parts(self, tensors):
-        return [Part.whole(name, tensor) for name, tensor in tensors.items()]
+        return [TensorBox.whole(name, tensor) for name, tensor in tensors.items()]
 
     own_parts = parts
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamrl.config import from_dict
 from streamrl.errors import DeadlineExceeded, TrainingError
-from streamrl.trainer.calls import Sibling, Trained
+from streamrl.trainer.calls import Sibling, TrainReply
 from streamrl.trainer.master.comparison import (
     ENOUGH_TOKENS,
     Comparison,
@@ -69,7 +69,7 @@ def test_figures_are_of_each_gserver_and_of_all():
 
 
 def trained(*logprobs):
-    return Trained(compute_seconds=0, blocked_seconds=0, sums={}, maxima={}, token_ages={}, compared=[*logprobs])
+    return TrainReply(compute_seconds=0, blocked_seconds=0, sums={}, maxima={}, token_ages={}, compared=[*logprobs])
 
 
 async def found(scores, sampled, *logprobs, chosen=True):

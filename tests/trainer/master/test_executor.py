@@ -6,7 +6,7 @@ import asyncio
 
 from streamrl.config import from_dict
 from streamrl.ledger import Selection
-from streamrl.trainer.calls import CallDone, ClearDataCache, Stored
+from streamrl.trainer.calls import CallDone, ClearDataCache, StorageNotice
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
@@ -23,7 +23,7 @@ GROUPS = 3
 class Channel:
     """Model workers that do what they are asked for; a rollout worker that stores what it is asked for."""
 
-    def __init__(self, stored: asyncio.Queue[Stored]) -> None:
+    def __init__(self, stored: asyncio.Queue[StorageNotice]) -> None:
         self.calls = []
         self._stored = stored
         self._made = 0
@@ -48,13 +48,13 @@ class Channel:
 
 
 def arrived(*seqs):
-    return Stored([SampleMeta.of(make_group(seq), head=0) for seq in seqs])
+    return StorageNotice([SampleMeta.of(make_group(seq), head=0) for seq in seqs])
 
 
 def executor_of(graph):
     settings = {"graph": graph, "batch_groups": GROUPS}
     config = from_dict({"trainer": settings, "staleness": {"max_staleness": 0}, "rollout": {"workers": 1}})
-    stored: asyncio.Queue[Stored] = asyncio.Queue()
+    stored: asyncio.Queue[StorageNotice] = asyncio.Queue()
     channel = Channel(stored)
     buffer = AsyncIOSequenceBuffer(graph_of(config), admitted_ledger(batch=GROUPS, rejected=[1]))
     executor = FunctionExecutor(

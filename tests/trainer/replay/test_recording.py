@@ -22,7 +22,7 @@ from streamrl.trainer.calls import (
     Offload,
     ParamRealloc,
     Sibling,
-    Trained,
+    TrainReply,
     TrainStep,
 )
 from streamrl.trainer.replay import recording
@@ -42,11 +42,11 @@ from tests.groups import groups, make_group
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
 
 
-def trained(**figures: float) -> Trained:
-    return Trained(0.25, 0.0, sums={"loss": 0.1, **figures}, maxima={"grad_norm": 1 / 3}, token_ages={0: 3, 4: 1})
+def trained(**figures: float) -> TrainReply:
+    return TrainReply(0.25, 0.0, sums={"loss": 0.1, **figures}, maxima={"grad_norm": 1 / 3}, token_ages={0: 3, 4: 1})
 
 
-def make_step(step: int = 1, *, rank: int = 0, seqs: tuple[int, ...] = (3, 7), answer: Trained | None = None):
+def make_step(step: int = 1, *, rank: int = 0, seqs: tuple[int, ...] = (3, 7), answer: TrainReply | None = None):
     share = MinibatchShare(list(seqs), 12, 4)
     calls = [
         Inference("actor_inf", list(seqs), post_hooks=[Offload("ref")]),
@@ -98,7 +98,7 @@ def test_what_is_written_is_read_back(tmp_path: Path, data: st.DataObject) -> No
         step=data.draw(st.integers(1, 2**31)),
         rank=data.draw(st.integers(0, 99)),
         calls=[Function("mine", [group.seq for group in made]), TrainStep("actor_train", 0, 0, [])],
-        answers=[Trained(0.0, 0.0, sums=figures, maxima=figures, token_ages={2: 1})],
+        answers=[TrainReply(0.0, 0.0, sums=figures, maxima=figures, token_ages={2: 1})],
         groups=made,
         given={key: [random.random(group.tokens).astype(np.float32) for group in made] for key in ("advantages", "x")},
     )

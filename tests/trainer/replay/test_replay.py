@@ -30,7 +30,7 @@ from streamrl.trainer.calls import (
     MinibatchShare,
     Save,
     Sibling,
-    Trained,
+    TrainReply,
     TrainStep,
 )
 from streamrl.trainer.graph import graph_of
@@ -69,7 +69,7 @@ def configured(folder: Path, **sections: dict[str, Any]) -> Config:
     return from_dict(tree)
 
 
-def record(config: Config, steps: range, *, save: bool = False) -> list[Trained]:
+def record(config: Config, steps: range, *, save: bool = False) -> list[TrainReply]:
     """Train in this process as one model worker does, on stale groups, with `run.record`; what `actor_train` found."""
     graph = graph_of(config)
     device = torch.device("cpu")
@@ -116,7 +116,7 @@ def record(config: Config, steps: range, *, save: bool = False) -> list[Trained]
                     lr_scale=0.5 if step == 2 else 1.0,  # as a run does that notices that it is about to collapse
                 )
             )
-            assert isinstance(answer, Trained)
+            assert isinstance(answer, TrainReply)
             if mfc.name == "actor_train":
                 found.append(answer)
         data.discard(seqs, come_again=False)
@@ -240,7 +240,7 @@ def test_another_objective_on_the_same_data(tmp_path: Path) -> None:
     assert list(comparison_table(outcome, tmp_path / "again").columns[2].cells) == ["–"] * 3
 
 
-def ess(answer: Trained) -> float:
+def ess(answer: TrainReply) -> float:
     sums = answer.sums
     return sums["ratio"] ** 2 / (sums["tokens"] * sums["ratio_squares"])
 

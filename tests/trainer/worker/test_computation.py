@@ -34,7 +34,7 @@ from streamrl.trainer.calls import (
     Offload,
     ParamRealloc,
     Save,
-    Saved,
+    SaveReply,
     TrainStep,
 )
 from streamrl.trainer.graph import MFC, downstream, graph_of
@@ -167,12 +167,12 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_asked_for(tmp_path, monke
     content = HostCopy.content
     monkeypatch.setattr(HostCopy, "content", lambda self, stem: (go_on.wait(60), content(self, stem))[1])
     folder = tmp_path / "checkpoints" / "step-000001"
-    assert worker.save(folder) == Saved()  # answered before anything is written
+    assert worker.save(folder) == SaveReply()  # answered before anything is written
     for _, weight in worker.assembly.actor.model.gather_weights():
         weight.fill_(7.0)
     assert not folder.exists()
     go_on.set()
-    assert worker.computation.carry_out(FinishSave()) == Saved()
+    assert worker.computation.carry_out(FinishSave()) == SaveReply()
     saved = load_file(folder / "model.safetensors")
     assert saved.keys() == before.keys()
     assert all(torch.equal(saved[name], weight) for name, weight in before.items())
@@ -253,9 +253,9 @@ def test_a_checkpoint_is_there_only_when_figures_and_record_of_its_steps_are_on_
     monkeypatch.setattr(Path, "rename", put)
     folder = run_dir / "checkpoints" / "step-000001"
     worker.train([([0], int(group.packed_loss_mask.sum()), group.size)])
-    assert worker.save(folder) == Saved()
+    assert worker.save(folder) == SaveReply()
     threading.Timer(0.2, go_on.set).start()
-    assert worker.computation.carry_out(FinishSave()) == Saved()
+    assert worker.computation.carry_out(FinishSave()) == SaveReply()
     worker.computation.close()
     part = run_dir / "record" / "from-000000" / "rank-0"
     before = on_disk[: on_disk.index("checkpoint")]
@@ -320,8 +320,8 @@ def test_the_actor_goes_away_between_publications_only(tmp_path):
     with pytest.raises(TrainingError, match="offloaded"):
         model.gather_weights()
     away = tmp_path / "checkpoints" / "step-000001"
-    assert worker.save(away) == Saved()
-    assert worker.computation.carry_out(FinishSave()) == Saved()
+    assert worker.save(away) == SaveReply()
+    assert worker.computation.carry_out(FinishSave()) == SaveReply()
     saved = load_file(away / "model.safetensors")
     assert all(torch.equal(saved[name], weight) for name, weight in before.items())
     with pytest.raises(TrainingError, match="offloaded"):  # it came back for as long as it was gathered

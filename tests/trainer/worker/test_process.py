@@ -18,10 +18,10 @@ from streamrl.trainer.calls import (
     MinibatchShare,
     ModelConfigRequest,
     Publish,
-    Stored,
+    StorageNotice,
     TrainStep,
 )
-from streamrl.trainer.worker.process import Door, ModelWorker, serve
+from streamrl.trainer.worker.process import GroupReceiver, ModelWorker, serve
 from streamrl.transport.control import FinishRun, Peer
 from streamrl.transport.push_pull import GroupPusher
 from streamrl.transport.request_reply import RequestChannel
@@ -75,7 +75,7 @@ async def test_calls_and_groups_reach_a_worker_with_the_keys_that_the_controller
             keys=run.client.receiver_keys("controller"),
             host="127.0.0.1",
             encrypted=True,
-            notice_type=Stored,
+            notice_type=StorageNotice,
             on_notice=lambda worker, notice: stored.put_nowait((worker, notice)),
         )
         run.manager.enter(run.registration("controller", address=channel.endpoint))
@@ -134,7 +134,7 @@ async def test_the_door_knows_the_run(tmp_path):
     )
     folder = ensure_checkpoint(config, cache=tmp_path)
     dataset = StreamDataset(rank=0, capacity_groups=8)
-    door = Door(config, dataset, model_dir=folder, policy_version=0, keys=keys_of("model_worker"))
+    door = GroupReceiver(config, dataset, model_dir=folder, policy_version=0, keys=keys_of("model_worker"))
     worker = ModelWorker(config, index=0, model_dir=folder, dataset=dataset, door=door, client=None)
     step = TrainStep("actor_train", policy_version=0, oldest_version=0, minibatches=[MinibatchShare([], 0, 0)])
     channel = OneCall(step)

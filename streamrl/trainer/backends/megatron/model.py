@@ -19,7 +19,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from streamrl.errors import ModelError, TrainingError
-from streamrl.safetensors_files import Part
+from streamrl.safetensors_files import TensorBox
 from streamrl.trainer.backends.base import (
     LossOf,
     ModelOutput,
@@ -143,7 +143,7 @@ class MegatronModel:
 
         yield from self._whole.gather(piece, dtype=dtype or torch.float32)
 
-    def weight_parts(self) -> list[Part]:
+    def weight_parts(self) -> list[TensorBox]:
         self._check_onloaded()
         return [part for number, parameter in self._saved() for part in self._parts_of(number, self._master(parameter))]
 
@@ -165,7 +165,7 @@ class MegatronModel:
     def updates(self) -> int:
         return self._trained().updates
 
-    def optimizer_parts(self) -> list[Part]:
+    def optimizer_parts(self) -> list[TensorBox]:
         trainable = self._trained()
         self._check_onloaded()
         return [
@@ -231,7 +231,7 @@ class MegatronModel:
             parameter.data.zero_()  # the padding of the vocabulary stays zero
         read_weights(self._spec.folder, self._whole.specs(), self._held_weights(), head=self._spec.head)
 
-    def _held_weights(self) -> Iterator[Part]:
+    def _held_weights(self) -> Iterator[TensorBox]:
         """Yield all parts of the weights on this rank: as used in the computation, and in float32 as optimized."""
         for number, parameter in self._parameters.items():
             yield from self._whole.parts(number, parameter.data.view(-1))
@@ -239,7 +239,7 @@ class MegatronModel:
             if master is not None and master.untyped_storage().data_ptr() != parameter.untyped_storage().data_ptr():
                 yield from self._parts_of(number, master)
 
-    def _held_moments(self, key: str) -> Iterator[Part]:
+    def _held_moments(self, key: str) -> Iterator[TensorBox]:
         """Yield all parts of a moment on this rank."""
         for number, parameter in self._parameters.items():
             yield from self._parts_of(number, self._trained().state(parameter).get(key))
@@ -256,7 +256,7 @@ class MegatronModel:
             if sharded or number % copies == which:
                 yield number, parameter
 
-    def _parts_of(self, number: int, held: Tensor | None) -> Iterator[Part]:
+    def _parts_of(self, number: int, held: Tensor | None) -> Iterator[TensorBox]:
         """Yield `held` as parts of whole tensors. `held` has the shape of this rank's optimized elements of a
         parameter; with None, yield no part."""
         if held is not None:

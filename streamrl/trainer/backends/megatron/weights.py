@@ -22,7 +22,7 @@ from torch import Tensor
 
 from streamrl.device import SideStream
 from streamrl.errors import ModelError
-from streamrl.safetensors_files import Part
+from streamrl.safetensors_files import TensorBox
 from streamrl.trainer.backends.base import SCORE, Head
 from streamrl.trainer.backends.megatron.shape import ModelShape
 from streamrl.trainer.layout import Layout
@@ -168,7 +168,7 @@ class Weight(msgspec.Struct, frozen=True):
         for (name, _), whole in zip(self.sources, wholes, strict=True):
             yield name, whole
 
-    def parts(self, flat: Tensor, first: int, *, rank: int, size: int) -> Iterator[Part]:
+    def parts(self, flat: Tensor, first: int, *, rank: int, size: int) -> Iterator[TensorBox]:
         """Yield the elements `flat` of the flattened shard of tensor rank `rank` as parts of whole tensors; `first` is
         the index of `flat[0]` in the shard."""
         begin = 0
@@ -178,7 +178,7 @@ class Weight(msgspec.Struct, frozen=True):
             name, shape = self.sources[block.source]
             for at, start, box in _boxes(block.size, low - begin, high - begin):
                 values = flat[begin + at - first :][: math.prod(box)].view(box)
-                yield Part(name, shape, tuple(a + b for a, b in zip(block.start, start, strict=True)), values)
+                yield TensorBox(name, shape, tuple(a + b for a, b in zip(block.start, start, strict=True)), values)
             begin += length
 
     def _rows(self, rank: int, size: int) -> Iterator[tuple[Block, slice]]:
@@ -405,7 +405,7 @@ class WholeTensors:
         """Return the name and shape of all tensors of the model."""
         return list(self.shapes.items())
 
-    def parts(self, number: int, flat: Tensor, first: int = 0) -> Iterator[Part]:
+    def parts(self, number: int, flat: Tensor, first: int = 0) -> Iterator[TensorBox]:
         """Return `flat` as parts of whole tensors; it contains the elements from number `first` on of a flattened
         parameter of this stage."""
         rank = self._layout.coordinates(self._rank).tensor

@@ -9,13 +9,14 @@ the stop.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 
 from streamrl.config import Config
 from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 NAME = "controller/0"
 DEATH_SECONDS = 5.0
 """How long to wait for a death that may have caused a failure: an ended connection counts as a death after 2 s."""
+COLLECTION_SECONDS = 300.0
+"""Time between full collections of cyclic garbage: with a thousand members, one stops the event loop for 0.3 s."""
 
 
 async def serve(
@@ -62,13 +65,15 @@ async def serve(
         if on_ready is not None:
             on_ready(serving.url)
         controlled = _ControlledRun(config, serving)
-        with snapshots.kept(config.run_dir):
+        with snapshots.kept(config.run_dir), _few_full_collections():
             async with asyncio.TaskGroup() as tasks:
+                collecting = tasks.create_task(_collect(), name="collection of garbage")
                 beating = tasks.create_task(controlled.beat(), name="heartbeat of the controller")
                 training = tasks.create_task(controlled.train(died), name="training")
                 await serving.until_all_know_of_the_end()
                 await asyncio.wait({training})
                 beating.cancel()
+                collecting.cancel()
             try:
                 if not serving.manager.finished:
                     await asyncio.to_thread(progress.copy_latest_snapshot, config.run_dir)
@@ -76,6 +81,27 @@ async def serve(
             except DataError as error:  # the reason of the run's end is raised below
                 log.error("%s", error)
     serving.manager.raise_early_end()
+
+
+@contextmanager
+def _few_full_collections() -> Iterator[None]:
+    """Have the interpreter collect young cyclic garbage alone: a full collection examines all objects of the members,
+    and calls would wait for it. Existing objects are excluded from all collections."""
+    usual = gc.get_threshold()
+    gc.freeze()
+    gc.set_threshold(usual[0], usual[1], 1 << 30)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+        gc.unfreeze()
+
+
+async def _collect() -> None:
+    """Make the full collections, rarely."""
+    while True:
+        await asyncio.sleep(COLLECTION_SECONDS)
+        gc.collect()
 
 
 class _ControlledRun:

@@ -59,7 +59,8 @@ CALLS_PER_TURN = 8
 class Pace:
     """Spreads calls that are made at the same moment over turns of the event loop.
 
-    A step of an update calls every gserver. Hundreds of calls in one turn would delay the replies to admissions.
+    A step of an update calls every gserver, and so do regular checks. Hundreds of calls in one turn would delay the
+    replies to admissions.
     """
 
     def __init__(self) -> None:
@@ -111,10 +112,12 @@ class WeightCalls:
 
     async def info(self, gserver: Gserver) -> ServerInfo:
         """Return the abilities of the gserver. A live one replies at once."""
+        await self._pace.turn()
         return await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._probe_timeout)
 
     async def label(self, gserver: Gserver) -> str:
         """Return the gserver's label of its served weights: a version, as text, or another name."""
+        await self._pace.turn()
         model = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=self._probe_timeout)
         return model.weight_version
 

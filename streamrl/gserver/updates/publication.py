@@ -165,15 +165,17 @@ class WeightUpdates:
         Calls `on_unrecoverable` if every live gserver has failed `weights.attempts` times.
         """
         self._changed.notify()
-        heard = [g for g in self._fleet.all() if not g.silent]
+        attempts = self._config.weights.attempts
         failed = [
-            g for g in heard if g.state is MemberState.EVICTED and g.failed_resyncs >= self._config.weights.attempts
+            g
+            for g in self._fleet.all()
+            if g.state is MemberState.EVICTED and g.failed_resyncs >= attempts and not g.silent
         ]
-        if not self.under_way and heard and len(failed) == len(heard):
+        if failed and not self.under_way and len(failed) == sum(not g.silent for g in self._fleet.all()):
             names = ", ".join(g.name for g in failed)
             self._on_unrecoverable(
                 f"no gserver serves weights v{self._ledger.policy_version}, and {names} could not be brought to them "
-                f"in {self._config.weights.attempts} attempts each; see the controller's log"
+                f"in {attempts} attempts each; see the controller's log"
             )
 
     async def close(self) -> None:

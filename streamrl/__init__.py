@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from streamrl.config import Config as Config
     from streamrl.errors import ConfigError as ConfigError
     from streamrl.errors import StreamRLError as StreamRLError
+    from streamrl.gserver.embedded.engine import EmbeddedEngine as EmbeddedEngine
     from streamrl.ledger import Ledger as Ledger
     from streamrl.trainer.algorithms.objective import objective as objective
     from streamrl.trainer.algorithms.tokens import Tokens as Tokens
     from streamrl.trainer.packing import pack as pack
+    from streamrl.trainer.torch_trainer import TorchTrainer as TorchTrainer
+    from streamrl.transport.generation import SamplingParams as SamplingParams
+    from streamrl.types import Generation as Generation
     from streamrl.types import TrajectoryGroup as TrajectoryGroup
 
 __version__ = "0.1.0"
@@ -31,10 +35,14 @@ _HOMES = {
     "Config": "config",
     "ConfigError": "errors",
     "StreamRLError": "errors",
+    "EmbeddedEngine": "gserver.embedded.engine",
     "Ledger": "ledger",
     "objective": "trainer.algorithms.objective",
     "Tokens": "trainer.algorithms.tokens",
     "pack": "trainer.packing",
+    "TorchTrainer": "trainer.torch_trainer",
+    "SamplingParams": "transport.generation",
+    "Generation": "types",
     "TrajectoryGroup": "types",
 }
 """Public name → the module that has it."""

@@ -1,4 +1,4 @@
-"""The data between a prompt and a gradient: `Prompt`, `Trajectory`, `TrajectoryGroup`, `SampleMeta`.
+"""The data between a prompt and a gradient: `Prompt`, `Generation`, `Trajectory`, `TrajectoryGroup`, `SampleMeta`.
 
 Array dtypes are part of the contract; the stream rejects all others.
 """
@@ -42,6 +42,26 @@ class Prompt(msgspec.Struct, frozen=True):
     has none."""
     metadata: dict[str, Any]
     """Everything else in the row, for the reward function (JSON types)."""
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """One response; the lists have one item for each sampled token."""
+
+    output_ids: list[int]
+    """`[tokens]` token ids."""
+    logprobs: list[float]
+    """`[tokens]`, in nats, under the policy that sampled the token."""
+    versions: list[int]
+    """`[tokens]` versions of the policy that sampled the token."""
+    finish_reason: Literal["stop", "length"]
+    """`stop`: the model ended it; `length`: it reached its limit of tokens, or its gserver had no more room."""
+    matched: str | int | None = None
+    """The token id or the stop string that ended the response."""
+    interruptions: int = 0
+    """How often the response was interrupted and continued."""
+    routed_experts: NDArray[np.uint8] | None = None
+    """`[prompt + tokens - 1, layers · top_k]` experts of prompt and response without the last token, as in
+    `Trajectory`; None: unknown."""
 
 
 class Trajectory(msgspec.Struct, frozen=True):

@@ -97,7 +97,8 @@ def test_the_names_of_the_package() -> None:
 def test_the_pieces_on_the_page_work_without_a_run() -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(), re.DOTALL)
     assert (ROOT / "examples" / "from_python.py").read_text() in blocks
-    exec(compile(blocks[-1], "docs/python.md", "exec"), {})
+    for block in blocks[-2:]:
+        exec(compile(block, "docs/python.md", "exec"), {"__name__": "page"})
 
 
 # --- runs ---

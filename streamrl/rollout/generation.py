@@ -52,7 +52,7 @@ from streamrl.transport.generation import (
     decoded_routes,
 )
 from streamrl.transport.manager_client import ControlClient
-from streamrl.types import NO_EXPERT
+from streamrl.types import NO_EXPERT, Generation
 
 FIRST_PAUSE_SECONDS = 0.05
 """Pause after the first of several attempts in a row without a token: a weight update has often ended by then."""
@@ -63,26 +63,6 @@ STREAM_EVENTS = 128
 OnTokens = Callable[[list[int]], None]
 """Called with the further tokens of a response, at least one."""
 log = logging.getLogger(__name__)
-
-
-class Generation(msgspec.Struct, frozen=True):
-    """One response; the lists have one item for each sampled token."""
-
-    output_ids: list[int]
-    """`[tokens]` token ids."""
-    logprobs: list[float]
-    """`[tokens]`, in nats, under the policy that sampled the token."""
-    versions: list[int]
-    """`[tokens]` versions of the policy that sampled the token."""
-    finish_reason: Literal["stop", "length"]
-    """`stop`: the model ended it; `length`: it reached its limit of tokens, or its gserver had no more room."""
-    matched: str | int | None
-    """The token id or the stop string that ended the response."""
-    interruptions: int
-    """How often the response was interrupted and continued."""
-    routed_experts: NDArray[np.uint8] | None = None
-    """`[prompt + tokens - 1, layers · top_k]` experts of prompt and response without the last token, as in
-    `types.Trajectory`; None: unknown."""
 
 
 class Generator:

@@ -32,11 +32,11 @@ from streamrl.errors import ConfigError, DataError, RewardError
 from streamrl.importing import load_object
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.generation import Generation, Generator, GroupRoute, OnTokens, first_known, of_all_tokens
+from streamrl.rollout.generation import Generator, GroupRoute, OnTokens, first_known, of_all_tokens
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.stop_strings import before_stop
-from streamrl.types import NO_VERSION, Prompt, Trajectory
+from streamrl.types import NO_VERSION, Generation, Prompt, Trajectory
 
 OWN_WORKFLOWS = {
     "single_turn": "streamrl.rollout.workflows:SingleTurn",

@@ -9,12 +9,12 @@ from typing import Any
 from streamrl.config import Config, from_dict
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.data import PromptSource
-from streamrl.rollout.generation import Generation, Generator, GroupRoute
+from streamrl.rollout.generation import Generator, GroupRoute
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.workflows import Session, TrajectoryBuilder, Workflow
 from streamrl.transport import codec
 from streamrl.transport.generation import GenerationClient
-from streamrl.types import Prompt, Trajectory, TrajectoryGroup
+from streamrl.types import Generation, Prompt, Trajectory, TrajectoryGroup
 from tests.rollout.engine import Engine, Script, answer, serving
 from tests.rollout.sessions import CHAT, no_other
 

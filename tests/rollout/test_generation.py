@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
 from streamrl.rollout import generation
-from streamrl.rollout.generation import Endings, Generation, Generator, GroupRoute, InFlightReports, RequestCount
+from streamrl.rollout.generation import Endings, Generator, GroupRoute, InFlightReports, RequestCount
 from streamrl.stop_strings import StopStrings
 from streamrl.transport.control import InFlight, InFlightReply
 from streamrl.transport.generation import MIXED_WEIGHTS, GenerateReply, GenerateRequest, GenerationClient
+from streamrl.types import Generation
 from tests.rollout.engine import Engine, Script, answer, failure, serving
 
 PROMPT = [5, 6, 7]

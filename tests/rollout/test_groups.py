@@ -9,11 +9,10 @@ import pytest
 
 from streamrl.errors import RewardError, StreamRLError
 from streamrl.rollout.activity import Activity
-from streamrl.rollout.generation import Generation
 from streamrl.rollout.groups import GroupMaker, shared_prefix
 from streamrl.rollout.workflows import Session, SingleTurn, TrajectoryBuilder
 from streamrl.transport.generation import SamplingParams
-from streamrl.types import Prompt, Trajectory, TrajectoryGroup
+from streamrl.types import Generation, Prompt, Trajectory, TrajectoryGroup
 from tests.rollout.making import Scripted, configured, engine_and_client, maker_of, received, route_to
 
 FAILURE = RewardError("the sandbox is gone")

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from streamrl.errors import WireError
-from streamrl.rollout.generation import Generation, GroupRoute, first_known
+from streamrl.rollout.generation import GroupRoute, first_known
 from streamrl.transport.generation import FinishReason, GenerationClient, MetaInfo, decoded_routes, encoded_routes
-from streamrl.types import NO_EXPERT
+from streamrl.types import NO_EXPERT, Generation
 from tests.gserver.serving import serving
 from tests.gserver.tiny import make_model, prompt, save
 from tests.rollout.sessions import no_other

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from streamrl.config import RewardConfig, WorkflowConfig
 from streamrl.errors import ConfigError, RewardError, WireError
-from streamrl.rollout.generation import Generation
 from streamrl.rollout.groups import check_trajectory
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import TrajectoryBuilder, load_workflow
-from streamrl.types import NO_VERSION, Prompt, Trajectory
+from streamrl.types import NO_VERSION, Generation, Prompt, Trajectory
 from tests.rollout.sessions import CHAT, PROMPT, QUESTION, parts, session
 
 

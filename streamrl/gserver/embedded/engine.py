@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 
 from streamrl import essential
 from streamrl.architecture import Architecture
 from streamrl.checksum import WeightsChecksum
-from streamrl.config import LoraConfig
+from streamrl.config import MAX_QUEUED, LoraConfig
 from streamrl.device import compute_with, inference_dtype
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.adapters import Adapters
@@ -36,7 +36,8 @@ from streamrl.gserver.embedded.model import KVCache, Model, SlotCache, StepModel
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import PREFILL_TOKENS, DeterministicScheduler, Event, Scheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
-from streamrl.gserver.server.engine import Job, QueueFull, Text, Ticket
+from streamrl.gserver.server.engine import GenerationFailed, Job, Output, QueueFull, Text, Ticket
+from streamrl.gserver.server.http import EngineLimits, checked
 from streamrl.gserver.server.receiver import (
     CLOSING_SECONDS,
     ExpectedWeights,
@@ -45,13 +46,13 @@ from streamrl.gserver.server.receiver import (
     in_thread,
 )
 from streamrl.models import eos_token_ids
-from streamrl.transport.generation import (
-    INITIAL_WEIGHT_VERSION,
-    PauseMode,
-)
+from streamrl.records.lineage import version_of
+from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, GenerateRequest, PauseMode, SamplingParams
+from streamrl.types import Generation
 
 log = logging.getLogger(__name__)
 
+CPU = torch.device("cpu")
 Result = TypeVar("Result")
 SEED_BITS = 64
 LOOKS = 4
@@ -95,8 +96,23 @@ def _weights_of(
     )
 
 
+def generation_of(output: Output) -> Generation:
+    """Return a finished response with the policy version of each token; raises `GenerationFailed` if it was aborted."""
+    finish = output.finish_reason
+    if finish is None or finish.type == "abort":
+        raise GenerationFailed("the response was aborted" if finish is None else f"aborted: {finish.message}")
+    versions: list[int] = []
+    for span in output.spans:
+        version = 0 if span.version == INITIAL_WEIGHT_VERSION else version_of(span.version)
+        versions.extend([version] * (span.end - span.start))
+    return Generation(output.output_ids, output.logprobs, versions, finish.type, finish.matched)
+
+
 class EmbeddedEngine:
-    """Serves one model; `gserver.server.engine.Engine` documents its methods."""
+    """Serves one model; `gserver.server.engine.Engine` documents its methods.
+
+    As an async context manager it starts, and stops at the end of the block.
+    """
 
     name = "embedded"
 
@@ -104,16 +120,16 @@ class EmbeddedEngine:
         self,
         *,
         folder: Path,
-        text: Text,
-        dtype: torch.dtype,
-        device: torch.device,
-        threads: int,
-        max_running: int,
-        max_queued: int,
-        max_context: int,
-        seed: int,
+        text: Text | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+        threads: int = 1,
+        max_running: int = 64,
+        max_queued: int = MAX_QUEUED,
+        max_context: int = 4096,
+        seed: int = 0,
         version: str = INITIAL_WEIGHT_VERSION,
-        update_timeout: float,
+        update_timeout: float = 600.0,
         stuck_seconds: float = 60.0,
         deterministic: bool = False,
         prefill_tokens: int = PREFILL_TOKENS,
@@ -122,13 +138,15 @@ class EmbeddedEngine:
         lora: LoraConfig | None = None,
         adapter: Path | None = None,
     ) -> None:
-        """`rounds`: whether the model's weights are rounded as int8 would. `lora`: updates bring adapters of the model
-        in `folder`; the first adapter is the one in `adapter`, or one that changes nothing if `adapter` is None."""
+        """`folder`: a Hugging Face checkpoint. `text`: its tokenizer; None: read from `folder`. `max_running`:
+        responses that are computed together. `rounds`: whether the model's weights are rounded as int8 would. `lora`:
+        updates bring adapters of the model in `folder`; the first adapter is the one in `adapter`, or one that changes
+        nothing if `adapter` is None."""
         compute_with(1)  # the engine computes in a separate thread
         self.model_path = str(folder)
         self._folder = folder
         self._eos_token_ids = eos_token_ids(folder)
-        self._text = text
+        self._text = text or Text(folder)
         self._device = device
         self._threads = threads
         self.max_running = max_running
@@ -181,7 +199,7 @@ class EmbeddedEngine:
             timeout=update_timeout,
         )
         # No SimpleQueue: Python 3.11's `get` waits forever if its timeout expires between two attempts at its lock.
-        self._commands: Queue[Callable[[], None] | None] = Queue()
+        self._commands: Queue[Callable[[], object] | None] = Queue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._step_began: float | None = None
         """When the thread began its present step; None: it waits for work."""
@@ -220,6 +238,38 @@ class EmbeddedEngine:
     @property
     def weight_version(self) -> str:
         return self._scheduler.version
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
+    async def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] = SamplingParams(),  # noqa: B008 (frozen)
+    ) -> list[Generation]:
+        """Return a response to each of `prompts`, which are token ids; with `params.n`, so many, one after another.
+
+        `params`: for all prompts, or for each. Raises `Refused` for a prompt or a parameter that is not possible,
+        `QueueFull`, and `GenerationFailed` if the engine breaks or a response is aborted.
+        """
+        request = GenerateRequest(
+            input_ids=[list(prompt) for prompt in prompts],
+            sampling_params=params if isinstance(params, SamplingParams) else list(params),
+        )
+        limits = EngineLimits(vocab_size=self.vocab_size, max_context=self.max_context)
+        tickets: list[Ticket] = []
+        try:
+            for job in checked(request, limits=limits, text=self._text).jobs:
+                tickets.append(self.submit(job))
+            return [generation_of(await ticket.result()) for ticket in tickets]
+        finally:
+            for ticket in tickets:
+                if not ticket.done:
+                    self._commands.put(partial(self._scheduler.abort, ticket.job.rid))
 
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -429,7 +479,7 @@ class EmbeddedEngine:
                     self._scheduler.step()
                 self._report()
 
-    def _take_commands(self) -> Iterator[Callable[[], None] | None]:
+    def _take_commands(self) -> Iterator[Callable[[], object] | None]:
         """Yield all commands in the queue; None stops the thread.
 
         If there is nothing to compute, wait for one, and then for those that soon follow it: requests come in bursts,

@@ -100,6 +100,11 @@ def parse(body: bytes, *, limits: EngineLimits, text: Text) -> GenerationRequest
         request = msgspec.convert(tree, GenerateRequest)
     except UNDECODABLE as error:
         raise Refused(f"the body is not a generate request: {error}") from error
+    return checked(request, limits=limits, text=text)
+
+
+def checked(request: GenerateRequest, *, limits: EngineLimits, text: Text) -> GenerationRequest:
+    """Return the jobs of `request`; raises `Refused`."""
     if request.lora_path is not None:
         raise Refused("lora_path: a request here has the adapter that is served when it begins, and cannot name one")
     prompts, single = _prompts(request, text)

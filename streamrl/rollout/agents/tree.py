@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from streamrl.errors import UNDECODABLE
 from streamrl.rollout.agents.messages import Message
-from streamrl.rollout.generation import Generation, first_known, of_all_tokens
-from streamrl.types import NO_VERSION, Trajectory
+from streamrl.rollout.generation import first_known, of_all_tokens
+from streamrl.types import NO_VERSION, Generation, Trajectory
 
 
 class PolicyCall(msgspec.Struct, eq=False):

@@ -15,8 +15,9 @@ import pytest
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import StreamRLError
-from streamrl.rollout.generation import Generation, Generator, token_versions, unmixed
+from streamrl.rollout.generation import Generator, token_versions, unmixed
 from streamrl.transport.generation import AbortRequest, GenerateReply, GenerateRequest, GenerationClient
+from streamrl.types import Generation
 from tests.gserver.contract.fixture import (
     TOLERANCE,
     TWO_RANKS,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from streamrl.config import SamplingConfig
-from streamrl.rollout.generation import Generation, Generator, check_reply
+from streamrl.rollout.generation import Generator, check_reply
 from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
+from streamrl.types import Generation
 from tests.gserver.contract.fixture import TOLERANCE, Contract, fixed_route, output_logprobs
 from tests.gserver.running_sglang import START_SECONDS
 

@@ -12,6 +12,7 @@ import torch
 from streamrl.errors import Refused
 from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.engine import GenerationFailed, Output, QueueFull, Ticket
+from streamrl.transport.generation import SamplingParams
 from tests.gserver.tiny import EOS, engine_for, generate, job, make_model, prompt, response_logprobs, save
 
 
@@ -41,6 +42,29 @@ async def test_seeded_responses_do_not_depend_on_the_batch(folder: Path) -> None
         [other] = await generate(engine, [job("c", prompt(10), params={**seeded, "sampling_seed": 12})])
     assert together.output_ids == alone.output_ids
     assert other.output_ids != alone.output_ids
+
+
+async def test_prompts_are_answered_in_order_with_the_policy_of_each_token(folder: Path) -> None:
+    prompts = [prompt(4, seed=1), prompt(9, seed=2)]
+    async with EmbeddedEngine(folder=folder, max_context=64) as engine:
+        first = await engine.generate(prompts, SamplingParams(max_new_tokens=8, n=2, ignore_eos=True))
+        await engine.set_version("7")
+        (later,) = await engine.generate(prompts[:1], [SamplingParams(max_new_tokens=3, ignore_eos=True)])
+    assert [response.versions for response in (*first, later)] == [[0] * 8] * 4 + [[7] * 3]
+    assert first[0].output_ids != first[1].output_ids
+    for asked, response in zip([0, 0, 1, 1], first, strict=True):
+        expected = response_logprobs(make_model(), prompts[asked], response.output_ids)
+        torch.testing.assert_close(torch.tensor(response.logprobs), expected, atol=1e-4, rtol=0)
+
+
+async def test_prompts_without_room_are_refused_and_an_abandoned_call_leaves_nothing_running(folder: Path) -> None:
+    async with EmbeddedEngine(folder=folder, max_context=2000) as engine:
+        with pytest.raises(Refused, match="max_new_tokens"):
+            await engine.generate([prompt(4)], SamplingParams(max_new_tokens=2000))
+        abandoned = engine.generate([prompt(4)], SamplingParams(max_new_tokens=1900, ignore_eos=True))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(abandoned, 0.2)
+        assert await engine.abort_all() == 0
 
 
 async def test_stop_tokens_end_a_response_and_are_kept(folder: Path) -> None:

@@ -12,8 +12,7 @@ from streamrl.rollout.agents.messages import ChatRequest, Message
 from streamrl.rollout.agents.model_renderer import renderer_of
 from streamrl.rollout.agents.workflow import Episode, EpisodeScore, Score
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.generation import Generation
-from streamrl.types import Prompt
+from streamrl.types import Generation, Prompt
 from tests.rollout.qwen import make_qwen
 
 CHAT = make_qwen()

@@ -12,7 +12,7 @@ from streamrl.rollout.agents.messages import ChatRequest, Message, MessagePiece,
 from streamrl.rollout.agents.model_renderer import renderer_of
 from streamrl.rollout.agents.protocols import anthropic, chat
 from streamrl.rollout.agents.workflow import Episode, EpisodeScore, Score
-from streamrl.rollout.generation import Generation
+from streamrl.types import Generation
 from tests.rollout.agents.test_drift import ASKED, CHAT, SURE, Scripted
 
 GIVEN = "The sum is"

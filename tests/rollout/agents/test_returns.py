@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from streamrl.config import AlgorithmConfig
 from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall, discounted
-from streamrl.rollout.generation import Generation
 from streamrl.rollout.groups import check_trajectory, shared_prefix
 from streamrl.trainer.roles.advantages import assign_credit
 from streamrl.trainer.roles.items import TrainItem
 from streamrl.transport import codec
-from streamrl.types import SampleMeta, TrajectoryGroup
+from streamrl.types import Generation, SampleMeta, TrajectoryGroup
 
 
 def made(parents: list[int], first: int) -> EpisodeTree:

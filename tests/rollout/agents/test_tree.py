@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from streamrl.rollout.agents.messages import Message
 from streamrl.rollout.agents.tree import EpisodeTree, PolicyCall
-from streamrl.rollout.generation import Generation
-from streamrl.types import NO_VERSION, Trajectory
+from streamrl.types import NO_VERSION, Generation, Trajectory
 
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {}}}
 

@@ -19,13 +19,14 @@ from streamrl import config as configuration
 from streamrl.checksum import weights_checksum
 from streamrl.config import Config, SamplingConfig
 from streamrl.models import ensure_checkpoint
-from streamrl.rollout.generation import Generation, GroupRoute, token_versions, unmixed
 from streamrl.rollout.generation import Generator as Responses
+from streamrl.rollout.generation import GroupRoute, token_versions, unmixed
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
 from streamrl.transport.keys import generation_key
 from streamrl.transport.manager_client import ControlClient
+from streamrl.types import Generation
 from tests.gserver.harness import Run, live_gservers, managed, small_config
 from tests.gserver.running_sglang import GROUP_SECONDS, KEY_VARIABLE, SCRATCH, RunningSglang
 from tests.gserver.updates.faults.places import Places, embedded_places, sglang_places

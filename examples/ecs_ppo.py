@@ -1,5 +1,5 @@
-"""Synchronous PPO with a critic, as ECS functions (docs/trainer.md). The losses are those of
-`trainer.graph=synchronous`, bit for bit.
+"""Synchronous PPO with a critic, as ECS functions (docs/trainer.md). The losses equal the losses of
+`trainer.graph=synchronous` bit for bit.
 
     streamrl run examples/ppo_scratch.toml trainer.graph=synchronous:examples.ecs_ppo:workflow
 """

@@ -1,6 +1,6 @@
-"""An agent of several turns: find a number, told after each guess whether it is higher or lower.
+"""An agent of several turns: find a number, with a hint after each guess, higher or lower.
 
-It is written against OpenAI's client and knows nothing of streamrl; examples/guess_number.toml trains it.
+It is written against OpenAI's client and imports nothing of streamrl; examples/guess_number.toml trains it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ async def play(task: dict[str, Any], policy: Any) -> float:
     number = int(task["answer"])
     for _ in range(task["guesses"]):
         reply = await client.chat.completions.create(model=policy.model, messages=messages)
-        said = reply.choices[0].message.content or ""
-        guess = int(said) if said.isdecimal() else None
+        text = reply.choices[0].message.content or ""
+        guess = int(text) if text.isdecimal() else None
         if guess == number:
             return 1.0
         hint = "!" if guess is None else ">" if number > guess else "<"
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": hint}]
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": hint}]
     return 0.0

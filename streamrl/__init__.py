@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from streamrl.types import Generation as Generation
     from streamrl.types import TrajectoryGroup as TrajectoryGroup
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Run": "api",

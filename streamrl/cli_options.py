@@ -42,7 +42,7 @@ ARGUMENTS: dict[str, Row] = {
     "config": _row("Configuration of the run, a TOML file.", metavar="CONFIG"),
     "maybe_config": _row("Configuration of the run; not with --model-shape.", metavar="[CONFIG]"),
     "checked_config": _row("Configuration of the run.", metavar="[CONFIG]"),
-    "overrides": _row("Settings that replace those of the file, as trainer.lr=1e-5.", metavar="[KEY=VALUE]..."),
+    "overrides": _row("Settings that replace values of the file, as trainer.lr=1e-5.", metavar="[KEY=VALUE]..."),
     "name": _row("The example to copy; without it: list all.", metavar="[NAME]"),
     "url": _row("URL of the controller.", metavar="URL", callback=_url),
     "process": _row("For example gserver/2 or rollout/0.", metavar="ROLE/INDEX"),
@@ -55,7 +55,7 @@ OPTIONS: dict[str, Row] = {
     "manager": _row("URL of the controller, which it prints.", metavar="URL", callback=_url),
     "index": _row("Number of this process within its role; else the controller assigns one.", min=0),
     "count": _row("Number of processes on this host, each with its own GPUs; dead ones are restarted.", min=1),
-    "node": _row("Number of this host among those of the trainer, from 0; or torchrun's RANK.", min=0),
+    "node": _row("Number of this host among the hosts of the trainer, from 0; or torchrun's RANK.", min=0),
     "nodes": _row("Hosts over which the model workers are spread; or torchrun's WORLD_SIZE.", min=1),
     "advertise": _row(
         "Address by which others reach this host; else its own towards the controller.", metavar="ADDRESS"
@@ -84,7 +84,7 @@ OPTIONS: dict[str, Row] = {
     "dry_run": _row("Only show the job that the cluster would get."),
     "wait": _row("Stay until the job has ended; Ctrl-C cancels it."),
     "template": _row("Your copy of the template; the original is in streamrl/launch/templates.", metavar="FILE"),
-    "address": _row("Of the Ray cluster; else that of RAY_ADDRESS.", metavar="ADDRESS"),
+    "address": _row("Of the Ray cluster; else RAY_ADDRESS.", metavar="ADDRESS"),
     **{name: _row("", hidden=True) for name in ("model_dir", "answer_fd", "died", "last_step", "meeting_place")},
 }
 SIZES: dict[str, Row] = {

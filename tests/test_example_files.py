@@ -1,16 +1,12 @@
-"""The examples that come with streamrl: listed, copied, hinted at, and complete in a wheel."""
+"""The examples that come with streamrl: listed, copied, and hinted at."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from streamrl import __version__, config, example_files
+from streamrl import config, example_files
 from streamrl.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
@@ -66,41 +62,3 @@ def test_a_missing_configuration_with_the_name_of_an_example_is_hinted_at(here: 
     with pytest.raises(ConfigError, match=r"mine\.toml: cannot be read \(No such file or directory\); is the path"):
         config.load("mine.toml")
     assert list(here.iterdir()) == []
-
-
-def test_a_wheel_has_the_examples_and_their_modules(here: Path, tmp_path: Path) -> None:
-    source, installed = tmp_path / "source", tmp_path / "installed"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    for name in ("streamrl", "examples"):
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", str(tmp_path), str(source))
-    (wheel,) = tmp_path.glob("*.whl")
-    assert wheel.name.startswith(f"streamrl-{__version__}-")
-    run(*pip, "install", "--no-deps", "--no-index", "--no-compile", "--target", str(installed), str(wheel))
-    found = installed / "streamrl" / "examples"
-    assert sorted(file.name for file in found.iterdir() if file.is_file()) == EXAMPLES
-    assert (found / "hooks" / "loss.py").exists()
-    assert not (installed / "examples").exists()  # no module `examples` for everything that is installed
-
-    def streamrl(*words: str) -> str:
-        return run(sys.executable, "-P", "-m", "streamrl", *words, PYTHONPATH=str(installed), COLUMNS="120")
-
-    assert streamrl("--version") == f"streamrl {__version__}\n"
-    listed = streamrl("examples")
-    assert all(name in listed for name in example_files.described())
-    assert list(here.iterdir()) == []
-    assert "streamrl run examples/guess_number.toml" in streamrl("examples", "guess_number")
-    checked = streamrl("check", "examples/guess_number.toml")
-    assert "✓ the agent's function examples.guess_number:play was imported" in checked
-    assert "examples/guess_number.toml is valid" in checked
-
-
-def run(*command: str, **environment: str) -> str:
-    done = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, check=False, timeout=280
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout

@@ -204,7 +204,7 @@ async function begin() {
     else drawRuns();
   }, () => {
     notice.dataset.of = "connection";
-    say("No news from the page's server; what was shown before stays. It is tried again by itself.");
+    say("No news from the page's server; the page shows its last state and tries again.");
   });
 }
 

@@ -15,7 +15,7 @@ const PLOTS = [
   { title: "Reward", unit: "mean of the batch", lines: [["reward_mean", "training"], ["@reward_mean", "held-out"]] },
   { title: "Response length", unit: "tokens", lines: [["response_length_mean", "training"], ["@response_length_mean", "held-out"]] },
   { title: "Throughput", unit: "tokens/s", zero: true, lines: [["generated_per_second", "generated"], ["tokens_per_second", "trained on"]] },
-  { title: "What the pools wait for", unit: "share of time", percent: true, zero: true, most: 1,
+  { title: "Waits of the pools", unit: "share of time", percent: true, zero: true, most: 1,
     note: "The trainer waits for groups; a gserver is idle when it has no request, and paused in a weight update.",
     lines: [["trainer_wait", "trainer: for groups"], ["generation_idle", "gservers: idle"], ["generation_paused", "gservers: paused"]] },
   { title: "Age of the tokens trained on", unit: "share, by age in versions", percent: true, zero: true, most: 1, ages: true },
@@ -88,7 +88,7 @@ export function mount(root) {
     const any = shown.some((one) => one.steps.rows);
     grid.hidden = !any;
     if (!any) {
-      fill(more, empty("No training step yet", "The first figures come with the end of the first step. Until then, Pools shows who is there and what each waits for."));
+      fill(more, empty("No training step yet", "The first figures come with the end of the first step. Until then, Pools lists the processes and their waits."));
       return;
     }
     for (const plot of PLOTS) chartOf(plot).show(plot.ages ? ageLines(shown) : linesOf(plot.lines, shown));

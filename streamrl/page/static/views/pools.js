@@ -29,7 +29,7 @@ export function mount(root) {
   const legend = h("div", { class: "legend" });
   const zoomed = h("span", { class: "at" });
   const card = h("section", { class: "card timeline" },
-    h("header", {}, h("h3", { text: "What each process did" }), h("span", { class: "unit", text: "time since the begin" }), zoomed),
+    h("header", {}, h("h3", { text: "Work of each process" }), h("span", { class: "unit", text: "time since the begin" }), zoomed),
     legend,
     h("div", { class: "lanes" }, names, h("div", { class: "lane-plot" }, canvas)),
     info,
@@ -177,7 +177,7 @@ export function mount(root) {
   }
 
   function tell() {
-    if (!under) return fill(info, h("span", { class: "muted", text: "Point at a lane to see what it is." }));
+    if (!under) return fill(info, h("span", { class: "muted", text: "Point at a lane to see its figures." }));
     const { lane, time, piece, all } = under;
     if (!piece) return fill(info, h("b", { text: lane.name }), ` at ${duration(time)}: nothing known`);
     const [begin, end, kind, share, text] = piece;
@@ -254,7 +254,7 @@ export function mount(root) {
       return;
     }
     waits.hidden = false;
-    fill(waits, h("header", {}, h("h3", { text: "Who waited for what" }), h("span", { class: "unit", text: "as their heartbeats told; # stands for a number" })),
+    fill(waits, h("header", {}, h("h3", { text: "Waits of each process" }), h("span", { class: "unit", text: "from their heartbeats; # stands for a number" })),
       h("div", { class: "scroll" }, h("table", {},
         h("tbody", {}, standing.waits.map(([who, what, seconds, share]) => h("tr", {},
           h("th", { text: who }), h("td", { text: what }), h("td", { class: "n", text: duration(seconds) }),

@@ -16,7 +16,7 @@ const PLOTS = [
   { title: "What became of sampled tokens", unit: "share of the batch's tokens", percent: true, zero: true, lines: [["masked_share", "masked: too old"], ["behavior_weight_limited_share", "masked: weight limit"]] },
   { title: "The ledger", unit: "groups", zero: true, note: "How many more groups may start now, and where those are that did.",
     lines: [["ledger_room", "room"], ["groups_running", "being generated"], ["groups_untrained", "finished, not trained"], ["admissions_waiting", "calls that wait for room"]] },
-  { title: "Who waited for it", unit: "share of time", percent: true, zero: true, most: 1, lines: [["trainer_wait", "trainer: for groups"], ["generation_idle", "gservers: idle"]] },
+  { title: "Waits for it", unit: "share of time", percent: true, zero: true, most: 1, lines: [["trainer_wait", "trainer: for groups"], ["generation_idle", "gservers: idle"]] },
   { title: "How far the policy moves from its data", unit: "|importance ratio − 1|", log: true, lines: [["importance_ratio_deviation", "mean of the tokens"]] },
   { title: "Effective sample size", unit: "share of the sample", lines: [["effective_sample_size", "of tokens"], ["sequence_effective_sample_size", "of sequences"]] },
 ];

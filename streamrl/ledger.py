@@ -24,11 +24,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
 
 from streamrl.records.lineage import FIRST, Lineage
+from streamrl.rows import ChosenRows, RowsState
 from streamrl.seqs import SeqQueue, SeqSet
 from streamrl.types import SampleMeta
 
@@ -151,6 +153,8 @@ class Ledger:
         """Open groups by sequence number."""
         self.trained_seqs = SeqSet()
         self.rejected = SeqSet()
+        self.rows = ChosenRows()
+        """Rows of open groups, and of those that start next, if `data.sampler` chooses them."""
         self.on_lease_end: Callable[[Group], None] = lambda group: None
         """Called with each group at the end of its lease."""
         self.observers: list[Callable[[], None]] = []
@@ -161,7 +165,9 @@ class Ledger:
         self._held = 0  # groups in state accepted
         self._first_open = 0  # all sequence numbers below are closed
 
-    def restore(self, lineage: Lineage, *, trained: Iterable[int], rejected: Iterable[int]) -> None:
+    def restore(
+        self, lineage: Lineage, *, trained: Iterable[int], rejected: Iterable[int], rows: RowsState | None = None
+    ) -> None:
         """Continue from the end of the step at which `lineage` begins, and forget all later admissions.
 
         All leases end. All other sequence numbers that were ever handed out are returned: `admit` leases them again, or
@@ -173,6 +179,7 @@ class Ledger:
         self._returned = SeqQueue()
         self._held = self._first_open = self.kept = 0
         self.trained_seqs, self.rejected = SeqSet(trained), SeqSet(rejected)
+        self.rows.restore(rows or RowsState())
         self.lineage, self.policy_version = lineage, lineage.policy_version
         self._began = (lineage.policy_version, len(self.trained_seqs))
         ends = [ranges[-1][1] for closed in (self.trained_seqs, self.rejected) if (ranges := closed.ranges())]
@@ -245,6 +252,11 @@ class Ledger:
             self._first_open += 1
         return next_in_order(self.is_closed, start=self._first_open, count=count)
 
+    def next_to_admit(self, count: int) -> list[int]:
+        """Return the sequence numbers of the next `count` groups: returned ones first, then new ones."""
+        again = self._returned.smallest(count)
+        return [*again, *range(self.next_seq, self.next_seq + count - len(again))]
+
     def admit(self, worker: str, count: int, *, now: float) -> list[Group]:
         """Lease up to `count` groups to `worker`: returned ones first, then new ones."""
         room = min(count, self.room)
@@ -261,10 +273,7 @@ class Ledger:
 
         A kept group thus takes exactly the place of the same group generated again.
         """
-        room = self.room
-        again = self._returned.smallest(room)
-        next_ones = {*again, *range(self.next_seq, self.next_seq + room - len(again))}
-        kept = sorted(next_ones.intersection(seqs))
+        kept = sorted(set(self.next_to_admit(self.room)).intersection(seqs))
         end = max([self.next_seq, *(seq + 1 for seq in kept)])
         for seq in range(self.next_seq, end):  # earlier sequence numbers were handed out, too
             self._return(Group(seq))
@@ -309,12 +318,15 @@ class Ledger:
 
     def trained_on(self, seq: int) -> None:
         """Close the accepted group `seq` as trained."""
-        del self.groups[seq]
+        meta = self.groups.pop(seq).meta
+        self.rows.close(seq, fmean(meta.episode_rewards) if meta is not None else None)
         self._held -= 1
         self.trained_seqs.add(seq)
 
-    def reject(self, seq: int) -> bool:
+    def reject(self, seq: int, *, reward: float | None = None) -> bool:
         """Give up `seq` (filtered out, or failed after all retries), which frees its place.
+
+        `reward`: its mean reward, if it was filtered out.
 
         Return False, and change nothing, unless it is leased or returned.
         """
@@ -324,6 +336,7 @@ class Ledger:
         self._end_lease(group)
         self._returned.discard(seq)
         del self.groups[seq]
+        self.rows.close(seq, reward)
         self.rejected.add(seq)
         self._changed()
         return True

@@ -44,6 +44,7 @@ GROUND = {
     "rate_limited_log",
     "records",
     "retry",
+    "rows",
     "safetensors_files",
     "seqs",
     "stop_strings",

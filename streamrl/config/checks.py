@@ -311,6 +311,8 @@ def _evaluation_problems(config: Config) -> list[str]:
         return []
     seen = as_evaluated(config)
     problems = []
+    if chosen.data.get("sampler"):
+        problems.append("evaluation.data.sampler: all held-out prompts are evaluated; leave it out")
     if chosen.samples > 1 and seen.rollout.sampling.temperature == 0:
         problems.append(
             "evaluation.samples above 1 needs an evaluation.sampling.temperature above 0: greedy ones are all equal"

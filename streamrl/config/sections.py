@@ -166,6 +166,11 @@ class DataConfig(Section, frozen=True):
     """Appended to each prompt."""
     shuffle: bool = True
     """Use the rows in another order in each epoch, by `run.seed`."""
+    sampler: str = ""
+    """`module:function(results, count, random) -> rows`, which chooses the next rows by the results so far
+    (docs/hooks.md). Empty: each row comes once in an epoch."""
+    sampler_args: dict[str, Any] = {}
+    """Keyword arguments of the function."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts are rejected with a warning."""
 

@@ -44,6 +44,7 @@ from streamrl.rollout.process import load_data
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import load_workflow
+from streamrl.rows import try_sampler
 from streamrl.safetensors_files import MODEL, TensorFiles
 from streamrl.trainer.algorithms import registry
 from streamrl.trainer.backends.base import Head, checked
@@ -142,6 +143,10 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
             with found.part(key):
                 load_hook(hook, key=key, args=args)
                 found.tried.append(f"{key}: {hook} was imported")
+    if config.data.sampler:
+        with found.part("data.sampler"):
+            try_sampler(config.data.sampler, config.data.sampler_args)
+            found.tried.append(f"data.sampler: {config.data.sampler} chose rows")
     with found.part("trainer.optimizer"):
         share_of_peak(config.trainer.optimizer)
     folder: Path | None = None

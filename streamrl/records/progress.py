@@ -33,6 +33,7 @@ from streamrl.records.evaluation import EVALUATIONS_FILE, EvaluationReport
 from streamrl.records.files import read_lines, read_records
 from streamrl.records.lineage import Lineage
 from streamrl.records.metrics import FINAL_FILE, METRICS_FILE, StepReport
+from streamrl.rows import RowsState
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Mean rewards of the last steps."""
     watch: CollapseWatch = CollapseWatch()
     """Figures of earlier steps, to compare the next ones with."""
+    rows: RowsState = RowsState()
+    """Rows that `data.sampler` has chosen, and their results."""
 
     @property
     def groups_trained(self) -> int:
@@ -119,7 +122,8 @@ def prompts_digest(config: Config) -> str:
     (`Progress.data_digest`).
     """
     settings = msgspec.structs.asdict(config.data)
-    del settings["answer_type"]  # changes how a row is scored, not which row it is
+    for name in ("answer_type", "sampler", "sampler_args"):  # how a row is scored; the checkpoint has the chosen rows
+        del settings[name]
     if config.data.source not in GENERATED_SOURCES:
         settings["path"] = ""
     return hashlib.sha256(msgspec.json.encode((config.run.seed, settings))).hexdigest()[:16]

@@ -2,7 +2,8 @@
 
 `PromptSource` is the run's endless stream of prompts: it passes through the data set again and again, each epoch in its
 own order. Invariant: the prompt of a sequence number is a pure function of the data set, `run.seed` and the number
-alone, in every process and in any order of requests.
+alone, in every process and in any order of requests. With `data.sampler` it is one of the data set and the row that the
+controller sends with the sequence number.
 
 A data source reports its number of rows and returns one row at a time. A row is a mapping of JSON types. Sources are
 read lazily and never change during a run. A new source needs a class like those below, a case in `open_rows`, and its
@@ -68,16 +69,19 @@ class PromptSource:
         """Return the file and line of row `index`, or the source and the row's number if it has no lines."""
         return self._rows.place(index)
 
-    def prompt(self, seq: int) -> Prompt:
-        """Return the prompt of `seq`; raises `DataError` if its row has none."""
+    def prompt(self, seq: int, *, row: int | None = None) -> Prompt:
+        """Return the prompt of `seq`; raises `DataError` if its row has none.
+
+        `row`: the row that `data.sampler` chose; None: it follows from `seq`.
+        """
         epoch, position = divmod(seq, len(self._rows))
-        index = position
-        if self._config.shuffle:
+        index = position if row is None else row
+        if self._config.shuffle and row is None:
             index = permuted_index(position, size=len(self._rows), seed=self._seed, epoch=epoch)
-        row = self._rows[index]
+        found = self._rows[index]
         where = self.place(index)
-        messages = self.messages(row, where=where)
-        answer = row.get(self._config.answer_key)
+        messages = self.messages(found, where=where)
+        answer = found.get(self._config.answer_key)
         used = {self._prompt_key, self._config.answer_key}
         whole_entry = self._config.source == "reasoning_gym"  # its scorers also read question and answer
         return Prompt(
@@ -87,13 +91,13 @@ class PromptSource:
             messages=messages,
             input_ids=self._render(messages, where=where),
             answer=answer if answer is None or self._config.answer_type == "as_is" else answer_text(answer),
-            metadata={key: value for key, value in row.items() if whole_entry or key not in used},
+            metadata={key: value for key, value in found.items() if whole_entry or key not in used},
         )
 
-    def describe(self, seq: int) -> str:
+    def describe(self, seq: int, *, row: int | None = None) -> str:
         """Return a readable description of `seq`: its row, the end of its last message and the start of its answer."""
         try:
-            prompt = self.prompt(seq)
+            prompt = self.prompt(seq, row=row)
         except Exception:  # tolerance point: the user's data function may raise anything
             return f"seq {seq}"
         asked = str(prompt.messages[-1]["content"])

@@ -90,16 +90,17 @@ class GroupMaker:
         route: GroupRoute,
         before_scoring: BeforeScoring | None = None,
         *,
+        row: int | None = None,
         may_retry: Callable[[], bool] = lambda: True,
     ) -> TrajectoryGroup:
-        """Return the group of `seq`, generated at the gserver of `route`.
+        """Return the group of `seq`, generated at the gserver of `route`; `row`: as in `PromptSource.prompt`.
 
         `before_scoring` is awaited with a sibling's number before each of its scores, and at its end. A failed sibling
         is made again only while `may_retry` returns True. The first failure that rejects the group cancels its other
         siblings and is raised.
         """
         started = time.monotonic()
-        group = _GroupTask(self._prompt(seq), route, before_scoring, may_retry)
+        group = _GroupTask(self._prompt(seq, row), route, before_scoring, may_retry)
         try:
             async with asyncio.TaskGroup() as tasks:
                 siblings = [
@@ -128,9 +129,9 @@ class GroupMaker:
             retries=group.retries,
         )
 
-    def _prompt(self, seq: int) -> Prompt:
+    def _prompt(self, seq: int, row: int | None) -> Prompt:
         """Return the prompt of `seq`; raises `DataError` if there is none, or it has too many tokens."""
-        prompt = self._prompts.prompt(seq)
+        prompt = self._prompts.prompt(seq, row=row)
         tokens, limit = len(prompt.input_ids), self._config.data.max_prompt_tokens
         if tokens > limit:
             raise DataError(

@@ -79,6 +79,7 @@ class HeldOutPrompts:
         rewards = self._workshop.rewards
         if rewards is None or self._config.rollout.reward.function == "reasoning_gym":
             rewards = await start_rewards(self._config, self._joined.at_exit)
+        self._activity.describe_row = prompts.describe
         return self._workshop.group_maker(self._config, prompts=prompts, rewards=rewards, activity=self._activity)
 
     async def _make(self, maker: GroupMaker, admission: Admission) -> None:

@@ -109,7 +109,6 @@ class Workshop:
         self, config: Config, *, prompts: PromptSource, rewards: RewardPool | None, activity: Activity
     ) -> GroupMaker:
         """Return the maker of groups of `prompts`, sampled and scored according to `config`."""
-        activity.describe_row = prompts.describe
         membership = self.joined.membership
         generator = Generator(
             self.client,

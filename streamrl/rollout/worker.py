@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from streamrl.config import Config
@@ -55,7 +56,9 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         maker = workshop.group_maker(config, prompts=prompts, rewards=workshop.rewards, activity=joined.activity)
         data = DataFacts(len(prompts), await asyncio.to_thread(prompts.digest))
         held_out = HeldOutPrompts(config, joined=joined, workshop=workshop) if config.evaluation.enabled else None
-        await RolloutWorker(config, joined=joined, maker=maker, data=data, held_out=held_out).run()
+        worker = RolloutWorker(config, joined=joined, maker=maker, data=data, held_out=held_out)
+        joined.activity.describe_row = lambda seq: prompts.describe(seq, row=worker.row_of(seq))
+        await worker.run()
 
     await serve_until_over(
         config,
@@ -112,8 +115,9 @@ class _Group:
 
     def in_hand(self) -> GroupInHand:
         """Return the group's entry for a `Keep` message to the controller."""
-        seq = self.admission.seq
-        return GroupInHand(seq) if self.made is not None else self.route.in_hand(seq)
+        seq, row = self.admission.seq, self.admission.row
+        found = GroupInHand(seq) if self.made is not None else self.route.in_hand(seq)
+        return msgspec.structs.replace(found, row=row)
 
 
 class StoredGroups:
@@ -289,6 +293,11 @@ class RolloutWorker:
             self._show_wait(f"{len(self._unfinished)} groups to finish, then it leaves")
             await self._finished_one.wait()
 
+    def row_of(self, seq: int) -> int | None:
+        """Return the row that was chosen for an unfinished group; None if it follows from `seq`."""
+        group = self._unfinished.get(seq)
+        return group.admission.row if group is not None else None
+
     def start(self, admission: Admission, gate: ScoringGate | None = None) -> None:
         """Make the group in its own task; `gate` stands between its generation and its scoring."""
         route = GroupRoute(
@@ -340,7 +349,9 @@ class RolloutWorker:
         try:
             if group.made is None:
                 before_scoring = gate.before_scoring if gate is not None else None
-                made = await self._maker.make(seq, group.route, before_scoring, may_retry=self._young_enough())
+                made = await self._maker.make(
+                    seq, group.route, before_scoring, row=group.admission.row, may_retry=self._young_enough()
+                )
                 if not self._is_wanted(made):
                     await self._leave_out(made)
                     return False
@@ -395,7 +406,7 @@ class RolloutWorker:
                 "easy or too hard by now",
                 *(self._membership.name, self._config.rollout.filter, self._filtered_in_a_row, rewards),
             )
-        await self._tell_rejection(group.seq, f"left out by rollout.filter (rewards: {rewards})")
+        await self._tell_rejection(group.seq, f"left out by rollout.filter (rewards: {rewards})", group.mean_reward)
 
     async def _reject(self, seq: int, reason: Exception) -> None:
         if all(reason is not failure for failure in self._failures):
@@ -409,8 +420,8 @@ class RolloutWorker:
                 f"the last, {seq}: {type(reason).__name__}: {reason}"
             ) from reason
 
-    async def _tell_rejection(self, seq: int, reason: str) -> None:
-        await self._control.reject(Reject(worker=self._membership.index, seq=seq, reason=reason))
+    async def _tell_rejection(self, seq: int, reason: str, reward: float | None = None) -> None:
+        await self._control.reject(Reject(self._membership.index, seq, reason, reward))
 
     def _show_wait(self, waiting_for: str) -> None:
         self._membership.waiting_for = waiting_for

@@ -308,6 +308,8 @@ class GroupInHand(msgspec.Struct, frozen=True, array_like=True):
     requests: int = 0
     """As in `GroupInFlight`."""
     tokens: int = 0
+    row: int | None = None
+    """As in `Admission`."""
 
 
 class Keep(msgspec.Struct, frozen=True):
@@ -339,7 +341,7 @@ class Admit(msgspec.Struct, frozen=True):
     """Id of the call, so that a retry after a lost reply returns the same groups; set by the client."""
 
 
-class Admission(msgspec.Struct, frozen=True):
+class Admission(msgspec.Struct, frozen=True, omit_defaults=True):
     """One group that a worker may start."""
 
     seq: int
@@ -351,6 +353,8 @@ class Admission(msgspec.Struct, frozen=True):
     """The gserver's name, for display."""
     evaluation: str = ""
     """`id` of the `EvaluationTask` that the held-out prompt `seq` belongs to; empty: the group is trained on."""
+    row: int | None = None
+    """Row of the data set that `data.sampler` chose; None: it follows from `seq`."""
 
 
 class AdmitReply(msgspec.Struct, frozen=True):
@@ -410,6 +414,8 @@ class Reject(msgspec.Struct, frozen=True):
     worker: int
     seq: int
     reason: str
+    reward: float | None = None
+    """Its mean reward, if `rollout.filter` left it out."""
 
 
 # --- evaluations: held-out prompts, sampled by rollout workers ---

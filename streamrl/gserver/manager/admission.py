@@ -18,8 +18,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from streamrl.config import Config
 from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.evaluations import Evaluations
@@ -27,6 +25,7 @@ from streamrl.gserver.manager.gserver import Gserver, Route, Work
 from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
+from streamrl.gserver.manager.row_sampler import RowSampler
 from streamrl.gserver.manager.run_state import RunState, Signals, WaitingQueue
 from streamrl.ledger import Group, Ledger
 from streamrl.records.lineage import Lineage
@@ -68,14 +67,22 @@ class Admissions:
     """Gives prompts to rollout workers and keeps account of them."""
 
     def __init__(
-        self, *, ledger: Ledger, fleet: Fleet, group_size: int, permit: Callable[[int, str], str] = lambda *_: ""
+        self,
+        *,
+        ledger: Ledger,
+        fleet: Fleet,
+        group_size: int,
+        permit: Callable[[int, str], str] = lambda *_: "",
+        sampler: RowSampler | None = None,
     ) -> None:
-        """`permit` returns the permit for a group, from its seq and the name of the worker that it is given to."""
+        """`permit` returns the permit for a group, from its seq and the name of the worker that it is given to.
+        `sampler`: None if rows follow from sequence numbers."""
         self.admitted = 0
         """Groups given out since the run began, counting repeated ones again."""
         self._ledger = ledger
         self._fleet = fleet
         self._permit = permit
+        self._sampler = sampler
         self._new_group = Work(group_size, 0)
         self.given_up = 0
         """Prompts rejected because the workers that had them died."""
@@ -99,9 +106,11 @@ class Admissions:
         """
         if given := self.given(worker, ticket):
             return given
-        share = math.ceil(self._ledger.room / max(1, workers))
+        most = min(count, math.ceil(self._ledger.room / max(1, workers)))
+        if self._sampler is not None:
+            most = self._sampler.ready(most)
         routes: list[Route] = []
-        while len(routes) < min(count, share) and self._fleet.has_capacity:
+        while len(routes) < most and self._fleet.has_capacity:
             route = self._fleet.assign(self._new_group, now=now)
             assert route is not None, "one has a place, as checked above"
             routes.append(route)
@@ -111,21 +120,24 @@ class Admissions:
         for group, route in zip(groups, routes, strict=True):
             group.route = route
             permit = self._permit(group.seq, worker)
-            gserver = route.gserver
-            admissions.append(Admission(seq=group.seq, gserver=gserver.address, permit=permit, name=gserver.name))
+            gserver, row = route.gserver, self._ledger.rows.chosen.get(group.seq)
+            admissions.append(Admission(group.seq, gserver.address, permit=permit, name=gserver.name, row=row))
         self.admitted += len(admissions)
         self.remember(worker, ticket, admissions)
         return admissions
 
     def keep(self, worker: str, in_hand: Sequence[GroupInHand], *, now: float) -> list[int]:
         """Lease to `worker` the groups that it has in hand and the ledger allows; return the seqs that it holds."""
-        by_seq = {group.seq: group for group in in_hand}
+        rows = self._ledger.rows.chosen
+        by_seq = {group.seq: group for group in in_hand if rows.get(group.seq, group.row) == group.row}
         kept = self._ledger.keep(worker, by_seq, now=now)
         for group in kept:
-            _, address, *work = msgspec.structs.astuple(by_seq[group.seq])
-            gserver = self._fleet.at(address) if group.route is None else None
+            own = by_seq[group.seq]
+            if own.row is not None:
+                rows[group.seq] = own.row
+            gserver = self._fleet.at(own.gserver) if group.route is None else None
             if gserver is not None:
-                group.route = self._fleet.assign_to(gserver, Work(*work), now=now)
+                group.route = self._fleet.assign_to(gserver, Work(own.requests, own.tokens), now=now)
         return [group.seq for group in kept]
 
     def remember(self, worker: str, ticket: str, admissions: list[Admission]) -> None:
@@ -146,10 +158,10 @@ class Admissions:
         if self._ledger.holder(seq) == worker and (route := self._ledger.groups[seq].route) is not None:
             self._fleet.change(route, work, now=now)
 
-    def reject(self, worker: str, seq: int, reason: str) -> None:
+    def reject(self, worker: str, seq: int, reason: str, *, reward: float | None = None) -> None:
         """Give `seq` up for `worker`, unless another holds it by now."""
         holder = self._ledger.holder(seq)
-        if holder not in (worker, None) or not self._ledger.reject(seq):
+        if holder not in (worker, None) or not self._ledger.reject(seq, reward=reward):
             log.info("%s gave seq %d up too late (%s); it is %s", worker, seq, reason, self._ledger.state(seq))
         else:
             log.info("%s gave seq %d up: %s", worker, seq, reason)
@@ -243,6 +255,7 @@ class GroupCalls:
         config: Config,
         ledger: Ledger,
         admissions: Admissions,
+        sampler: RowSampler | None,
         evaluations: Evaluations,
         rerouting: Rerouting,
         members: Members,
@@ -256,6 +269,7 @@ class GroupCalls:
         self._epochs = config.run.total_train_epochs
         self._ledger = ledger
         self._admissions = admissions
+        self._sampler = sampler
         self._evaluations = evaluations
         self._rerouting = rerouting
         self._members = members
@@ -281,7 +295,7 @@ class GroupCalls:
             return
         if begun.data_rows:
             self._set_data(DataFacts(begun.data_rows, begun.data_digest))
-        self._ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs())
+        self._ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs(), rows=begun.rows)
         watch = begun.watch.resumed(slow=self._slows)
         self._ledger.admitted_staleness = watch.staleness(self._ledger.max_staleness)
         log.info("the run continues at version %d, after %d groups", begun.policy_version, begun.groups_trained)
@@ -387,7 +401,7 @@ class GroupCalls:
     async def reject(self, message: Reject) -> Done:
         """Give a prompt up."""
         worker = self._members.caller("rollout", message.worker).name
-        self._admissions.reject(worker, message.seq, message.reason)
+        self._admissions.reject(worker, message.seq, message.reason, reward=message.reward)
         return Done()
 
     async def held_out_result(self, message: HeldOutResult) -> Done:
@@ -439,4 +453,6 @@ class GroupCalls:
 
     def _set_data(self, data: DataFacts) -> None:
         self._data = data
+        if self._sampler is not None:
+            self._sampler.rows = data.rows
         self._ledger.ends_after = None if self._epochs is None else self._epochs * data.rows

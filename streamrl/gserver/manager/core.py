@@ -28,6 +28,7 @@ from streamrl.gserver.manager.member_states import MemberState
 from streamrl.gserver.manager.members import Members, has_ended
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
+from streamrl.gserver.manager.row_sampler import RowSampler
 from streamrl.gserver.manager.run_state import RunState, Signals
 from streamrl.gserver.manager.status import build_status, waits_for_members
 from streamrl.gserver.updates.calls import WeightCalls
@@ -96,11 +97,15 @@ class Manager:
             in_order=config.staleness.over_age == "wait",
         )
         self._fleet = Fleet(on_capacity=signals.capacity)
+        self._sampler = None
+        if config.data.sampler:
+            self._sampler = RowSampler(config, ledger=self.ledger, wake=signals.admissions.wake, fail=self.fail)
         self.admissions = Admissions(
             ledger=self.ledger,
             fleet=self._fleet,
             group_size=config.rollout.group_size,
             permit=self.access.permit,
+            sampler=self._sampler,
         )
         calls = WeightCalls(
             client,
@@ -155,6 +160,7 @@ class Manager:
             config=config,
             ledger=self.ledger,
             admissions=self.admissions,
+            sampler=self._sampler,
             evaluations=self.evaluations,
             rerouting=rerouting,
             members=self.members,
@@ -373,6 +379,8 @@ class Manager:
         """Stop: report the end of the run to every waiting call, and resume paused gservers."""
         if self._registry.everyone():
             self._state.end("failed", "the controller was stopped")
+        if self._sampler is not None:
+            await self._sampler.close()
         await self.comparisons.close()
         await self.elastic.close()
         await self.weights.close()

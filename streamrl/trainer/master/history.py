@@ -141,6 +141,7 @@ class History:
             evaluation_due=self.evaluation_due,
             recent_rewards=self.rewards[-self._config.run.stop_window :],
             watch=self.watch,
+            rows=ledger.rows.state(),
         )
 
     def _restore(self, begun: progress.Progress) -> None:

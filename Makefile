@@ -96,7 +96,7 @@ figures: $(INSTALLED_FIGURES) $(SGLANG_VENV)/.installed $(VLLM_VENV)/.installed
 gpu: $(INSTALLED_DEV)
 	$(BIN)/python benchmarks/gpu.py $(ARGS); measured=$$?; case "$(ARGS)" in *--dry-run*) ;; *) $(BIN)/python benchmarks/figures.py --keep gpu ;; esac; exit $$measured
 
-# Real SGLang for machines without a GPU, in an environment of its own; docs/operations.md says how to use it.
+# Real SGLang for machines without a GPU, in an environment of its own; see docs/sglang.md.
 sglang-cpu: $(SGLANG_VENV)/.installed
 
 # verifiers, in an environment of its own (0.4 GB); docs/agents.md says how to use it.

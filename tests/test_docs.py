@@ -21,6 +21,7 @@ OF_A_RUN = {
     "benchmarks/results/latest/NAME.json",
     "checkpoints/",
     "config.toml",
+    "gsm8k.toml",
     "logs/",
     "plots/",
     "record/",

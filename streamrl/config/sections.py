@@ -378,7 +378,7 @@ class GserverConfig(Section, frozen=True):
     deterministic: bool = False
     """The embedded engine computes each request in separate forward passes (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on other requests, and neither do those of `ref_inf` and
-    `rew_inf`. With `staleness.max_staleness = 0` a run is then repeatable (docs/operations.md)."""
+    `rew_inf`. With `staleness.max_staleness = 0` a run is then repeatable (docs/resuming.md)."""
     simulated_int8: bool = False
     """SIMULATED: the embedded engine rounds the weights of linear layers as int8 with a scale for each row would. It
     computes with them in `dtype`, so it is neither smaller nor faster. It shows the effect of a quantised rollout on
@@ -587,7 +587,7 @@ class MetricsConfig(Section, frozen=True):
 
     sinks: list[SinkName] = msgspec.field(default_factory=lambda: ["tensorboard"])
     """Destinations of the figures of training steps and evaluations, in addition to `metrics.jsonl`
-    (docs/operations.md)."""
+    (docs/metrics.md)."""
     project: NonEmpty = "streamrl"
     """The run's project at Weights & Biases and in trackio."""
     plots: bool = True

@@ -176,7 +176,7 @@ def test_a_response_whose_weight_overflows_leaves_figures_finite():
 
 
 def test_every_figure_is_in_the_table_of_metrics(tmp_path):
-    table = (Path(__file__).parents[2] / "docs" / "operations.md").read_text().partition("\n## Metrics\n")[2]
+    table = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text().partition("\n## The metrics of a step\n")[2]
     documented = set(re.findall(r"`([a-z0-9_/]+)`", table.partition("\n## ")[0]))
     of_parts = {"age_0", "positive_outward", "positive_restoring", "negative_outward", "negative_restoring"}
     tokens = [Token(-1.0, -1.0 + shift, advantage, 0, 0) for shift in (-0.5, 0.5) for advantage in (-1.0, 1.0)]

@@ -139,14 +139,6 @@ MANAGER_KINDS = {
     "one by one": "at a fixed rate, one call each",
     "waiting": "in line, one place at a time",
 }
-MANAGER_COST: dict[str, Cell] = {
-    "admissions": lambda row: MANAGER_KINDS[row["kind"]],
-    "gservers": "{gservers:,}",
-    "in flight, or in line": "{in_flight:,}",
-    "p50": "{p50_ms:.1f} ms",
-    "p99": "{p99_ms:.1f} ms",
-    "manager's CPU time per call": lambda row: f"{row['manager_cpu_us_per_call'] / 1000:.3f} ms",
-}
 MODES = {"collective": "broadcast", "shared_memory": "shared memory", "disk": "disk"}
 
 
@@ -682,8 +674,7 @@ TABLES = (
     Table("docs/trainer.md", "long-rows", "bench_long_rows", long_rows),
     Table("docs/planning.md", "plan", "bench_plan", plan),
     Table("docs/collapse.md", "delay", "delay", delay),
-    Table("docs/manager.md", "manager-cost", "bench_manager", lines_of(MANAGER_COST)),
-    Table("docs/manager.md", "routing", "bench_routing", routing),
+    Table("docs/figures.md", "routing", "bench_routing", routing),
     Table("docs/agents.md", "agents", "bench_agents", lines_of(AGENTS)),
     Table("docs/agents.md", "agents-trainer", "bench_agents_trainer", agents_trainer),
     Table("docs/clusters.md", "scale", "bench_scale", scale),

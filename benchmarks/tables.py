@@ -629,14 +629,13 @@ def capacity_roles(_: Results) -> str:
 
 def capacity_traffic(_: Results) -> str:
     """Bytes that a weight update moves, and the size of a checkpoint, for the same divisions."""
-    header = "model | trainer | gservers | served weights | over each GPU's link | time | checkpoint"
+    header = "model | served weights | over each GPU's link | time | checkpoint"
     rows = []
     for _, shape, one in capacity.divisions():
         update = one.update
-        cells = [shape.name, str(one.layout), f"{one.gservers} × {one.server_tensor}", f"{gib(update.weights)} GiB"]
-        cells += [f"{gib(update.per_link)} GiB", f"{update.seconds:.1f} s", f"{gib(one.checkpoint, ',.0f')} GiB"]
-        rows.append(cells)
-    return markdown(header.split(" | "), rows)
+        cells = [shape.name, f"{gib(update.weights)} GiB", f"{gib(update.per_link)} GiB", f"{update.seconds:.1f} s"]
+        rows.append([*cells, f"{gib(one.checkpoint, ',.0f')} GiB"])
+    return markdown(header.split(" | "), unique(map(tuple, rows)))
 
 
 # --- pages ---------------------------------------------------------------------------------------
@@ -677,9 +676,9 @@ TABLES = (
     Table("docs/figures.md", "routing", "bench_routing", routing),
     Table("docs/agents.md", "agents", "bench_agents", lines_of(AGENTS)),
     Table("docs/agents.md", "agents-trainer", "bench_agents_trainer", agents_trainer),
-    Table("docs/clusters.md", "scale", "bench_scale", scale),
-    Table("docs/security.md", "fuzz", "fuzz", fuzz),
-    Table("docs/security.md", "fuzz-of-sglang", "fuzz_sglang", fuzz),
+    Table("docs/figures.md", "scale", "bench_scale", scale),
+    Table("docs/figures.md", "fuzz", "fuzz", fuzz),
+    Table("docs/figures.md", "fuzz-of-sglang", "fuzz_sglang", fuzz),
     Table("docs/figures.md", "page-views", "bench_page", page_views),
     Table("docs/figures.md", "page-cost", "bench_page", page_cost),
     Table("docs/staleness.md", "staleness-verdict", "staleness", staleness_verdict),

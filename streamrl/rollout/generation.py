@@ -236,19 +236,27 @@ class Generator:
     ) -> SamplingParams:
         """Return the parameters of one request. Each request has its own seed, which depends on the run's seed, `rid`
         and the position of the first token."""
-        sampling = self._sampling
         digest = hashlib.blake2b(f"{self._seed}/{rid}/{position}".encode(), digest_size=4).digest()
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_new_tokens=max_new_tokens,
-            stop=[*sampling.stop, *stop] or None,
-            stop_token_ids=[*sampling.stop_token_ids, *stop_token_ids] or None,
+        return msgspec.structs.replace(
+            sampling_params(self._sampling, max_new_tokens=max_new_tokens, stop=stop, stop_token_ids=stop_token_ids),
             sampling_seed=int.from_bytes(digest, "little") >> 1,
             stream_interval=max(1, max_new_tokens // STREAM_EVENTS) if streamed else None,
         )
+
+
+def sampling_params(
+    sampling: SamplingConfig, *, max_new_tokens: int, stop: Sequence[str], stop_token_ids: Sequence[int]
+) -> SamplingParams:
+    """Return the parameters of a request under `sampling`; `stop` and `stop_token_ids` are added to its own."""
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_new_tokens=max_new_tokens,
+        stop=[*sampling.stop, *stop] or None,
+        stop_token_ids=[*sampling.stop_token_ids, *stop_token_ids] or None,
+    )
 
 
 class _PartialResponse:

@@ -27,9 +27,9 @@ from streamrl.retry import Retry
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
-from streamrl.rollout.generation import Generator, GroupRoute
+from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.reward.pool import RewardPool
-from streamrl.rollout.workflows import BeforeScoring, Session, Workflow
+from streamrl.rollout.workflows import BeforeScoring, Sampler, Session, Workflow
 from streamrl.types import LARGEST_REWARD, NO_VERSION, Prompt, Trajectory, TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class GroupMaker:
         prompts: PromptSource,
         workflow: Workflow,
         chat: ChatTokenizer,
-        generator: Generator,
+        generator: Sampler,
         rewards: RewardPool | None,
         activity: Activity,
     ) -> None:

@@ -16,21 +16,19 @@ from typing import Any
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError, DataError
-from streamrl.models import eos_token_ids, replays_routing, vocab_size
+from streamrl.models import eos_token_ids, replays_routing
 from streamrl.rollout.activity import Activity
-from streamrl.rollout.agents.gateway import Gateway, Sampling
 from streamrl.rollout.agents.model_renderer import ModelRenderer, renderer_of
 from streamrl.rollout.agents.runner import RemoteAgents, agents_of
-from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable
+from streamrl.rollout.agents.workflow import open_agents
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.generation import Generator
 from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import Workflow, load_workflow
-from streamrl.transport.addresses import Reach, is_loopback, reach_towards
+from streamrl.transport.addresses import Reach, reach_towards
 from streamrl.transport.generation import GenerationClient
-from streamrl.transport.http import Hosts
 from streamrl.transport.keys import read_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
@@ -185,40 +183,20 @@ async def _open_workflow(config: Config, *, joined: RunConnection, chat: ChatTok
     agents = agents_of(config, tokenizer=tokenizer, renderer=kind)
     joined.at_exit.push_async_callback(agents.close)
     await agents.start()
-    episodes = EpisodeTable()
-    model = Path(config.model.path).name
-    own = config.rollout.sampling
-    sampling = Sampling(own.temperature, own.top_p, own.top_k, own.min_p)
-    listening = (joined.reach if agent.remote else joined.reach.of_this_machine).listening
-    if agent.remote and not is_loopback(listening.at) and not agent.api_key_env:
-        raise ConfigError(
-            f"agents are served at {listening.at}, which is open to others: rollout.agent needs an api_key_env, or "
-            "anyone may take episodes"
-        )
-    gateway = Gateway(
-        episodes,
-        model=model,
-        sampling=sampling,
-        vocab_size=vocab_size(model_dir),
+    workflow = await open_agents(
+        config,
+        agents,
+        model_dir=model_dir,
+        renderer=renderer,
+        at_exit=joined.at_exit,
+        listening=(joined.reach if agent.remote else joined.reach.of_this_machine).listening,
+        port=agent.port + joined.membership.index if agent.port else 0,  # each worker of one machine needs its own port
         leases=agents if isinstance(agents, RemoteAgents) else None,
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
-        listening=listening,
-        port=agent.port + joined.membership.index if agent.port else 0,  # each worker of one machine needs its own port
-        hosts=Hosts([listening.announced, *config.security.host_names]),
         tls=server_context(None, config.security) if config.security.tls_dir and agent.remote else None,
     )
-    joined.at_exit.push_async_callback(gateway.close)
-    joined.activity.agent_retries = lambda: gateway.retries_answered
-    url = await gateway.start()
-    return AgentWorkflow(
-        agent,
-        agents=agents,
-        gateway=gateway,
-        url=url,
-        episodes=episodes,
-        renderer=renderer,
-        model=model,
-    )
+    joined.activity.agent_retries = lambda: workflow.retries_answered
+    return workflow
 
 
 def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:

@@ -32,7 +32,7 @@ from streamrl.errors import ConfigError, DataError, RewardError
 from streamrl.importing import load_object
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.generation import Generator, GroupRoute, OnTokens, first_known, of_all_tokens
+from streamrl.rollout.generation import GroupRoute, OnTokens, first_known, of_all_tokens
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.stop_strings import before_stop
@@ -60,6 +60,23 @@ class Workflow(Protocol):
         """
 
 
+class Sampler(Protocol):
+    """The source of responses: the gservers of a run (`Generator`), or a loop that generates by itself."""
+
+    async def generate(
+        self,
+        input_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        rid: str,
+        route: GroupRoute,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        on_tokens: OnTokens | None = None,
+    ) -> Generation:
+        """Return a response; see `Generator.generate`."""
+
+
 class Session:
     """Interface of a workflow for one sibling of one group: generate, and score."""
 
@@ -68,7 +85,7 @@ class Session:
         *,
         prompt: Prompt,
         sibling: int,
-        generator: Generator,
+        generator: Sampler,
         route: GroupRoute,
         rewards: RewardPool | None,
         reward: RewardConfig,
@@ -104,6 +121,11 @@ class Session:
         self._before_scoring = before_scoring
         self._requests = 0
 
+    @property
+    def episode(self) -> str:
+        """Name of this attempt of the sibling, unique in the run: `SEQ.SIBLING`, or `SEQ.SIBLING+ATTEMPT`."""
+        return f"{self.prompt.seq}.{self.sibling}" + (f"+{self.attempt}" if self.attempt else "")
+
     async def generate(
         self,
         input_ids: Sequence[int],
@@ -124,8 +146,7 @@ class Session:
                 f"seq {self.prompt.seq}: a conversation of {len(input_ids)} tokens leaves no room in "
                 f"gserver.max_context = {self.max_context}"
             )
-        again = f"+{self.attempt}" if self.attempt else ""
-        rid = f"{self.prompt.seq}.{self.sibling}{again}.{self._requests}"
+        rid = f"{self.episode}.{self._requests}"
         self._requests += 1
         with self._activity.generating(), self._route.request(len(input_ids)):
             generation = await self._generator.generate(

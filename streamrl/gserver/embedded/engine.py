@@ -256,6 +256,8 @@ class EmbeddedEngine:
         `params`: for all prompts, or for each. Raises `Refused` for a prompt or a parameter that is not possible,
         `QueueFull`, and `GenerationFailed` if the engine breaks or a response is aborted.
         """
+        if not prompts:
+            return []
         request = GenerateRequest(
             input_ids=[list(prompt) for prompt in prompts],
             sampling_params=params if isinstance(params, SamplingParams) else list(params),

@@ -36,7 +36,7 @@ from aiohttp.typedefs import Middleware
 from streamrl.errors import UNDECODABLE
 from streamrl.limits import CLOSE_SECONDS
 from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, RequestRefused
-from streamrl.rollout.agents.policy import Lease, Score
+from streamrl.rollout.agents.policy import EpisodeRequest, Lease, Score
 from streamrl.rollout.agents.protocols import anthropic, chat, common, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Api, CheckedRequest
 from streamrl.transport.addresses import LOOPBACK, Listening, url_of
@@ -102,7 +102,7 @@ class Episodes(Protocol):
 class Leases(Protocol):
     """Episodes for agents that run elsewhere."""
 
-    async def lease(self, seconds: float) -> Lease | None:
+    async def lease(self, seconds: float, request: EpisodeRequest) -> Lease | None:
         """Return an episode to play; None if none is available within `seconds`."""
 
 
@@ -220,11 +220,13 @@ class Gateway:
         port: int = 0,
         hosts: Hosts | None = None,
         tls: ssl.SSLContext | None = None,
+        routes: Sequence[web.RouteDef] = (),
         body_limit: int = BODY_LIMIT,
         concurrent_requests: int = CONCURRENT_REQUESTS,
     ) -> None:
         """`vocab_size`: the model's; token ids are below it. `hosts` recognises requests that a web page may have
-        forged. `tls`: the server's TLS context; None: plain text."""
+        forged. `tls`: the server's TLS context; None: plain text. `routes`: further routes; like the lease of an
+        episode, they require `lease_key`."""
         self.retries_answered = 0
         self._episodes = episodes
         self._model = model
@@ -241,7 +243,8 @@ class Gateway:
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[Sequence[Completion]]] = set()
         app = web.Application(client_max_size=body_limit, middlewares=[_refuse, _check_page(hosts or Hosts())])
-        app.router.add_post("/episodes", self._lease)
+        for route in (web.post("/episodes", self._lease), *routes):
+            app.router.add_route(route.method, route.path, self._with_key(route.handler))
         for prefix in ("", "/episodes/{episode}"):
             app.router.add_get(prefix + "/v1/models", self._models)
             app.router.add_post(prefix + "/score", self._score)
@@ -290,10 +293,7 @@ class Gateway:
     async def _lease(self, request: web.Request) -> web.Response:
         if self._leases is None:
             raise RequestRefused("this run has agents of its own (rollout.agent.remote is false)", status=404)
-        if not admits(self._lease_key, request.headers.get(HEADER)):
-            message = "whoever asks for an episode shows the key of rollout.agent.api_key_env"
-            raise RequestRefused(message, status=401, kind="authentication_error")
-        lease = await self._leases.lease(LEASE_SECONDS)
+        lease = await self._leases.lease(LEASE_SECONDS, await _episode_request(request))
         if lease is None:
             return web.Response(status=204)
         access = lease.access
@@ -301,6 +301,19 @@ class Gateway:
         return _json(
             {"id": access.id, "task": lease.task, "api_key": access.api_key, "model": access.model, **addresses}
         )
+
+    def _with_key(self, handler: Any) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        async def checked(request: web.Request) -> web.StreamResponse:
+            if not admits(self._lease_key, request.headers.get(HEADER)):
+                message = (
+                    f"{request.path} needs the header `{HEADER}: Bearer KEY` with the key of this server "
+                    "(rollout.agent.api_key_env; for `streamrl gateway`, --token-env)"
+                )
+                raise RequestRefused(message, status=401, kind="authentication_error")
+            found: web.StreamResponse = await handler(request)
+            return found
+
+        return checked
 
     async def _score(self, request: web.Request) -> web.Response:
         try:
@@ -416,6 +429,15 @@ def _earlier(asked: _RequestHistory, request: web.Request, digest: bytes) -> _Ge
         *(same[-1:] if retried else ()),
     ]
     return candidates[0] if candidates else None
+
+
+async def _episode_request(request: web.Request) -> EpisodeRequest:
+    """Read the body of `request`, which may be empty; raises `RequestRefused`."""
+    try:
+        return msgspec.json.decode(await request.read() or b"{}", type=EpisodeRequest)
+    except UNDECODABLE as error:
+        message = f'the body may be empty, or {{"task": {{...}}, "group": "NAME"}}: {error}'
+        raise RequestRefused(message) from None
 
 
 async def _said(request: web.Request) -> Score:

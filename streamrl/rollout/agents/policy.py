@@ -58,6 +58,16 @@ class Lease(msgspec.Struct, frozen=True):
     access: Endpoint
 
 
+class EpisodeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A request to open an episode. `streamrl gateway` keeps both fields with the finished episode; a run has tasks of
+    its own and ignores them."""
+
+    task: dict[str, Any] = {}
+    """The agent's task, of any JSON types."""
+    group: str = ""
+    """Name of the group of episodes with which this one is compared, for example the id of its task."""
+
+
 class Score(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """An agent's report on its episode."""
 

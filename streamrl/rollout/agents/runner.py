@@ -29,7 +29,7 @@ from streamrl import userland
 from streamrl.children import describe_exit, kill_group
 from streamrl.config import Config
 from streamrl.errors import AgentError, UnknownFault, UserCodeError, UserCodeUnusable, UserProcessDied
-from streamrl.rollout.agents.policy import Endpoint, Lease, Score
+from streamrl.rollout.agents.policy import Endpoint, EpisodeRequest, Lease, Score
 from streamrl.transport import secret
 from streamrl.userland import UserProcesses, run_program
 
@@ -263,8 +263,8 @@ class RemoteAgents:
         begun()
         return Score()
 
-    async def lease(self, seconds: float) -> Lease | None:
-        """Return an episode to play; None if none is available within `seconds`."""
+    async def lease(self, seconds: float, request: EpisodeRequest) -> Lease | None:
+        """Return an episode to play; None if none is available within `seconds`. `request` is ignored."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while True:

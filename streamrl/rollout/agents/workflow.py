@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+import ssl
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+from aiohttp import web
 
-from streamrl.config import AgentConfig
-from streamrl.errors import AgentError, DataError, StreamRLError, UnknownFault
-from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, OnPiece
+from streamrl.config import AgentConfig, Config
+from streamrl.errors import AgentError, ConfigError, DataError, StreamRLError, UnknownFault
+from streamrl.models import vocab_size
+from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, Leases, OnPiece, Sampling
 from streamrl.rollout.agents.messages import (
     TOO_LONG,
     ChatRequest,
@@ -38,6 +42,8 @@ from streamrl.rollout.generation import OnTokens
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import Session
 from streamrl.stop_strings import before_stop
+from streamrl.transport.addresses import LOOPBACK, Listening, is_loopback
+from streamrl.transport.http import Hosts
 from streamrl.types import Prompt, Trajectory
 
 LOOKS = 32
@@ -84,6 +90,8 @@ class Episode:
         """Random key that opens this episode and no other."""
         self.name = f"{session.prompt.seq}-{session.sibling}-{secrets.token_hex(4)}"
         """Name of the episode in URLs."""
+        self.attempt = session.episode
+        """Name of the attempt of the sibling."""
         self.calls = 0
         """How many completions the agent has requested."""
         self.rewritten = 0
@@ -407,6 +415,10 @@ class EpisodeTable:
             raise RequestRefused(ENDED, status=GONE)
         return None if found is None or episode not in ("", found.name) else found
 
+    def named(self, attempt: str) -> Episode | None:
+        """Return the running episode of an attempt of a sibling (`Session.episode`)."""
+        return next((episode for episode in self._by_key.values() if episode.attempt == attempt), None)
+
     def ended_with(self, key: str, score: Score) -> bool:
         """Return whether the ended episode had exactly this score: the request repeats an earlier one."""
         return self._ended.get(key) == score
@@ -438,23 +450,28 @@ class AgentWorkflow:
         model: str,
     ) -> None:
         """`url`: the gateway's. `model`: the name under which agents request the policy."""
+        self.url = url
+        self.episodes = episodes
         self._config = config
         self._agents = agents
         self._gateway = gateway
-        self._url = url
-        self._episodes = episodes
         self._renderer = renderer
         self._model = model
 
+    @property
+    def retries_answered(self) -> int:
+        """How many requests of agents received the answer of an earlier request."""
+        return self._gateway.retries_answered
+
     async def run(self, prompt: Prompt, session: Session) -> list[Trajectory]:
         episode = Episode(session, self._renderer, max_calls=self._config.max_calls)
-        self._episodes.add(episode)
+        self.episodes.add(episode)
         began = time.monotonic()
         try:
             earned = await self._play(prompt, session, episode)
         finally:
             episode.end()
-            self._episodes.remove(episode)
+            self.episodes.remove(episode)
             self._gateway.forget(episode.key)
         trajectories = episode.trajectories(earned, discount=self._config.discount)
         if not trajectories:
@@ -525,7 +542,59 @@ class AgentWorkflow:
             return EpisodeScore(Score(0.0), [])
 
     def _access(self, episode: Episode) -> Endpoint:
-        return Endpoint(root=self._url, id=episode.name, api_key=episode.key, model=self._model)
+        return Endpoint(root=self.url, id=episode.name, api_key=episode.key, model=self._model)
+
+
+async def open_agents(
+    config: Config,
+    agents: Agents,
+    *,
+    model_dir: Path,
+    renderer: Renderer,
+    at_exit: AsyncExitStack,
+    listening: Listening = LOOPBACK,
+    port: int = 0,
+    leases: Leases | None = None,
+    lease_key: str = "",
+    routes: Sequence[web.RouteDef] = (),
+    tls: ssl.SSLContext | None = None,
+) -> AgentWorkflow:
+    """Start the model server of `agents`, which is closed at exit; return the workflow whose siblings are their
+    episodes.
+
+    `leases`, `lease_key`, `routes` and `tls`: as of `Gateway`. Raises `ConfigError` if other machines could take
+    episodes without a key.
+    """
+    if leases is not None and not is_loopback(listening.at) and not lease_key:
+        raise ConfigError(
+            f"agents are served at {listening.at}, which is open to others: rollout.agent needs an api_key_env, or "
+            "anyone may take episodes"
+        )
+    own = config.rollout.sampling
+    episodes, model = EpisodeTable(), Path(config.model.path).name
+    gateway = Gateway(
+        episodes,
+        model=model,
+        sampling=Sampling(own.temperature, own.top_p, own.top_k, own.min_p),
+        vocab_size=vocab_size(model_dir),
+        leases=leases,
+        lease_key=lease_key,
+        listening=listening,
+        port=port,
+        hosts=Hosts([listening.announced, *config.security.host_names]),
+        tls=tls,
+        routes=routes,
+    )
+    at_exit.push_async_callback(gateway.close)
+    return AgentWorkflow(
+        config.rollout.agent,
+        agents=agents,
+        gateway=gateway,
+        url=await gateway.start(),
+        episodes=episodes,
+        renderer=renderer,
+        model=model,
+    )
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:

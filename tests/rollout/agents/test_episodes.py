@@ -388,7 +388,7 @@ async def test_an_agent_elsewhere_leases_episodes() -> None:
     async with playing(config) as workflow, session("Two<|im_end|>", rewards=None) as (made, _):
         playing_it = asyncio.create_task(workflow.run(task("1+1?"), made))
         async with aiohttp.ClientSession() as asking:
-            async with asking.post(f"{workflow._url}/episodes") as answer:
+            async with asking.post(f"{workflow.url}/episodes") as answer:
                 lease = await answer.json()
             assert lease["task"]["question"] == "1+1?"
             async with AsyncOpenAI(base_url=lease["base_url"], api_key=lease["api_key"]) as client:
@@ -428,7 +428,7 @@ async def test_an_episode_that_its_harness_elsewhere_never_scores_is_offered_aga
 
 
 async def leased(asking: aiohttp.ClientSession, workflow: AgentWorkflow) -> dict[str, Any]:
-    async with asking.post(f"{workflow._url}/episodes") as answer:
+    async with asking.post(f"{workflow.url}/episodes") as answer:
         assert answer.status == 200
         return dict(await answer.json())
 

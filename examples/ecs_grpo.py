@@ -1,4 +1,4 @@
-"""The asynchronous graph with a reference, as ECS functions (docs/trainer.md). The losses are those without
+"""The asynchronous graph with a reference, as ECS functions (docs/graphs.md). The losses are those without
 `trainer.graph`, bit for bit.
 
     streamrl run examples/copy_scratch.toml algorithm.kl_coef=0.01 trainer.graph=examples.ecs_grpo:workflow

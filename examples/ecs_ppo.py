@@ -1,4 +1,4 @@
-"""Synchronous PPO with a critic, as ECS functions (docs/trainer.md). The losses equal the losses of
+"""Synchronous PPO with a critic, as ECS functions (docs/graphs.md). The losses equal the losses of
 `trainer.graph=synchronous` bit for bit.
 
     streamrl run examples/ppo_scratch.toml trainer.graph=synchronous:examples.ecs_ppo:workflow

@@ -1,4 +1,4 @@
-"""Workflows of plain functions whose parameters name models and data (ECS). docs/trainer.md has an example.
+"""Workflows of plain functions whose parameters name models and data (ECS). docs/graphs.md has an example.
 
 `trainer.graph = "my_graph:workflow"` with `workflow = MasterWorkerECS([ref_inf, actor_train])` traces each function
 once, with handles in place of models and data. Each `generate`, `inference` and `train_step` that a function calls on a

@@ -81,7 +81,7 @@ class TrainerConfig(LayoutConfig, frozen=True):
     graph: str = ASYNCHRONOUS
     """The model function calls: `asynchronous`, `synchronous` (generation is one of the master's calls), or
     `module:function`. A function that returns a graph with generation calls needs the prefix `synchronous:`
-    (docs/trainer.md)."""
+    (docs/graphs.md)."""
     shard: bool = False
     """Spread weights, gradients and optimizer state over the data- and context-parallel ranks (torch: FSDP2; megatron:
     its distributed optimizer)."""

@@ -7,7 +7,7 @@ An MFC names its input keys and its output keys; the order follows from the keys
 - `module:function`: the user's function from `Config` to a list of `MFC`, or a workflow of ECS functions
   (`streamrl/ecs.py`); `synchronous:module:function` if it also has the MFCs of rollout workers.
 
-docs/trainer.md has examples.
+docs/graphs.md has examples.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class MFC(msgspec.Struct, frozen=True):
     reads: Literal["arrivals", "batch"] = "batch"
     """`arrivals`: runs on groups as they arrive; `batch`: on the training batch, once it is formed."""
     groups: int | None = None
-    """Batch size: groups in one call; fewer at the end of a batch (docs/trainer.md). None for all groups that are
+    """Batch size: groups in one call; fewer at the end of a batch (docs/graphs.md). None for all groups that are
     ready, or the whole batch. Not allowed for a `train_step`."""
     function: str = ""
-    """`module:function` of the interface `function` (docs/trainer.md)."""
+    """`module:function` of the interface `function` (docs/graphs.md)."""
     pre_hooks: tuple[Hook, ...] = ()
     """Hooks that run before the call, in order."""
     post_hooks: tuple[Hook | MasterHook, ...] = ()

@@ -83,18 +83,13 @@ def unique(values: Iterable[Any]) -> list[Any]:
 
 THROUGHPUT: dict[str, Cell] = {
     "generation": lambda row: "SIMULATED, long tail" if row["simulated_generation"] else "embedded engine",
-    "mode": "{mode}",
     "max_staleness": "{max_staleness}",
     "over-age tokens": "`{over_age}`",
     "groups/s": "{groups_per_second:.3g}",
-    "tokens/s": "{tokens_per_second:,.0f}",
     "speed-up": "{speedup:.2f}",
     "bound": "{bound:.2f}",
-    "of the bound": lambda row: f"{row['speedup'] / row['bound']:.2f}",
-    "cores busy": "{cores_busy:.0%}",
     "oldest token": "{oldest_token_age}",
     "masked or dropped": lambda row: f"{row['masked_share'] + row['dropped_share']:.1%}",
-    "runs": "{seeds}",
     "final reward (least to most)": lambda row: (
         "{mean:.3f} ({least:.3f} to {most:.3f})".format_map(row["reward_final"]) if row["reward_final"] else MISSING
     ),
@@ -369,9 +364,9 @@ def gpu(results: Results) -> str:
 
 
 def demo_in_full(results: Results) -> str:
-    """Steps and summary."""
+    """First and last steps, and the summary."""
     steps, summary = _steps_and_summary(results)
-    return "\n".join(["```", *steps, *summary, "```"])
+    return "\n".join(["```", *steps[:3], "   ...", *steps[-3:], *summary, "```"])
 
 
 def _steps_and_summary(results: Results) -> tuple[list[str], list[str]]:

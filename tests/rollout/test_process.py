@@ -55,7 +55,7 @@ async def test_agents_elsewhere_may_ask_by_the_name_that_they_are_told(tmp_path:
         joined = joined_at(Reach(announced="rollout.example", local="127.0.0.1", told=True), at_exit)
         model_dir = ensure_checkpoint(config, cache=tmp_path)
         workflow: Any = await _open_workflow(config, joined=joined, chat=make_chat(), model_dir=model_dir)
-        told = urlsplit(workflow._url)
+        told = urlsplit(workflow.url)
         assert told.hostname == "rollout.example"
         assert await status_at(f"http://127.0.0.1:{told.port}", Host=told.netloc) == 401
         assert workflow._gateway._vocab_size == vocab_size(model_dir)

@@ -31,7 +31,15 @@ from streamrl.device import compute_with, inference_dtype
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.adapters import Adapters
 from streamrl.gserver.embedded.architecture import Unsupported, read_architecture
-from streamrl.gserver.embedded.general import GeneralModel, GeneralScheduler, GeneralWeights, SlotCaches, refuse
+from streamrl.gserver.embedded.general import (
+    BatchedModel,
+    GeneralModel,
+    GeneralScheduler,
+    GeneralWeights,
+    SlotCaches,
+    SlotStates,
+    refuse,
+)
 from streamrl.gserver.embedded.model import KVCache, Model, SlotCache, StepModel
 from streamrl.gserver.embedded.request import Request
 from streamrl.gserver.embedded.scheduler import PREFILL_TOKENS, DeterministicScheduler, Event, Scheduler
@@ -84,7 +92,9 @@ def _weights_of(
     if architecture is None:
         if rounds:
             raise refuse("gserver.simulated_int8", folder)
-        return GeneralWeights(folder, dtype=dtype, compute_dtype=compute_dtype, device=device)
+        return GeneralWeights(
+            folder, dtype=dtype, compute_dtype=compute_dtype, device=device, deterministic=deterministic
+        )
     return DoubleBufferedWeights(
         architecture,
         dtype=dtype,
@@ -222,6 +232,9 @@ class EmbeddedEngine:
     ) -> tuple[StepModel, SlotCache, type[Scheduler]]:
         """Return the forward pass, its cache, and the kind of the scheduler."""
         if isinstance(self._weights, GeneralWeights):
+            if self._weights.batched:
+                states = SlotStates(max_slots=self.max_running, max_length=self.max_context, device=self._device)
+                return BatchedModel(self._weights.served, states), states, Scheduler
             slots = SlotCaches(self._weights.config)
             return GeneralModel(self._weights.served, slots), slots, GeneralScheduler
         assert self._architecture is not None

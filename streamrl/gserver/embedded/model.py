@@ -244,27 +244,18 @@ class SlotCache(Protocol):
     def put(self, slot: int, taken: Sequence[Tensor], length: int) -> None: ...
 
 
-class KVCache:
-    """Keys and values of all slots: `[slots, length, 2 * kv_heads, head_dim]` for each layer, keys in the first half
-    of the heads; and the experts that computed each token."""
+class SlotTensors:
+    """Tensors `[slots, length, ...]` of all slots' tokens, which grow as needed; the base of caches."""
 
-    def __init__(
-        self, architecture: Architecture, *, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    routes: Tensor | None = None
+
+    def __init__(self, *, max_slots: int, max_length: int, device: torch.device) -> None:
         self.slots = min(FIRST_SLOTS, max_slots)
         self.length = min(FIRST_LENGTH, max_length)
         self.max_slots = max_slots
         self._max_length = max_length
-        self._kv_heads = architecture.kv_heads
-        self._head_dim = architecture.head_dim
-        self._dtype = dtype
         self._device = device
-        self.layers = [self._empty() for _ in range(architecture.layers)]
-        moe = architecture.moe
-        self._routes_shape = (architecture.layers, moe.top_k) if moe is not None and moe.experts <= NO_EXPERT else None
-        self.routes = self._no_routes()
-        """`[slots, length, layers, top_k]` uint8, `NO_EXPERT` for a token that none has computed; None: the model has
-        no experts, or too many of them."""
+        self.layers: list[Tensor] = []
 
     @property
     def bytes(self) -> int:
@@ -290,14 +281,15 @@ class KVCache:
             self.length = min(2 * self.length, self._max_length)
         try:
             for i, old in enumerate(self.layers):
-                self.layers[i] = self._empty()
+                self.layers[i] = self._empty(old.shape[2:], old.dtype)
                 self.layers[i][:old_slots, :old_length] = old
-            if (routes := self._no_routes()) is not None and self.routes is not None:
-                routes[:old_slots, :old_length] = self.routes
-                self.routes = routes
+            self._grow_routes(old_slots, old_length)
         except RuntimeError:
             self._shrink(slots=old_slots, length=old_length)
             raise
+
+    def _grow_routes(self, old_slots: int, old_length: int) -> None:
+        """Make room in `routes`, if there are any."""
 
     def _shrink(self, *, slots: int, length: int) -> None:
         """Shrink the layers that have grown back to this size, since all must have the same size."""
@@ -307,10 +299,6 @@ class KVCache:
                 # By way of the host's memory, so that a GPU's memory is free before the copy is allocated.
                 self.layers[i] = self.layers[i][:slots, :length].to("cpu", copy=True)
                 self.layers[i] = self.layers[i].to(self._device)
-
-    def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """Return the row of token i, which is at `positions[i]` of `slots[i]`: `[tokens]`."""
-        return slots * self.length + positions
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copy the first `length` tokens of a slot to others, given in ascending order."""
@@ -333,6 +321,40 @@ class KVCache:
         for tensor, kept in zip(self._kept(), taken, strict=True):
             tensor[slot, :length] = kept[:length]
 
+    def _kept(self) -> list[Tensor]:
+        """Return all tensors of tokens: `[slots, length, ...]`."""
+        return self.layers if self.routes is None else [*self.layers, self.routes]
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        # Zeros, not garbage: masked positions are multiplied by 0, which does not remove a NaN.
+        return torch.zeros((self.slots, self.length, *shape), dtype=dtype, device=self._device)
+
+
+class KVCache(SlotTensors):
+    """Keys and values of all slots: `[slots, length, 2 * kv_heads, head_dim]` for each layer, keys in the first half
+    of the heads; and the experts that computed each token."""
+
+    def __init__(
+        self, architecture: Architecture, *, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(max_slots=max_slots, max_length=max_length, device=device)
+        shape = (2 * architecture.kv_heads, architecture.head_dim)
+        self.layers = [self._empty(shape, dtype) for _ in range(architecture.layers)]
+        moe = architecture.moe
+        self._routes_shape = (architecture.layers, moe.top_k) if moe is not None and moe.experts <= NO_EXPERT else None
+        self.routes = self._no_routes()
+        """`[slots, length, layers, top_k]` uint8, `NO_EXPERT` for a token that none has computed; None: the model has
+        no experts, or too many of them."""
+
+    def _grow_routes(self, old_slots: int, old_length: int) -> None:
+        if (routes := self._no_routes()) is not None and self.routes is not None:
+            routes[:old_slots, :old_length] = self.routes
+            self.routes = routes
+
+    def rows(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return the row of token i, which is at `positions[i]` of `slots[i]`: `[tokens]`."""
+        return slots * self.length + positions
+
     def routes_of(self, rows: Tensor) -> Routes:
         """Return the storage for the experts of the tokens in `rows` (`[tokens]`), which are about to be computed;
         earlier records there are erased."""
@@ -342,20 +364,11 @@ class KVCache:
         kept[rows] = NO_EXPERT
         return Routes(kept, rows)
 
-    def _kept(self) -> list[Tensor]:
-        """Return all tensors of tokens: `[slots, length, ...]`."""
-        return self.layers if self.routes is None else [*self.layers, self.routes]
-
     def _no_routes(self) -> Tensor | None:
         if self._routes_shape is None:
             return None
         shape = (self.slots, self.length, *self._routes_shape)
         return torch.full(shape, NO_EXPERT, dtype=torch.uint8, device=self._device)
-
-    def _empty(self) -> Tensor:
-        # Zeros, not garbage: masked positions are multiplied by 0, which does not remove a NaN.
-        shape = (self.slots, self.length, 2 * self._kv_heads, self._head_dim)
-        return torch.zeros(shape, dtype=self._dtype, device=self._device)
 
 
 def _spans(slots: Sequence[int]) -> list[tuple[int, int]]:

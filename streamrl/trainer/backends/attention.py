@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 
 from streamrl.device import attend_without_plans, to_device
 from streamrl.errors import TrainingError
+from streamrl.scores import ScoreRules, attend_densely
 from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
 
@@ -251,22 +252,6 @@ class TreeStack(NamedTuple):
         return stacked.transpose(1, 2).flatten(0, 1).index_select(0, self.places)[None].transpose(1, 2)
 
 
-class ScoreRules(NamedTuple):
-    """Changes of the scores that some models make."""
-
-    window: int | None = None
-    """A token sees the keys less than this number of positions before it."""
-    softcap: float | None = None
-    """Scores become `softcap · tanh(score / softcap)`."""
-    sinks: Tensor | None = None
-    """`[heads]`: a further score of each query, for a key without a value."""
-
-    def within(self, longest: int) -> ScoreRules | None:
-        """Return the rules that matter for rows of up to `longest` positions; None if there are none."""
-        rules = self._replace(window=None) if self.window is not None and self.window >= longest else self
-        return None if all(rule is None for rule in rules) else rules
-
-
 class TreeMask:
     """The attention mask of a micro-batch, in the form for its device."""
 
@@ -406,17 +391,7 @@ def _attend_by_rules_densely(
     sees = attention_mask(visible_until[None])[0, 0]
     if rules.window is not None:
         sees &= positions[:, None] - positions < rules.window
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
-    scores = query @ key.transpose(2, 3) * scale
-    if rules.softcap is not None:
-        scores = rules.softcap * (scores / rules.softcap).tanh()
-    scores = scores.masked_fill(~torch.from_numpy(sees), -torch.inf)
-    if rules.sinks is not None:
-        sinks = rules.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(-1, -1, scores.shape[2], 1)
-        scores = torch.cat((scores, sinks), -1)
-    shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return shares[..., : key.shape[2]] @ value
+    return attend_densely(query, key, value, torch.from_numpy(sees), scale=scale, rules=rules)
 
 
 def _flex_by_rules(

@@ -15,7 +15,7 @@ from streamrl.checksum import weights_checksum
 from streamrl.config import LoraConfig
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.engine import EmbeddedEngine
-from streamrl.gserver.embedded.general import GeneralScheduler
+from streamrl.gserver.embedded.general import BatchedModel, GeneralScheduler
 from streamrl.gserver.server.engine import Output
 from streamrl.gserver.server.receiver import StagedWeights
 from tests.gserver.tiny import engine_for, generate, job, response_logprobs
@@ -46,15 +46,19 @@ async def update(engine: EmbeddedEngine, model: Any, version: str) -> None:
     await engine._swap(StagedWeights(version=version))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("family", "batched"),
+    [("smollm3", True), ("gemma2", True), ("gpt_oss", True), ("deepseek_v3", True), ("qwen3_next", False)],
+)
 async def test_families_sample_from_their_own_distribution_before_and_after_an_update(
-    family: str, tmp_path: Path
+    family: str, batched: bool, tmp_path: Path
 ) -> None:
     folder = save_family(tmp_path / family, family)
     model = loaded(folder)
     jobs = [job(str(i), prompt, params={"max_new_tokens": 12}) for i, prompt in enumerate(PROMPTS)]
     async with engine_for(folder) as engine:
-        assert isinstance(engine._scheduler, GeneralScheduler)
+        assert isinstance(engine._scheduler._model, BatchedModel) == batched
+        assert isinstance(engine._scheduler, GeneralScheduler) != batched
         check(await generate(engine, jobs), model)
         with torch.no_grad():
             for weight in model.parameters():

@@ -80,8 +80,8 @@ def row_of(family: str, results: Sequence[Result]) -> str:
     """Return the row of the table."""
     found = {result.part: result for result in results}
     cells = [found[part].verdict if part in found else "–" for part in COLUMNS]
-    failed = [result for result in results if result.verdict == "fails"]
-    why = (failed or [found["packed rows"]])[0].why
+    notes = [result for verdict in ("fails", "falls back") for result in results if result.verdict == verdict]
+    why = notes[0].why if notes else ""
     return f"| {' | '.join((family, *cells, ' '.join(why.replace('|', '/').split())[:200]))} |".replace("|  |", "| |")
 
 

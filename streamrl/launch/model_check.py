@@ -25,6 +25,7 @@ from streamrl.errors import StreamRLError
 from streamrl.export import copy_settings
 from streamrl.gserver.embedded.architecture import Unsupported, read_architecture
 from streamrl.gserver.embedded.engine import EmbeddedEngine
+from streamrl.gserver.embedded.general import batching_problem
 from streamrl.gserver.server.engine import Job, Output, Text
 from streamrl.models import check_checkpoint, load_tokenizer
 from streamrl.rollout.agents.rendering import TemplateRenderer
@@ -265,8 +266,8 @@ async def _generate(folder: Path, trained: _TrainingResult) -> None:
         await engine.close()
     try:
         read_architecture(folder)
-    except Unsupported as error:
-        raise _FallsBack(f"{error}; transformers computes it, more slowly") from error
+    except Unsupported:
+        _fall_back(batching_problem(folder))
 
 
 async def _compare_engine(engine: Any, prompts: Sequence[list[int]], reference: _Reference, *, of: str) -> None:

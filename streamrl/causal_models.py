@@ -98,7 +98,8 @@ def allocate(net: nn.Module, model: Any, device: torch.device) -> None:
 
 def body_of(model: Any) -> Any:
     """Return the part of `model` before its head."""
-    return model.get_decoder() if model.base_model is model else model.base_model
+    body = model.base_model if model.base_model is not model else model.get_decoder()
+    return model.model if body is model else body
 
 
 class _BodyOutput(MoeModelOutputWithPast):  # type: ignore[misc]

@@ -46,6 +46,7 @@ GROUND = {
     "retry",
     "rows",
     "safetensors_files",
+    "scores",
     "seqs",
     "stop_strings",
     "types",

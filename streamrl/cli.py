@@ -224,6 +224,47 @@ _add_removed("evaluator", "rollout workers make evaluations, and `streamrl rollo
 
 
 @command(app, POOLS)
+def gateway(
+    config: Path,
+    overrides: list[str] | None = None,
+    *,
+    server: list[str],
+    episodes: Path = Path("episodes"),
+    parquet_every: int = 0,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    advertise: str = "",
+    token_env: str = "",
+) -> None:
+    """Serve agents alone, in front of inference servers, and hand finished episodes to any trainer; without a run."""
+    from streamrl import config as configuration
+    from streamrl.launch.process import run_until_stopped, set_up_logging
+    from streamrl.rollout.agents.standalone import serve
+    from streamrl.transport.addresses import reach_of_manager
+    from streamrl.transport.keys import read_key
+
+    set_up_logging("gateway")
+
+    def show_url(url: str, key: str) -> None:
+        _show(f"agents open episodes with POST {url}/episodes; finished episodes: POST {url}/finished")
+        if key and not token_env:
+            _show(f"both need the header Authorization: Bearer {key}")
+
+    served = partial(
+        serve,
+        configuration.load(config, overrides or ()),
+        servers=[url.rstrip("/") for url in server],
+        folder=episodes,
+        parquet_every=parquet_every,
+        listening=reach_of_manager(host, advertise=advertise).listening,
+        port=port,
+        key=read_key(token_env, setting="--token-env"),
+        on_ready=show_url,
+    )
+    raise typer.Exit(run_until_stopped(served))
+
+
+@command(app, POOLS)
 def drain(url: str, process: str, secret_file: Path | None = None, security_of: Path | None = None) -> None:
     """Have a gserver or a rollout worker finish its work and leave; the run continues."""
     from streamrl.launch import remote

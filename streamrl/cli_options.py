@@ -64,6 +64,9 @@ OPTIONS: dict[str, Row] = {
     "resume_newest": _row("Resume the newest run of CONFIG from its latest checkpoint.", flag="--resume"),
     "host": _row("Address to listen at; else only this machine can connect, or as run.host sets."),
     "port": _row("Port; 0: any free one.", min=0, max=65535),
+    "server": _row("URL of an inference server with SGLang's API; several times for several.", metavar="URL"),
+    "episodes": _row("Folder for finished episodes; those in it are kept.", metavar="DIR"),
+    "parquet_every": _row("Also write a Parquet file for each N finished episodes; 0: none.", min=0, metavar="N"),
     "secret_file": _row("File with the run's secret; without it: STREAMRL_SECRET.", metavar="FILE"),
     "security_of": _row(
         "Configuration of the run, if it sets anything in \\[security].", metavar="CONFIG", flag="--config"

@@ -511,7 +511,7 @@ def with_version_spans(reply: GenerateReply, oldest: int, history: LineageHistor
     meta = reply.meta_info
     if meta.weight_versions or not reply.output_ids or meta.weight_version == MIXED_WEIGHTS:
         return reply
-    return with_version(reply, history.label(min(oldest, _version(meta.weight_version))))
+    return with_version(reply, history.label(min(oldest, policy_version_of(meta.weight_version))))
 
 
 def with_version(reply: GenerateReply, label: str) -> GenerateReply:
@@ -536,13 +536,14 @@ def token_versions(meta: MetaInfo, *, tokens: int) -> list[int]:
         if span.start != len(versions) or not span.start <= span.end <= tokens:
             raise WireError(f"weight_versions {meta.weight_versions} do not cover {tokens} tokens one after another")
         if span.end > span.start:  # an update leaves an empty span of mixed weights
-            versions.extend([_version(span.version)] * (span.end - span.start))
+            versions.extend([policy_version_of(span.version)] * (span.end - span.start))
     if len(versions) != tokens:
         raise WireError(f"weight_versions {meta.weight_versions} cover {len(versions)} of {tokens} tokens")
     return versions
 
 
-def _version(text: str) -> int:
+def policy_version_of(text: str) -> int:
+    """Return the policy version that an engine calls `text`; raises `WireError` if it is none."""
     try:
         return version_of(_label(text))
     except ValueError:
@@ -552,8 +553,8 @@ def _version(text: str) -> int:
 
 
 def _is_in(history: LineageHistory, text: str) -> bool:
-    """Return whether weights that an engine calls `text` are in `history`; raises as `_version`."""
-    _version(text)
+    """Return whether weights that an engine calls `text` are in `history`; raises as `policy_version_of`."""
+    policy_version_of(text)
     return history.has(_label(text))
 
 

@@ -221,12 +221,13 @@ class Gateway:
         hosts: Hosts | None = None,
         tls: ssl.SSLContext | None = None,
         routes: Sequence[web.RouteDef] = (),
+        stored: Callable[[str], Awaitable[None]] | None = None,
         body_limit: int = BODY_LIMIT,
         concurrent_requests: int = CONCURRENT_REQUESTS,
     ) -> None:
         """`vocab_size`: the model's; token ids are below it. `hosts` recognises requests that a web page may have
         forged. `tls`: the server's TLS context; None: plain text. `routes`: further routes; like the lease of an
-        episode, they require `lease_key`."""
+        episode, they require `lease_key`. `stored`: awaited with an episode's key before its score is confirmed."""
         self.retries_answered = 0
         self._episodes = episodes
         self._model = model
@@ -234,6 +235,7 @@ class Gateway:
         self._vocab_size = vocab_size
         self._leases = leases
         self._lease_key = lease_key
+        self._stored = stored
         self._listening = listening
         self._tls = tls
         self._port = port
@@ -324,6 +326,8 @@ class Gateway:
             return _json({})
         said = await _said(request)
         episode.score(said)
+        if self._stored is not None:
+            await self._stored(_key(request))
         return _json({})
 
     def _handler(self, path: str, protocol: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:

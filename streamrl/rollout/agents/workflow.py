@@ -7,12 +7,13 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import re
 import secrets
 import ssl
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -463,7 +464,18 @@ class AgentWorkflow:
         """How many requests of agents received the answer of an earlier request."""
         return self._gateway.retries_answered
 
+    def played_by(self, agents: Agents) -> AgentWorkflow:
+        """Return this workflow with other agents."""
+        other = copy.copy(self)
+        other._agents = agents
+        return other
+
     async def run(self, prompt: Prompt, session: Session) -> list[Trajectory]:
+        trajectories, _ = await self.play(prompt, session)
+        return trajectories
+
+    async def play(self, prompt: Prompt, session: Session) -> tuple[list[Trajectory], Score]:
+        """Return the trajectories of an episode, at least one, and its score."""
         episode = Episode(session, self._renderer, max_calls=self._config.max_calls)
         self.episodes.add(episode)
         began = time.monotonic()
@@ -489,7 +501,7 @@ class AgentWorkflow:
             tokens_trained=sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
             metrics=earned.said.metrics,
         )
-        return trajectories
+        return trajectories, earned.said
 
     async def _play(self, prompt: Prompt, session: Session, episode: Episode) -> EpisodeScore:
         """Run an episode, and return its score once it is known."""
@@ -557,13 +569,14 @@ async def open_agents(
     leases: Leases | None = None,
     lease_key: str = "",
     routes: Sequence[web.RouteDef] = (),
+    stored: Callable[[str], Awaitable[None]] | None = None,
     tls: ssl.SSLContext | None = None,
 ) -> AgentWorkflow:
     """Start the model server of `agents`, which is closed at exit; return the workflow whose siblings are their
     episodes.
 
-    `leases`, `lease_key`, `routes` and `tls`: as of `Gateway`. Raises `ConfigError` if other machines could take
-    episodes without a key.
+    `leases`, `lease_key`, `routes`, `stored` and `tls`: as of `Gateway`. Raises `ConfigError` if other machines could
+    take episodes without a key.
     """
     if leases is not None and not is_loopback(listening.at) and not lease_key:
         raise ConfigError(
@@ -584,6 +597,7 @@ async def open_agents(
         hosts=Hosts([listening.announced, *config.security.host_names]),
         tls=tls,
         routes=routes,
+        stored=stored,
     )
     at_exit.push_async_callback(gateway.close)
     return AgentWorkflow(

@@ -113,7 +113,7 @@ class FinishedEpisodes:
     def __init__(self, folder: Path, *, parquet_every: int = 0) -> None:
         """Open the folder, which is made if it does not exist. `parquet_every`: episodes in a Parquet file; 0: none.
 
-        Raises `DataError` if its files are not those of finished episodes.
+        Raises `DataError` if its files have other content.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder

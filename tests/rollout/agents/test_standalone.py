@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -203,3 +204,20 @@ async def test_a_server_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--server.*127\.0\.0\.1:1\b"):
         async with gateway(tmp_path, "http://127.0.0.1:1"):
             pass
+
+
+async def test_the_programs_on_the_page(tmp_path: Path, trainer: streamrl.TorchTrainer) -> None:
+    (tmp_path / "config.toml").write_text(configuration.to_toml(CONFIG, only_changed=True))
+    page = (Path(__file__).parents[3] / "docs" / "gateway.md").read_text()
+    harness, training = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    async with (
+        running(CONFIG, index=0, model_dir=trainer.folder) as (_, url),
+        gateway(tmp_path / "episodes", url) as client,
+    ):
+        code = harness.replace("http://localhost:8800", client.url).replace("1+1?", "1") + training.replace(
+            "policy_version < 100", "policy_version < 1"
+        ).replace("config.toml", str(tmp_path / "config.toml"))
+        names: dict[str, Any] = {}
+        await asyncio.to_thread(exec, compile(code, "docs/gateway.md", "exec"), names)
+        assert names["trainer"].policy_version == 1
+        assert (await client.counts())["acknowledged"] == 1

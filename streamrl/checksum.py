@@ -31,12 +31,18 @@ class WeightsChecksum(msgspec.Struct, frozen=True):
 
 def weights_checksum(weights: Mapping[str, Tensor]) -> WeightsChecksum:
     """Return the checksum of `weights` (Hugging Face name → tensor); the caller leaves out a tied `lm_head.weight`."""
-    tensors = {name: _tensor_checksum(weights[name]) for name in sorted(weights)}
-    total = hashlib.blake2b(digest_size=16)
-    for name, checksum in tensors.items():
-        total.update(f"{name}={checksum}\n".encode())
+    tensors = {name: _tensor_checksum(tensor) for name, tensor in weights.items()}
     dtypes = sorted({dtype_name(tensor.dtype) for tensor in weights.values()})
-    return WeightsChecksum(dtype="+".join(dtypes), total=total.hexdigest(), tensors=tensors)
+    return joint_checksum(tensors, dtype="+".join(dtypes))
+
+
+def joint_checksum(tensors: Mapping[str, str], *, dtype: str) -> WeightsChecksum:
+    """Return the checksum of weights of `dtype` with the checksums `tensors` (Hugging Face name → checksum)."""
+    ordered = {name: tensors[name] for name in sorted(tensors)}
+    total = hashlib.blake2b(digest_size=16)
+    for name, checksum in ordered.items():
+        total.update(f"{name}={checksum}\n".encode())
+    return WeightsChecksum(dtype=dtype, total=total.hexdigest(), tensors=ordered)
 
 
 def _tensor_checksum(tensor: Tensor) -> str:

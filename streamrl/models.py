@@ -17,6 +17,7 @@ import logging
 import re
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -185,6 +186,12 @@ def vocab_size(folder: Path) -> int:
     """Return the vocabulary size of the model in `folder`, including tokens that its tokenizer does not use."""
     settings = check_checkpoint(folder)
     return int(settings.get("text_config", settings)["vocab_size"])
+
+
+def max_position(folder: Path) -> int:
+    """Return the number of positions that the model in `folder` supports; `sys.maxsize` if its settings have none."""
+    settings = _settings(folder / "config.json")
+    return int(settings.get("text_config", settings).get("max_position_embeddings") or sys.maxsize)
 
 
 def routing_of(folder: Path) -> tuple[int, int] | None:

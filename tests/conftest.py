@@ -51,6 +51,7 @@ EXTRA = (
     "tests/e2e/test_full_disk",
     "tests/e2e/test_security",
     "tests/e2e/test_sglang",
+    "tests/e2e/test_vllm",
     "tests/test_stale_loop",
 )
 """Tests of `make test-all` that `make test` leaves out, by the beginning of their names: clusters, hosts, a browser,
@@ -101,7 +102,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_length)
     for item in items:
-        if item.nodeid.startswith(EXTRA) or re.search(r"[\[-]sglang", item.nodeid):
+        if item.nodeid.startswith(EXTRA) or re.search(r"[\[-](sglang|vllm)", item.nodeid):
             item.add_marker(pytest.mark.extra)
         if item.nodeid.startswith(RUNS) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(RUN_SECONDS))

@@ -61,6 +61,7 @@ FORBIDDEN_EVERYWHERE = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 ONLY_IN = {
     "megatron": {"trainer/backends/megatron/"},
     "sglang": {"gserver/sglang/"},
+    "vllm": {"gserver/vllm/"},
 }
 """Files, and folders with their slash."""
 

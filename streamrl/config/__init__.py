@@ -39,6 +39,7 @@ from streamrl.config.sections import SecurityConfig as SecurityConfig
 from streamrl.config.sections import SglangConfig as SglangConfig
 from streamrl.config.sections import SimulationConfig as SimulationConfig
 from streamrl.config.sections import StalenessConfig as StalenessConfig
+from streamrl.config.sections import VllmConfig as VllmConfig
 from streamrl.config.sections import WeightsConfig as WeightsConfig
 from streamrl.config.sections import WorkflowConfig as WorkflowConfig
 from streamrl.config.suggestions import suggestions

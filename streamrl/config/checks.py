@@ -101,6 +101,7 @@ def found_in(config: Config) -> list[str]:
     return (
         problems
         + _sglang_problems(config)
+        + _vllm_problems(config)
         + _mismatch_problems(config)
         + _layout_problems(config)
         + _lora_problems(config)
@@ -196,6 +197,42 @@ def _sglang_problems(config: Config) -> list[str]:
             )
         elif flag == "--trust-remote-code":
             problems.append("gserver.sglang.args: --trust-remote-code: no remote code is run")
+    return problems
+
+
+_VLLM_OWN_FLAGS = {
+    **dict.fromkeys(("--model", "--served-model-name"), "[model]"),
+    **dict.fromkeys(("--uds", "--host", "--port", "--api-key"), "a socket that only its gserver can reach"),
+    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "gserver.vllm.tensor_parallel"),
+    "--logprobs-mode": "the log-probabilities that the loss needs",
+}
+"""Flags of vLLM that streamrl sets itself, and what determines each."""
+_VLLM_PARALLEL_FLAGS = {
+    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "raise gserver.vllm.tensor_parallel instead"),
+    **dict.fromkeys(("--data-parallel-size", "-dp"), "raise gserver.count instead"),
+    "--trust-remote-code": "no remote code is run",
+}
+"""Flags that are refused, and why."""
+
+
+def _vllm_problems(config: Config) -> list[str]:
+    problems: list[str] = []
+    if config.gserver.engine != "vllm":
+        return []
+    if config.gserver.deterministic:
+        problems.append("gserver.deterministic is of the embedded engine")
+    if config.weights.mode == "cuda_ipc":
+        problems.append('weights.mode = "cuda_ipc" is of the embedded engine; vLLM takes "collective" or files')
+    if config.weights.backend == "nccl":
+        problems.append('weights.backend = "nccl": gservers with vLLM receive weights in main memory; take "gloo"')
+    if config.model.lora is not None and config.weights.lora == "adapter":
+        problems.append('weights.lora = "adapter": vLLM is sent whole weights; set weights.lora = "merged"')
+    for word in config.gserver.vllm.args:
+        flag = word.partition("=")[0]
+        if flag in _VLLM_OWN_FLAGS:
+            problems.append(f"gserver.vllm.args: {flag} is set by streamrl (from {_VLLM_OWN_FLAGS[flag]})")
+        elif flag in _VLLM_PARALLEL_FLAGS:
+            problems.append(f"gserver.vllm.args: {flag}: {_VLLM_PARALLEL_FLAGS[flag]}")
     return problems
 
 

@@ -354,6 +354,17 @@ class SglangConfig(Section, frozen=True):
     """URLs of running servers, one for each gserver; streamrl then starts none."""
 
 
+class VllmConfig(Section, frozen=True):
+    """Real vLLM servers; only with `gserver.engine = "vllm"`."""
+
+    python: str = ""
+    """The Python interpreter of the environment that has vllm; empty: the interpreter that runs streamrl."""
+    args: list[str] = []
+    """Flags of vLLM's server, each as `--name=value`; they come after streamrl's own and replace them."""
+    tensor_parallel: Positive = 1
+    """Ranks of the model in a server, each on its own GPU, or on `gserver.threads` cores."""
+
+
 MAX_QUEUED = 4096
 """Most requests that wait in a gserver in addition to the running ones; a further one receives the status 503."""
 QUANTIZATION_FLAGS = ("--quantization",)
@@ -363,8 +374,8 @@ QUANTIZATION_FLAGS = ("--quantization",)
 class GserverConfig(Section, frozen=True):
     """The inference servers."""
 
-    engine: Literal["embedded", "sglang", "simulated"] = "embedded"
-    """streamrl's own engine, real SGLang servers, or no model at all."""
+    engine: Literal["embedded", "sglang", "vllm", "simulated"] = "embedded"
+    """streamrl's own engine, real SGLang or vLLM servers, or no model at all."""
     count: Positive = 1
     """Number of gservers that `streamrl run` starts."""
     dtype: DType = "auto"
@@ -390,6 +401,7 @@ class GserverConfig(Section, frozen=True):
     creates the keys of its own gservers."""
     simulation: SimulationConfig = SimulationConfig()
     sglang: SglangConfig = SglangConfig()
+    vllm: VllmConfig = VllmConfig()
 
     @property
     def quantized(self) -> bool:

@@ -17,6 +17,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
@@ -53,15 +54,21 @@ class ErrorReply(msgspec.Struct, frozen=True):
 
 
 def new_session(
-    tls: ssl.SSLContext | None, *, headers: Mapping[str, str] | None = None, connect_seconds: float | None = None
+    tls: ssl.SSLContext | None,
+    *,
+    headers: Mapping[str, str] | None = None,
+    connect_seconds: float | None = None,
+    unix: Path | None = None,
 ) -> aiohttp.ClientSession:
     """Return a session with any number of connections.
 
     `tls`: verifies encrypted servers. `connect_seconds`: limit on the time to connect. A session has no other limit: a
-    task that is cancelled in the moment when aiohttp's own limit expires is not cancelled.
+    task that is cancelled in the moment when aiohttp's own limit expires is not cancelled. `unix`: the Unix socket of
+    the only server that is called.
     """
+    verified = aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True) if unix is None else None
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True),
+        connector=verified or aiohttp.UnixConnector(str(unix), limit=0),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_seconds),
         headers=headers,
     )

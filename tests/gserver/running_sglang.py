@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from streamrl import config as configuration
-from streamrl.gserver.sglang.server import SglangServer, sglang_server
+from streamrl.gserver.server.child import ChildServer
+from streamrl.gserver.sglang.server import sglang_server
 from streamrl.models import ensure_checkpoint
 from streamrl.transport.keys import GserverKeys
 from tests.gserver.installed import sglang_python
@@ -47,10 +48,10 @@ class RunningSglang:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._stack = AsyncExitStack()
-        self._servers: list[SglangServer] = []
+        self._servers: list[ChildServer] = []
         os.environ[KEY_VARIABLE] = KEY
 
-    async def servers(self, count: int = 1) -> list[SglangServer]:
+    async def servers(self, count: int = 1) -> list[ChildServer]:
         """Those that answer; starts what is missing."""
         missing = range(len(self._servers), count)
         new = [self.server(index) for index in missing]
@@ -65,7 +66,7 @@ class RunningSglang:
     async def close(self) -> None:
         await self._stack.aclose()
 
-    def server(self, index: int, *, tensor_parallel: int = 1) -> AbstractAsyncContextManager[SglangServer]:
+    def server(self, index: int, *, tensor_parallel: int = 1) -> AbstractAsyncContextManager[ChildServer]:
         """One of the caller's own, number `index` on this machine."""
         config = configuration.from_dict(
             {

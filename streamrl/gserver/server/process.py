@@ -25,6 +25,7 @@ from streamrl.gserver.server.http import Server
 from streamrl.gserver.sglang.joined import joined_server
 from streamrl.gserver.sglang.server import sglang_server
 from streamrl.gserver.simulated import SimulatedEngine
+from streamrl.gserver.vllm.engine import VllmEngine
 from streamrl.limits import CLOSE_SECONDS
 from streamrl.models import dense_layers, replays_routing, weights_fingerprint
 from streamrl.records import progress
@@ -94,7 +95,11 @@ async def first_weights(config: Config, *, index: int, model_dir: Path) -> Async
     """
     lora, begun_from = config.model.lora, config.run.resume_from
     if lora is None or begun_from is None or config.weights.lora == "adapter":
-        with hugging_face_folder(model_dir) if config.gserver.engine == "sglang" else nullcontext(model_dir) as folder:
+        with (
+            hugging_face_folder(model_dir)
+            if config.gserver.engine in ("sglang", "vllm")
+            else nullcontext(model_dir) as folder
+        ):
             yield folder
         return
     config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -224,6 +229,19 @@ def make_engine(config: Config, *, index: int, model_dir: Path, text: Text) -> E
             seed=seed,
             version=version,
             update_timeout=config.limits.update_seconds,
+        )
+    if settings.engine == "vllm":
+        device = resolve_device(config.run.device, index=index, each=settings.vllm.tensor_parallel)
+        return VllmEngine(
+            settings,
+            config.limits,
+            folder=model_dir,
+            index=index,
+            device=device,
+            dtype=resolve_dtype(settings.dtype, device),
+            seed=seed,
+            version=version,
+            routed_experts=replays_routing(config, model_dir),
         )
     keep_freed_memory()
     device = resolve_device(config.run.device, index=index)

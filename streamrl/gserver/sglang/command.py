@@ -1,11 +1,10 @@
-"""The command line and the environment of an SGLang server. Pure.
+"""The command line, the environment and the polled calls of an SGLang server. Pure.
 
 The flags of `gserver.sglang.args` come after streamrl's own, so that they replace them: SGLang uses the last value.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import msgspec
 
 from streamrl.config import MAX_QUEUED, GserverConfig, LoraConfig
+from streamrl.gserver.server.child import cores
+from streamrl.gserver.server.monitor import MonitoredApi
 from streamrl.gserver.sglang import entry
 from streamrl.records.lineage import version_of
 from streamrl.transport.addresses import LOOPBACK
@@ -20,6 +21,19 @@ from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, adapter_name
 from streamrl.transport.keys import GserverKeys
 from streamrl.transport.tls import CertificateFiles
 
+SGLANG = MonitoredApi(
+    title="SGLang",
+    there="/model_info",
+    scheduler="/server_info",  # /health_generate, which requests a token, gets no reply from a paused scheduler
+    figures={
+        "sglang:num_running_reqs": "running",
+        "sglang:num_queue_reqs": "queued",
+        "sglang:num_used_tokens": "running_tokens",
+        "sglang:generation_tokens_total": "tokens_generated_total",
+        "sglang:prompt_tokens_total": "prompt_tokens_total",
+        "sglang:num_requests_total": "requests_total",
+    },
+)
 LEAST_CACHE_TOKENS = 32768
 """Least size of the key-value cache on a CPU, where SGLang would otherwise take most of the machine's memory."""
 
@@ -124,13 +138,7 @@ def environment(
         return variables
     return variables | {
         entry.ON_CPU: "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(_cores(index * ranks + rank, threads) for rank in range(ranks)),
+        "SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores(index * ranks + rank, threads) for rank in range(ranks)),
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
     }
-
-
-def _cores(place: int, threads: int) -> str:
-    """Return the cores of the machine's rank number `place`, in SGLang's notation."""
-    first = place % max((os.cpu_count() or 1) // threads, 1) * threads
-    return str(first) if threads == 1 else f"{first}-{first + threads - 1}"

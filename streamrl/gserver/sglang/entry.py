@@ -2,13 +2,8 @@
 weights and support for machines without a GPU, then runs SGLang.
 
 It runs as a file, because SGLang may be installed in an environment without streamrl; it imports only those modules of
-streamrl that need no other packages than SGLang's (`received.py`, `after_import.py`). Processes that SGLang spawns
-import it again, and so get the same changes. Its arguments are those of SGLang's server.
-
-Invariant: no process of SGLang outlives the gserver. The entry holds the reading end of a pipe whose only writing end
-is the gserver's, and at end-of-file ends its whole process group, which it leads. It stays in the gserver's session:
-Linux may divide processors among sessions, and busy servers in sessions of their own would then starve all other
-processes on the machine.
+streamrl that need no other packages than SGLang's (`received.py`, `after_import.py`, `server/lifeline.py`). Processes
+that SGLang spawns import it again, and so get the same changes. Its arguments are those of SGLang's server.
 
 Changes for a machine without a GPU (sglang 0.5.23, PyPI's wheels):
 
@@ -33,10 +28,8 @@ import inspect
 import multiprocessing
 import os
 import runpy
-import signal
 import socket
 import sys
-import threading
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -45,8 +38,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-LIFELINE = "STREAMRL_SGLANG_LIFELINE"
-"""Environment variable: file descriptor of the lifeline's reading end."""
 API_KEY = "STREAMRL_SGLANG_API_KEY"
 """Environment variable: the key that callers of the server must present, if there is one."""
 ADMIN_API_KEY = "STREAMRL_SGLANG_ADMIN_API_KEY"
@@ -63,8 +54,6 @@ CALLS = frozenset(
 """Calls of SGLang's API that a run makes, in addition to `/metrics`, which SGLang adds when it starts."""
 GROUP_SECONDS = "STREAMRL_SGLANG_GROUP_SECONDS"
 """Environment variable: seconds to wait for the other members to form a weight group or to send announced tensors."""
-STACKS_SIGNAL = signal.SIGUSR1
-"""Has each process print the stacks of its threads, and continue."""
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 """SGLang's own variable for machines without a GPU."""
 KERNELS = "sgl_kernel"
@@ -73,18 +62,6 @@ PINNING = ("sglang.srt.lora.layers", "sglang.srt.lora.backend.torch_backend")
 """Modules that request pinned memory."""
 ROUTED_EXPERTS = "--enable-return-routed-experts"
 DETECTION_OPERATORS = ("nms", "qnms")
-
-
-def hold_lifeline(descriptor: int) -> None:
-    """Become leader of a process group, and kill it as soon as the other end of the pipe is closed."""
-    os.setpgid(0, 0)
-
-    def watch() -> None:
-        while os.read(descriptor, 1):
-            pass
-        os.killpg(os.getpgrp(), signal.SIGKILL)
-
-    threading.Thread(target=watch, name="lifeline", daemon=True).start()
 
 
 def limit_group_waits(seconds: float) -> None:
@@ -245,12 +222,13 @@ def declare_detection_operators() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
+    find_streamrl()
+    from streamrl.gserver.server.lifeline import STACKS_SIGNAL, hold_lifeline
+
     faulthandler.register(STACKS_SIGNAL)
 if __name__ == "__main__":
-    hold_lifeline(int(os.environ.pop(LIFELINE)))
+    hold_lifeline()
     gc.disable()  # while permanent modules are imported: repeated scans of them take a third of the import time
-if __name__ in ("__main__", "__mp_main__"):
-    find_streamrl()
 if __name__ in ("__main__", "__mp_main__") and os.environ.get(ON_CPU) == "1":
     support_cpu()
 if __name__ in ("__main__", "__mp_main__") and GROUP_SECONDS in os.environ:

@@ -16,7 +16,8 @@ import msgspec
 
 from streamrl.config import LoraConfig
 from streamrl.errors import ConfigError, ModelError, PeerError, PeerLost
-from streamrl.gserver.sglang.monitor import Monitor, monitoring
+from streamrl.gserver.server.monitor import Monitor, monitoring
+from streamrl.gserver.sglang.command import SGLANG
 from streamrl.limits import ANSWER_SECONDS
 from streamrl.records.lineage import version_of
 from streamrl.transport.generation import (
@@ -99,7 +100,7 @@ async def joined_server(
     load the model.
     """
     client = GenerationClient(timeout=load_seconds, key=key)
-    async with monitoring(url, key=key, stuck_seconds=stuck_seconds, update_seconds=update_seconds) as monitor:
+    async with monitoring(SGLANG, url, key=key, stuck_seconds=stuck_seconds, update_seconds=update_seconds) as monitor:
         try:
             if not await monitor.is_there():
                 raise PeerLost(f"no SGLang server answers at {url} (gserver.sglang.addresses); start it first")

@@ -392,7 +392,8 @@ class ModelWorker:
         if config.run.resume_from:
             resume(assembly, Path(config.run.resume_from))
         weights = config.weights
-        carried_by = backend_for(weights, self._device)
+        # Gservers with vLLM receive weights in main memory.
+        carried_by = "gloo" if config.gserver.engine == "vllm" else backend_for(weights, self._device)
         dtype = resolve_dtype(config.gserver.dtype, self._device)
         self._source = WeightSource(
             assembly.published(),

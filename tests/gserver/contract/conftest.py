@@ -12,10 +12,14 @@ import pytest
 import pytest_asyncio
 
 from tests.gserver.contract.fixture import ONE_OF_EACH, Contract, contract
-from tests.gserver.installed import sglang_python
+from tests.gserver.installed import sglang_python, vllm_python
 from tests.gserver.running_sglang import RunningSglang
 
-NO_SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")
+SKIPPED = {
+    "embedded": (),
+    "sglang": pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed"),
+    "vllm": pytest.mark.skipif(vllm_python() is None, reason="vLLM is not installed"),
+}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -25,7 +29,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(
         "gserver",
         [
-            pytest.param(one, id="-".join(map(str, one)), marks=NO_SGLANG if one[0] == "sglang" else ())
+            pytest.param(one, id="-".join(map(str, one)), marks=SKIPPED[one[0]])
             for one in (marker.args if marker is not None else ONE_OF_EACH)
         ],
         indirect=True,

@@ -31,16 +31,16 @@ from streamrl.transport.keys import bearer, control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
 from tests.e2e.harness import Command, start_command
 from tests.gserver.harness import Run, live_gservers, managed, small_config
-from tests.gserver.installed import sglang_python
+from tests.gserver.installed import sglang_python, vllm_python
 from tests.gserver.running_sglang import KEY_VARIABLE, MAX_CONTEXT, MAX_RUNNING, SCRATCH, START_SECONDS
 from tests.weights import FixedWeights
 
 MODES: list[PauseMode] = ["in_place", "retract", "abort"]
 Way = Literal["collective", "disk", "shared_memory"]
 WAYS: list[Way] = ["collective", "disk", "shared_memory"]
-Served = tuple[Literal["embedded", "sglang"], PauseMode, int]
+Served = tuple[Literal["embedded", "sglang", "vllm"], PauseMode, int]
 """Engine, what a weight update does to running requests, and the ranks of a server."""
-ONE_OF_EACH: list[Served] = [("embedded", "in_place", 1), ("sglang", "in_place", 1)]
+ONE_OF_EACH: list[Served] = [("embedded", "in_place", 1), ("sglang", "in_place", 1), ("vllm", "in_place", 1)]
 JOINED: Served = ("sglang", "retract", 1)
 """A server that ran before its gserver, and asks for a key."""
 TWO_RANKS: Served = ("sglang", "retract", 2)
@@ -48,6 +48,7 @@ WHATEVER_THE_PAUSE: list[Served] = [
     *ONE_OF_EACH,
     *(("embedded", mode, 1) for mode in MODES[1:]),
     *(("sglang", mode, 1) for mode in MODES[1:]),
+    *(("vllm", mode, 1) for mode in MODES[1:]),
 ]
 served = pytest.mark.served
 """Which gservers a test is about."""
@@ -56,7 +57,7 @@ TOLERANCE = 1e-4
 JSON = {"Content-Type": "application/json"}
 
 
-LONG = {"embedded": 2000, "sglang": 400}
+LONG = {"embedded": 2000, "sglang": 400, "vllm": 400}
 """Tokens of a response that goes on for longer than an update takes."""
 
 
@@ -121,9 +122,9 @@ class Contract:
             self.client.control_keys[self.urls[index]] = control_key(self.run.config, self.run.secret, index)
 
     def kill(self, index: int) -> None:
-        """SIGKILL to what serves: to SGLang's own process, or to the gserver's."""
+        """SIGKILL to the process that serves: SGLang's or vLLM's, or the gserver's."""
         process = psutil.Process(self.processes[index].pid)
-        victim = process.children()[0] if self.engine == "sglang" else process
+        victim = process if self.engine == "embedded" else process.children()[0]
         victim.send_signal(signal.SIGKILL)
 
     async def restart(self, index: int) -> None:
@@ -325,6 +326,7 @@ def contract_config(
                 "addresses": list(joins),
                 "tensor_parallel": tensor_parallel,
             },
+            "vllm": {"python": vllm_python() or ""},
         },
         weights={"mode": "collective", "bucket_mb": 0.05, "pause_mode": pause_mode},
         limits={"update_seconds": 30.0, "heartbeat_seconds": 0.2, "start_seconds": START_SECONDS},

@@ -11,8 +11,8 @@ import pytest
 
 from streamrl.config import GserverConfig, LoraConfig, from_dict
 from streamrl.errors import ConfigError
-from streamrl.gserver.sglang.command import CPU_FLAGS, Launch, command, environment
-from streamrl.gserver.sglang.monitor import Figures
+from streamrl.gserver.server.monitor import Figures
+from streamrl.gserver.sglang.command import CPU_FLAGS, SGLANG, Launch, command, environment
 from streamrl.transport.keys import GserverKeys
 
 ON_CPU = Launch(
@@ -111,7 +111,7 @@ def test_flags_that_streamrl_decides_are_refused(flag: str, said: str) -> None:
 
 
 def test_figures_are_summed_over_labels_and_time() -> None:
-    figures = Figures()
+    figures = Figures(SGLANG.figures)
     assert set(figures.stats().values()) == {0.0}
     text = "\n".join(
         [

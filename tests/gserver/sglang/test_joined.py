@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError, ModelError, PeerLost
+from streamrl.gserver.server import monitor
 from streamrl.gserver.server.process import running
-from streamrl.gserver.sglang import monitor
 
 JOINING = ["/pause_generation", "/update_weights_from_disk", "/abort_request", "/continue_generation"]
 

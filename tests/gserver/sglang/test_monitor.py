@@ -8,8 +8,9 @@ import time
 import pytest
 from aiohttp import web
 
-from streamrl.gserver.sglang import monitor as module
-from streamrl.gserver.sglang.monitor import monitoring
+from streamrl.gserver.server import monitor as module
+from streamrl.gserver.server.monitor import monitoring
+from streamrl.gserver.sglang.command import SGLANG
 
 
 @pytest.mark.parametrize("late", [0.0, 0.01, 0.1])
@@ -32,7 +33,9 @@ async def test_figures_end_although_an_answer_is_overdue_in_the_same_moment(
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     host, port = runner.addresses[0][:2]
     try:
-        async with monitoring(f"http://{host}:{port}", key="", stuck_seconds=60.0, update_seconds=60.0) as monitor:
+        async with monitoring(
+            SGLANG, f"http://{host}:{port}", key="", stuck_seconds=60.0, update_seconds=60.0
+        ) as monitor:
             figures = asyncio.create_task(monitor.poll_figures())
             began = time.monotonic()
             await asyncio.wait_for(asked.wait(), 10)

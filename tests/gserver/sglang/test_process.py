@@ -21,9 +21,8 @@ import torch
 
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
-from streamrl.gserver.server import process
+from streamrl.gserver.server import monitor, process
 from streamrl.gserver.server.process import running
-from streamrl.gserver.sglang import monitor
 from streamrl.gserver.sglang.received import ADAPTERS, CHECKER, UPDATER
 from streamrl.gserver.sglang.server import reserved_port
 from streamrl.transport.keys import GserverKeys

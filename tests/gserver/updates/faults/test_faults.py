@@ -20,8 +20,8 @@ import pytest
 
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.server.child import ChildServer
 from streamrl.gserver.sglang.joined import load
-from streamrl.gserver.sglang.server import SglangServer
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.models import ensure_checkpoint
 from streamrl.transport.collective import Broadcaster
@@ -174,7 +174,7 @@ async def test_a_server_is_joined_whatever_the_run_before_left_it_doing(
         await client.close()
 
 
-def scheduler_of(server: SglangServer) -> psutil.Process:
+def scheduler_of(server: ChildServer) -> psutil.Process:
     (scheduler,) = [p for p in psutil.Process(server.process.pid).children(recursive=True) if "scheduler" in p.name()]
     return scheduler
 

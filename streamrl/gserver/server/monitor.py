@@ -1,8 +1,8 @@
-"""Monitoring of a running SGLang server: its readiness, its liveness, and its figures.
+"""Monitoring of a running inference server: its readiness, its liveness, and its figures.
 
 Its front end may reply while its scheduler hangs, so each of them gets a request that only it can handle. Figures come
-from the Prometheus text of GET /metrics, and are renamed to the figures that gservers report. SGLang does not report
-its busy time; that is summed from the number of running requests at each poll.
+from the Prometheus text of GET /metrics, and are renamed to the figures that gservers report. Servers do not report
+their busy time; that is summed from the number of running requests at each poll.
 
 Owns its HTTP session and the figures, but not the server.
 """
@@ -15,8 +15,10 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import aiohttp
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamrl import essential
@@ -29,48 +31,67 @@ from streamrl.transport.liveness import LastHeard
 log = logging.getLogger(__name__)
 
 FIGURES_SECONDS = 2.0
-"""Interval, in seconds, between two requests for figures; each costs SGLang some milliseconds."""
+"""Interval, in seconds, between two requests for figures; each costs the server some milliseconds."""
 SCHEDULER_SECONDS = 5.0
 """Interval, in seconds, between two requests to the scheduler."""
 SILENT_QUESTIONS = 3
 """Consecutive failed requests before a part counts as lost, in case it was this process that stood still."""
-NAMES: Mapping[str, str] = {
-    "sglang:num_running_reqs": "running",
-    "sglang:num_queue_reqs": "queued",
-    "sglang:num_used_tokens": "running_tokens",
-    "sglang:generation_tokens_total": "tokens_generated_total",
-    "sglang:prompt_tokens_total": "prompt_tokens_total",
-    "sglang:num_requests_total": "requests_total",
-}
+
+
+class MonitoredApi(msgspec.Struct, frozen=True):
+    """The calls of a kind of server that are polled."""
+
+    title: str
+    """The engine, as people write it."""
+    there: str
+    """GET: its front end replies, even while it is paused."""
+    scheduler: str
+    """GET: only a working or paused scheduler replies."""
+    figures: Mapping[str, str]
+    """Name in the text of /metrics → name in a gserver's figures."""
 
 
 @asynccontextmanager
 async def monitoring(
-    url: str, *, key: str, stuck_seconds: float, update_seconds: float, tls: ssl.SSLContext | None = None
+    api: MonitoredApi,
+    url: str,
+    *,
+    key: str,
+    stuck_seconds: float,
+    update_seconds: float,
+    tls: ssl.SSLContext | None = None,
+    unix: Path | None = None,
 ) -> AsyncIterator[Monitor]:
-    """Open a monitor of the server at `url`, which requires `key` of callers; `tls`: context to verify it, or None.
+    """Open a monitor of the server at `url`, which requires `key` of callers; `tls`: context to verify it, or None;
+    `unix`: its Unix socket, if it listens there.
 
     The server is lost when it has replied to nothing for `stuck_seconds`; its scheduler may in addition be silent for
     the `update_seconds` that it may wait in a weight update.
     """
-    async with new_session(tls, headers=bearer(key)) as session:
-        yield Monitor(session, url=url, stuck_seconds=stuck_seconds, update_seconds=update_seconds)
+    async with new_session(tls, headers=bearer(key), unix=unix) as session:
+        yield Monitor(api, session, url=url, stuck_seconds=stuck_seconds, update_seconds=update_seconds)
 
 
 class Monitor:
     """Polls the state of one server."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, *, url: str, stuck_seconds: float, update_seconds: float
+        self,
+        api: MonitoredApi,
+        session: aiohttp.ClientSession,
+        *,
+        url: str,
+        stuck_seconds: float,
+        update_seconds: float,
     ) -> None:
+        self._api = api
         self._session = session
         self._url = url
-        self._figures = Figures()
+        self._figures = Figures(api.figures)
         self._stuck_seconds = stuck_seconds
-        self._front = _Responder(f"the SGLang server at {url}", patience=stuck_seconds)
-        self._scheduler = _Responder(
-            f"the scheduler of the SGLang server at {url}", patience=stuck_seconds + update_seconds
-        )
+        name = f"the {api.title} server at {url}"
+        self._front = _Responder(name, patience=stuck_seconds)
+        self._scheduler = _Responder(f"the scheduler of {name}", patience=stuck_seconds + update_seconds)
 
     def stats(self) -> dict[str, float]:
         """Return the figures of the last poll."""
@@ -92,7 +113,7 @@ class Monitor:
         deadline = time.monotonic() + self._stuck_seconds
         while True:
             try:
-                async with self._answer("/model_info") as response:
+                async with self._answer(self._api.there) as response:
                     return response.status < 500
             except TimeoutError:
                 if time.monotonic() >= deadline:
@@ -104,8 +125,8 @@ class Monitor:
     async def polling(self) -> AsyncIterator[None]:
         """Poll figures and scheduler until the context ends."""
         tasks = (
-            essential.begin(self.poll_figures(), name="the watch over SGLang"),
-            essential.begin(self.poll_scheduler(), name="the watch over SGLang's scheduler"),
+            essential.begin(self.poll_figures(), name=f"the watch over {self._api.title}"),
+            essential.begin(self.poll_scheduler(), name=f"the watch over the scheduler of {self._api.title}"),
         )
         try:
             yield
@@ -125,23 +146,22 @@ class Monitor:
                         self._figures.update(await response.text(), now=time.monotonic())
             except (aiohttp.ClientError, TimeoutError) as error:
                 self._front.missed()
-                log.debug("no figures from SGLang: %s", error)
+                log.debug("no figures from %s: %s", self._api.title, error)
             await asyncio.sleep(FIGURES_SECONDS)
 
     async def poll_scheduler(self) -> None:
         """Check repeatedly that the scheduler works.
 
-        /server_info reports the scheduler's own state, so only a working or paused scheduler replies to it.
-        (/health_generate, which requests a token, gets no reply from a paused one.)
+        The call reports the scheduler's own state, so only a working or paused scheduler replies to it.
         """
         self._scheduler.answered()
         while True:
             try:
-                async with self._answer("/server_info"):
+                async with self._answer(self._api.scheduler):
                     self._scheduler.answered()
             except (aiohttp.ClientError, TimeoutError) as error:
                 self._scheduler.missed()
-                log.debug("no answer from SGLang's scheduler: %s", error)
+                log.debug("no reply from the scheduler of %s: %s", self._api.title, error)
             await asyncio.sleep(SCHEDULER_SECONDS)
 
     async def until_silent(self) -> None:
@@ -183,20 +203,22 @@ class _Responder:
 class Figures:
     """The figures of one server."""
 
-    def __init__(self) -> None:
-        self._latest = dict.fromkeys([*NAMES.values(), "busy_seconds_total", "slot_seconds_total"], 0.0)
+    def __init__(self, names: Mapping[str, str]) -> None:
+        """`names`: as in `MonitoredApi.figures`."""
+        self._names = names
+        self._latest = dict.fromkeys([*names.values(), "busy_seconds_total", "slot_seconds_total"], 0.0)
         self._asked: float | None = None
 
     def stats(self) -> dict[str, float]:
         return dict(self._latest)
 
     def update(self, text: str, *, now: float) -> None:
-        """Update the figures from `text`, SGLang's metrics at the time `now`, in seconds."""
-        found = dict.fromkeys(NAMES.values(), 0.0)
-        wanted = "\n".join(line for line in text.splitlines() if line.startswith(tuple(NAMES)))
-        for family in text_string_to_metric_families(wanted):  # too slow for all of SGLang's metrics
+        """Update the figures from `text`, the server's metrics at the time `now`, in seconds."""
+        found = dict.fromkeys(self._names.values(), 0.0)
+        wanted = "\n".join(line for line in text.splitlines() if line.startswith(tuple(self._names)))
+        for family in text_string_to_metric_families(wanted):  # too slow for all metrics
             for sample in family.samples:
-                if name := NAMES.get(sample.name):
+                if name := self._names.get(sample.name):
                     found[name] += sample.value
         if self._asked is not None:
             seconds = now - self._asked

@@ -1,0 +1,197 @@
+"""The calls of vLLM's HTTP API that a gserver makes, each with a deadline.
+
+Every call raises `PeerError` if vLLM refuses it, `PeerLost` if the server is gone, and `DeadlineExceeded` if it does
+not reply in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from streamrl.transport.generation import Empty, VersionSpan
+from streamrl.transport.http import call, follow
+
+PEER = "vLLM"
+Reply = TypeVar("Reply")
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's sampling parameters."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    """-1: no limit."""
+    min_p: float
+    max_tokens: int
+    """At least 1."""
+    min_tokens: int
+    stop: list[str]
+    stop_token_ids: list[int]
+    ignore_eos: bool
+    seed: int | None
+    logprobs: int
+    """Number of most likely tokens with log-probabilities, in addition to the sampled one."""
+    prompt_logprobs: int | None
+    """The same for the prompt; None: none."""
+    detokenize: bool
+    """Whether vLLM makes the text, in which it looks for stop strings."""
+    skip_special_tokens: bool = False
+
+
+class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Body of POST /inference/v1/generate."""
+
+    request_id: str
+    token_ids: list[int]
+    sampling_params: Sampling
+    cache_salt: str
+    """Only requests with the same salt share cached prompts."""
+    stream: bool
+
+
+class Candidate(msgspec.Struct, frozen=True):
+    """A token and its log-probability in nats."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenScore(msgspec.Struct, frozen=True):
+    """The sampled token, and the most likely ones."""
+
+    token_id: int
+    logprob: float
+    top_logprobs: list[Candidate] = []
+
+
+class TokenScores(msgspec.Struct, frozen=True):
+    """One entry for each token."""
+
+    content: list[TokenScore] | None = None
+
+
+class PromptScore(msgspec.Struct, frozen=True):
+    """The log-probability of a prompt's token."""
+
+    logprob: float
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A response, or in a stream its new tokens."""
+
+    token_ids: list[int] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    """The token or string that ended it; None if it was the end-of-sequence token."""
+    logprobs: TokenScores | None = None
+    weight_versions: list[VersionSpan] | None = None
+    """Of the whole response; with its end only."""
+    routed_experts: str | None = None
+    """Base64 of a NumPy file with `[tokens - 1, layers, top_k]`, of prompt and response without the last token."""
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    """Part of the usage."""
+
+    cached_tokens: int | None = None
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Counts of tokens."""
+
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class TokenReply(msgspec.Struct, frozen=True):
+    """Reply to `TokenRequest`, or an event of its stream."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+    prompt_logprobs: list[dict[int, PromptScore] | None] | None = None
+    """For each token of the prompt, token → score; None for the first."""
+    error: msgspec.Raw = msgspec.Raw()
+    """In a stream: the error that ends it."""
+
+
+class AbortRequests(msgspec.Struct, frozen=True):
+    """End these requests, with their tokens so far."""
+
+    request_ids: list[str]
+
+
+class WorkerCall(msgspec.Struct, frozen=True):
+    """Call a method in each rank."""
+
+    method: str
+    kwargs: dict[str, str]
+
+
+class NewVersion(msgspec.Struct, frozen=True):
+    """Name the served weights."""
+
+    new_version: str
+
+
+class CacheReset(msgspec.Struct, frozen=True):
+    """Reply to /reset_prefix_cache."""
+
+    success: bool
+
+
+class VllmClient:
+    """Calls one server; `timeout`: deadline of each call in seconds, and `request_seconds` that of a response."""
+
+    def __init__(self, session: aiohttp.ClientSession, *, url: str, timeout: float, request_seconds: float) -> None:
+        self._session = session
+        self._url = url
+        self._timeout = timeout
+        self._request_seconds = request_seconds
+
+    async def generate(self, request: TokenRequest, on_reply: Callable[[TokenReply], None]) -> None:
+        """Generate a response; `on_reply` receives it, whole or as the events of a stream."""
+        url, seconds = f"{self._url}/inference/v1/generate", self._request_seconds
+        if request.stream:
+            decode = msgspec.json.Decoder(TokenReply).decode
+            await follow(self._session, url, request, lambda event: on_reply(decode(event)), timeout=seconds, peer=PEER)
+        else:
+            on_reply(await call(self._session, "POST", url, request, TokenReply, timeout=seconds, peer=PEER))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        """End the requests with their tokens so far; unknown ones are ignored."""
+        await self._post("/abort_requests", AbortRequests([f"generate-tokens-{name}" for name in request_ids]), Empty)
+
+    async def pause(self) -> None:
+        """Stop between two steps; running requests stay as they are."""
+        await self._post("/pause?mode=keep&clear_cache=false", Empty(), Empty)
+
+    async def resume(self) -> None:
+        """Continue after a pause."""
+        await self._post("/resume", Empty(), Empty)
+
+    async def load(self, folder: Path) -> None:
+        """Load the weights in `folder`, a checkpoint, over those that are served."""
+        body = WorkerCall("reload_weights", {"weights_path": str(folder)})
+        await self._post("/collective_rpc", body, Empty)
+
+    async def name_weights(self, version: str) -> None:
+        """Name the served weights `version` from the next token on."""
+        await self._post("/update_weight_version", NewVersion(version), Empty)
+
+    async def forget_prompts(self, *, running: bool) -> bool:
+        """Forget the cached prompts; `running`: those of running requests, too, which are then computed again.
+
+        Returns False, and forgets nothing, if others run.
+        """
+        path = f"/reset_prefix_cache?reset_running_requests={str(running).lower()}"
+        return (await self._post(path, Empty(), CacheReset)).success
+
+    async def _post(self, path: str, body: msgspec.Struct, reply: type[Reply]) -> Reply:
+        return await call(
+            self._session, "POST", self._url + path, body, reply, timeout=self._timeout, peer=PEER, if_empty=None
+        )

@@ -1,0 +1,299 @@
+"""vLLM behind the server's interface: a real vLLM server, and the stage for its weights.
+
+The gserver's own HTTP server takes requests and receives weights (`server/http.py`, `server/receiver.py`); this engine
+passes requests on to vLLM, which runs as a child process and listens at a Unix socket that only this user can open. An
+update is staged in a file (`stage.py`) while vLLM generates; the swap has vLLM load it between two steps. vLLM itself
+labels each token with the version that sampled it.
+
+Requests in excess of `max_running` wait here, as do all new ones during a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import torch
+
+from streamrl.checksum import WeightsChecksum, dtype_name, joint_checksum, tensor_sums
+from streamrl.config import MAX_QUEUED, GserverConfig, LimitsConfig
+from streamrl.errors import Refused, StreamRLError
+from streamrl.gserver.server.child import ChildServer, ServerProcess
+from streamrl.gserver.server.engine import Job, QueueFull, Ticket
+from streamrl.gserver.server.monitor import monitoring
+from streamrl.gserver.server.receiver import ExpectedWeights, StagedWeights, WeightReceiver
+from streamrl.gserver.vllm.client import TokenReply, VllmClient
+from streamrl.gserver.vllm.command import VLLM, Launch, command, environment
+from streamrl.gserver.vllm.replies import Response, request
+from streamrl.gserver.vllm.stage import StagedFile
+from streamrl.models import max_position, vocab_size
+from streamrl.safetensors_files import MODEL, TensorFiles
+from streamrl.transport.generation import PauseMode
+from streamrl.transport.http import new_session
+
+log = logging.getLogger(__name__)
+
+URL = "http://vllm"
+"""The server at the Unix socket."""
+ABORT_SECONDS = 0.2
+"""Time, in seconds, until a request that has not ended is aborted again: vLLM ignores one that has not arrived yet."""
+TIED_HEAD = "lm_head.weight"
+
+
+class VllmEngine:
+    """Serves one model; `gserver.server.engine.Engine` documents its methods."""
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        settings: GserverConfig,
+        limits: LimitsConfig,
+        *,
+        folder: Path,
+        index: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        version: str,
+        routed_experts: bool,
+    ) -> None:
+        self.model_path = str(folder)
+        self.vocab_size = vocab_size(folder)
+        self.max_running = settings.max_running
+        self.max_context = min(settings.max_context, max_position(folder))
+        self._settings, self._limits = settings, limits
+        self._index, self._device = index, device
+        self._seed, self._routed_experts = seed, routed_experts
+        self._dtype = dtype
+        self._version = version
+        files = TensorFiles(folder, MODEL)
+        shapes = {name: files.shape(name) for name in files.names()}
+        self._stage = StagedFile(shapes, dtype)
+        self._sums: dict[str, str] = {}
+        """Name → `tensor_sums` of the served weights; empty: those of the checkpoint."""
+        self.receiver = WeightReceiver(
+            expected=ExpectedWeights(shapes, dtype, ignored=frozenset({TIED_HEAD} - shapes.keys())),
+            aside=self._stage,
+            device=torch.device("cpu"),
+            timeout=limits.update_seconds,
+        )
+        self._stack = AsyncExitStack()
+        self._places = asyncio.Semaphore(settings.max_running)
+        self._open = asyncio.Event()
+        """Not set during a pause."""
+        self._open.set()
+        self._pause_mode: PauseMode = "in_place"
+        """Mode of the latest pause."""
+        self._paused_at: float | None = None
+        self._pause_seconds = 0.0
+        self._jobs: dict[str, _RunningJob] = {}
+        self._number = 0
+        self._weight_updates = 0
+
+    @property
+    def weight_version(self) -> str:
+        return self._version
+
+    async def start(self) -> None:
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-vllm-")))
+        self._stack.callback(self._stage.close)
+        launch = Launch(
+            model_dir=Path(self.model_path),
+            socket=folder / "socket",
+            device=str(self._device),
+            dtype=dtype_name(self._dtype),
+            seed=self._seed % 2**31,
+            max_context=self.max_context,
+            routed_experts=self._routed_experts,
+        )
+        try:
+            await self._start(launch)
+        except BaseException:
+            await asyncio.shield(self._stack.aclose())
+            raise
+
+    async def _start(self, launch: Launch) -> None:
+        words, variables = (
+            command(self._settings, launch),
+            environment(self._settings, device=launch.device, index=self._index),
+        )
+        log.info("starting vLLM: %s", " ".join(words))
+        process = await ServerProcess.start("vLLM", words, variables)
+        self._stack.push_async_callback(process.stop)
+        limits = self._limits
+        monitor = await self._stack.enter_async_context(
+            monitoring(
+                VLLM,
+                URL,
+                key="",
+                stuck_seconds=limits.stuck_seconds,
+                update_seconds=limits.update_seconds,
+                unix=launch.socket,
+            )
+        )
+        self._server = ChildServer(process, monitor, url=URL)
+        await self._server.until_ready(timeout=limits.start_seconds)
+        session = await self._stack.enter_async_context(new_session(None, unix=launch.socket))
+        self._client = VllmClient(
+            session, url=URL, timeout=limits.update_seconds, request_seconds=limits.request_seconds
+        )
+        await self._client.name_weights(self._version)
+        await self._stack.enter_async_context(monitor.polling())
+
+    async def failed(self) -> None:
+        await self._server.failed()
+
+    async def close(self) -> None:
+        unfinished = list(self._jobs.values())
+        for running in unfinished:
+            running.task.cancel()
+            running.ticket.fail("the gserver is stopping")
+        await asyncio.gather(*(running.task for running in unfinished), return_exceptions=True)
+        await self.receiver.close()
+        await asyncio.shield(self._stack.aclose())
+
+    def submit(self, job: Job) -> Ticket:
+        if len(self._jobs) >= self.max_running + MAX_QUEUED:
+            raise QueueFull(
+                f"{len(self._jobs)} requests are running or waiting, no more are taken; try again later, "
+                "or start more gservers"
+            )
+        self._number += 1
+        running = _RunningJob(Ticket(job), request_id=f"{self._number}-{job.rid}")
+        self._jobs[job.rid] = running
+        running.task = asyncio.create_task(self._respond(running), name=f"response {running.request_id}")
+        running.task.add_done_callback(lambda _: self._jobs.pop(job.rid, None))
+        return running.ticket
+
+    async def _respond(self, running: _RunningJob) -> None:
+        def take(reply: TokenReply) -> None:
+            if reply.error:
+                ticket.fail(f"vLLM: {bytes(reply.error).decode()}")
+            elif output := running.response.add(reply, version=self._version):
+                ticket.deliver(output)
+
+        ticket = running.ticket
+        try:
+            async with self._places:
+                await self._open.wait()
+                running.begun = True
+                body = request(ticket.job, request_id=running.request_id, version=self._version)
+                await self._client.generate(body, take)
+            if not ticket.done:
+                ticket.fail(f"vLLM ended request {ticket.job.rid} without a finish reason")
+        except StreamRLError as error:
+            ticket.fail(str(error))
+
+    async def abort(self, rid: str) -> bool:
+        running = self._jobs.get(rid)
+        if running is None:
+            return False
+        await self._abort([running])
+        return True
+
+    async def abort_all(self) -> int:
+        found = list(self._jobs.values())
+        await self._abort(found)
+        return len(found)
+
+    async def _abort(self, found: list[_RunningJob]) -> None:
+        for running in found:
+            if not running.begun:
+                running.task.cancel()
+                running.ticket.deliver(running.response.aborted(version=self._version))
+        while begun := [running for running in found if running.begun and not running.task.done()]:
+            await self._client.abort([running.request_id for running in begun])
+            await asyncio.wait([running.task for running in begun], timeout=ABORT_SECONDS)
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._open.clear()
+        self._pause_mode = mode
+        if self._paused_at is None:
+            self._paused_at = time.monotonic()
+        await self._client.pause()
+        if mode == "abort":
+            await self._abort([running for running in self._jobs.values() if running.begun])
+
+    async def resume(self) -> None:
+        await self._client.resume()
+        self._open.set()
+        if self._paused_at is not None:
+            self._pause_seconds += time.monotonic() - self._paused_at
+            self._paused_at = None
+
+    async def flush(self) -> None:
+        if not await self._client.forget_prompts(running=False):
+            raise Refused("cached prompts cannot be forgotten while requests run")
+
+    async def end_update(self) -> str:
+        staged = await self.receiver.take()
+        return await self.receiver.apart(lambda: self._swap(staged))
+
+    async def load(self, folder: Path, version: str | None) -> str:
+        begun = self.receiver.begun
+        if not begun:
+            await self.receiver.begin()
+        await self.receiver.load(folder, version)
+        if begun:
+            return f"the weights in {folder} wait for /end_weight_update"
+        return await self.end_update()
+
+    async def _swap(self, staged: StagedWeights) -> str:
+        """Have vLLM serve the staged weights, which are complete; return a description."""
+        began = time.monotonic()
+        if staged.abort_all_requests:
+            await self.abort_all()
+        if generates := self._open.is_set():  # a call to resume came before this one: the pause's mode still applies
+            await self.pause(self._pause_mode)
+        await self._client.load(self._stage.folder)
+        self._sums = staged.sums
+        if self._pause_mode != "in_place":
+            await self._client.forget_prompts(running=True)
+            for running in self._jobs.values():
+                running.response.retractions += running.begun
+        await self.set_version(staged.version or self._version)
+        if generates:
+            await self.resume()
+        self._weight_updates += 1
+        return f"{len(staged.sums)} tensors loaded within {time.monotonic() - began:.3f} s"
+
+    async def set_version(self, version: str) -> None:
+        await self._client.name_weights(version)
+        self._version = version
+
+    async def checksum(self) -> WeightsChecksum:
+        return await self.receiver.exclusively(self._checksum)
+
+    def stats(self) -> dict[str, float]:
+        waiting = sum(not running.begun for running in self._jobs.values())
+        figures = self._server.stats()
+        paused = time.monotonic() - self._paused_at if self._paused_at is not None else 0.0
+        return figures | {
+            "queued": figures["queued"] + waiting,
+            "pause_seconds_total": self._pause_seconds + paused,
+            "weight_updates_total": float(self._weight_updates),
+        }
+
+    def _checksum(self) -> WeightsChecksum:
+        """Return the checksum of the weights as vLLM received them: it does not keep all in this form."""
+        if not self._sums:
+            files = TensorFiles(Path(self.model_path), MODEL)
+            self._sums = {name: tensor_sums(files.read(name).to(self._dtype)) for name in files.names()}
+        return joint_checksum(self._sums, dtype=dtype_name(self._dtype))
+
+
+class _RunningJob:
+    """A job, from its arrival to its end."""
+
+    def __init__(self, ticket: Ticket, *, request_id: str) -> None:
+        self.ticket = ticket
+        self.request_id = request_id
+        self.response = Response(ticket.job)
+        self.begun = False
+        """Whether vLLM has its request."""
+        self.task: asyncio.Task[None]

@@ -1,0 +1,64 @@
+"""The staged weights of an update, in a file that vLLM reads.
+
+The file is written through one memory mapping: a tensor of a broadcast arrives in its final place. It lies in memory
+that has no name in any file system and is freed when this process ends, however that happens; vLLM opens it through
+`/proc`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from streamrl.checksum import copy_and_sum, tensor_sums
+from streamrl.safetensors_files import MODEL, layout
+
+
+class StagedFile:
+    """Implements `WeightsAside` (`server/receiver.py`) for the weights with these shapes, by Hugging Face name."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+        header, begins, size = layout(list(shapes.items()), dtype)
+        self._memory = os.memfd_create("streamrl-weights")
+        os.ftruncate(self._memory, size)
+        mapping = mmap.mmap(self._memory, size)
+        mapping[: len(header)] = header
+        whole = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._tensors = {}
+        for name, shape in shapes.items():
+            end = begins[name] + torch.Size(shape).numel() * dtype.itemsize
+            self._tensors[name] = whole[begins[name] : end].view(dtype).view(shape)
+        self._folder = tempfile.TemporaryDirectory(prefix="streamrl-weights-")
+        self.folder = Path(self._folder.name)
+        """The folder with the file, as a checkpoint."""
+        (self.folder / f"{MODEL}.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{self._memory}")
+
+    def close(self) -> None:
+        """Remove the file. Its memory is freed with the last tensor in it."""
+        self._folder.cleanup()
+        os.close(self._memory)
+
+    def store(self, name: str, tensor: Tensor) -> str:
+        place = self._tensors[name]
+        return copy_and_sum(place, tensor.to(place.dtype))
+
+    def place(self, name: str) -> Tensor | None:
+        return self._tensors[name]
+
+    def sums(self, name: str) -> str:
+        return tensor_sums(self._tensors[name])
+
+    def adopt(self, weights: Mapping[str, Tensor]) -> bool:
+        return False
+
+    def forget(self) -> None:
+        raise NotImplementedError("only broadcasts to a GPU leave writers behind")
+
+    def make_ready(self) -> None:
+        pass

@@ -1,0 +1,135 @@
+"""The parts of the vLLM engine that need no vLLM; `tests/gserver/contract` runs a real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from streamrl.checksum import tensor_sums
+from streamrl.config import from_dict
+from streamrl.errors import ConfigError
+from streamrl.gserver.server.engine import Job
+from streamrl.gserver.vllm.client import TokenReply
+from streamrl.gserver.vllm.command import Launch, command, environment
+from streamrl.gserver.vllm.replies import Response, request
+from streamrl.gserver.vllm.stage import StagedFile
+from streamrl.transport.generation import FinishReason, SamplingParams, VersionSpan
+
+SHAPES = {"a.weight": (3, 5), "b.bias": (7,), "c.weight": (2, 2)}
+
+
+def job(*, logprob_start_len: int = -1, top: int = 0, stop: tuple[str, ...] = (), **sampling: Any) -> Job:
+    params = SamplingParams(**sampling)
+    return Job(
+        "r", [3, 1, 4], params, stop=stop, logprob_start_len=logprob_start_len, top_logprobs_num=top, stream=True
+    )
+
+
+def reply(*choices: dict[str, Any], **more: Any) -> TokenReply:
+    return msgspec.convert({"choices": list(choices), **more}, TokenReply, strict=False)
+
+
+def tokens(*ids: int, **more: Any) -> dict[str, Any]:
+    content = [{"token_id": i, "logprob": -i / 8, "top_logprobs": [{"token_id": i, "logprob": -i / 8}]} for i in ids]
+    return {"token_ids": list(ids), "logprobs": {"content": content}, **more}
+
+
+def test_a_stage_is_a_checkpoint_that_others_can_read() -> None:
+    stage = StagedFile(SHAPES, torch.bfloat16)
+    try:
+        for seed in range(2):
+            generator = torch.Generator().manual_seed(seed)
+            new = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+            place = stage.place("b.bias")
+            assert place is not None
+            place.copy_(new["b.bias"])
+            sums = {name: stage.store(name, new[name]) for name in ("a.weight", "c.weight")}
+            sums["b.bias"] = stage.sums("b.bias")
+            read = load_file(stage.folder / "model.safetensors")
+            assert {name: tensor.tolist() for name, tensor in read.items()} == {
+                name: tensor.to(torch.bfloat16).tolist() for name, tensor in new.items()
+            }
+            assert sums == {name: tensor_sums(new[name].to(torch.bfloat16)) for name in SHAPES}
+    finally:
+        stage.close()
+    assert not stage.folder.exists()
+
+
+def test_a_request_shares_prompts_with_those_of_its_version_alone() -> None:
+    sent = request(job(max_new_tokens=8, stop=("x",), sampling_seed=2**63 + 5), request_id="7-r", version="3")
+    assert (sent.cache_salt, sent.stream, sent.sampling_params.seed) == ("3", True, 5)
+    assert sent.sampling_params.detokenize
+    assert not request(job(max_new_tokens=8), request_id="7-r", version="3").sampling_params.detokenize
+
+
+def test_a_stream_is_put_together() -> None:
+    response = Response(job(max_new_tokens=3, top=1))
+    first = response.add(reply(tokens(5)), version="1")
+    assert first is not None
+    assert (first.output_ids, first.logprobs, first.top_logprobs) == ([5], [-0.625], [[(-0.625, 5)]])
+    spans = [{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 1, "end": 3}]
+    response.add(reply(tokens(6)), version="1")
+    last = response.add(reply(tokens(7, finish_reason="length", weight_versions=spans)), version="2")
+    assert last is not None
+    assert (last.output_ids, last.finish_reason) == ([5, 6, 7], FinishReason("length", length=3))
+    assert last.spans == [VersionSpan("1", 0, 1), VersionSpan("2", 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("ended", "finish"),
+    [
+        ({"finish_reason": "stop", "stop_reason": None}, FinishReason("stop", matched=6)),
+        ({"finish_reason": "stop", "stop_reason": "ab"}, FinishReason("stop", matched="ab")),
+        ({"finish_reason": "abort"}, FinishReason("abort", message="the request was aborted")),
+    ],
+)
+def test_why_a_response_ended(ended: dict[str, Any], finish: FinishReason) -> None:
+    last = Response(job(max_new_tokens=9)).add(reply(tokens(5, 6, **ended)), version="1")
+    assert last is not None
+    assert last.finish_reason == finish
+
+
+def test_a_prompt_is_scored_under_the_version_that_computed_it() -> None:
+    scored = job(max_new_tokens=0, logprob_start_len=0)
+    assert request(scored, request_id="r", version="1").sampling_params.max_tokens == 1
+    prompt = [None, {"1": {"logprob": -1.5}}, {"4": {"logprob": -2.5}}]
+    spans = [{"version": "1", "start": 0, "end": 1}]
+    made = tokens(5, finish_reason="length", weight_versions=spans)
+    last = Response(scored).add(reply(made, prompt_logprobs=prompt), version="2")
+    assert last is not None
+    assert (last.input_logprobs, last.output_ids, last.logprobs) == ([None, -1.5, -2.5], [], [])
+    assert (last.weight_version, last.spans) == ("1", [])
+    assert last.finish_reason == FinishReason("length", length=0)
+
+
+def test_a_users_flags_replace_streamrls_and_gpus_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = {"python": "python-of-vllm", "tensor_parallel": 2, "args": ["--seed=7"]}
+    settings = from_dict({"gserver": {"engine": "vllm", "vllm": vllm}}).gserver
+    launch = Launch(model_dir=Path("/m"), socket=Path("/s"), device="cuda:2", dtype="bfloat16", seed=1, max_context=8)
+    words = command(settings, launch)
+    assert words[0] == "python-of-vllm"
+    assert words[-1] == "--seed=7"
+    assert "--max-model-len=8" in words
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert environment(settings, device="cuda:2", index=1)["CUDA_VISIBLE_DEVICES"] == "6,7"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"weights": {"mode": "cuda_ipc"}}, "weights.mode"),
+        ({"weights": {"backend": "nccl", "mode": "collective"}}, "weights.backend"),
+        ({"model": {"lora": {"rank": 2}}}, "weights.lora"),
+        ({"gserver": {"engine": "vllm", "deterministic": True}}, "gserver.deterministic"),
+        ({"gserver": {"engine": "vllm", "vllm": {"args": ["--port=1"]}}}, "--port"),
+        ({"gserver": {"engine": "vllm", "vllm": {"args": ["--trust-remote-code"]}}}, "no remote code"),
+    ],
+)
+def test_settings_that_vllm_cannot_have_are_refused(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        from_dict({"gserver": {"engine": "vllm"}} | changes)

@@ -20,7 +20,7 @@ PEER = "vLLM"
 Reply = TypeVar("Reply")
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+class VllmSampling(msgspec.Struct, frozen=True, kw_only=True):
     """vLLM's sampling parameters."""
 
     temperature: float
@@ -49,7 +49,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     token_ids: list[int]
-    sampling_params: Sampling
+    sampling_params: VllmSampling
     cache_salt: str
     """Only requests with the same salt share cached prompts."""
     stream: bool
@@ -125,7 +125,7 @@ class AbortRequests(msgspec.Struct, frozen=True):
     request_ids: list[str]
 
 
-class WorkerCall(msgspec.Struct, frozen=True):
+class RankCall(msgspec.Struct, frozen=True):
     """Call a method in each rank."""
 
     method: str
@@ -176,7 +176,7 @@ class VllmClient:
 
     async def load(self, folder: Path) -> None:
         """Load the weights in `folder`, a checkpoint, over those that are served."""
-        body = WorkerCall("reload_weights", {"weights_path": str(folder)})
+        body = RankCall("reload_weights", {"weights_path": str(folder)})
         await self._post("/collective_rpc", body, Empty)
 
     async def name_weights(self, version: str) -> None:

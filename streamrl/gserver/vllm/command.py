@@ -34,7 +34,7 @@ CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
 
 
-class Launch(msgspec.Struct, frozen=True, kw_only=True):
+class VllmLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of a server, in addition to its section of the configuration."""
 
     model_dir: Path
@@ -50,7 +50,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Whether replies include the experts that computed each token."""
 
 
-def command(settings: GserverConfig, launch: Launch) -> list[str]:
+def command(settings: GserverConfig, launch: VllmLaunch) -> list[str]:
     """Return the command line: interpreter, entry and flags."""
     flags = [
         f"--model={launch.model_dir}",

@@ -27,8 +27,8 @@ from streamrl.gserver.server.engine import Job, QueueFull, Ticket
 from streamrl.gserver.server.monitor import monitoring
 from streamrl.gserver.server.receiver import ExpectedWeights, StagedWeights, WeightReceiver
 from streamrl.gserver.vllm.client import TokenReply, VllmClient
-from streamrl.gserver.vllm.command import VLLM, Launch, command, environment
-from streamrl.gserver.vllm.replies import Response, request
+from streamrl.gserver.vllm.command import VLLM, VllmLaunch, command, environment
+from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.gserver.vllm.stage import StagedFile
 from streamrl.models import max_position, vocab_size
 from streamrl.safetensors_files import MODEL, TensorFiles
@@ -102,7 +102,7 @@ class VllmEngine:
     async def start(self) -> None:
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-vllm-")))
         self._stack.callback(self._stage.close)
-        launch = Launch(
+        launch = VllmLaunch(
             model_dir=Path(self.model_path),
             socket=folder / "socket",
             device=str(self._device),
@@ -117,7 +117,7 @@ class VllmEngine:
             await asyncio.shield(self._stack.aclose())
             raise
 
-    async def _start(self, launch: Launch) -> None:
+    async def _start(self, launch: VllmLaunch) -> None:
         words, variables = (
             command(self._settings, launch),
             environment(self._settings, device=launch.device, index=self._index),
@@ -293,7 +293,7 @@ class _RunningJob:
     def __init__(self, ticket: Ticket, *, request_id: str) -> None:
         self.ticket = ticket
         self.request_id = request_id
-        self.response = Response(ticket.job)
+        self.response = ResponseBuilder(ticket.job)
         self.begun = False
         """Whether vLLM has its request."""
         self.task: asyncio.Task[None]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.gserver.server.engine import Job, Output
-from streamrl.gserver.vllm.client import Candidate, Choice, PromptScore, Sampling, TokenReply, TokenRequest
+from streamrl.gserver.vllm.client import Candidate, Choice, PromptScore, TokenReply, TokenRequest, VllmSampling
 from streamrl.transport.generation import FinishReason
 
 SEEDS = 2**63
@@ -27,7 +27,7 @@ def request(job: Job, *, request_id: str, version: str) -> TokenRequest:
         token_ids=job.input_ids,
         cache_salt=version,
         stream=job.stream and not scores_prompt and params.max_new_tokens > 0,  # streams have no scores of prompts
-        sampling_params=Sampling(
+        sampling_params=VllmSampling(
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
@@ -45,7 +45,7 @@ def request(job: Job, *, request_id: str, version: str) -> TokenRequest:
     )
 
 
-class Response:
+class ResponseBuilder:
     """The response to one job so far."""
 
     def __init__(self, job: Job) -> None:

@@ -15,8 +15,8 @@ from streamrl.config import from_dict
 from streamrl.errors import ConfigError
 from streamrl.gserver.server.engine import Job
 from streamrl.gserver.vllm.client import TokenReply
-from streamrl.gserver.vllm.command import Launch, command, environment
-from streamrl.gserver.vllm.replies import Response, request
+from streamrl.gserver.vllm.command import VllmLaunch, command, environment
+from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.gserver.vllm.stage import StagedFile
 from streamrl.transport.generation import FinishReason, SamplingParams, VersionSpan
 
@@ -68,7 +68,7 @@ def test_a_request_shares_prompts_with_those_of_its_version_alone() -> None:
 
 
 def test_a_stream_is_put_together() -> None:
-    response = Response(job(max_new_tokens=3, top=1))
+    response = ResponseBuilder(job(max_new_tokens=3, top=1))
     first = response.add(reply(tokens(5)), version="1")
     assert first is not None
     assert (first.output_ids, first.logprobs, first.top_logprobs) == ([5], [-0.625], [[(-0.625, 5)]])
@@ -89,7 +89,7 @@ def test_a_stream_is_put_together() -> None:
     ],
 )
 def test_why_a_response_ended(ended: dict[str, Any], finish: FinishReason) -> None:
-    last = Response(job(max_new_tokens=9)).add(reply(tokens(5, 6, **ended)), version="1")
+    last = ResponseBuilder(job(max_new_tokens=9)).add(reply(tokens(5, 6, **ended)), version="1")
     assert last is not None
     assert last.finish_reason == finish
 
@@ -100,7 +100,7 @@ def test_a_prompt_is_scored_under_the_version_that_computed_it() -> None:
     prompt = [None, {"1": {"logprob": -1.5}}, {"4": {"logprob": -2.5}}]
     spans = [{"version": "1", "start": 0, "end": 1}]
     made = tokens(5, finish_reason="length", weight_versions=spans)
-    last = Response(scored).add(reply(made, prompt_logprobs=prompt), version="2")
+    last = ResponseBuilder(scored).add(reply(made, prompt_logprobs=prompt), version="2")
     assert last is not None
     assert (last.input_logprobs, last.output_ids, last.logprobs) == ([None, -1.5, -2.5], [], [])
     assert (last.weight_version, last.spans) == ("1", [])
@@ -110,7 +110,9 @@ def test_a_prompt_is_scored_under_the_version_that_computed_it() -> None:
 def test_a_users_flags_replace_streamrls_and_gpus_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm = {"python": "python-of-vllm", "tensor_parallel": 2, "args": ["--seed=7"]}
     settings = from_dict({"gserver": {"engine": "vllm", "vllm": vllm}}).gserver
-    launch = Launch(model_dir=Path("/m"), socket=Path("/s"), device="cuda:2", dtype="bfloat16", seed=1, max_context=8)
+    launch = VllmLaunch(
+        model_dir=Path("/m"), socket=Path("/s"), device="cuda:2", dtype="bfloat16", seed=1, max_context=8
+    )
     words = command(settings, launch)
     assert words[0] == "python-of-vllm"
     assert words[-1] == "--seed=7"

@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import tomllib
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
-from streamrl.config import Config
+from streamrl.config import Config, from_dict
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -189,3 +190,9 @@ def test_each_name_of_the_design_documents_has_a_target() -> None:
     assert [target for targets in table.values() for target in targets if not exists(target)] == []
     assert not exists("trainer.save_every_eon")
     assert not exists("streamrl.ecs.NoSuchName")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_configuration_on_a_page_is_valid(page: Path) -> None:
+    for block in re.findall(r"^```toml\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        from_dict(tomllib.loads(block), where=block)

@@ -113,7 +113,7 @@ def _waits_for(
     elif not fleet.serving_count:
         reasons.append("waits for a gserver: none takes groups")
     elif waiting and ledger.room and not fleet.has_capacity:
-        reasons.append(f"{waiting} calls wait for a place: all {fleet.serving_count} gservers run as much as they can")
+        reasons.append(f"{waiting} calls wait: all {fleet.serving_count} gservers are full")
     silent = [member.name for member in registry.everyone() if member.silent]
     if silent:
         reasons.append(f"silent: {', '.join(silent)}")

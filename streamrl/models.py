@@ -56,7 +56,7 @@ def ensure_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
         check_adapter(folder, config.model.lora)
         return initial_checkpoint(config, cache=cache)
     if (folder / ADAPTER_SETTINGS).exists():
-        raise ModelError(f"the checkpoint {folder} is an adapter: go on with the section [model.lora] that made it")
+        raise ModelError(f"the checkpoint {folder} is an adapter: continue with its section [model.lora]")
     check_checkpoint(folder)
     return folder
 

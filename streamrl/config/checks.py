@@ -270,7 +270,7 @@ def _layout_problems(config: Config) -> list[str]:
     if trainer.synchronous and config.staleness.max_staleness > 0:
         problems.append(f'trainer.graph = "{trainer.graph}" needs staleness.max_staleness = 0')
     if "actor" in trainer.offload:
-        problems.append("trainer.offload: the actor is never idle (its weights are published beside the next step)")
+        problems.append("trainer.offload: the actor is never idle (its weights are published during the next step)")
     return problems
 
 

@@ -115,7 +115,7 @@ def show_report(run_dir: Path, console: Console, *, again: str = "") -> str:
 
 def report_end(run_dir: Path, *, console: Console) -> None:
     """Show the report of a run whose pools were started by hand."""
-    again = "the command that started the run, or those of all its pools, with --resume"
+    again = "the command that started the run, or the commands of all its pools, with --resume"
     console.print(show_report(run_dir, console, again=again), markup=False, soft_wrap=True)
 
 

@@ -100,7 +100,7 @@ async def keep_in_order(run_dir: Path, *, tell: Callable[[str], None], every_sec
         problem = await asyncio.to_thread(_look_after, run_dir)
         if problem and not told:
             tell(
-                f"nothing can be written to {run_dir} ({problem}): the run goes on; its logs are lost, its figures "
+                f"nothing can be written to {run_dir} ({problem}): the run continues; its logs are lost, its figures "
                 "wait, and no checkpoint is written until there is room"
             )
         elif told and not problem:

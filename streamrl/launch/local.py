@@ -161,7 +161,9 @@ class Launcher:
                 try:
                     await self._start_and_watch(self._children)
                 finally:
-                    self._display.note("stopping what is left" if self._children.running else "all processes have left")
+                    self._display.note(
+                        "stopping the remaining processes" if self._children.running else "all processes have left"
+                    )
                     await self._children.stop()
         finally:
             self._children.close()

@@ -171,7 +171,7 @@ def _end_despite_threads(code: int) -> None:
     threading.Event().wait(GRACE_SECONDS)
     busy = [t.name for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     if busy:
-        log.warning("%s did not end within %g s: ending without", ", ".join(busy), GRACE_SECONDS)
+        log.warning("%s did not end within %g s: ending without it", ", ".join(busy), GRACE_SECONDS)
         os._exit(code)
 
 

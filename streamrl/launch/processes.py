@@ -174,7 +174,7 @@ def share_of(config: Config, *, node: int | None, nodes: int | None, environment
         share = TrainerShare(node=node or 0, nodes=nodes or 1)
         said = f"--node {share.node} --nodes {share.nodes}"
         if nodes is None:
-            raise ConfigError(f"--node {share.node}: say of how many, as --nodes N")
+            raise ConfigError(f"--node {share.node} needs the number of parts, --nodes N")
     if not 0 <= share.node < share.nodes or not 0 <= share.local < share.locals:
         raise ConfigError(f"{said}: nodes are numbered from 0 to {share.nodes - 1}")
     if share.nodes > config.trainer.workers:

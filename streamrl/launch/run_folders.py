@@ -137,7 +137,7 @@ def resumed(config: Config, overrides: Sequence[str] = ()) -> Config:
         if not own:
             raise ConfigError(
                 f"run.resume_from: {config.run.resume_from} is no whole checkpoint of {config.run_dir}, which has "
-                f"{', '.join(folder.name for folder in every)}; leave it out to go on from the latest, or leave out "
+                f"{', '.join(folder.name for folder in every)}; leave it out to continue from the latest, or leave out "
                 "--resume to begin another run from there"
             )
         begun = own[0]

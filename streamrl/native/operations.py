@@ -68,7 +68,7 @@ def native_add_sums() -> AddSums | None:
     for integer in INTEGERS.values():
         tried = torch.arange(-600, 610).view(10, 121).to(integer)
         if not torch.equal(_sums_by(add, tried), _sums_by(add_sums, tried)):
-            log.warning("torch takes the checksums of weights: what the C compiler makes is wrong for %s", integer)
+            log.warning("torch takes the checksums of weights: the compiled code is wrong for %s", integer)
             return None
     return add
 
@@ -487,4 +487,4 @@ def _check(library: ctypes.CDLL, dtype: torch.dtype) -> None:
     for what, expected, found in zip(("rotation", "cache", "attention", "norm"), *results, strict=True):
         worst = (expected - found).abs().max().item()
         if not worst <= _TOLERANCE[dtype] * expected.abs().max().item():
-            raise Unavailable(f"what the compiler has made is wrong: {what} is off by {worst:g}")
+            raise Unavailable(f"the compiled code is wrong: {what} is off by {worst:g}")

@@ -133,13 +133,15 @@ class Page:
     def _admit(self, request: web.Request) -> None:
         """Raise `HTTPException` for a request that is not allowed."""
         if self._hosts.forged(request.headers.get("Host"), request.headers.get("Origin")):
-            raise web.HTTPForbidden(text="not from another site, nor by another name: use the address that was told")
+            raise web.HTTPForbidden(
+                text="requests of other sites, or by another name, are refused: use the printed address"
+            )
         site, mode = request.headers.get("Sec-Fetch-Site"), request.headers.get("Sec-Fetch-Mode")
         if site in ("cross-site", "same-site") and mode != "navigate":
             raise web.HTTPForbidden(text="another site may not look at this page")
         shown = request.path.split("/", 2)[1]
         if not hmac.compare_digest(shown.encode(), self.token.encode()):
-            raise web.HTTPForbidden(text="the address lacks the page's token: use the one that streamrl page told")
+            raise web.HTTPForbidden(text="the address lacks the page's token: use the one that streamrl page printed")
         if self.connections() > MOST_CONNECTIONS:
             raise web.HTTPServiceUnavailable(text="too many connections; try again in a moment")
 

@@ -177,18 +177,16 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
     made, needed = len(records.steps), FIRST_STEPS + LEAST_STEPS
     if made < needed:
         raise ConfigError(
-            f"{run_dir}: {METRICS_FILE} tells of {made} training steps, and {needed} are needed; let the run go on"
+            f"{run_dir}: {METRICS_FILE} has {made} training steps, and {needed} are needed; continue the run"
         )
     for role in ("gserver", "rollout"):
         if not records.of_role(role):
-            raise ConfigError(
-                f"{run_dir}: timeline.jsonl is missing, or tells nothing of {role} processes, as in a replay"
-            )
+            raise ConfigError(f"{run_dir}: timeline.jsonl is missing, or has no {role} processes, as in a replay")
     steps = records.steps[max(FIRST_STEPS, made // 5) - 1 :]  # queues still fill in the first fifth of a long run
     lengths = [group for step in steps for group in step.response_lengths if group]
     if not lengths:
         raise ConfigError(
-            f"{run_dir}: {METRICS_FILE} does not tell the lengths of responses (an older version wrote it); make "
+            f"{run_dir}: {METRICS_FILE} lacks the lengths of responses (an older version wrote it); make "
             "another run, or leave --from away"
         )
     found = _CalibrationReader(config, records, steps, cores=cores or os.cpu_count() or 1).calibration(run_dir.name)
@@ -227,7 +225,7 @@ class _CalibrationReader:
         simulated = config.gserver.engine == "simulated"
         if not self._told:
             self._notes.append(
-                "the run does not tell what processes cost the processor (an older version made it): seconds of the "
+                "the run has no processor times of processes (an older version made it): seconds of the "
                 "clock are taken, in which waiting for a core counts as work"
             )
         decode = self._decode()
@@ -253,7 +251,7 @@ class _CalibrationReader:
         others = self._others()
         if others > NOTABLE_CORES:
             self._notes.append(
-                f"other work on the machine kept {others:.1f} of its {self._cores} cores busy meanwhile: it is taken "
+                f"other work on the machine kept {others:.1f} of its {self._cores} cores busy: it is taken "
                 "to go on like this"
             )
         gaps = [
@@ -342,7 +340,7 @@ class _CalibrationReader:
         computed = self._counted("gserver", "prompt_tokens_total")
         cached = self._counted("gserver", "prompt_tokens_cached_total")
         if not requests:
-            self._notes.append("the gservers do not tell how long prompts are: they are taken to cost nothing")
+            self._notes.append("the gservers do not report the lengths of prompts, which count as free")
             return 0.0
         return (computed + cached) / requests
 

@@ -89,7 +89,7 @@ def in_words(report: EvaluationReport) -> str:
         answered += f" to v{report.newest_version}"
     parts = [f"evaluation of v{report.policy_version}"]
     if report.reward_mean is None:
-        parts.append("no prompt was answered")
+        parts.append("no prompt has a response")
     else:
         parts += [
             f"reward {report.reward_mean:.3f}",

@@ -53,7 +53,7 @@ class LineFile:
                 del self._waiting[: self._opened().write(self._waiting)]
         except OSError as error:
             if not self._failing:
-                log.warning("%s cannot be written (%s): it waits, and the run goes on", self.path, error)
+                log.warning("%s cannot be written (%s): its lines wait, and the run continues", self.path, error)
             self._failing = True
         else:
             if self._failing:

@@ -437,7 +437,7 @@ def _machines(run: RunFigures) -> Iterator[Finding]:
         yield Finding(
             "warning" if count >= OFTEN_RESTARTED else "note",
             "restarts",
-            f"{name} was started again {_times(count)}; logs/{name.replace('/', '-')}.log says why",
+            f"{name} was started again {_times(count)}; logs/{name.replace('/', '-')}.log has the reason",
         )
     if run.disk_free is not None:
         share = run.disk_free / run.disk_bytes if run.disk_bytes else 1.0
@@ -461,7 +461,7 @@ def _machines(run: RunFigures) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "stream",
-            f"{refused:.0f} groups were refused by the trainer; the logs of the model workers say why",
+            f"{refused:.0f} groups were refused by the trainer; the logs of the model workers have the reason",
         )
 
 

@@ -146,7 +146,7 @@ def start_sinks(config: Config) -> list[SinkProcess]:
         try:
             started.append(SinkProcess(task))
         except OSError as error:
-            log.warning("%s cannot be started (%s); the run goes on without", sink, error)
+            log.warning("%s cannot be started (%s); the run continues without it", sink, error)
     return started
 
 
@@ -185,7 +185,7 @@ class SinkProcess:
             pass
         except BrokenPipeError:
             self._over = True
-            log.warning("%s %s: it gets no more figures, and the run goes on", self.name, self._how_it_ended())
+            log.warning("%s %s: it gets no more figures, and the run continues", self.name, self._how_it_ended())
 
     def finish(self) -> None:
         """Make the process send the remaining figures and end. Returns at once."""
@@ -366,7 +366,7 @@ class _Follower:
 def _watched(sink: str, what: str) -> Iterator[None]:
     """Log a warning if the code inside is slow."""
     timer = threading.Timer(
-        SLOW_SECONDS, log.warning, ("%s has not taken %s for %.0f s; the run goes on", sink, what, SLOW_SECONDS)
+        SLOW_SECONDS, log.warning, ("%s has not taken %s for %.0f s; the run continues", sink, what, SLOW_SECONDS)
     )
     timer.daemon = True
     timer.start()

@@ -160,7 +160,7 @@ def _draw_timeline(run: RunView) -> Figure:
         axes.set_yticks(range(lanes), [*(process.name for process in servers), "trainer"])
         axes.set(ylim=(lanes - 0.4, -0.6), xlim=(left, right), xlabel="seconds since the first step began")
         axes.grid(visible=False)
-    parts[0].set_title("What each pool does")
+    parts[0].set_title("Work of each pool")
     if detailed:
         parts[1].set_title(f"... enlarged: {zoom:.0f} seconds in the middle")
     used = [name for name in SPAN_COLOUR if any(span[0] == name for step in run.steps for span in step.spans)]

@@ -209,5 +209,7 @@ def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSou
         try:
             chat.encode(stop)
         except DataError as error:
-            raise ConfigError(f"rollout.sampling.stop has {stop!r}, which the model cannot say: {error}") from error
+            raise ConfigError(
+                f"rollout.sampling.stop has {stop!r}, which the model has no tokens for: {error}"
+            ) from error
     return chat, PromptSource.open(config, chat)

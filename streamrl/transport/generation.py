@@ -408,7 +408,7 @@ class GenerationClient:
             nonlocal whole
             part = _decoded_part(url, data)
             if not part.meta_info:
-                raise WireError(f"gserver {url} streamed an event that tells nothing")
+                raise WireError(f"gserver {url} streamed an empty event")
             reply = GenerateReply(text=part.text, output_ids=part.output_ids, meta_info=part.meta_info)
             if part.meta_info.finish_reason is None:
                 on_part(reply)
@@ -529,7 +529,7 @@ class GenerationClient:
             async with cut:
                 yield
         except TimeoutError as error:
-            raise PeerLost(f"gserver {url} fell silent before it answered") from error
+            raise PeerLost(f"gserver {url} fell silent before its reply") from error
         finally:
             calls.discard(cut)
             if not calls:
@@ -546,7 +546,7 @@ def _decoded_part(url: str, data: bytes) -> StreamPart:
     try:
         part = _part_decoder.decode(data)
     except UNDECODABLE as error:
-        raise WireError(f"gserver {url} answered with something else than responses: {error}") from error
+        raise WireError(f"gserver {url} replied with something else than responses: {error}") from error
     if part.error:
         raise PeerError(f"gserver {url} failed: {part.error.message}", status=part.error.code or 500)
     return part

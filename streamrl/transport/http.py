@@ -101,7 +101,7 @@ async def call(
     try:
         return msgspec.json.decode(content, type=reply)
     except UNDECODABLE as error:
-        said = "" if confidential else f"; it said {content[:200]!r}"
+        said = "" if confidential else f"; its reply: {content[:200]!r}"
         raise WireError(
             f"{peer} answered {method} {url} with something else than a {reply.__name__}: {error}{said}"
         ) from error
@@ -124,7 +124,7 @@ async def follow(
     async with _answered(session, "POST", url, body, timeout=timeout, peer=peer) as response:
         if response.content_type != "text/event-stream":
             said = (await response.content.read(200))[:200]
-            raise WireError(f"{peer} answered POST {url} with something else than events; it said {said!r}")
+            raise WireError(f"{peer} answered POST {url} with something else than events; its reply: {said!r}")
         received, searched = bytearray(), 0
         async for content in response.content.iter_any():
             received += content
@@ -187,7 +187,7 @@ def _distrusted(error: Exception) -> str:
     """Return why a certificate is rejected, and the remedy."""
     if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _DATES:
         now = datetime.datetime.now(datetime.UTC)
-        return f"{error.verify_message}, by this machine's clock, which says {now:%Y-%m-%d %H:%M} UTC; set it"
+        return f"{error.verify_message}, by this machine's clock, which is at {now:%Y-%m-%d %H:%M} UTC; set it"
     reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else str(error)
     return (
         f"its certificate is not one of this run's ({reason}). Either this process has another secret, or none "

@@ -162,7 +162,7 @@ class ControlClient:
     async def resume_point(self, *, patience: float) -> control.ResumePoint:
         """Return the checkpoint that the run resumes from; keep trying for `patience` seconds while the manager is
         missing, or belongs to a run that is over."""
-        what = f"asking the manager at {self.url} what the run goes on from (is it running there?)"
+        what = f"asking the manager at {self.url} for the run's checkpoint (is it running there?)"
         return await self._patiently("GET", "/resume_point", None, control.ResumePoint, what=what, patience=patience)
 
     async def model(self, *, patience: float) -> control.ModelListing:

@@ -124,7 +124,7 @@ class Membership:
         try:
             await self._send(error=f"{self.name}: {type(cause).__name__}: {cause}")
         except StreamRLError as unheard:
-            log.warning("%s: the manager could not be told of the failure: %s", self.name, unheard)
+            log.warning("%s: the failure could not be reported to the manager: %s", self.name, unheard)
 
     async def leave(self) -> None:
         """Stop the heartbeats. Report a failure of essential work, or, if the run continues, that this process has left
@@ -138,7 +138,7 @@ class Membership:
             try:
                 await self.client.leave(Leave(role=self.role, index=self.index, pid=os.getpid()))
             except StreamRLError as error:
-                log.warning("%s: the manager could not be told that it has left: %s", self.name, error)
+                log.warning("%s: its leaving could not be reported to the manager: %s", self.name, error)
 
     async def _register(self, patience: float) -> float:
         message = self._registration()

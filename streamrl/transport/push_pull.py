@@ -308,7 +308,7 @@ class _Link:
                 f"credit of {self._head}: {self._reply.taken} of {self._reply.capacity} places taken there, "
                 f"{len(self._pending)} groups wait here"
             )
-        silence = "has not answered yet" if self._heard < 0 else f"is silent for {now - self._heard:.0f} s"
+        silence = "has not replied yet" if self._heard < 0 else f"is silent for {now - self._heard:.0f} s"
         return f"{self._head}, which {silence} (is its port open to this machine?): {len(self._pending)} groups"
 
 

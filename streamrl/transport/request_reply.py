@@ -396,7 +396,7 @@ class ReplyChannel(Generic[Call]):
                         self._take_packets()
         except TimeoutError as error:
             raise PeerLost(
-                f"the master at {self._address} has not answered for {WELCOME_SECONDS:.0f} s: it cannot be reached "
+                f"the master at {self._address} has not replied for {WELCOME_SECONDS:.0f} s: it cannot be reached "
                 "from here (--advertise, firewalls), or its key is not of this process's run; look at the controller's "
                 "log, and start again"
             ) from error

@@ -53,7 +53,7 @@ def test_a_run_goes_on_while_its_disk_is_full_and_says_so(tmp_path: Path) -> Non
         filler = as_it_sees_it / "filler"
         fill(filler)
         before = len(steps(run_dir))
-        until_said("No space left on device): the run goes on; its logs are lost")
+        until_said("No space left on device): the run continues; its logs are lost")
         time.sleep(5)
         assert process.running, process.output[-4000:]
         filler.unlink()

@@ -230,7 +230,7 @@ def test_a_sink_that_is_slow_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sinks, "SLOW_SECONDS", 0.01)
     with sinks._watched("trackio", "the figures of step 3"):
         until(lambda: caplog.records, "a warning")
-    assert "trackio has not taken the figures of step 3 for 0 s; the run goes on" in caplog.text
+    assert "trackio has not taken the figures of step 3 for 0 s; the run continues" in caplog.text
 
 
 def test_a_sink_ends_with_a_run_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ def test_a_stop_string_that_the_model_cannot_say_is_refused(tmp_path: Path) -> N
             "rollout": {"sampling": {"stop": ["=0", "END"]}},
         }
     )
-    with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop has 'END', which the model cannot say"):
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop has 'END', which the model has no tokens for"):
         load_data(config, ensure_checkpoint(config, cache=tmp_path))
 
 

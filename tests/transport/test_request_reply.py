@@ -398,7 +398,7 @@ async def test_a_worker_without_an_answer_gives_up(monkeypatch):
     monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
     async with pretended_master() as (_, endpoint):
         end = reply_channel(endpoint, 0)
-        with pytest.raises(PeerLost, match="has not answered for"):
+        with pytest.raises(PeerLost, match="has not replied for"):
             await asyncio.wait_for(end.receive(), 30)
         await end.close()
 

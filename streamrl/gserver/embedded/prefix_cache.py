@@ -119,7 +119,7 @@ class PrefixCache:
         try:
             taken = self._cache.take(slot, len(tokens))
         except RuntimeError as error:  # no memory is left: only requests that would share the copy are affected
-            self._warnings.warning("what was computed for a finished response is not kept: %s", error)
+            self._warnings.warning("a finished response is not kept in the prefix cache: %s", error)
             return
         entry = CachedTokens(list(tokens), kept=taken)
         self._kept[id(entry)] = entry

@@ -78,7 +78,7 @@ class Comparisons:
 
     def next_version(self, version: int) -> None:
         """Record that `version` is served from now on: missing scores of the version before will not come."""
-        late = "it had not answered when the next weights came"
+        late = "it had not replied when the next weights came"
         for gserver, (asked, task) in self._running.items():
             task.cancel()
             self._scores.setdefault(asked, {}).setdefault(gserver, Scores(gserver.name, problem=late))
@@ -135,9 +135,9 @@ def read_scores(reply: GenerateReply, question: Compare, *, gserver: str, label:
     if meta.finish_reason is not None and meta.finish_reason.type == "abort":
         problem = f"its answer was broken off: {meta.finish_reason.message or 'no reason given'}"
     elif not serves(meta.weight_version, label):
-        problem = f"it answered with weights {meta.weight_version!r}"
+        problem = f"its reply has weights {meta.weight_version!r}"
     elif not same:  # SGLang reports the vocabulary's last token as 0; its log-probability is right
-        problem = f"it told log-probabilities of {len(told)} tokens, not of the {len(wanted)} that it was asked for"
+        problem = f"its reply has log-probabilities of {len(told)} tokens, not of the {len(wanted)} requested"
     elif len(logprobs) != len(wanted):
         problem = f"{len(wanted) - len(logprobs)} of its log-probabilities are not finite"
     if problem:

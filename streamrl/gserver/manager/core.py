@@ -370,7 +370,7 @@ class Manager:
             await self._signals.deadlines.sleep(timeout)
             late = time.monotonic() - min(known) if known else 0.0
             if late > STANDSTILL_SECONDS:
-                log.warning("the manager stood still for %.0f s; it counts as nobody's silence", late)
+                log.warning("the manager stood still for %.0f s; no process counts as silent for it", late)
                 self._registry.excuse(late)
                 self.ledger.excuse(late)
                 await asyncio.sleep(STANDSTILL_SECONDS)  # time to read the messages that arrived in between

@@ -102,11 +102,11 @@ class Evaluations:
         self._versions.add(version)
         if self._running is not None:
             running = self._running.task.policy_version
-            log.info("the evaluation of version %d waits for that of version %d to end", version, running)
+            log.info("the evaluation of version %d waits for the end of the one of version %d", version, running)
         if self._waiting is not None:
             self._left_out += 1
             log.warning(
-                "the evaluation of version %d is left out for that of version %d: it had not begun; evaluate less "
+                "the evaluation of version %d is replaced by the one of version %d before it has begun; evaluate less "
                 "often, or fewer prompts, or raise evaluation.max_concurrent",
                 *(self._waiting.policy_version, version),
             )

@@ -479,7 +479,7 @@ class Server:
 
     async def _continue(self, message: Empty) -> Outcome:
         await self._engine.resume()
-        return Outcome(success=True, message="generation goes on")
+        return Outcome(success=True, message="generation continues")
 
     async def _abort(self, message: AbortRequest) -> Outcome:
         if message.abort_all:
@@ -583,7 +583,7 @@ async def _read(request: web.Request, body: type[Body]) -> Body:
     try:
         return msgspec.json.decode(content or b"{}", type=body)
     except UNDECODABLE as error:
-        raise Refused(f"the body of {request.path} is not what it takes: {error}") from error
+        raise Refused(f"the body of {request.path} is not valid: {error}") from error
 
 
 EVENTS = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -630,7 +630,7 @@ def _check_caller(keys: GserverKeys, hosts: Hosts) -> Middleware:
             warnings.warning("refused %s of somebody without the key", request.path[:100])
             return _json(_error("this call needs the key that members of the run are given"), status=401)
         if keys.control and request.path not in GENERATION_CALLS:
-            warnings.warning("refused %s of somebody who may only generate", request.path[:100])
+            warnings.warning("refused %s: the key permits generation only", request.path[:100])
             return _json(_error(f"{request.path[:100]!r}: only the manager may change a gserver"), status=403)
         return await handler(request)
 

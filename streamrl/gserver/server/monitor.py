@@ -197,7 +197,7 @@ class _Responder:
         """Raise `PeerLost` if it has been silent for too long."""
         now = time.monotonic()
         if self._heard.is_silent(now=now) and self._unanswered >= SILENT_QUESTIONS:
-            raise PeerLost(f"{self._name} has not answered for {self._heard.seconds(now=now):.0f} s; look at its log")
+            raise PeerLost(f"{self._name} has not replied for {self._heard.seconds(now=now):.0f} s; look at its log")
 
 
 class Figures:

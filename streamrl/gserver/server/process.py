@@ -54,7 +54,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     secret = of_run_at(manager_url, config)
     if secret is None:
         raise ConfigError(
-            f"gserver/{index} does not know the secret of the run at {manager_url}: set STREAMRL_SECRET or "
+            f"gserver/{index} does not have the secret of the run at {manager_url}: set STREAMRL_SECRET or "
             "security.secret_file to what the manager has"
         )
     client = ControlClient.of(config, manager_url)

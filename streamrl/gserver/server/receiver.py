@@ -276,7 +276,7 @@ class WeightReceiver:
     def _check_current(self, staged: StagedWeights) -> None:
         """Raise `Refused` if another update has begun while this one waited for a receive to end."""
         if self._staged is not staged:
-            raise Refused("another weight update has begun meanwhile")
+            raise Refused("another weight update has begun")
 
     def _load(self, folder: Path, staged: StagedWeights) -> None:
         self._check_current(staged)

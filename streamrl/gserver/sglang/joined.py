@@ -103,7 +103,7 @@ async def joined_server(
     async with monitoring(SGLANG, url, key=key, stuck_seconds=stuck_seconds, update_seconds=update_seconds) as monitor:
         try:
             if not await monitor.is_there():
-                raise PeerLost(f"no SGLang server answers at {url} (gserver.sglang.addresses); start it first")
+                raise PeerLost(f"no SGLang server replies at {url} (gserver.sglang.addresses); start it first")
             await _check_flags(
                 client,
                 url,
@@ -150,7 +150,7 @@ async def _check_flags(
         )
     if routed_experts and not settings.enable_return_routed_experts:
         problems.append(
-            "it does not tell which experts compute a token: start it with --enable-return-routed-experts, or set "
+            "it does not return the experts of tokens: start it with --enable-return-routed-experts, or set "
             "trainer.replay_routing = false"
         )
     if settings.context_length is not None and settings.context_length < max_context:

@@ -249,7 +249,7 @@ class WeightCalls:
             return
         ranks = await self.received(gserver)
         if ranks is not None and len(ranks) != gserver.ranks:
-            raise PublicationError(f"{gserver.name} tells what {len(ranks)} ranks received, and has {gserver.ranks}")
+            raise PublicationError(f"{gserver.name} reports the weights of {len(ranks)} ranks, and has {gserver.ranks}")
         for rank in ranks or ():
             # The list may include tensors received before, in an earlier run.
             _compare(gserver, {name: rank.checksums.get(name, NOTHING) for name in trained}, trained)
@@ -270,7 +270,7 @@ class WeightCalls:
             if UNKNOWN_ACTION not in str(error):
                 raise
             gserver.tells_received = False
-            log.info("%s does not tell what it received: its weights show in log-probabilities alone", gserver.name)
+            log.info("%s reports no checksums: only log-probabilities show whether its weights are right", gserver.name)
             return None
         return sums.ranks
 

@@ -266,7 +266,7 @@ class WeightUpdates:
             left = deadline - time.monotonic()
             if left <= 0 or not await self._changed.until(partial(self._fleet.has_news_since, seen), timeout=left):
                 raise PublicationError(
-                    f"weights v{version} have nowhere to go: no gserver answered within "
+                    f"weights v{version} cannot be published: no gserver replied within "
                     f"{self._config.limits.update_seconds:g} s; start one, or look at the gservers' logs"
                 )
             seen = self._fleet.news

@@ -369,7 +369,7 @@ class Gateway:
         """Start and keep the generation for `call`; raises `RequestRefused`."""
         if asked.generating >= self._concurrent_requests:
             asked.refused.append(digest)
-            message = f"{asked.generating} requests of this episode are being answered; that is the limit"
+            message = f"{asked.generating} requests of this episode are in progress; that is the limit"
             raise RequestRefused(message, status=429, kind="rate_limit_error")
         _check_tokens(call.request, self._vocab_size)
         if call.previous:
@@ -399,7 +399,9 @@ class Gateway:
             elif wanted != own:
                 self._warn_once(name, "agents ask for a %s of %s; the run's %s is used", name, wanted, own)
         if call.top_logprobs:
-            self._warn_once("top_logprobs", "agents ask for top_logprobs; they get those of the sampled tokens alone")
+            self._warn_once(
+                "top_logprobs", "agents ask for top_logprobs; they get the log-probabilities of sampled tokens only"
+            )
         if call.model not in ("", self._model):
             self._warn_once("model", "agents ask for the model %.100r; the policy answers", call.model)
 
@@ -515,7 +517,7 @@ async def _refuse(
     except web.HTTPRequestEntityTooLarge:
         return error(413, "request_too_large", f"the body is larger than {request.client_max_size} bytes")
     except web.RequestPayloadError:
-        return error(400, "invalid_request_error", "the body is not what its Content-Encoding says")
+        return error(400, "invalid_request_error", "the body does not have its Content-Encoding")
     except web.HTTPNotFound:
         return error(404, "not_found_error", f"there is no {request.method} {request.path}")
     except web.HTTPMethodNotAllowed as wrong:
@@ -527,7 +529,7 @@ async def _refuse(
         raise
     except Exception:  # tolerance point: one faulty request must not end the others
         logger.exception("a request of an agent to %s failed", request.path)
-        return error(500, "api_error", "the server failed; its log says why")
+        return error(500, "api_error", "the server failed; its log has the reason")
 
 
 def _json(body: Any, status: int = 200) -> web.Response:

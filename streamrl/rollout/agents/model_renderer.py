@@ -162,7 +162,7 @@ def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
         except Exception as error:  # the package may raise any exception
             raise ConfigError(f"rollout.agent.renderer = {name!r} does not fit the model: {error}") from error
         if differs := _difference(renderer, chat):
-            log.warning("the renderer %s does not write what the model's chat template writes: %s", name, differs)
+            log.warning("the renderer %s differs from the model's chat template: %s", name, differs)
         return renderer
     for kind in known:
         with contextlib.suppress(Exception):  # most renderers need special tokens that this model lacks

@@ -102,7 +102,7 @@ class TemplateRenderer:
             f"{speaker[role]} after an answer {'with' if thought else 'without'} reasoning"
             for thought, role in sorted(self._anew)
         )
-        return f"it writes earlier turns anew, and such a turn may begin a conversation of its own: {cases}"
+        return f"it changes earlier turns, and such a turn may begin a conversation of its own: {cases}"
 
     def _stable(self, answer: Message, further: Message) -> bool:
         """Return whether the template leaves a question and an `answer` unchanged when `further` follows.

@@ -197,7 +197,7 @@ class CommandAgents:
             self._leaders.difference_update(leaders)
         if status:
             tail = "\n".join(lines)
-            raise AgentError(f"the agent {program} {describe_exit(status)}; it said last:\n{tail}")
+            raise AgentError(f"the agent {program} {describe_exit(status)}; its last output:\n{tail}")
         return _score_of(lines[-1] if lines else "")
 
 
@@ -256,7 +256,7 @@ class RemoteAgents:
             if not taken.done() and not self._warned:
                 self._warned = True
                 waiting, path = self._offers.qsize(), access.root + "/episodes"
-                log.warning("%d episodes wait for an agent: nobody asks POST %s", waiting, path)
+                log.warning("%d episodes wait for an agent: no agent has called POST %s", waiting, path)
             await taken
         finally:
             taken.cancel()  # `wait` does not cancel it, and an abandoned episode must not be leased

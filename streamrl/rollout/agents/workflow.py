@@ -301,7 +301,7 @@ class Episode:
         read = self._renderer.parse(SampledTokens(prompt_ids, given, request.tools), matched_stop="")
         if read.content != request.given:
             raise RequestRefused(
-                "this model cannot go on from the text of an assistant: it would be read as something else, such as "
+                "this model cannot continue the text of an assistant: its tokens would differ, such as "
                 "reasoning, or as nothing; let the conversation end with another message"
             )
         return Continuation(parent, [*prompt_ids, *given], len(given), read)

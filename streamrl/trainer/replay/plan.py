@@ -137,7 +137,9 @@ def changes(recorded: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
     found = {key: values for key, values in found.items() if not key.startswith(OF_THE_REPLAY)}
     for key, (before, now) in found.items():
         if not key.startswith(CHANGEABLE):
-            what = "it decides what was generated, or who computes" if key.startswith(DECIDING) else _NO_PART
+            what = (
+                "it determines the recorded data, or the ranks that compute" if key.startswith(DECIDING) else _NO_PART
+            )
             raise ConfigError(
                 f"{key} = {now!r}: recorded with {before!r}, and a replay cannot change it ({what}); what it can: "
                 + ", ".join(name.rstrip(".") for name in CHANGEABLE)
@@ -226,7 +228,7 @@ def computed(graph: Graph, given: Iterable[str]) -> list[MFC]:
             continue
         if mfc.interface == "function":
             if any(lacking & reader.inputs for reader in wanted):
-                raise ConfigError(f"{mfc.name} calls {mfc.function}, and the record lacks what it gave")
+                raise ConfigError(f"{mfc.name} calls {mfc.function}, and the record lacks its result")
             continue
         wanted.append(mfc)
     return wanted[::-1]

@@ -475,9 +475,7 @@ def read_recording(run_dir: Path) -> Recording:
     folders = _numbered(run_dir / FOLDER, "from-*").values()
     parts = [_read_part(folder) for folder in folders if any(folder.glob(f"rank-*/{FACTS}"))]
     if not parts:
-        raise DataError(
-            f"{run_dir}: this run has kept no record of what it trained on; start runs with run.record=true"
-        )
+        raise DataError(f"{run_dir}: this run has no record of its training data; start runs with run.record=true")
     return Recording(run_dir, parts)
 
 

@@ -250,7 +250,7 @@ def resume(assembly: Assembly, folder: Path) -> None:
                 role.load_state(state / name)
             except ModelError as error:
                 raise ModelError(
-                    f"{error}; if the checkpoint is damaged, remove {folder}: --resume goes on from the one before it"
+                    f"{error}; if the checkpoint is damaged, remove {folder}: --resume continues from the one before it"
                 ) from error
 
 

@@ -365,7 +365,7 @@ class Computation:
             snapshot = take_snapshot(self._assembly, self._config, call.progress, final=call.final)
         self._writer.begin(Path(call.folder), snapshot)
         if call.final and (failure := self._writer.finish(limit=limit)):
-            raise TrainingError(f"{failure}, then go on with `streamrl run CONFIG --resume`")
+            raise TrainingError(f"{failure}, then continue with `streamrl run CONFIG --resume`")
         return SaveReply(unwritten)
 
 

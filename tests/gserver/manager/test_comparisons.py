@@ -88,7 +88,7 @@ async def test_one_that_does_not_answer_holds_nobody_up_and_is_named(tmp_path: P
             assert (await publish(run, 1)).done
         _, late = await scores_of(run, 0, count=2)
         assert (late.gserver, late.logprobs) == ("gserver/1", [])
-        assert late.problem == "it had not answered when the next weights came"
+        assert late.problem == "it had not replied when the next weights came"
         await run.client.compare(question(1))
         assert [s.problem for s in await scores_of(run, 1, count=2)] == ["", ""]
 
@@ -118,11 +118,11 @@ def reply(*scores: TokenLogprob, version: str = "3", reason: FinishReason = SCOR
     ("answer", "problem"),
     [
         (reply((-1.0, 7, None), (-2.0, 8, None)), ""),
-        (reply((-1.0, 7, None), (-2.0, 8, None), version="4"), "it answered with weights '4'"),
-        (reply((-1.0, 7, None), (-2.0, 8, None), version="mixed"), "it answered with weights 'mixed'"),
+        (reply((-1.0, 7, None), (-2.0, 8, None), version="4"), "its reply has weights '4'"),
+        (reply((-1.0, 7, None), (-2.0, 8, None), version="mixed"), "its reply has weights 'mixed'"),
         (reply(reason=FinishReason(type="abort", message="paused")), "its answer was broken off: paused"),
-        (reply((-1.0, 7, None)), "it told log-probabilities of 1 tokens, not of the 2"),
-        (reply((-1.0, 7, None), (-2.0, 9, None)), "it told log-probabilities of 2 tokens, not of the 2"),
+        (reply((-1.0, 7, None)), "its reply has log-probabilities of 1 tokens, not of the 2"),
+        (reply((-1.0, 7, None), (-2.0, 9, None)), "its reply has log-probabilities of 2 tokens, not of the 2"),
         (reply((-1.0, 7, None), (None, 8, None)), "1 of its log-probabilities are not finite"),
     ],
 )

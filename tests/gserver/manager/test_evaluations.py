@@ -215,9 +215,9 @@ def test_one_evaluation_waits_and_the_latest_wins(caplog: pytest.LogCaptureFixtu
         admission = played.taken()
         for version in (2, 3, 3, 1):
             played.evaluations.request(version)
-    assert "the evaluation of version 2 waits for that of version 1 to end" in caplog.text
+    assert "the evaluation of version 2 waits for the end of the one of version 1" in caplog.text
     assert (
-        "the evaluation of version 2 is left out for that of version 3: it had not begun; evaluate less often, or "
+        "the evaluation of version 2 is replaced by the one of version 3 before it has begun; evaluate less often, or "
         "fewer prompts, or raise evaluation.max_concurrent"
     ) in caplog.text
     status = played.status

@@ -131,7 +131,7 @@ async def test_its_silence_is_told(model_dir: Path, monkeypatch: pytest.MonkeyPa
             while served.stats()["running"] != 5:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         await runner.cleanup()
-        with pytest.raises(PeerLost, match=f"the SGLang server at {server.url} has not answered for 1 s"):
+        with pytest.raises(PeerLost, match=f"the SGLang server at {server.url} has not replied for 1 s"):
             await served.failed()
         assert served.stats()["running"] == 5
 

@@ -138,7 +138,7 @@ async def test_one_that_answers_nothing_says_where_it_hangs(
         await asyncio.sleep(1)
         assert not failing.done()
         unanswered = asyncio.create_task(ask(f"{url}/stall"))
-        with pytest.raises(PeerLost, match=r"has not answered for \d+ s"):
+        with pytest.raises(PeerLost, match=r"has not replied for \d+ s"):
             await asyncio.wait_for(failing, 30)
         unanswered.cancel()
         await asyncio.gather(unanswered, return_exceptions=True)
@@ -158,7 +158,7 @@ async def test_one_whose_scheduler_hangs_is_lost_though_its_front_answers(
         await asyncio.sleep(3)  # longer than a hung one is waited for
         assert not failing.done()
         pids = (await ask(f"{url}/stall-scheduler"))["pids"]
-        with pytest.raises(PeerLost, match=r"the scheduler of the SGLang server at .* has not answered for \d+ s"):
+        with pytest.raises(PeerLost, match=r"the scheduler of the SGLang server at .* has not replied for \d+ s"):
             await asyncio.wait_for(failing, 30)
         assert (await ask(url))["pids"] == pids  # the front does
     assert "in schedule" in caplog.text

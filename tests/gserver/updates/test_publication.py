@@ -345,7 +345,7 @@ async def test_an_update_is_refused_in_time_though_a_gserver_that_answers_nothin
         gserver.faults["/server_info"] = ["stall"] * 1000
         beating = asyncio.create_task(keep_beating(run, "gserver"))
         async with asyncio.timeout(5):
-            with pytest.raises(PeerError, match=r"v1 have nowhere to go: no gserver answered within 0\.5 s"):
+            with pytest.raises(PeerError, match=r"v1 cannot be published: no gserver replied within 0\.5 s"):
                 await begin_publication(run, 1)
         beating.cancel()
 

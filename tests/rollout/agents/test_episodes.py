@@ -345,7 +345,7 @@ async def test_a_program_is_an_agent() -> None:
     ("command", "says"),
     [
         (["no-such-program"], "no-such-program ended with exit code 1.*\n.*cannot be started: no-such-program"),
-        (["sh", "-c", "echo oh no; exit 3"], "sh ended with exit code 3; it said last:\noh no"),
+        (["sh", "-c", "echo oh no; exit 3"], "sh ended with exit code 3; its last output:\noh no"),
         (["sh", "-c", "kill -9 $$"], "sh was ended by SIGKILL"),
         (["sleep", "600"], r"no score within rollout.agent.timeout_seconds = 0\.5"),
         (["echo", "not a number"], "no score within"),

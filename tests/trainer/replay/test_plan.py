@@ -36,5 +36,5 @@ def test_what_a_chain_of_functions_gave_in_between_is_not_asked_for() -> None:
     batch = ReplayBatch(steps)
     assert batch.keys == {"advantages"}
     assert [mfc.name for mfc in computed(graph, batch.keys)] == ["actor_train"]
-    with pytest.raises(ConfigError, match="assign calls package:function, and the record lacks what it gave"):
+    with pytest.raises(ConfigError, match="assign calls package:function, and the record lacks its result"):
         computed(graph, {"scores"})

@@ -164,9 +164,9 @@ def split_given(messages: Sequence[Message], where: str) -> tuple[tuple[Message,
     """
     *before, last = messages
     if last.role != "assistant" or last.tool_calls or last.reasoning or not before:
-        raise RequestRefused(f"{where}: the policy can only go on from the text of an assistant, after other messages")
+        raise RequestRefused(f"{where}: the policy can only continue the text of an assistant, after other messages")
     if last.content != last.content.strip():
-        raise RequestRefused(f"{where}: the text to go on from must not begin or end with white space")
+        raise RequestRefused(f"{where}: the text to continue must not begin or end with white space")
     return tuple(before), last.content
 
 

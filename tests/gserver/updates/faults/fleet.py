@@ -176,7 +176,7 @@ class FaultyFleet:
         for proxy in self.proxies:
             await self._check_weights(proxy)
             assert (await self.client.model_info(proxy.url)).weight_version in self.labels()
-            reply = await self.client.generate(proxy.url, request(4))  # generation goes on
+            reply = await self.client.generate(proxy.url, request(4))  # generation continues
             assert set(token_versions(reply.meta_info, tokens=4)) == {self.version}
             self.check(response_of(reply))
             assert not proxy.paused

@@ -138,7 +138,7 @@ def test_check_tries_what_a_run_would(config: Path) -> None:
         (["run", "CONFIG", "trainer"], 2, "section.key=value"),
         (["report", "nowhere"], 2, "nowhere: no such folder"),
         (["page", "docs"], 2, "docs is no run, and has none in it"),
-        (["replay", "docs"], 1, "docs: this run has kept no record"),
+        (["replay", "docs"], 1, "docs: this run has no record"),
         (["status", "--manager", "http://127.0.0.1:1"], 1, "cannot be reached at http://127.0.0.1:1"),
         (["status", "--manager", "http://fd00::1:7000"], 2, "write it as http://HOST:PORT"),
         (["status", "--manager", "http://0.0.0.0:1", "--config", "OPEN"], 1, "cannot be reached at http://0.0.0.0:1"),

@@ -329,7 +329,7 @@ def test_torchrun_says_which_part_of_the_trainer_it_is() -> None:
     ("node", "nodes", "environment", "told"),
     [
         (2, 2, {}, "--node 2 --nodes 2: nodes are numbered from 0 to 1"),
-        (1, None, {}, "--node 1: say of how many"),
+        (1, None, {}, "--node 1 needs the number of parts"),
         (0, 5, {}, "there are only 4 model workers"),
         (None, None, {"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x, WORLD_SIZE=2: torchrun.s variables are numbers"),
         (None, None, {"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 of WORLD_SIZE=4: nodes are numbered from 0 to 3"),

@@ -343,4 +343,4 @@ def test_sums_that_are_wrong_are_not_used(
         pytest.skip(str(reason))
     with patch.object(module, "shared_library", lambda _: library):
         assert module.native_add_sums.__wrapped__() is None
-    assert "what the C compiler makes is wrong" in caplog.text
+    assert "the compiled code is wrong" in caplog.text

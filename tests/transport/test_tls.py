@@ -129,7 +129,7 @@ async def test_what_is_wrong_with_a_connection_is_told(tmp_path: Path, monkeypat
     monkeypatch.setattr(tls, "_BEGIN", datetime.datetime(2100, 1, 1, tzinfo=datetime.UTC))
     async with listening(server_context(secret, OURS)) as port:
         client.url = f"https://127.0.0.1:{port}"
-        with pytest.raises(NotOfRun, match=r"not yet valid, by this machine's clock, which says 20\d\d-"):
+        with pytest.raises(NotOfRun, match=r"not yet valid, by this machine's clock, which is at 20\d\d-"):
             await client.status()
     await client.close()
 

@@ -43,15 +43,15 @@ def test_the_beginning_of_an_answer_is_no_message_of_the_conversation(api: Any, 
 @pytest.mark.parametrize(
     ("api", "messages", "more", "words"),
     [
-        (anthropic, [QUESTION, {"role": "assistant", "content": "Sum: "}], {}, "messages[1]: the text to go on from"),
+        (anthropic, [QUESTION, {"role": "assistant", "content": "Sum: "}], {}, "messages[1]: the text to continue"),
         (anthropic, BEGUN[1:], {}, "after other messages"),
         (
             anthropic,
             [QUESTION, {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "add"}]}],
             {},
-            "messages[1]: the policy can only go on from the text",
+            "messages[1]: the policy can only continue the text",
         ),
-        (chat, BEGUN[:1], CONTINUE, "messages[0]: the policy can only go on from the text"),
+        (chat, BEGUN[:1], CONTINUE, "messages[0]: the policy can only continue the text"),
         (chat, BEGUN, {**CONTINUE, "add_generation_prompt": True}, "add_generation_prompt"),
         (chat, BEGUN, {"add_generation_prompt": False}, "add_generation_prompt"),
     ],

@@ -181,7 +181,7 @@ def test_a_checkpoint_holds_what_was_there_when_it_was_asked_for(tmp_path, monke
     resume(worker.assembly, folder)
     with (folder / "state" / "actor" / "optimizer.safetensors").open("r+b") as file:
         file.truncate(1000)
-    with pytest.raises(ModelError, match=r"not whole; .*remove .*step-000001: --resume goes on from the one before"):
+    with pytest.raises(ModelError, match=r"not whole; .*remove .*step-000001: --resume continues from the one before"):
         resume(worker.assembly, folder)
 
 

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -37,6 +37,7 @@ from streamrl.rollout.workflows import Sampler, Session
 from streamrl.transport.addresses import Listening, is_loopback
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import read_key
+from streamrl.transport.vllm import VllmGenerationClient
 from streamrl.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -238,6 +239,7 @@ async def serve(
     config: Config,
     *,
     servers: Sequence[str],
+    engine: Literal["sglang", "vllm"] = "sglang",
     folder: Path,
     parquet_every: int,
     listening: Listening,
@@ -247,6 +249,7 @@ async def serve(
 ) -> None:
     """Serve agents with the policy at `servers` until cancelled; store finished episodes in `folder`.
 
+    `engine`: the API of the servers; gservers of streamrl have SGLang's.
     `key`: required to open episodes and to take finished ones; if it is empty and other machines reach `listening`, a
     random one is made. `on_ready` is called with the URL and the key.
     """
@@ -262,7 +265,8 @@ async def serve(
     model_dir = ensure_checkpoint(config)
     chat = ChatTokenizer.load(model_dir, chat_template=config.model.chat_template)
     async with AsyncExitStack() as at_exit:
-        client = GenerationClient(
+        kind = VllmGenerationClient if engine == "vllm" else GenerationClient
+        client = kind(
             timeout=config.limits.request_seconds,
             key=read_key(config.gserver.api_key_env, setting="gserver.api_key_env"),
         )

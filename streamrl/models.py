@@ -215,7 +215,7 @@ def dense_layers(folder: Path) -> list[int]:
 def replays_routing(config: Config, folder: Path) -> bool:
     """Whether the trainer needs the experts that computed each token, and gservers of the model in `folder` can report
     them: the model has experts, and their indices fit on the wire."""
-    if not config.trainer.replay_routing or config.gserver.engine == "simulated":
+    if not config.trainer.replay_routing or not config.gserver.traits.computes:
         return False
     routing = routing_of(folder)
     return routing is not None and routing[1] <= NO_EXPERT

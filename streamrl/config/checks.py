@@ -6,8 +6,9 @@ import math
 from typing import Literal
 
 from streamrl.config.algorithms import names_of
+from streamrl.config.engines import ENGINES
 from streamrl.config.fields import GENERATED_SOURCES
-from streamrl.config.sections import LINEAR_LAYERS, Config, DataConfig, WorkflowConfig, as_evaluated
+from streamrl.config.sections import LINEAR_LAYERS, Config, DataConfig, GserverConfig, WorkflowConfig, as_evaluated
 from streamrl.config.trainer import AlgorithmConfig, role_config
 
 COMPARES_SIBLINGS = ("grpo", "mean", "rloo", "reinforce++-baseline")
@@ -94,14 +95,12 @@ def found_in(config: Config) -> list[str]:
         problems.append("trainer.data_parallel must not exceed trainer.batch_groups")
     if config.run.device == "cpu" and config.weights.backend == "nccl":
         problems.append('weights.backend = "nccl" needs a CUDA device; run.device is "cpu"')
-    if config.weights.mode == "cuda_ipc" and config.gserver.engine == "sglang":
-        problems.append('weights.mode = "cuda_ipc" is of the embedded engine: SGLang takes such memory only pickled')
     if config.weights.backend != "auto" and config.weights.mode not in ("auto", "collective"):
         problems.append('weights.backend is of weights.mode = "collective"')
     return (
         problems
-        + _sglang_problems(config)
-        + _vllm_problems(config)
+        + _engine_problems(config)
+        + _server_problems(config)
         + _mismatch_problems(config)
         + _layout_problems(config)
         + _lora_problems(config)
@@ -131,25 +130,6 @@ def _shrinking_problems(config: Config) -> list[str]:
     return problems
 
 
-_SGLANG_OWN_FLAGS = {
-    "--host": "the address that the controller reaches",
-    "--port": "any free port",
-    "--model-path": "[model]",
-    "--model": "[model]",
-    "--weight-version": "the policy version",
-    **dict.fromkeys(("--api-key", "--admin-api-key"), "keys that are made for the run"),
-    "--device": "run.device",
-    **dict.fromkeys(("--tensor-parallel-size", "--tp-size", "--tp"), "gserver.sglang.tensor_parallel"),
-}
-"""Flags of SGLang that streamrl sets itself, and the setting that determines each."""
-_SGLANG_PARALLEL_FLAGS = {
-    **dict.fromkeys(("--pipeline-parallel-size", "--pp-size", "--pp"), "raise gserver.sglang.tensor_parallel instead"),
-    **dict.fromkeys(("--data-parallel-size", "--dp-size", "--dp"), "raise gserver.count instead"),
-    "--nnodes": "a server is on one machine; start gservers on the others",
-}
-"""Flags that give a server other ranks than SGLang supports in a weight group, and the remedy."""
-
-
 def _mismatch_problems(config: Config) -> list[str]:
     warning, limit = config.logprob_diff_warning, config.trainer.logprob_diff_limit
     if limit is not None and limit < warning:
@@ -157,83 +137,63 @@ def _mismatch_problems(config: Config) -> list[str]:
     return []
 
 
-def _sglang_problems(config: Config) -> list[str]:
+def _engine_problems(config: Config) -> list[str]:
+    """Return the settings that the chosen engine does not have."""
+    gserver, weights, traits = config.gserver, config.weights, config.gserver.traits
     problems = []
-    if config.gserver.engine != "embedded" and config.gserver.simulated_int8:
+    if gserver.engine != "embedded" and gserver.simulated_int8:
+        problems.append("gserver.simulated_int8 is of the embedded engine; others have flags (docs/generation.md)")
+    if gserver.server is not None and gserver.deterministic:
         problems.append(
-            "gserver.simulated_int8 is of the embedded engine; SGLang has --quantization (docs/generation.md)"
+            f"gserver.deterministic is of the embedded engine; {traits.title} may have a flag for it on some GPUs "
+            f"(gserver.{gserver.engine}.args)"
         )
-    if config.gserver.engine == "sglang" and config.gserver.deterministic:
+    if gserver.server is not None and weights.mode == "cuda_ipc":
+        problems.append(f'weights.mode = "cuda_ipc" is of the embedded engine, and not of {traits.title}')
+    if weights.backend == "nccl" and not traits.receives_nccl:
         problems.append(
-            "gserver.deterministic is of the embedded engine; SGLang has --enable-deterministic-inference on some GPUs "
-            "(gserver.sglang.args)"
+            f'weights.backend = "nccl": gservers with {traits.title} receive weights in main memory; take "gloo"'
         )
-    if config.gserver.engine != "sglang" and config.gserver.sglang.tensor_parallel > 1:
-        problems.append(f'gserver.sglang.tensor_parallel: not with gserver.engine = "{config.gserver.engine}"')
-    addresses = set(config.gserver.sglang.addresses)
-    count = config.gserver.count
-    if addresses and len(addresses) != count:
-        problems.append(f"gserver.sglang.addresses has {len(addresses)} different URLs for gserver.count = {count}")
-    started = {"args": bool(config.gserver.sglang.args), "tensor_parallel": config.gserver.sglang.tensor_parallel > 1}
-    problems += [
+    if config.model.lora is not None and weights.lora == "adapter" and not traits.adapters:
+        problems.append(f'weights.lora = "adapter": {traits.title} takes whole weights; set weights.lora = "merged"')
+    return problems
+
+
+def _server_problems(config: Config) -> list[str]:
+    """Return the problems of the sections of servers."""
+    gserver, problems = config.gserver, []
+    for engine, traits in ENGINES.items():
+        section = getattr(gserver, engine, None)
+        if section is None:
+            continue
+        where = f"gserver.{engine}"
+        if gserver.engine != engine and section.tensor_parallel > 1:
+            problems.append(f'{where}.tensor_parallel: not with gserver.engine = "{gserver.engine}"')
+        for word in section.args:
+            flag = word.partition("=")[0]
+            if flag in traits.own_flags:
+                problems.append(f"{where}.args: {flag} is set by streamrl (from {traits.own_flags[flag]})")
+            elif why := traits.refused_flags.get(word) or traits.refused_flags.get(flag):
+                problems.append(f"{where}.args: {word}: {why}")
+    return problems + _address_problems(gserver)
+
+
+def _address_problems(gserver: GserverConfig) -> list[str]:
+    """Return the problems of servers that are joined."""
+    sglang, problems = gserver.sglang, []
+    addresses = set(sglang.addresses)
+    if not addresses:
+        return []
+    if len(addresses) != gserver.count:
+        problems.append(
+            f"gserver.sglang.addresses has {len(addresses)} different URLs for gserver.count = {gserver.count}"
+        )
+    started = {"args": bool(sglang.args), "tensor_parallel": sglang.tensor_parallel > 1}
+    return problems + [
         f"gserver.sglang.{name}: servers that are joined (gserver.sglang.addresses) have their own flags"
         for name, given in started.items()
-        if addresses and given
+        if given
     ]
-    for word in config.gserver.sglang.args:
-        flag = word.partition("=")[0]
-        if flag in _SGLANG_OWN_FLAGS:
-            problems.append(f"gserver.sglang.args: {flag} is set by streamrl (from {_SGLANG_OWN_FLAGS[flag]})")
-        elif flag in _SGLANG_PARALLEL_FLAGS:
-            problems.append(f"gserver.sglang.args: {flag}: {_SGLANG_PARALLEL_FLAGS[flag]}")
-        elif flag == "--tokenizer-worker-num":
-            problems.append(
-                f"gserver.sglang.args: {flag}: SGLang asks callers for no key then; raise gserver.count instead"
-            )
-        elif flag == "w8a8_int8" or word == "--quantization=w8a8_int8":
-            problems.append(
-                "gserver.sglang.args: --quantization=w8a8_int8 serves checkpoints that are int8 already, and rounds "
-                "nothing that an update brings; take fp8, which does"
-            )
-        elif flag == "--trust-remote-code":
-            problems.append("gserver.sglang.args: --trust-remote-code: no remote code is run")
-    return problems
-
-
-_VLLM_OWN_FLAGS = {
-    **dict.fromkeys(("--model", "--served-model-name"), "[model]"),
-    **dict.fromkeys(("--uds", "--host", "--port", "--api-key"), "a socket that only its gserver can reach"),
-    **dict.fromkeys(("--tensor-parallel-size", "-tp"), "gserver.vllm.tensor_parallel"),
-    "--logprobs-mode": "the log-probabilities that the loss needs",
-}
-"""Flags of vLLM that streamrl sets itself, and what determines each."""
-_VLLM_PARALLEL_FLAGS = {
-    **dict.fromkeys(("--pipeline-parallel-size", "-pp"), "raise gserver.vllm.tensor_parallel instead"),
-    **dict.fromkeys(("--data-parallel-size", "-dp"), "raise gserver.count instead"),
-    "--trust-remote-code": "no remote code is run",
-}
-"""Flags that are refused, and why."""
-
-
-def _vllm_problems(config: Config) -> list[str]:
-    problems: list[str] = []
-    if config.gserver.engine != "vllm":
-        return []
-    if config.gserver.deterministic:
-        problems.append("gserver.deterministic is of the embedded engine")
-    if config.weights.mode == "cuda_ipc":
-        problems.append('weights.mode = "cuda_ipc" is of the embedded engine; vLLM takes "collective" or files')
-    if config.weights.backend == "nccl":
-        problems.append('weights.backend = "nccl": gservers with vLLM receive weights in main memory; take "gloo"')
-    if config.model.lora is not None and config.weights.lora == "adapter":
-        problems.append('weights.lora = "adapter": vLLM is sent whole weights; set weights.lora = "merged"')
-    for word in config.gserver.vllm.args:
-        flag = word.partition("=")[0]
-        if flag in _VLLM_OWN_FLAGS:
-            problems.append(f"gserver.vllm.args: {flag} is set by streamrl (from {_VLLM_OWN_FLAGS[flag]})")
-        elif flag in _VLLM_PARALLEL_FLAGS:
-            problems.append(f"gserver.vllm.args: {flag}: {_VLLM_PARALLEL_FLAGS[flag]}")
-    return problems
 
 
 def _layout_problems(config: Config) -> list[str]:

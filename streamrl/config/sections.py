@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from streamrl.config.engines import ENGINES, EngineTraits
 from streamrl.config.fields import (
     GENERATED_SOURCES,
     DataSource,
@@ -368,7 +369,7 @@ class VllmConfig(Section, frozen=True):
 MAX_QUEUED = 4096
 """Most requests that wait in a gserver in addition to the running ones; a further one receives the status 503."""
 QUANTIZATION_FLAGS = ("--quantization",)
-"""Flags that make SGLang quantise the weights that it receives."""
+"""Flags that make a server quantise the weights that it receives."""
 
 
 class GserverConfig(Section, frozen=True):
@@ -404,9 +405,24 @@ class GserverConfig(Section, frozen=True):
     vllm: VllmConfig = VllmConfig()
 
     @property
+    def traits(self) -> EngineTraits:
+        """The properties of the engine."""
+        return ENGINES[self.engine]
+
+    @property
+    def server(self) -> SglangConfig | VllmConfig | None:
+        """The settings of the servers behind the gservers; None: the engine computes in the gserver."""
+        return getattr(self, self.engine, None)
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the model in each gserver."""
+        return self.server.tensor_parallel if self.server is not None else 1
+
+    @property
     def quantized(self) -> bool:
         """Whether gservers compute with fewer bits than the weights that they receive, judged by their flags."""
-        flags = {word.partition("=")[0] for word in self.sglang.args}
+        flags = {word.partition("=")[0] for word in self.server.args} if self.server is not None else set()
         return self.simulated_int8 or not flags.isdisjoint(QUANTIZATION_FLAGS)
 
 
@@ -675,7 +691,7 @@ class Config(Section, frozen=True):
     def named_adapters(self) -> bool:
         """Whether gservers hold adapters in addition to the model, and each request names the adapter that it uses."""
         adapted = self.model.lora is not None and self.weights.lora == "adapter"
-        return adapted and self.gserver.engine == "sglang"
+        return adapted and self.gserver.traits.names_adapters
 
     @property
     def reward_function_scores(self) -> bool:

@@ -12,15 +12,17 @@ import math
 import random
 import time
 from collections import deque
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import torch
 
 from streamrl.checksum import WeightsChecksum
-from streamrl.config import PACE_SIGMA, SimulationConfig
+from streamrl.config import MAX_QUEUED, PACE_SIGMA, SimulationConfig
 from streamrl.errors import Refused
-from streamrl.gserver.server.engine import Job, Output, QueueFull, Ticket
+from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Text, Ticket
 from streamrl.gserver.server.receiver import WeightReceiver
+from streamrl.gserver.server.serving import GserverLaunch, behind_http
 from streamrl.transport.generation import (
     INITIAL_WEIGHT_VERSION,
     FinishReason,
@@ -30,6 +32,22 @@ from streamrl.transport.generation import (
 
 ANY_TOKEN = 2**31
 """Vocabulary size. Prompts come from the tokenizer of some model; their tokens are not examined."""
+
+
+def serve(launch: GserverLaunch) -> AbstractAsyncContextManager[tuple[Engine, str]]:
+    """Return the context in which the engine and its URL exist."""
+    config, settings = launch.config, launch.config.gserver
+    engine = SimulatedEngine(
+        settings.simulation,
+        model_path=str(launch.model_dir),
+        max_running=settings.max_running,
+        max_queued=MAX_QUEUED,
+        max_context=settings.max_context,
+        seed=launch.seed,
+        version=launch.version,
+        update_timeout=config.limits.update_seconds,
+    )
+    return behind_http(engine, launch, text=Text(launch.model_dir))
 
 
 class _SimulatedJob:

@@ -71,7 +71,7 @@ MADE_UP = "a made-up response"
 """Response that is scored for a row without an answer."""
 SHORT = 60
 """Characters of an answer that are shown."""
-SGLANG_SECONDS = 60.0
+SERVER_SECONDS = 60.0
 TRACEBACK_LINES = 6
 
 
@@ -225,7 +225,7 @@ def _weights_of(config: Config, role: RoleName, folder: Path) -> list[tuple[str,
 
 
 def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
-    """Check GPUs, sinks, keys, ports, folders, and SGLang."""
+    """Check GPUs, sinks, keys, ports, folders, and the engine's server."""
     with found.part("devices"):
         fitted(config, gpus=gpus)
         if config.run.device == "cuda" and not gpus:
@@ -245,12 +245,14 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
             found.tried.append(_write_into(setting, folder.expanduser().absolute()))
     if config.run_dir.exists():
         found.tried.append(f"{config.run_dir} exists: a new run would take the next free number behind its name")
-    if config.gserver.engine == "sglang":
+    if config.gserver.server is not None:
         if config.gserver.sglang.addresses:
             found.untried.append("the servers at gserver.sglang.addresses were not asked")
         else:
-            with found.part("SGLang"):
-                found.tried.append(_find_sglang(config.gserver.sglang.python or sys.executable))
+            title = config.gserver.traits.title
+            with found.part(title):
+                python = config.gserver.server.python or sys.executable
+                found.tried.append(_find_server(title, config.gserver.engine, python))
 
 
 def _listen(host: str, port: int) -> None:
@@ -278,17 +280,20 @@ def _write_into(setting: str, folder: Path) -> str:
     return f"{setting}: {folder} can be written ({shutil.disk_usage(there).free / 1e9:.1f} GB free)"
 
 
-def _find_sglang(python: str) -> str:
+def _find_server(title: str, engine: str, python: str) -> str:
+    """Return the version of the package `engine` in the environment of `python`, in words."""
     program = shutil.which(python)
     if program is None:
-        raise ConfigError(f'gserver.sglang.python = "{python}": there is no such program')
-    script = "import importlib.metadata as m; print(m.version('sglang'))"
-    done = subprocess.run([program, "-c", script], capture_output=True, text=True, timeout=SGLANG_SECONDS, check=False)
+        raise ConfigError(f'gserver.{engine}.python = "{python}": there is no such program')
+    script = (
+        f"import importlib.metadata as m; found = m.packages_distributions()['{engine}'][0]; print(m.version(found))"
+    )
+    done = subprocess.run([program, "-c", script], capture_output=True, text=True, timeout=SERVER_SECONDS, check=False)
     if done.returncode:
         raise ConfigError(
-            f"{program} has no sglang; set gserver.sglang.python to the interpreter of an environment that has it"
+            f"{program} has no {engine}; set gserver.{engine}.python to the interpreter of an environment that has it"
         )
-    return f"SGLang {done.stdout.strip()} of {program}"
+    return f"{title} {done.stdout.strip()} of {program}"
 
 
 def _try_rollout(config: Config, folder: Path | None, found: Rehearsal, *, name: str) -> None:

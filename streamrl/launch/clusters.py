@@ -80,8 +80,8 @@ def on_one_machine(
 
 
 def _cores(role: PlanRole, config: Config) -> int:
-    if role == "gserver" and config.gserver.engine == "sglang":
-        return config.gserver.threads * config.gserver.sglang.tensor_parallel
+    if role == "gserver":
+        return config.gserver.threads * config.gserver.ranks
     if role != "rollout":
         return threads_of(role, config)
     agents = config.rollout.agent.processes if config.rollout.agent.used else 0
@@ -91,7 +91,7 @@ def _cores(role: PlanRole, config: Config) -> int:
 def _gpus(process: ProcessPlan, config: Config) -> int:
     if not process.device.startswith("cuda"):
         return 0
-    return config.gserver.sglang.tensor_parallel if process.role == "gserver" else 1
+    return config.gserver.ranks if process.role == "gserver" else 1
 
 
 def filled(name: str, values: Mapping[str, object], *, template: Path | None) -> str:

@@ -311,6 +311,7 @@ def packages() -> Iterator[DoctorLine]:
     for package, module, what in (
         ("transformers", "transformers", "pip install -e . installs it; nothing is trained without it"),
         ("sglang", "sglang", 'pip install "streamrl[sglang]", or an environment of its own: gserver.sglang.python'),
+        ("vllm", "vllm", "an environment of its own: gserver.vllm.python"),
         ("megatron-core", "megatron", 'pip install "streamrl[megatron]"; tensor and pipeline parallelism need it'),
         ("transformer-engine", "transformer_engine", "Megatron is faster with it on GPUs"),
         ("triton", "triton", "comes with torch for CUDA; compiled kernels on GPUs need it"),

@@ -24,8 +24,6 @@ from streamrl.machine import GPUS_OF_WINDOWS
 from streamrl.transport.addresses import is_wildcard, url_of
 
 DEVICES = Path("/dev")
-SGLANG_MEMORY = "--mem-fraction-static"
-"""SGLang's flag for the share of the free memory that its weights and its key-value cache may take."""
 DEALT_SHARE = 0.8
 """Share of a GPU's memory that is divided equally among its users; the rest is for memory that none of them counts."""
 MemberRole = Literal["gserver", "model_worker", "rollout"]
@@ -258,7 +256,8 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
         return config
     if of_a_gserver > max(len(gpus), 1):
         raise ConfigError(
-            f"gserver.sglang.tensor_parallel = {of_a_gserver} needs as many GPUs; this machine has {len(gpus)}"
+            f"gserver.{config.gserver.engine}.tensor_parallel = {of_a_gserver} needs as many GPUs; this machine has "
+            f"{len(gpus)}"
         )
     workers = config.trainer.workers
     if workers > max(len(gpus), 1):
@@ -270,7 +269,7 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
     weights = config.weights
     if weights.backend != "auto" or weights.mode not in ("auto", "collective"):
         return config
-    if 1 + config.gserver.count * of_a_gserver <= len(gpus) and config.gserver.engine != "simulated":
+    if 1 + config.gserver.count * of_a_gserver <= len(gpus) and config.gserver.traits.computes:
         return config
     return msgspec.structs.replace(config, weights=msgspec.structs.replace(weights, backend="gloo"))
 
@@ -278,16 +277,15 @@ def fitted(config: Config, *, gpus: Sequence[str]) -> Config:
 def _sharing_memory(config: Config, *, users: int) -> Config:
     """Return `config` for `users` processes per GPU.
 
-    SGLang, which by default takes all free memory but a small part, gets an equal share, unless the configuration sets
+    A server that by default takes all free memory but a small part gets an equal share, unless the configuration sets
     it.
     """
-    gserver = config.gserver
-    told = any(arg.startswith(SGLANG_MEMORY) for arg in gserver.sglang.args)
-    if gserver.engine != "sglang" or users < 2 or told:
+    gserver, flag = config.gserver, config.gserver.traits.memory_flag
+    if gserver.server is None or not flag or users < 2 or any(arg.startswith(flag) for arg in gserver.server.args):
         return config
-    args = [*gserver.sglang.args, f"{SGLANG_MEMORY}={DEALT_SHARE / users:.2f}"]
-    sglang = msgspec.structs.replace(gserver.sglang, args=args)
-    return msgspec.structs.replace(config, gserver=msgspec.structs.replace(gserver, sglang=sglang))
+    args = [*gserver.server.args, f"{flag}={DEALT_SHARE / users:.2f}"]
+    section = {gserver.engine: msgspec.structs.replace(gserver.server, args=args)}
+    return msgspec.structs.replace(config, gserver=msgspec.structs.replace(gserver, **section))
 
 
 def _device(config: Config, gpus: Sequence[str]) -> str:
@@ -299,9 +297,9 @@ def _device(config: Config, gpus: Sequence[str]) -> str:
 
 def _ranks_of_a_gserver(config: Config) -> int:
     """Return the number of ranks of a gserver process on this machine: 0 if it computes nothing here."""
-    if config.gserver.engine == "simulated" or config.gserver.sglang.addresses:
+    if not config.gserver.traits.computes or config.gserver.sglang.addresses:
         return 0
-    return config.gserver.sglang.tensor_parallel if config.gserver.engine == "sglang" else 1
+    return config.gserver.ranks
 
 
 class ProcessCommands(msgspec.Struct):

@@ -209,8 +209,8 @@ def alternatives(config: Config, calibration: Calibration) -> Iterator[Settings]
         yield from ({GSERVER_THREADS: value} for value in threads if value != config.gserver.threads)
         if costs.cores is not None and config.gserver.count < costs.cores:
             yield {GSERVERS: config.gserver.count + 1}
-    if not (costs.trainer_on_cores or costs.gservers_on_cores or config.gserver.engine == "simulated"):
-        of_a_gserver = config.gserver.sglang.tensor_parallel
+    if not (costs.trainer_on_cores or costs.gservers_on_cores or not config.gserver.traits.computes):
+        of_a_gserver = config.gserver.ranks
         of_a_rank = config.trainer.workers // config.trainer.data_parallel
         devices = config.gserver.count * of_a_gserver + config.trainer.workers
         for step in (-4, -2, -1, 1, 2, 4):

@@ -222,7 +222,7 @@ class _CalibrationReader:
         """Return all costs, with notes on assumptions."""
         config, groups = self._config, self._sum("groups")
         done = self._counted("rollout", "groups_done_total") or groups
-        simulated = config.gserver.engine == "simulated"
+        simulated = not config.gserver.traits.computes
         if not self._told:
             self._notes.append(
                 "the run has no processor times of processes (an older version made it): seconds of the "
@@ -309,7 +309,7 @@ class _CalibrationReader:
 
         A non-negative least squares fit of the work of each gserver between two heartbeats.
         """
-        simulated = self._config.gserver.engine == "simulated"
+        simulated = not self._config.gserver.traits.computes
         on_cores = self._on_cpu and self._told and not simulated
         spending = (PROCESSOR_SECONDS, CHILDREN_SECONDS) if on_cores else ("busy_seconds_total",)
         found = []

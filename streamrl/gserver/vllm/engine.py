@@ -14,23 +14,24 @@ import asyncio
 import logging
 import tempfile
 import time
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 
 import torch
 
 from streamrl.checksum import WeightsChecksum, dtype_name, joint_checksum, tensor_sums
-from streamrl.config import MAX_QUEUED, GserverConfig, LimitsConfig
+from streamrl.config import MAX_QUEUED
 from streamrl.errors import Refused, StreamRLError
 from streamrl.gserver.server.child import ChildServer, ServerProcess
-from streamrl.gserver.server.engine import Job, QueueFull, Ticket
+from streamrl.gserver.server.engine import Engine, Job, QueueFull, Text, Ticket
 from streamrl.gserver.server.monitor import monitoring
 from streamrl.gserver.server.receiver import ExpectedWeights, StagedWeights, WeightReceiver
+from streamrl.gserver.server.serving import GserverLaunch, behind_http
 from streamrl.gserver.vllm.client import TokenReply, VllmClient
 from streamrl.gserver.vllm.command import VLLM, VllmLaunch, command, environment
 from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.gserver.vllm.stage import StagedFile
-from streamrl.models import max_position, vocab_size
+from streamrl.models import max_position, replays_routing, vocab_size
 from streamrl.safetensors_files import MODEL, TensorFiles
 from streamrl.transport.generation import PauseMode
 from streamrl.transport.http import new_session
@@ -44,40 +45,32 @@ ABORT_SECONDS = 0.2
 TIED_HEAD = "lm_head.weight"
 
 
+def serve(launch: GserverLaunch) -> AbstractAsyncContextManager[tuple[Engine, str]]:
+    """Return the context in which the engine and its URL exist."""
+    return behind_http(VllmEngine(launch), launch, text=Text(launch.model_dir))
+
+
 class VllmEngine:
     """Serves one model; `gserver.server.engine.Engine` documents its methods."""
 
     name = "vllm"
 
-    def __init__(
-        self,
-        settings: GserverConfig,
-        limits: LimitsConfig,
-        *,
-        folder: Path,
-        index: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        seed: int,
-        version: str,
-        routed_experts: bool,
-    ) -> None:
+    def __init__(self, launch: GserverLaunch) -> None:
+        folder, settings, limits = launch.model_dir, launch.config.gserver, launch.config.limits
         self.model_path = str(folder)
         self.vocab_size = vocab_size(folder)
         self.max_running = settings.max_running
         self.max_context = min(settings.max_context, max_position(folder))
-        self._settings, self._limits = settings, limits
-        self._index, self._device = index, device
-        self._seed, self._routed_experts = seed, routed_experts
-        self._dtype = dtype
-        self._version = version
+        self._launch = launch
+        self._dtype = launch.dtype
+        self._version = launch.version
         files = TensorFiles(folder, MODEL)
         shapes = {name: files.shape(name) for name in files.names()}
-        self._stage = StagedFile(shapes, dtype)
+        self._stage = StagedFile(shapes, self._dtype)
         self._sums: dict[str, str] = {}
         """Name → `tensor_sums` of the served weights; empty: those of the checkpoint."""
         self.receiver = WeightReceiver(
-            expected=ExpectedWeights(shapes, dtype, ignored=frozenset({TIED_HEAD} - shapes.keys())),
+            expected=ExpectedWeights(shapes, self._dtype, ignored=frozenset({TIED_HEAD} - shapes.keys())),
             aside=self._stage,
             device=torch.device("cpu"),
             timeout=limits.update_seconds,
@@ -100,45 +93,43 @@ class VllmEngine:
         return self._version
 
     async def start(self) -> None:
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-vllm-")))
-        self._stack.callback(self._stage.close)
-        launch = VllmLaunch(
-            model_dir=Path(self.model_path),
-            socket=folder / "socket",
-            device=str(self._device),
-            dtype=dtype_name(self._dtype),
-            seed=self._seed % 2**31,
-            max_context=self.max_context,
-            routed_experts=self._routed_experts,
-        )
         try:
-            await self._start(launch)
+            await self._start()
         except BaseException:
             await asyncio.shield(self._stack.aclose())
             raise
 
-    async def _start(self, launch: VllmLaunch) -> None:
-        words, variables = (
-            command(self._settings, launch),
-            environment(self._settings, device=launch.device, index=self._index),
+    async def _start(self) -> None:
+        self._stack.callback(self._stage.close)
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-vllm-")))
+        config, device, socket = self._launch.config, str(self._launch.device), folder / "socket"
+        settings, limits = config.gserver, config.limits
+        server = VllmLaunch(
+            model_dir=self._launch.model_dir,
+            socket=socket,
+            device=device,
+            dtype=dtype_name(self._dtype),
+            seed=self._launch.seed % 2**31,
+            max_context=self.max_context,
+            routed_experts=replays_routing(config, self._launch.model_dir),
         )
+        words = command(settings, server)
         log.info("starting vLLM: %s", " ".join(words))
+        variables = environment(settings, device=device, index=self._launch.index)
         process = await ServerProcess.start("vLLM", words, variables)
         self._stack.push_async_callback(process.stop)
-        limits = self._limits
-        monitor = await self._stack.enter_async_context(
-            monitoring(
-                VLLM,
-                URL,
-                key="",
-                stuck_seconds=limits.stuck_seconds,
-                update_seconds=limits.update_seconds,
-                unix=launch.socket,
-            )
+        watching = monitoring(
+            VLLM,
+            URL,
+            key="",
+            stuck_seconds=limits.stuck_seconds,
+            update_seconds=limits.update_seconds,
+            unix=socket,
         )
+        monitor = await self._stack.enter_async_context(watching)
         self._server = ChildServer(process, monitor, url=URL)
         await self._server.until_ready(timeout=limits.start_seconds)
-        session = await self._stack.enter_async_context(new_session(None, unix=launch.socket))
+        session = await self._stack.enter_async_context(new_session(None, unix=socket))
         self._client = VllmClient(
             session, url=URL, timeout=limits.update_seconds, request_seconds=limits.request_seconds
         )

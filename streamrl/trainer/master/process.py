@@ -406,7 +406,7 @@ class Master:
     def _compare(self, batch: Sequence[SampleMeta], *, version: int) -> Comparison | None:
         """Begin to compare gservers and trainer under `version`, on a response of the first minibatch. Simulated
         gservers are not compared."""
-        if self._config.gserver.engine == "simulated":
+        if not self._config.gserver.traits.computes:
             return None
         first = self._former.minibatches(batch)[0]
         young = [m for m in first if self._former.tokens_in_loss(m, policy_version=version) == m.sampled_tokens]

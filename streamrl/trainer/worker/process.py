@@ -363,7 +363,7 @@ class ModelWorker:
         if config.run.record:
             compute_repeatably(self._device)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
-        if config.gserver.engine == "sglang":
+        if config.gserver.traits.nccl_as_sglang:
             allocate_as_sglang()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -392,8 +392,7 @@ class ModelWorker:
         if config.run.resume_from:
             resume(assembly, Path(config.run.resume_from))
         weights = config.weights
-        # Gservers with vLLM receive weights in main memory.
-        carried_by = "gloo" if config.gserver.engine == "vllm" else backend_for(weights, self._device)
+        carried_by = backend_for(weights, self._device) if config.gserver.traits.receives_nccl else "gloo"
         dtype = resolve_dtype(config.gserver.dtype, self._device)
         self._source = WeightSource(
             assembly.published(),

@@ -275,7 +275,7 @@ def _not_through_gpu(config: Config) -> str:
     empty if they should. A broadcast over gloo is no reason: `streamrl run` reports it wherever GPUs are shared."""
     if config.weights.backend == "nccl":
         return "weights.backend is of a broadcast"
-    if config.gserver.engine != "embedded":
+    if not config.gserver.traits.opens_memory:
         return f'gserver.engine is "{config.gserver.engine}"'
     if GPUS_OF_WINDOWS.exists():
         return "processes cannot share a GPU's memory under Windows (WSL 2)"
@@ -302,7 +302,7 @@ def _no_shared_memory(config: Config, *, device: torch.device, size: int) -> str
     should."""
     if config.weights.backend != "auto":
         return "weights.backend is of a broadcast"
-    if config.gserver.engine != "embedded":
+    if not config.gserver.traits.opens_memory:
         return f'gserver.engine is "{config.gserver.engine}"'
     if device.type != "cpu":
         return f"the trainer is on {device}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.checksum import tensor_sums
-from streamrl.config import from_dict
+from streamrl.config import GserverConfig, from_dict
+from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
 from streamrl.gserver.server.engine import Job
 from streamrl.gserver.vllm.client import TokenReply
@@ -135,3 +136,7 @@ def test_a_users_flags_replace_streamrls_and_gpus_are_its_own(monkeypatch: pytes
 def test_settings_that_vllm_cannot_have_are_refused(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         from_dict({"gserver": {"engine": "vllm"}} | changes)
+
+
+def test_every_engine_has_an_entry() -> None:
+    assert set(get_args(get_type_hints(GserverConfig)["engine"])) == ENGINES.keys()

@@ -31,6 +31,7 @@ class Scripted:
     def __init__(self, *said: list[int]) -> None:
         self.prompt = Prompt(seq=0, index=0, epoch=0, messages=[], input_ids=[1], answer=None, metadata={})
         self.sibling = 0
+        self.episode = "0-0"
         self.chat: ChatTokenizer = CHAT
         self.sampling = SamplingConfig(max_new_tokens=50)
         self.max_context = 400

@@ -105,7 +105,7 @@ async def one_worker(config: Config, settings: Settings, *, manager_url: str, in
 
     async def work(joined: RunConnection) -> None:
         maker: Any = SimulatedMaker(config, settings, joined)
-        await RolloutWorker(config, joined=joined, maker=maker, data=DataFacts(config.data.size)).run()
+        await RolloutWorker(config, joined=joined, maker=lambda seq: maker, data=DataFacts(config.data.size)).run()
 
     activity = Activity(idle="room in the ledger")
     await serve_until_over(config, index=index, manager_url=manager_url, advertise="", activity=activity, work=work)

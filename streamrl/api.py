@@ -465,7 +465,16 @@ def _tree_of(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str
 
 
 def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) if isinstance(value, Mapping) else copy.copy(value) for key, value in tree.items()}
+    return {key: _copy_of(value) for key, value in tree.items()}
+
+
+def _copy_of(value: Any) -> Any:
+    """Return a copy of a setting; a list of tables, such as [[tasks]], is copied with its tables."""
+    if isinstance(value, Mapping):
+        return _copied(value)
+    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        return [_copied(each) for each in value]
+    return copy.copy(value)
 
 
 def _check_functions_absent_twice(**given: Any) -> None:
@@ -480,6 +489,11 @@ def _with_names(tree: Mapping[str, Any], *, folder: Path, prefix: str = "") -> d
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             found[name] = _with_names(value, folder=folder, prefix=f"{key}.")
+        elif isinstance(value, list):
+            found[name] = [
+                _with_names(each, folder=folder, prefix=f"{key}.") if isinstance(each, Mapping) else each
+                for each in value
+            ]
         elif callable(value):
             found[name] = spec_of(value, key=key, folder=folder)
         else:

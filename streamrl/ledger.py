@@ -126,9 +126,15 @@ class Ledger:
     """
 
     def __init__(
-        self, *, groups_per_batch: int, max_staleness: int, lease_seconds: float, in_order: bool = False
+        self,
+        *,
+        groups_per_batch: int,
+        max_staleness: int,
+        lease_seconds: float,
+        in_order: bool = False,
+        task: Callable[[int], str] = lambda seq: "",
     ) -> None:
-        """`in_order`: batches are taken in admission order (`over_age = "wait"`)."""
+        """`in_order`: batches are taken in admission order (`over_age = "wait"`). `task`: as in `ChosenRows`."""
         self.in_order = in_order
         self.groups_per_batch = groups_per_batch
         self.max_staleness = max_staleness
@@ -153,7 +159,7 @@ class Ledger:
         """Open groups by sequence number."""
         self.trained_seqs = SeqSet()
         self.rejected = SeqSet()
-        self.rows = ChosenRows()
+        self.rows = ChosenRows(task)
         """Rows of open groups, and of those that start next, if `data.sampler` chooses them."""
         self.on_lease_end: Callable[[Group], None] = lambda group: None
         """Called with each group at the end of its lease."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,38 +39,43 @@ class RowsState(msgspec.Struct, frozen=True):
 
     chosen: dict[int, int] = {}
     """Row of each sequence number that is open, or that starts next."""
-    results: dict[int, RowResult] = {}
-    """Results by row."""
+    results: dict[str, dict[int, RowResult]] = {}
+    """Results by task and row."""
 
 
 class ChosenRows:
     """The rows of sequence numbers, and the results of rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, task: Callable[[int], str] = lambda seq: "") -> None:
+        """`task` returns the name of the task of a sequence number."""
+        self._task = task
         self.chosen: dict[int, int] = {}
         """As in `RowsState`; empty without a sampler."""
-        self.results: dict[int, RowResult] = {}
+        self.results: dict[str, dict[int, RowResult]] = {}
 
     def state(self) -> RowsState:
         """Return a copy for a checkpoint."""
-        return RowsState(dict(self.chosen), dict(self.results))
+        return RowsState(dict(self.chosen), {task: dict(results) for task, results in self.results.items()})
 
     def restore(self, state: RowsState) -> None:
         """Continue from a checkpoint. Rows of later sequence numbers stay: rollout workers may have their groups."""
         self.chosen |= state.chosen
-        self.results = dict(state.results)
+        self.results = {task: dict(results) for task, results in state.results.items()}
 
     def close(self, seq: int, reward: float | None) -> None:
         """Forget the row of `seq`, and count the mean reward of its group, unless it has none."""
         row = self.chosen.pop(seq, None)
         if row is None or reward is None:
             return
-        before = self.results.get(row, RowResult(0, 0.0, 0.0))
-        self.results[row] = RowResult(before.groups + 1, before.reward_sum + reward, reward)
+        results = self.results.setdefault(self._task(seq), {})
+        before = results.get(row, RowResult(0, 0.0, 0.0))
+        results[row] = RowResult(before.groups + 1, before.reward_sum + reward, reward)
 
     def request(self, seqs: Sequence[int], *, rows: int, seed: int) -> SamplerRequest:
-        """Return the request for the rows of `seqs`, of a data set of `rows` rows."""
-        return SamplerRequest(rows, list(seqs), seed, self.results, dict(Counter(self.chosen.values())))
+        """Return the request for the rows of `seqs`, all of one task, whose data set has `rows` rows."""
+        task = self._task(seqs[0])
+        under_way = Counter(row for seq, row in self.chosen.items() if self._task(seq) == task)
+        return SamplerRequest(rows, list(seqs), seed, self.results.get(task, {}), dict(under_way))
 
 
 class SamplerRequest(msgspec.Struct, frozen=True, array_like=True):

@@ -70,6 +70,20 @@ def test_a_configuration_is_a_file_a_mapping_or_a_config(tmp_path: Path) -> None
     assert Run(config).config == Run({"trainer": {"lr": 0.5}}).config == Run(lr=0.5).config == config
 
 
+def own_reward(response: Any, prompt: Any) -> float:
+    return 0.0
+
+
+def test_a_task_takes_functions_and_overrides() -> None:
+    given = {"tasks": [{"name": "math", "reward": {"function": own_reward}}, {"name": "tools"}]}
+    config = Run(given, overrides={"tasks.math.weight": 3}).config
+    assert config.tasks[0].reward["function"] == f"{__name__}:own_reward"
+    assert [task.weight for task in config.tasks] == [3, 1]
+    assert given["tasks"][0] == {"name": "math", "reward": {"function": own_reward}}, (
+        "the caller's mapping is unchanged"
+    )
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

@@ -38,6 +38,7 @@ GROUND = {
     "local_cache",
     "lora",
     "machine",
+    "mixture",
     "models",
     "native",
     "processor",

@@ -84,7 +84,7 @@ def section_in(kind: Any) -> type[Section] | None:
     """Return the section that a field of type `kind` holds; None if it holds a value."""
     if inspect.isclass(kind) and issubclass(kind, Section):
         return kind
-    if get_origin(kind) in (Union, types.UnionType):
+    if get_origin(kind) in (Union, types.UnionType, list):
         return next((inner for inner in map(section_in, get_args(kind)) if inner is not None), None)
     return None
 

@@ -39,9 +39,11 @@ from streamrl.config.sections import SecurityConfig as SecurityConfig
 from streamrl.config.sections import SglangConfig as SglangConfig
 from streamrl.config.sections import SimulationConfig as SimulationConfig
 from streamrl.config.sections import StalenessConfig as StalenessConfig
+from streamrl.config.sections import TaskConfig as TaskConfig
 from streamrl.config.sections import VllmConfig as VllmConfig
 from streamrl.config.sections import WeightsConfig as WeightsConfig
 from streamrl.config.sections import WorkflowConfig as WorkflowConfig
+from streamrl.config.sections import by_task as by_task
 from streamrl.config.suggestions import suggestions
 from streamrl.config.trainer import AlgorithmConfig as AlgorithmConfig
 from streamrl.config.trainer import CriticConfig as CriticConfig
@@ -198,14 +200,24 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set `key`, such as `trainer.lr`, in `tree`; raises `ConfigError` if a part of it is no section."""
+    """Set `key`, such as `trainer.lr`, in `tree`; raises `ConfigError` if a part of it is no section.
+
+    A table of a list, such as [[tasks]], is identified by its `name`: `tasks.math.weight`.
+    """
     *sections, name = key.split(".")
-    table, path = tree, list[str]()
-    for section in sections:
+    table: Any = tree
+    for depth, section in enumerate(sections, 1):
         table = table.setdefault(section, {})
-        path.append(section)
+        path = ".".join(sections[:depth])
+        if isinstance(table, list):
+            table = {each.get("name"): each for each in table if isinstance(each, dict)}
+            if (found := [*sections[depth:], name][0]) not in table or depth == len(sections):
+                names = ", ".join(map(str, table)) or "none"
+                raise ConfigError(
+                    f"{key} = {value!r}: {path} is a list of tables ({names}), and {found} is none of them"
+                )
         if not isinstance(table, dict):
-            raise ConfigError(f"{key} = {value!r}: {'.'.join(path)} is no section: its value is {table!r}")
+            raise ConfigError(f"{key} = {value!r}: {path} is no section: its value is {table!r}")
     table[name] = value
 
 
@@ -227,7 +239,13 @@ def _refuse_unknown(tree: Any, section: type[Section], *, path: str, where: str)
 def _refuse_table(value: Any, kind: Any, *, path: str, where: str) -> None:
     """Raise `ConfigError` if `value` does not fit the table `path` of type `kind`; other types fit."""
     nested = section_of(kind)
-    if get_origin(kind) is dict:  # names as keys
+    if get_origin(kind) is list and nested:
+        if not isinstance(value, list):
+            raise ConfigError(f"{where}: {path} is a list of tables; write [[{path}]] before each")
+        for number, table in enumerate(value):
+            name = table.get("name", number) if isinstance(table, dict) else number
+            _refuse_table(table, nested, path=f"{path}.{name}", where=where)
+    elif get_origin(kind) is dict:  # names as keys
         if not isinstance(value, dict):
             raise _no_section(value, None, path=path, where=where)
         for entry, table in value.items() if nested else ():
@@ -327,4 +345,6 @@ def _difference(tree: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any
 def _without_none(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_none(each) for each in value]
     return value

@@ -8,7 +8,15 @@ from typing import Literal
 from streamrl.config.algorithms import names_of
 from streamrl.config.engines import ENGINES
 from streamrl.config.fields import GENERATED_SOURCES
-from streamrl.config.sections import LINEAR_LAYERS, Config, DataConfig, GserverConfig, WorkflowConfig, as_evaluated
+from streamrl.config.sections import (
+    LINEAR_LAYERS,
+    Config,
+    DataConfig,
+    GserverConfig,
+    WorkflowConfig,
+    as_evaluated,
+    by_task,
+)
 from streamrl.config.trainer import AlgorithmConfig, role_config
 
 COMPARES_SIBLINGS = ("grpo", "mean", "rloo", "reinforce++-baseline")
@@ -17,8 +25,50 @@ SCHEDULES = ("constant", "linear", "cosine")
 """Built-in schedules of the learning rate."""
 
 
+PER_TOKEN = ("gae", "reinforce++", "reinforce++-baseline", "none")
+"""Built-in advantages with one value for each token."""
+
+
 def found_in(config: Config) -> list[str]:
     """Return one sentence for each combination of values that cannot work."""
+    if not config.tasks:
+        return _found_in(config)
+    found = {name: _found_in(own) for name, own in by_task(config).items()}
+    problems = [
+        problem if all(problem in own for own in found.values()) else f"tasks.{name}: {problem}"
+        for name, problems in found.items()
+        for problem in problems
+    ]
+    return _task_problems(config) + list(dict.fromkeys(problems))
+
+
+def _task_problems(config: Config) -> list[str]:
+    """Return the problems of tasks with each other, and with the rest of the run."""
+    names = [task.name for task in config.tasks]
+    problems = [f"tasks: two of them have the name {name}" for name in sorted({n for n in names if names.count(n) > 1})]
+    temperature, ports = config.rollout.sampling.temperature, set[int]()
+    for name, own in by_task(config).items():
+        if own.rollout.sampling.temperature != temperature:
+            problems.append(
+                f"tasks.{name}.sampling.temperature: the trainer computes the log-probabilities of all tasks at one "
+                "temperature; set rollout.sampling.temperature"
+            )
+        if own.algorithm != config.algorithm and not {own.algorithm.advantage, config.algorithm.advantage}.isdisjoint(
+            PER_TOKEN
+        ):
+            problems.append(
+                f"tasks.{name}.algorithm.advantage: a task has its own only if all advantages are of whole responses, "
+                f"not {', '.join(PER_TOKEN)}"
+            )
+        port = own.rollout.agent.port if own.rollout.agent.used else 0
+        if port and port in ports:
+            problems.append(f"tasks.{name}.agent.port = {port}: another task has this port, too")
+        ports.add(port)
+    return problems
+
+
+def _found_in(config: Config) -> list[str]:
+    """Return the problems of a run of one task."""
     problems: list[str] = []
     if config.model.path == "scratch" and config.model.scratch is None:
         problems.append('model.path = "scratch" needs a section [model.scratch] with the model\'s alphabet and sizes')
@@ -291,7 +341,7 @@ def _length_problems(config: Config) -> list[str]:
         for section, optimizer in sections.items()
         if optimizer.schedule not in SCHEDULES and ":" not in optimizer.schedule
     ]
-    if config.run.most_steps is not None or config.says_rows:
+    if config.run.most_steps is not None or config.generated_rows is not None:
         return unknown
     return unknown + [
         f'{section}.optimizer.schedule = "{optimizer.schedule}" falls until the last step: '

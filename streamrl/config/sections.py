@@ -17,6 +17,7 @@ from streamrl.config.fields import (
     Device,
     DType,
     Finite,
+    Name,
     NonEmpty,
     NonNegative,
     NonNegativeFloat,
@@ -529,15 +530,9 @@ class WeightsConfig(Section, frozen=True):
     """How often an update is tried before the run stops."""
 
 
-class EvaluationConfig(Section, frozen=True):
-    """Evaluation on held-out prompts during training; off by default."""
+class HeldOutConfig(Section, frozen=True):
+    """The held-out prompts of an evaluation."""
 
-    every: str = "never"
-    """Period of evaluations, as in `trainer.save_every`."""
-    at_start: bool = False
-    """Evaluate the initial policy of the run."""
-    at_end: bool = False
-    """Evaluate the final policy before the run ends."""
     data: Annotated[Overrides, keys_of(DataConfig)] = {}
     """Held-out prompts. A setting that is not given here is as in [data]."""
     sampling: Annotated[Overrides, keys_of(SamplingConfig)] = {}
@@ -547,7 +542,18 @@ class EvaluationConfig(Section, frozen=True):
     """Seed of the held-out prompts; None: `run.seed + 2**30`, far from the rows of the training data (a generator may
     make row i from seed + i)."""
     prompts: Positive | None = None
-    """Number of prompts, the same ones in each evaluation; None: all rows."""
+    """Number of prompts, the same ones in each evaluation, and with [[tasks]] of each task; None: all rows."""
+
+
+class EvaluationConfig(HeldOutConfig, frozen=True):
+    """Evaluation on held-out prompts during training; off by default."""
+
+    every: str = "never"
+    """Period of evaluations, as in `trainer.save_every`."""
+    at_start: bool = False
+    """Evaluate the initial policy of the run."""
+    at_end: bool = False
+    """Evaluate the final policy before the run ends."""
     samples: Positive = 1
     """k: responses to each prompt."""
     max_concurrent: Positive = 16
@@ -562,6 +568,39 @@ class EvaluationConfig(Section, frozen=True):
     def enabled(self) -> bool:
         """Whether the run has any evaluation."""
         return every(self.every).ever or self.at_start or self.at_end
+
+
+class TaskAlgorithmConfig(Section, frozen=True):
+    """The part of [algorithm] that each task may set for itself."""
+
+    advantage: NonEmpty = "grpo"
+    """As `algorithm.advantage`, but only functions with one value for each response."""
+    advantage_args: dict[str, Any] = {}
+    """As `algorithm.advantage_args`."""
+
+
+class TaskConfig(Section, frozen=True, omit_defaults=True):
+    """One of several tasks of a run (docs/tasks.md). A setting that is not given here is as in the section of the run
+    that is named."""
+
+    name: Name
+    """Unique name of the task: letters, digits, `_` and `-`."""
+    weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 1
+    """The tasks' groups start in proportion to their weights."""
+    data: Annotated[Overrides, keys_of(DataConfig)] = {}
+    """As [data]."""
+    reward: Annotated[Overrides, keys_of(RewardConfig)] = {}
+    """As [rollout.reward]."""
+    agent: Annotated[Overrides, keys_of(AgentConfig)] = {}
+    """As [rollout.agent]."""
+    workflow: Annotated[Overrides, keys_of(WorkflowConfig)] = {}
+    """As [rollout.workflow]."""
+    sampling: Annotated[Overrides, keys_of(SamplingConfig)] = {}
+    """As [rollout.sampling]; the temperature is the same for all tasks."""
+    evaluation: Annotated[Overrides, keys_of(HeldOutConfig)] = {}
+    """As [evaluation]; a setting of `data` or `sampling` that is not given here is as in that section."""
+    algorithm: Annotated[Overrides, keys_of(TaskAlgorithmConfig)] = {}
+    """As [algorithm]."""
 
 
 class SlurmNodesConfig(Section, frozen=True):
@@ -637,6 +676,7 @@ class Config(Section, frozen=True):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
+    tasks: list[TaskConfig] = []
     rollout: RolloutConfig = RolloutConfig()
     gserver: GserverConfig = GserverConfig()
     limits: LimitsConfig = LimitsConfig()
@@ -659,9 +699,22 @@ class Config(Section, frozen=True):
         return Path(self.run.dir) / self.run.name
 
     @property
-    def says_rows(self) -> bool:
-        """Whether `data.size` determines the number of rows. Files and tasks of verifiers have their own numbers."""
-        return self.data.source in GENERATED_SOURCES and not self.rollout.agent.verifiers
+    def longest_response(self) -> int:
+        """Most tokens of one turn, in any task."""
+        return max(own.rollout.sampling.max_new_tokens for own in by_task(self).values())
+
+    @property
+    def stop_token_ids(self) -> list[int]:
+        """`rollout.sampling.stop_token_ids` of all tasks."""
+        return [token for own in by_task(self).values() for token in own.rollout.sampling.stop_token_ids]
+
+    @property
+    def generated_rows(self) -> int | None:
+        """Rows of the data of all tasks; None if files or tasks of verifiers determine it."""
+        own = by_task(self).values()
+        if any(each.data.source not in GENERATED_SOURCES or each.rollout.agent.verifiers for each in own):
+            return None
+        return sum(each.data.size for each in own)
 
     def planned_steps(self, *, steps: int = 0, groups: int = 0) -> int:
         """Return the training steps of the whole run, for schedules.
@@ -671,8 +724,8 @@ class Config(Section, frozen=True):
         that are given up end epochs earlier.
         """
         limits = [self.run.most_steps] if self.run.most_steps is not None else []
-        if self.run.total_train_epochs is not None and self.says_rows:
-            left = max(0, self.run.total_train_epochs * self.data.size - groups)
+        if self.run.total_train_epochs is not None and (rows := self.generated_rows) is not None:
+            left = max(0, self.run.total_train_epochs * rows - groups)
             limits.append(steps + -(-left // self.trainer.batch_groups))
         return min(limits, default=DEFAULT_TRAIN_STEPS)
 
@@ -734,6 +787,31 @@ class Config(Section, frozen=True):
         )
 
 
+def by_task(config: Config) -> dict[str, Config]:
+    """Return for each task, by its name, the configuration of a run of this task alone; without [[tasks]] the whole
+    one, under an empty name."""
+    return {task.name: _of_task(config, task) for task in config.tasks} or {"": config}
+
+
+def _of_task(config: Config, task: TaskConfig) -> Config:
+    replace, rollout, evaluation = msgspec.structs.replace, config.rollout, config.evaluation
+    held_out = {name: getattr(evaluation, name) | task.evaluation.get(name, {}) for name in ("data", "sampling")}
+    return replace(
+        config,
+        tasks=[],
+        data=overlaid(config.data, task.data),
+        rollout=replace(
+            rollout,
+            sampling=overlaid(rollout.sampling, task.sampling),
+            workflow=overlaid(rollout.workflow, task.workflow),
+            agent=overlaid(rollout.agent, task.agent),
+            reward=overlaid(rollout.reward, task.reward),
+        ),
+        algorithm=overlaid(config.algorithm, task.algorithm),
+        evaluation=overlaid(evaluation, task.evaluation | held_out),
+    )
+
+
 def as_evaluated(config: Config) -> Config:
     """Return the configuration with which rollout code makes the groups of an evaluation.
 
@@ -754,7 +832,7 @@ def as_evaluated(config: Config) -> Config:
     return replace(
         config,
         run=replace(config.run, seed=seed),
-        data=overlaid(config.data, chosen.data),
+        data=replace(overlaid(config.data, chosen.data), sampler=""),
         rollout=rollout,
         reward_model=replace(config.reward_model, path=None),
     )

@@ -66,9 +66,10 @@ def shared_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that all processes of a run must have in common, from a configuration as dictionaries."""
     found = {
         name: value
-        for name, value in _flat(tree).items()
-        if name in SAME_IN_THEM or not any(name == each or name.startswith(f"{each}.") for each in MAY_DIFFER)
+        for name, value in _flat({**tree, "tasks": {}}).items()
+        if name in SAME_IN_THEM or not _may_differ(name)
     }
+    found |= _of_tasks(tree)
     found |= {name: "a path" for name in FILES if found.get(name) is not None}
     model = tree["model"]["path"]
     found["model.path"] = model if model in MODELS_BY_NAME else "a path"
@@ -77,6 +78,24 @@ def shared_settings(tree: Mapping[str, Any]) -> dict[str, Any]:
         found["data.path"] = "a path"
     if tree["evaluation"]["data"].get("source", tree["data"]["source"]) not in GENERATED_SOURCES:
         found["evaluation.data.path"] = "a path"
+    return found
+
+
+def _may_differ(name: str) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in MAY_DIFFER)
+
+
+def _of_tasks(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names of the tasks, in their order, and the settings of each that all processes have in common."""
+    found: dict[str, Any] = {"tasks": [task["name"] for task in tree["tasks"]]}
+    for task in tree["tasks"]:
+        settings = {name: value for name, value in _flat(task).items() if not _may_differ(f"rollout.{name}")}
+        source = task.get("data", {}).get("source", tree["data"]["source"])
+        held_out = tree["evaluation"]["data"] | task.get("evaluation", {}).get("data", {})
+        for name, kind in (("data.path", source), ("evaluation.data.path", held_out.get("source", source))):
+            if name in settings and kind not in GENERATED_SOURCES:
+                settings[name] = "a path"
+        found |= {f"tasks.{task['name']}.{name}": value for name, value in settings.items()}
     return found
 
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.text import Text
 
 from streamrl.causal_models import weight_views
-from streamrl.config import Config
+from streamrl.config import Config, by_task
 from streamrl.config.sections import as_evaluated
 from streamrl.config.trainer import RoleName, role_config
 from streamrl.errors import ConfigError, DataError, RewardError, StreamRLError
@@ -132,9 +132,11 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
             if mfc.function:
                 load_object(mfc.function, key=f"the function of {mfc.name}")
         found.tried.append(f"model function calls: {', '.join(mfc.name for mfc in graph.mfcs)}")
-    with found.part("algorithm"):
-        registry.check(config.algorithm)
-        found.tried.append(f"algorithm: loss {config.algorithm.loss}, advantage {config.algorithm.advantage}")
+    for task, own in by_task(config).items():
+        with found.part(f"tasks.{task}.algorithm" if task else "algorithm"):
+            registry.check(own.algorithm)
+            line = f"algorithm: loss {own.algorithm.loss}, advantage {own.algorithm.advantage}"
+            found.tried += [line] if line not in found.tried else []
     for key, hook, args in (
         ("rollout.filter", config.rollout.filter, config.rollout.filter_args),
         ("metrics.hook", config.metrics.hook, config.metrics.hook_args),
@@ -143,10 +145,6 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
             with found.part(key):
                 load_hook(hook, key=key, args=args)
                 found.tried.append(f"{key}: {hook} was imported")
-    if config.data.sampler:
-        with found.part("data.sampler"):
-            try_sampler(config.data.sampler, config.data.sampler_args)
-            found.tried.append(f"data.sampler: {config.data.sampler} chose rows")
     with found.part("trainer.optimizer"):
         share_of_peak(config.trainer.optimizer)
     folder: Path | None = None
@@ -170,9 +168,11 @@ def rehearse(config: Config, *, gpus: Sequence[str]) -> Rehearsal:
         elif folder is not None and role in roles and role in config.trainer.roles:
             with found.part(f"trainer.roles.{role}"):
                 _try_weights(config, role, folder, found, name=f"trainer.roles.{role}")
-    _try_rollout(config, folder, found, name="")
-    if config.evaluation.enabled:
-        _try_rollout(as_evaluated(config), folder, found, name="evaluation: ")
+    for task, own in by_task(config).items():
+        name = f"tasks.{task}: " if task else ""
+        _try_rollout(own, folder, found, name=name)
+        if config.evaluation.enabled:
+            _try_rollout(as_evaluated(own), folder, found, name=f"{name}evaluation: ")
     found.untried += [
         "the workflow was loaded and not run: that needs an engine",
         "generation, training, the weights' way to the gservers, and whether all of it fits into memory: "
@@ -305,12 +305,16 @@ def _try_rollout(config: Config, folder: Path | None, found: Rehearsal, *, name:
     else:
         with found.part(f"{name}rollout.workflow"):
             load_workflow(config.rollout.workflow)
+    if config.data.sampler:
+        with found.part(f"{name}data.sampler"):
+            try_sampler(config.data.sampler, config.data.sampler_args)
+            found.tried.append(f"{name}data.sampler: {config.data.sampler} chose rows")
     prompts: PromptSource | None = None
     with found.part(f"{name}data"):
         if folder is None:
             found.untried.append(f"{name}prompts, without the model's tokenizer")
         else:
-            prompts = load_data(config, folder)[1]
+            (prompts,) = load_data(config, folder)[1].values()
             _render_prompts(config, prompts, found, name=name)
     if prompts is not None:
         _read_rows(prompts, found, name=name)

@@ -22,7 +22,7 @@ from streamrl.config import Config
 from streamrl.launch.processes import ProcessPlan
 from streamrl.records.evaluation import in_words
 from streamrl.records.health import Finding
-from streamrl.records.metrics import StepFigures, mean_age, seconds_between
+from streamrl.records.metrics import TASK, StepFigures, mean_age, of_tasks, seconds_between
 from streamrl.records.view import RunView
 from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status
 
@@ -158,11 +158,15 @@ def dashboard(
         return Panel(
             Text("waiting for the controller's first answer", style="dim"), title="streamrl", border_style="blue"
         )
+    tasks = _tasks(run)
     more = (status.evaluation is not None) + (_agents(status) is not None)
+    if tasks:
+        more += 2 + len(of_tasks(run.steps[-1].metrics))
     rows = max(3, height - OTHER_LINES - more - max(0, min(len(warnings), 2) - 1))
     return Group(
         _header(run, history, status, config, now),
         _side_by_side(_reward(run), _throughput(run, history)),
+        *tasks,
         _side_by_side(_times(run, history), _staleness(run, status)),
         _groups(run, status),
         _processes(status, rows),
@@ -217,6 +221,8 @@ def step_line(step: StepFigures, *, steps: int | None = None) -> str:
         if metric in m:
             unit = " s" if metric.endswith("_seconds") else ""
             parts.append(f"{label} {m[metric]:{form}}{unit}")
+    for name, own in of_tasks(m).items():
+        parts.append(f"{name} {own['reward_mean']:.3f}" if "reward_mean" in own else f"{name} –")
     if (age := mean_age(step.token_ages)) is not None:
         parts.append(f"age {age:.1f} (max {max(age for age, count in step.token_ages.items() if count)})")
     if "tokens_per_second" in m:
@@ -292,6 +298,25 @@ def _reward(run: RunView) -> Panel:
         ("reward_std", "std", ".2f"),
     )
     return Panel(Group(first, figures), title="reward")
+
+
+def _tasks(run: RunView) -> list[RenderableType]:
+    """Return a panel with a line for each task; none for a run of one task, or before the first step."""
+    tasks = of_tasks(run.steps[-1].metrics) if run.steps else {}
+    if not tasks:
+        return []
+    grid = Table.grid(padding=(0, 1))
+    for name, own in tasks.items():
+        rewards = run.values(f"{TASK}/{name}/reward_mean")
+        reward = Text.assemble((f"{rewards[-1]:7.3f} " if rewards else "      – ", "bold green"))
+        shown = (
+            ("response_length_mean", "length", ".1f"),
+            ("groups", "groups", ".0f"),
+            ("token_age_mean", "age", ".1f"),
+        )
+        figures = _figures(own, *shown)
+        grid.add_row(name, reward, Text(sparkline(rewards, 30), style="green"), figures)
+    return [Panel(grid, title="tasks")]
 
 
 def _throughput(run: RunView, history: StatusHistory) -> Panel:

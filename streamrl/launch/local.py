@@ -35,6 +35,7 @@ from streamrl.launch.process import run_until_stopped, set_up_logging
 from streamrl.launch.processes import ProcessCommands, ProcessPlan, fitted, helper, plan, visible_gpus
 from streamrl.launch.run_folders import resume_words, run_folder
 from streamrl.launch.supervisor import STATUS_SECONDS, Supervisor
+from streamrl.launch.user_functions import check_functions
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records.sinks import check_installed
 from streamrl.transport.manager_client import ControlClient
@@ -81,6 +82,7 @@ def run_here(
     set_up_logging("run")
     asked = configuration.load(config_file, overrides)
     check_installed(asked.metrics.sinks)
+    check_functions(asked)
     config = run_folder(asked, overrides, console, resume=resume)
     again = resume_words(["streamrl", "run"], config_file, overrides, config.run_dir)
     with reported(config.run_dir, console, again=again):

@@ -94,7 +94,8 @@ def steps(run: RunView, *, names: Sequence[str], first: float, last: float, poin
 
     `names` selects the columns; if it is empty, all are returned. `step`, `time`, `run_seconds` and `tokens_until`
     (tokens trained on up to the end of the step) are always included. `age/LOW-HIGH` are the tokens that entered the
-    loss, by age. The reply has at most `points` rows: of more, the least and greatest values of each stretch are kept.
+    loss, by age, and `task/NAME/FIGURE` the figures of tasks; the names `age` and `task` select all columns of a kind.
+    The reply has at most `points` rows: of more, the least and greatest values of each stretch are kept.
 
     The reply is the length of a JSON header in 4 bytes (little endian), the header, spaces up to a multiple of 4, and
     the columns one after the other.
@@ -106,7 +107,7 @@ def steps(run: RunView, *, names: Sequence[str], first: float, last: float, poin
         columns["tokens_until"] = np.cumsum(np.nan_to_num(columns["tokens_trained"]))
     known = sorted(columns)
     wanted = [*(names or known)]
-    wanted += [name for name in known if name.startswith("age/") and "age" in names]
+    wanted += [name for name in known for kind in ("age", "task") if name.startswith(f"{kind}/") and kind in names]
     x = columns.get("step", np.zeros(0))
     inside = (x >= first) & (x <= last)
     picked = {name: columns[name][inside] for name in dict.fromkeys(wanted) if name in columns and name != "step"}
@@ -362,6 +363,9 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            for number, each in enumerate(value):
+                yield from _flat(each, f"{prefix}{key}.{each.get('name', number)}.")
         else:
             yield prefix + key, msgspec.json.encode(value).decode()
 

@@ -41,6 +41,8 @@ class EvaluationReport(msgspec.Struct, frozen=True, kw_only=True):
     """Responses that reached the limit of tokens, as a share."""
     failure: FrequentFailure | None = None
     """The most frequent error of the prompts that failed; None: none did."""
+    tasks: dict[str, EvaluationReport] = {}
+    """The same for the prompts of each of [[tasks]]."""
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -79,7 +81,10 @@ def scalars(report: EvaluationReport) -> dict[str, float]:
         "rejected": float(report.rejected),
     }
     known = {name: value for name, value in named.items() if value is not None}
-    return known | {f"pass@{k}": share for k, share in report.pass_at.items()}
+    known |= {f"pass@{k}": share for k, share in report.pass_at.items()}
+    for task, own in report.tasks.items():
+        known |= {f"task/{task}/{name}": value for name, value in scalars(own).items() if name != "seconds"}
+    return known
 
 
 def in_words(report: EvaluationReport) -> str:
@@ -97,6 +102,7 @@ def in_words(report: EvaluationReport) -> str:
             f"length {report.response_length_mean:.1f}",
         ]
         parts.append(f"{report.prompts} prompts by {answered}")
+    parts += [f"{name} {own.reward_mean:.3f}" for name, own in report.tasks.items() if own.reward_mean is not None]
     parts.append(f"{report.seconds:.1f} s")
     if report.rejected:
         parts.append(f"{report.rejected} rejected")

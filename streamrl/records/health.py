@@ -267,7 +267,7 @@ def _data(run: RunFigures) -> Iterator[Finding]:
                 *([] if config.rollout.filter else ["rollout.filter=contrast"]),
             ],
         )
-    most = config.rollout.sampling.max_new_tokens
+    most = config.longest_response
     lengths = [length for group in run.response_lengths for length in group]
     cut = _share(lengths, lambda length: length >= most)
     if run.config is not None and cut is not None and cut > CUT_RESPONSES:

@@ -22,6 +22,8 @@ METRICS_FILE = "metrics.jsonl"
 FINAL_FILE = "final.json"
 LENGTHS_KEPT = 256
 """Number of responses in a step for which lengths are recorded."""
+TASK = "task"
+"""Prefix of the figures of a task: `task/NAME/reward_mean`."""
 
 
 class StepFigures(msgspec.Struct, frozen=True):
@@ -146,6 +148,17 @@ def total_ages(steps: Iterable[StepFigures]) -> dict[int, int]:
     for step in steps:
         found.update(step.token_ages)
     return {age: count for age, count in found.items() if count}
+
+
+def of_tasks(metrics: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the figures of each task by their names; empty for a run of one task."""
+    found: dict[str, dict[str, float]] = {}
+    for key, value in metrics.items():
+        prefix, _, rest = key.partition("/")
+        name, _, figure = rest.partition("/")
+        if prefix == TASK and figure:
+            found.setdefault(name, {})[figure] = value
+    return found
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float]:

@@ -18,11 +18,11 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from streamrl.config import Config
+from streamrl.config import Config, DataConfig, by_task
 from streamrl.config.fields import GENERATED_SOURCES
 from streamrl.disk import all_to_disk, to_disk
 from streamrl.errors import ConfigError, DataError
@@ -63,6 +63,8 @@ class Progress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Rows of the training data; 0: not recorded."""
     data_digest: str = ""
     """Fingerprint of prompts from files; empty for generated prompts."""
+    data_of_tasks: list[int] = []
+    """Rows of each of [[tasks]]; empty without them."""
     reached_at: float = 0.0
     """Unix time; 0: not recorded."""
     train_seconds: float = 0.0
@@ -121,12 +123,18 @@ def prompts_digest(config: Config) -> str:
     The path of a file is not part of it, so that files may be moved. Rollout workers compare the prompts in them
     (`Progress.data_digest`).
     """
-    settings = msgspec.structs.asdict(config.data)
+    own = [_prompt_settings(each.data) for each in by_task(config).values()]
+    content = (own, [task.weight for task in config.tasks]) if config.tasks else own[0]
+    return hashlib.sha256(msgspec.json.encode((config.run.seed, content))).hexdigest()[:16]
+
+
+def _prompt_settings(data: DataConfig) -> dict[str, Any]:
+    settings = msgspec.structs.asdict(data)
     for name in ("answer_type", "sampler", "sampler_args"):  # how a row is scored; the checkpoint has the chosen rows
         del settings[name]
-    if config.data.source not in GENERATED_SOURCES:
+    if data.source not in GENERATED_SOURCES:
         settings["path"] = ""
-    return hashlib.sha256(msgspec.json.encode((config.run.seed, settings))).hexdigest()[:16]
+    return settings
 
 
 def write(folder: Path, progress: Progress) -> None:

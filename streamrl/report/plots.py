@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from streamrl.records.metrics import StepFigures, seconds_between
+from streamrl.records.metrics import TASK, StepFigures, of_tasks, seconds_between
 from streamrl.records.view import Process, RunView
 
 SPAN_COLOUR: Final = {
@@ -77,10 +77,14 @@ def _draw_reward(run: RunView) -> Figure:
     if window > 1:
         smooth = np.convolve(rewards, np.ones(window) / window, mode="valid")
         axes.plot(numbers[window - 1 :], smooth, color="#4e79a7", linewidth=2.2, label=f"mean of {window} steps")
+    for name in of_tasks(steps[-1].metrics) if steps else ():
+        key = f"{TASK}/{name}/reward_mean"
+        own = [(step.step, step.metrics[key]) for step in steps if key in step.metrics]
+        axes.plot(*zip(*own, strict=True), linewidth=1.2, label=name)
     held_out = [(e.policy_version, e.reward_mean) for e in run.evaluations if e.reward_mean is not None]
     if held_out:
         axes.plot(*zip(*held_out, strict=True), color=HELD_OUT_COLOUR, linewidth=1.8, marker="o", label="held-out")
-    if window > 1 or held_out:
+    if len(axes.lines) > 1:
         axes.legend(loc="best")
     axes.set(title="Reward", xlabel="policy version", ylabel="mean reward of the batch")
     return figure

@@ -17,7 +17,7 @@ from rich.table import Table
 from streamrl.records.collapse import HEALTHY, HealthState
 from streamrl.records.evaluation import EvaluationReport, pass_figures
 from streamrl.records.health import Finding, findings
-from streamrl.records.metrics import Final, StepFigures, mean_age, total_ages
+from streamrl.records.metrics import TASK, Final, StepFigures, mean_age, of_tasks, total_ages
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS
 from streamrl.records.view import RunView, read_run
 
@@ -37,6 +37,18 @@ class HealthChange(msgspec.Struct, frozen=True):
     signs: list[str]
     turn: list[str]
     """Settings to change, as `key=value`."""
+
+
+class TaskSummary(msgspec.Struct, frozen=True):
+    """Figures of one of several tasks."""
+
+    groups_trained: int
+    reward_first: float | None
+    """Mean over the first tenth of the steps with groups of the task."""
+    reward_final: float | None
+    """Mean over the last tenth of these steps."""
+    token_age_mean: float | None
+    """Mean over the steps of the mean age of sampled tokens, in versions."""
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -130,6 +142,8 @@ class Summary(msgspec.Struct, frozen=True):
     """Share of the tokens sampled for episodes that are under the loss; the rest never reached an agent."""
     agent_retries: int = 0
     """Requests of agents that received the reply of an earlier request."""
+    tasks: dict[str, TaskSummary] = {}
+    """Figures of each of [[tasks]], by name."""
     health: list[HealthChange] = []
     """Changes of the run's health; empty if it was healthy all the time."""
     findings: list[Finding] = []
@@ -202,10 +216,22 @@ def summarize(run: RunView) -> Summary:
         processor_seconds=sum(
             process.total(name) for process in run.processes.values() for name in (PROCESSOR_SECONDS, CHILDREN_SECONDS)
         ),
+        tasks=_of_tasks(run),
         health=health_changes(steps),
         findings=findings(run.figures()),
         **_of_agents(run),
     )
+
+
+def _of_tasks(run: RunView) -> dict[str, TaskSummary]:
+    found = {}
+    for name in dict.fromkeys(name for step in run.steps for name in of_tasks(step.metrics)):
+        rewards, groups, ages = (
+            run.values(f"{TASK}/{name}/{figure}") for figure in ("reward_mean", "groups", "token_age_mean")
+        )
+        tenth = max(1, len(rewards) // 10)
+        found[name] = TaskSummary(int(sum(groups)), mean(rewards[:tenth]), mean(rewards[-tenth:]), mean(ages))
+    return found
 
 
 def _of_agents(run: RunView) -> dict[str, Any]:
@@ -270,6 +296,10 @@ def summary_table(summary: Summary) -> Table:
         f"{_text(s.reward_first, '.3f')} → {_text(s.reward_final, '.3f')}",
         "first → last tenth of the steps",
     )
+    for name, own in s.tasks.items():
+        figure = f"{_text(own.reward_first, '.3f')} → {_text(own.reward_final, '.3f')}"
+        age = _text(own.token_age_mean, ".2f")
+        row(f"task {name}", figure, f"{own.groups_trained} groups trained; mean age of their tokens {age} versions")
     if s.evaluations:
         first, last = s.evaluations[0], s.evaluations[-1]
         row(

@@ -35,6 +35,8 @@ from streamrl.rollout.chat import ChatTokenizer, Message
 from streamrl.types import Prompt
 
 Row = dict[str, Any]
+Position = Callable[[int], int]
+"""Returns the place of a sequence number among those of its data source, from 0."""
 EXCERPT = 60
 """Most characters of a prompt and of an answer in a description."""
 DIGEST_ROWS = 64
@@ -43,23 +45,27 @@ DIGEST_ROWS = 64
 class PromptSource:
     """The run's endless stream of prompts."""
 
-    def __init__(self, *, rows: Rows, chat: ChatTokenizer, config: DataConfig, seed: int) -> None:
+    def __init__(
+        self, *, rows: Rows, chat: ChatTokenizer, config: DataConfig, seed: int, position: Position = lambda seq: seq
+    ) -> None:
         """Read row 0, so that a wrong column is found before the run starts; raises `DataError`."""
         self._rows = rows
         self._chat = chat
         self._config = config
         self._seed = seed
+        self._position = position
         self._prompt_key = "question" if config.source == "reasoning_gym" else config.prompt_key
         self.messages(rows[0], where=self.place(0))
 
     @classmethod
-    def open(cls, config: Config, chat: ChatTokenizer) -> PromptSource:
+    def open(cls, config: Config, chat: ChatTokenizer, *, position: Position = lambda seq: seq) -> PromptSource:
         """Open the source that `config.data` names; raises `DataError` or `ConfigError`."""
         if config.rollout.agent.verifiers:
             data = msgspec.structs.replace(config.data, source="python", prompt_key="prompt", answer_key="answer")
-            return cls(rows=VerifiersRows(config), chat=chat, config=data, seed=config.run.seed)
-        rows = open_rows(config.data, seed=config.run.seed)
-        return cls(rows=rows, chat=chat, config=config.data, seed=config.run.seed)
+            rows: Rows = VerifiersRows(config)
+        else:
+            data, rows = config.data, open_rows(config.data, seed=config.run.seed)
+        return cls(rows=rows, chat=chat, config=data, seed=config.run.seed, position=position)
 
     def __len__(self) -> int:
         """Return the number of prompts in an epoch."""
@@ -74,7 +80,7 @@ class PromptSource:
 
         `row`: the row that `data.sampler` chose; None: it follows from `seq`.
         """
-        epoch, position = divmod(seq, len(self._rows))
+        epoch, position = divmod(self._position(seq), len(self._rows))
         index = position if row is None else row
         if self._config.shuffle and row is None:
             index = permuted_index(position, size=len(self._rows), seed=self._seed, epoch=epoch)

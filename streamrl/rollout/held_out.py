@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 
 from streamrl.config import Config
 from streamrl.config.sections import as_evaluated
@@ -18,7 +20,7 @@ from streamrl.rollout.activity import Activity, in_one_line
 from streamrl.rollout.data import PromptSource
 from streamrl.rollout.generation import GroupRoute
 from streamrl.rollout.groups import GroupMaker
-from streamrl.rollout.process import RunConnection, WorkerShutdown, Workshop, start_rewards
+from streamrl.rollout.process import RunConnection, WorkerShutdown, Workshop, facts_of, start_rewards
 from streamrl.transport.control import Admission, Admit, AdmitReply, AskRoute, DataFacts, FailRun, HeldOutResult
 from streamrl.types import SampleMeta
 from streamrl.waits import first_of
@@ -29,13 +31,17 @@ log = logging.getLogger(__name__)
 class HeldOutPrompts:
     """Makes held-out prompts, several at a time."""
 
-    def __init__(self, config: Config, *, joined: RunConnection, workshop: Workshop) -> None:
-        self._config = as_evaluated(config)
+    def __init__(self, config: Config, *, joined: RunConnection, workshops: Mapping[str, Workshop]) -> None:
+        self._configs = {name: as_evaluated(workshop.config) for name, workshop in workshops.items()}
         self._joined = joined
         self._membership = joined.membership
         self._control = joined.control
-        self._workshop = workshop
+        self._workshops = workshops
         self._activity = Activity(idle="")  # separate from the figures of training
+        self._first: dict[str, int] = {}
+        """Task → number of its first prompt; the tasks come one after the other."""
+        self._prompts: dict[str, PromptSource] = {}
+        self._makers: dict[str, GroupMaker] = {}
 
     async def run(self) -> None:
         """Make held-out prompts until this worker is asked to leave; raises `WorkerShutdown` at the end of the run.
@@ -43,14 +49,18 @@ class HeldOutPrompts:
         The data are opened at once, not with the first prompt: an error in [evaluation.data] then ends the run at its
         beginning, and not at an evaluation hours later.
         """
-        prompts, data = await self._open()
-        maker: GroupMaker | None = None
+        data = await self._open()
         async with asyncio.TaskGroup() as tasks:
             while (reply := await self._ask(data)) is not None:
                 self._membership.note_version(reply.policy_version)
                 for admission in reply.admissions:
-                    maker = maker or await self._open_maker(prompts)
-                    tasks.create_task(self._make(maker, admission), name=f"held-out prompt {admission.seq}")
+                    task = self._task(admission.seq)
+                    maker = self._makers.get(task) or await self._open_maker(task)
+                    tasks.create_task(self._make(maker, admission, task), name=f"held-out prompt {admission.seq}")
+
+    def _task(self, seq: int) -> str:
+        """Return the name of the task of held-out prompt `seq`."""
+        return next(name for name in reversed(self._first) if self._first[name] <= seq)
 
     async def _ask(self, data: DataFacts) -> AdmitReply | None:
         """Wait for the controller's reply with the prompts that may begin, perhaps none yet. Return None if this worker
@@ -64,28 +74,41 @@ class HeldOutPrompts:
             raise WorkerShutdown
         return reply
 
-    async def _open(self) -> tuple[PromptSource, DataFacts]:
-        """Return the held-out prompts and their facts; an error while reading the data stops the run."""
+    async def _open(self) -> DataFacts:
+        """Open the held-out prompts of all tasks, and return their facts; an error while reading them stops the run."""
         try:
-            prompts = await asyncio.to_thread(PromptSource.open, self._config, self._workshop.chat)
-            return prompts, DataFacts(len(prompts), await asyncio.to_thread(prompts.digest))
+            for name, config in self._configs.items():
+                position = partial(self._position, name)
+                chat = self._workshops[name].chat
+                self._prompts[name] = await asyncio.to_thread(PromptSource.open, config, chat, position=position)
+            most = {name: config.evaluation.prompts for name, config in self._configs.items()}
+            data = await asyncio.to_thread(facts_of, self._prompts, most=most)
         except Exception as error:  # tolerance point: the user's data function may raise anything
             what = f"{self._membership.name}: the data of [evaluation.data]: {type(error).__name__}: {error}"
             await self._control.fail_run(FailRun(worker=self._membership.index, error=what))
             raise
+        first = [0, *accumulate(data.of_tasks)]
+        self._first = dict(zip(self._prompts, first, strict=False))
+        self._activity.describe_row = lambda seq: self._prompts[self._task(seq)].describe(seq)
+        return data
 
-    async def _open_maker(self, prompts: PromptSource) -> GroupMaker:
-        """Return the group maker. A reasoning-gym reward gets new processes: the others hold training data."""
-        rewards = self._workshop.rewards
-        if rewards is None or self._config.rollout.reward.function == "reasoning_gym":
-            rewards = await start_rewards(self._config, self._joined.at_exit)
-        self._activity.describe_row = prompts.describe
-        return self._workshop.group_maker(self._config, prompts=prompts, rewards=rewards, activity=self._activity)
+    def _position(self, name: str, seq: int) -> int:
+        return seq - self._first[name]
 
-    async def _make(self, maker: GroupMaker, admission: Admission) -> None:
+    async def _open_maker(self, name: str) -> GroupMaker:
+        """Return the group maker of a task. A reasoning-gym reward gets new processes: the others hold training
+        data."""
+        workshop, config = self._workshops[name], self._configs[name]
+        rewards = workshop.rewards
+        if rewards is None or config.rollout.reward.function == "reasoning_gym":
+            rewards = await start_rewards(config, self._joined.at_exit)
+        maker = workshop.group_maker(config, prompts=self._prompts[name], rewards=rewards, activity=self._activity)
+        return self._makers.setdefault(name, maker)
+
+    async def _make(self, maker: GroupMaker, admission: Admission, task: str) -> None:
         """Make one prompt, and send its result."""
         seq = admission.seq
-        result = partial(HeldOutResult, self._membership.index, admission.evaluation, seq)
+        result = partial(HeldOutResult, self._membership.index, admission.evaluation, seq, task=task)
         route = GroupRoute(admission.gserver, name=admission.name, find_another=partial(self._find_another, admission))
         try:
             group = await maker.make(seq, route)

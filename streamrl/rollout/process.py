@@ -7,15 +7,19 @@ evaluations share a `Workshop`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import hashlib
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from streamrl.config import Config
+import msgspec
+
+from streamrl.config import Config, by_task
 from streamrl.errors import ConfigError, DataError
+from streamrl.mixture import Mixture
 from streamrl.models import eos_token_ids, replays_routing
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.model_renderer import ModelRenderer, renderer_of
@@ -28,6 +32,7 @@ from streamrl.rollout.groups import GroupMaker
 from streamrl.rollout.reward.pool import RewardPool
 from streamrl.rollout.workflows import Workflow, load_workflow
 from streamrl.transport.addresses import Reach, reach_towards
+from streamrl.transport.control import DataFacts
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import read_key
 from streamrl.transport.manager_client import ControlClient
@@ -93,8 +98,10 @@ async def serve_until_over(
 
 @dataclass(frozen=True)
 class Workshop:
-    """Tokenizer, reward processes, workflow and connections of a rollout worker, for training and for evaluations."""
+    """Everything for making the groups of one task, in training and in evaluations."""
 
+    config: Config
+    """The configuration of a run of this task alone."""
     joined: RunConnection
     model_dir: Path
     chat: ChatTokenizer
@@ -102,6 +109,8 @@ class Workshop:
     """None if no reward function scores in training."""
     workflow: Workflow
     client: GenerationClient
+    prompts: PromptSource
+    """The prompts of training."""
 
     def group_maker(
         self, config: Config, *, prompts: PromptSource, rewards: RewardPool | None, activity: Activity
@@ -133,21 +142,17 @@ class Workshop:
         )
 
 
-async def open_workshop(config: Config, *, joined: RunConnection, model_dir: Path) -> tuple[Workshop, PromptSource]:
-    """Start the reward processes, load tokenizer and training data; return the workshop and the training prompts.
+async def open_workshops(config: Config, *, joined: RunConnection, model_dir: Path) -> dict[str, Workshop]:
+    """Start the reward processes and agents, and load tokenizer and training data; return a workshop for each task.
 
     All are closed at exit. Raises `DataError`, `ConfigError`, `ModelError` or `RewardError` if one of them fails.
     """
     joined.membership.waiting_for = "reward processes and tokenizer"
+    own = by_task(config)
     async with asyncio.TaskGroup() as starting:
-        starting_rewards = starting.create_task(start_rewards(config, joined.at_exit))
+        rewards = {name: starting.create_task(start_rewards(each, joined.at_exit)) for name, each in own.items()}
         loading = starting.create_task(asyncio.to_thread(load_data, config, model_dir))
-    if (rewards := starting_rewards.result()) is not None:
-        pool = rewards
-        joined.activity.reward_busy_seconds = lambda: pool.busy_seconds
-        joined.activity.reward_calls_at_once = lambda: pool.calls_at_once
     chat, prompts = loading.result()
-    workflow = await _open_workflow(config, joined=joined, chat=chat, model_dir=model_dir)
     client = GenerationClient(
         timeout=config.limits.request_seconds,
         key=joined.membership.granted.gserver_key,
@@ -155,7 +160,20 @@ async def open_workshop(config: Config, *, joined: RunConnection, model_dir: Pat
     )
     joined.at_exit.push_async_callback(client.close)
     joined.membership.on_unanswering = client.give_up
-    return Workshop(joined, model_dir, chat, rewards, workflow, client), prompts
+    found = {}
+    for name, each in own.items():
+        if (pool := rewards[name].result()) is not None:
+            _count_rewards(pool, joined.activity)
+        workflow = await _open_workflow(each, joined=joined, chat=chat, model_dir=model_dir)
+        found[name] = Workshop(each, joined, model_dir, chat, pool, workflow, client, prompts[name])
+    return found
+
+
+def _count_rewards(pool: RewardPool, activity: Activity) -> None:
+    """Add the calls of `pool` to those of the pools of other tasks in `activity`."""
+    seconds, calls = activity.reward_busy_seconds, activity.reward_calls_at_once
+    activity.reward_busy_seconds = lambda: seconds() + pool.busy_seconds
+    activity.reward_calls_at_once = lambda: max(calls(), pool.calls_at_once)
 
 
 async def start_rewards(config: Config, at_exit: AsyncExitStack) -> RewardPool | None:
@@ -195,21 +213,35 @@ async def _open_workflow(config: Config, *, joined: RunConnection, chat: ChatTok
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),
         tls=server_context(None, config.security) if config.security.tls_dir and agent.remote else None,
     )
-    joined.activity.agent_retries = lambda: workflow.retries_answered
+    retries = joined.activity.agent_retries
+    joined.activity.agent_retries = lambda: retries() + workflow.retries_answered
     return workflow
 
 
-def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, PromptSource]:
-    """Return the tokenizer and the prompts of `config`.
+def load_data(config: Config, model_dir: Path) -> tuple[ChatTokenizer, dict[str, PromptSource]]:
+    """Return the tokenizer, and the prompts of each task of `config`.
 
     Raises `ModelError`, `DataError`, or `ConfigError` if tokenizer and settings do not fit each other.
     """
-    chat = ChatTokenizer.load(model_dir, chat_template=config.model.chat_template)
-    for stop in config.rollout.sampling.stop:  # real SGLang would reply to each request with an unhelpful error
-        try:
-            chat.encode(stop)
-        except DataError as error:
-            raise ConfigError(
-                f"rollout.sampling.stop has {stop!r}, which the model has no tokens for: {error}"
-            ) from error
-    return chat, PromptSource.open(config, chat)
+    chat, mixture = ChatTokenizer.load(model_dir, chat_template=config.model.chat_template), Mixture.of(config)
+    prompts = {}
+    for name, own in by_task(config).items():
+        for stop in own.rollout.sampling.stop:  # real SGLang would reply to each request with an unhelpful error
+            try:
+                chat.encode(stop)
+            except DataError as error:
+                raise ConfigError(
+                    f"rollout.sampling.stop has {stop!r}, which the model has no tokens for: {error}"
+                ) from error
+        prompts[name] = PromptSource.open(own, chat, position=mixture.position)
+    return chat, prompts
+
+
+def facts_of(prompts: Mapping[str, PromptSource], *, most: Mapping[str, int | None]) -> DataFacts:
+    """Return the facts of the prompts of each task; `most`: upper bound of the rows that count. Reads files."""
+    rows = {name: min(len(source), most.get(name) or len(source)) for name, source in prompts.items()}
+    digests = {name: source.digest() for name, source in prompts.items()}
+    if len(prompts) == 1:
+        return DataFacts(sum(rows.values()), "".join(digests.values()))
+    digest = hashlib.blake2b(msgspec.json.encode([rows, digests]), digest_size=8).hexdigest()
+    return DataFacts(sum(rows.values()), digest, list(rows.values()))

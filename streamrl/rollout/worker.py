@@ -23,12 +23,13 @@ import numpy as np
 
 from streamrl.config import Config
 from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
+from streamrl.mixture import Mixture
 from streamrl.records.lineage import LineageHistory
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCount
 from streamrl.rollout.groups import GroupMaker, load_filter
 from streamrl.rollout.held_out import HeldOutPrompts
-from streamrl.rollout.process import RunConnection, WorkerShutdown, open_workshop, serve_until_over
+from streamrl.rollout.process import RunConnection, WorkerShutdown, facts_of, open_workshops, serve_until_over
 from streamrl.rollout.synchronous import ScoringGate, SynchronousRollout
 from streamrl.transport import codec
 from streamrl.transport.control import Admission, Admit, AskRoute, DataFacts, FailRun, GroupInHand, Keep, Reject
@@ -52,12 +53,18 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     synchronous = config.trainer.synchronous
 
     async def work(joined: RunConnection) -> None:
-        workshop, prompts = await open_workshop(config, joined=joined, model_dir=model_dir)
-        maker = workshop.group_maker(config, prompts=prompts, rewards=workshop.rewards, activity=joined.activity)
-        data = DataFacts(len(prompts), await asyncio.to_thread(prompts.digest))
-        held_out = HeldOutPrompts(config, joined=joined, workshop=workshop) if config.evaluation.enabled else None
-        worker = RolloutWorker(config, joined=joined, maker=maker, data=data, held_out=held_out)
-        joined.activity.describe_row = lambda seq: prompts.describe(seq, row=worker.row_of(seq))
+        workshops, mixture = await open_workshops(config, joined=joined, model_dir=model_dir), Mixture.of(config)
+        makers = {
+            name: each.group_maker(each.config, prompts=each.prompts, rewards=each.rewards, activity=joined.activity)
+            for name, each in workshops.items()
+        }
+        prompts = {name: each.prompts for name, each in workshops.items()}
+        data = await asyncio.to_thread(facts_of, prompts, most={})
+        held_out = HeldOutPrompts(config, joined=joined, workshops=workshops) if config.evaluation.enabled else None
+        worker = RolloutWorker(
+            config, joined=joined, maker=lambda seq: makers[mixture.task(seq)], data=data, held_out=held_out
+        )
+        joined.activity.describe_row = lambda seq: prompts[mixture.task(seq)].describe(seq, row=worker.row_of(seq))
         await worker.run()
 
     await serve_until_over(
@@ -162,11 +169,11 @@ class RolloutWorker:
         config: Config,
         *,
         joined: RunConnection,
-        maker: GroupMaker,
+        maker: Callable[[int], GroupMaker],
         data: DataFacts,
         held_out: HeldOutPrompts | None = None,
     ) -> None:
-        """`held_out`: None if the configuration has no evaluation."""
+        """`maker` returns the maker of the group of a sequence number. `held_out`: None if there is no evaluation."""
         self._config = config
         self._held_out = held_out
         self._data = data
@@ -349,7 +356,7 @@ class RolloutWorker:
         try:
             if group.made is None:
                 before_scoring = gate.before_scoring if gate is not None else None
-                made = await self._maker.make(
+                made = await self._maker(seq).make(
                     seq, group.route, before_scoring, row=group.admission.row, may_retry=self._young_enough()
                 )
                 if not self._is_wanted(made):

@@ -297,6 +297,8 @@ class DataFacts(msgspec.Struct, frozen=True):
     """0: no worker has reported its data yet."""
     digest: str = ""
     """Fingerprint of prompts in files; empty for those that a function or a task generates."""
+    of_tasks: list[int] = []
+    """Rows of each of [[tasks]], in their order; empty without them."""
 
 
 class GroupInHand(msgspec.Struct, frozen=True, array_like=True):
@@ -437,6 +439,8 @@ class HeldOutResult(msgspec.Struct, frozen=True):
     oldest_version: int = 0
     """Oldest and newest policy version among those that sampled a token."""
     newest_version: int = 0
+    task: str = ""
+    """Name of its task; empty without [[tasks]]."""
     error: str = ""
     """Error of the prompt; empty on success. A failed prompt has no figures."""
     row: str = ""

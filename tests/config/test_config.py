@@ -19,13 +19,16 @@ from streamrl.config.suggestions import COMMON_NAMES
 from streamrl.config.trainer import RoleName, TrainerConfig, role_config
 from streamrl.errors import ConfigError
 
+A_TASK = "a_task"
+
 
 def sections(section: type[Section], prefix: str = "") -> list[tuple[str, type[Section]]]:
     """Every table of the configuration, with its dotted name."""
     found = [(prefix, section)]
     for field in msgspec.structs.fields(section):
         if (nested := section_of(field.type)) is not None:
-            named = "ref." if get_origin(field.type) is dict else ""  # a table of tables, one for each role
+            # a table of tables, one for each role, and a list of tables
+            named = {dict: "ref.", list: f"{A_TASK}."}.get(get_origin(field.type), "")
             found += sections(nested, f"{prefix}{field.name}.{named}")
     return found
 
@@ -33,7 +36,7 @@ def sections(section: type[Section], prefix: str = "") -> list[tuple[str, type[S
 def nested(dotted: str, value: Any) -> dict[str, Any]:
     tree: Any = value
     for name in reversed(dotted.split(".")):
-        tree = {name: tree}
+        tree = [{"name": name, **tree}] if name == A_TASK else {name: tree}
     return dict(tree)
 
 

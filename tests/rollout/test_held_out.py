@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from streamrl.config import Config, from_dict
+from streamrl.config import Config, by_task, from_dict
 from streamrl.config.sections import as_evaluated
 from streamrl.errors import DataError
 from streamrl.rollout.data import PromptSource
@@ -56,6 +56,27 @@ def prompt_of(request: GenerateRequest) -> list[int]:
 
 def say(request: GenerateRequest, number: int) -> GenerateReply:
     return answer([5] * length_of(request), version=str(number % 3), finish="stop" if number % 2 else "length")
+
+
+async def test_each_task_has_its_own_held_out_prompts_and_figures(tmp_path: Path, model_dir: Path) -> None:
+    plain = configure(tmp_path, prompts=4)
+    short = {"name": "short", "data": {"args": {"word": "thing"}}, "evaluation": {"prompts": 2}}
+    long = {"name": "long", "evaluation": {"sampling": {"max_new_tokens": 9}}}
+    config = from_dict({**msgspec.to_builtins(plain), "tasks": [short, long]})
+    async with serving(say) as engine, evaluating(config, model_dir, gservers=(engine.url,)) as on:
+        report = await on.evaluate(version=7)
+        await on.finish()
+    assert {name: (own.prompts, own.samples) for name, own in report.tasks.items()} == {"short": (2, 3), "long": (4, 3)}
+    assert report.prompts == 6
+    for name, limit, number in (("short", 11, 2), ("long", 9, 4)):
+        source = PromptSource.open(as_evaluated(by_task(config)[name]), CHAT)
+        wanted = [source.prompt(seq).input_ids for seq in range(number)] * 3
+        asked = [
+            prompt_of(request)
+            for request in engine.requests
+            if isinstance(request.sampling_params, SamplingParams) and request.sampling_params.max_new_tokens == limit
+        ]
+        assert sorted(asked) == sorted(wanted)
 
 
 async def test_what_it_reports_is_what_the_gserver_said(tmp_path: Path, model_dir: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from streamrl import config as configuration
 from streamrl.errors import ConfigError
 from streamrl.models import ensure_checkpoint, vocab_size
+from streamrl.rollout.activity import Activity
 from streamrl.rollout.process import _open_workflow, load_data
 from streamrl.transport.addresses import Reach
 from tests.rollout.characters import make_chat
@@ -38,7 +39,7 @@ def joined_at(reach: Reach, at_exit: AsyncExitStack, *, index: int = 0) -> Any:
     return SimpleNamespace(
         membership=SimpleNamespace(role="rollout", index=index),
         reach=reach,
-        activity=SimpleNamespace(),
+        activity=Activity(idle=""),
         at_exit=at_exit,
     )
 

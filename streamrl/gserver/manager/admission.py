@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from streamrl.config import Config
+from streamrl.config import Config, by_task
 from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver, Route, Work
@@ -267,6 +267,7 @@ class GroupCalls:
         self._data = DataFacts(rows=0)
         self._held_out_data = DataFacts(rows=0)
         self._epochs = config.run.total_train_epochs
+        self._tasks = list(by_task(config))
         self._ledger = ledger
         self._admissions = admissions
         self._sampler = sampler
@@ -294,7 +295,7 @@ class GroupCalls:
             self._ledger.admitted_staleness = self._ledger.max_staleness
             return
         if begun.data_rows:
-            self._set_data(DataFacts(begun.data_rows, begun.data_digest))
+            self._set_data(DataFacts(begun.data_rows, begun.data_digest, begun.data_of_tasks))
         self._ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs(), rows=begun.rows)
         watch = begun.watch.resumed(slow=self._slows)
         self._ledger.admitted_staleness = watch.staleness(self._ledger.max_staleness)
@@ -439,7 +440,7 @@ class GroupCalls:
         known = self._held_out_data if held_out else self._data
         if not known.rows and held_out:
             self._held_out_data = data
-            self._evaluations.set_rows(data.rows)
+            self._evaluations.set_prompts(data.rows)
         elif not known.rows:
             self._set_data(data)
             self._signals.data.notify()
@@ -454,5 +455,6 @@ class GroupCalls:
     def _set_data(self, data: DataFacts) -> None:
         self._data = data
         if self._sampler is not None:
-            self._sampler.rows = data.rows
+            rows = data.of_tasks or [data.rows]
+            self._sampler.rows = dict(zip(self._tasks, rows, strict=True))
         self._ledger.ends_after = None if self._epochs is None else self._epochs * data.rows

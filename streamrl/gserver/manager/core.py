@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from streamrl.architecture import Architecture
-from streamrl.config import Config
+from streamrl.config import Config, by_task
 from streamrl.errors import RunStopped, StreamRLError
 from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.admission import Admissions, GroupCalls, Rerouting
@@ -36,6 +36,7 @@ from streamrl.gserver.updates.publication import WeightUpdates
 from streamrl.gserver.updates.update import UpdateRecord
 from streamrl.ledger import Ledger
 from streamrl.machine import machine_identity
+from streamrl.mixture import Mixture
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.lineage import Lineage, record_kept
@@ -95,10 +96,11 @@ class Manager:
             max_staleness=config.staleness.max_staleness,
             lease_seconds=lease,
             in_order=config.staleness.over_age == "wait",
+            task=Mixture.of(config).task,
         )
         self._fleet = Fleet(on_capacity=signals.capacity)
         self._sampler = None
-        if config.data.sampler:
+        if any(own.data.sampler for own in by_task(config).values()):
             self._sampler = RowSampler(config, ledger=self.ledger, wake=signals.admissions.wake, fail=self.fail)
         self.admissions = Admissions(
             ledger=self.ledger,

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+import msgspec
 import numpy as np
 
 from streamrl.config import EvaluationConfig
@@ -91,9 +92,9 @@ class Evaluations:
         self._groups_before = -math.inf
         """Training groups that had begun when the last prompt began."""
 
-    def set_rows(self, rows: int) -> None:
-        """Note how many rows the held-out data have."""
-        self._prompts = rows if self._config.prompts is None else min(self._config.prompts, rows)
+    def set_prompts(self, prompts: int) -> None:
+        """Note how many held-out prompts each evaluation has."""
+        self._prompts = prompts
 
     def request(self, version: int) -> None:
         """Queue an evaluation of `version`, unless it was requested before; it replaces one that still waits."""
@@ -263,6 +264,16 @@ def report_of(
         rejected=len(failures),
         reward_mean=fmean(rewards) if rewards else None,
         pass_at=mean_pass_at(passed, samples=config.samples),
+        tasks={
+            name: report_of(
+                task,
+                [msgspec.structs.replace(r, task="") for r in results if r.task == name],
+                config,
+                began=began,
+                ended=ended,
+            )
+            for name in dict.fromkeys(result.task for result in results if result.task)
+        },
         response_length_mean=fmean(lengths) if lengths else None,
         cut_share=sum(result.cut for result in made) / len(lengths) if lengths else None,
         failure=most_frequent(failures),

@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streamrl.config import AlgorithmConfig
+from streamrl.config import AlgorithmConfig, Config, by_task
 from streamrl.config.algorithms import module_of
 from streamrl.errors import ConfigError, StreamRLError, TrainingError
 from streamrl.hooks import bind, is_hook, load_hook
+from streamrl.mixture import Mixture
 from streamrl.trainer.algorithms.tokens import ClippedLoss, Tokens
 
 PolicyLoss = Callable[[Tokens], ClippedLoss]
@@ -42,6 +43,24 @@ def advantage_of(algorithm: AlgorithmConfig) -> Advantage:
     The function raises `TrainingError` for advantages of the wrong shape, or that are not finite.
     """
     return functools.partial(_advantage, _function("advantage", algorithm), algorithm.advantage)
+
+
+def advantage_by_task(config: Config) -> Callable[[int], Advantage] | None:
+    """Return the function from a sequence number to the advantage of its task; None if all tasks have the same.
+
+    Raises `ConfigError` if one of them cannot be loaded, or is of single tokens.
+    """
+    own = by_task(config)
+    if all(each.algorithm == config.algorithm for each in own.values()):
+        return None
+    for name, each in own.items():
+        if is_per_token(each.algorithm) or is_per_token(config.algorithm):
+            raise ConfigError(
+                f"tasks.{name}.algorithm.advantage = {each.algorithm.advantage!r}: a task has its own only if all "
+                "advantages are of whole responses, not of tokens (per_token)"
+            )
+    advantages, mixture = {name: advantage_of(each.algorithm) for name, each in own.items()}, Mixture.of(config)
+    return lambda seq: advantages[mixture.task(seq)]
 
 
 def is_per_token(algorithm: AlgorithmConfig) -> bool:

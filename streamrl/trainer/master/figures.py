@@ -10,7 +10,8 @@ from statistics import fmean, pstdev
 
 import msgspec
 
-from streamrl.records.metrics import LENGTHS_KEPT
+from streamrl.mixture import Mixture
+from streamrl.records.metrics import LENGTHS_KEPT, TASK, mean_age
 from streamrl.trainer.calls import TrainReply
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.types import SampleMeta
@@ -62,6 +63,20 @@ def batch_metrics(batch: Sequence[SampleMeta], former: BatchFormer, *, policy_ve
         "tokens_special": sum(meta.special_tokens for meta in batch),
         "generation_seconds_mean": fmean(meta.generation_seconds for meta in batch),
     }
+
+
+def task_metrics(batch: Sequence[SampleMeta], mixture: Mixture, *, policy_version: int) -> dict[str, float]:
+    """Return figures of each of several tasks, as `task/NAME/FIGURE`; of a task without groups only their number."""
+    found: dict[str, float] = {}
+    for name in mixture.names if len(mixture.names) > 1 else ():
+        own = [meta for meta in batch if mixture.task(meta.seq) == name]
+        figures: dict[str, float] = {"groups": len(own)}
+        if own:
+            figures["reward_mean"] = fmean(reward for meta in own for reward in meta.episode_rewards)
+            figures["response_length_mean"] = fmean(length for meta in own for length in meta.response_lengths)
+            figures["token_age_mean"] = mean_age(sampled_ages(own, policy_version=policy_version)) or 0.0
+        found |= {f"{TASK}/{name}/{figure}": value for figure, value in figures.items()}
+    return found
 
 
 def sampled_ages(batch: Sequence[SampleMeta], *, policy_version: int) -> dict[int, int]:

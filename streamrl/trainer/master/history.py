@@ -135,6 +135,7 @@ class History:
             prompts=progress.prompts_digest(self._config),
             data_rows=data.rows,
             data_digest=data.digest,
+            data_of_tasks=data.of_tasks,
             reached_at=time.time(),
             train_seconds=self.train_seconds,
             tokens_dropped=self.tokens_dropped,

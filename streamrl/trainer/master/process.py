@@ -18,6 +18,7 @@ import msgspec
 from streamrl.config import Config
 from streamrl.errors import TrainingError
 from streamrl.ledger import ReadyGroups, Selection
+from streamrl.mixture import Mixture
 from streamrl.records import progress, rollouts_writer
 from streamrl.records.collapse import Health, advice
 from streamrl.records.evaluation import EvaluationReport
@@ -36,6 +37,7 @@ from streamrl.trainer.master.figures import (
     batch_metrics,
     masked_ages,
     sample_of_lengths,
+    task_metrics,
     token_ages,
     train_metrics,
 )
@@ -80,6 +82,7 @@ class Master:
         self._leaving = asyncio.Event()
         self._graph = graph_of(config)
         self._former = BatchFormer(config)
+        self._mixture = Mixture.of(config)
         begun = progress.of_run(config)
         self._buffer = AsyncIOSequenceBuffer(
             self._graph, pool.ledger, wait_warning_seconds=config.limits.warning_seconds
@@ -365,6 +368,7 @@ class Master:
         if self._publication is not None:
             await self._publication
         figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
+        figures |= task_metrics(batch, self._mixture, policy_version=version)
         self._history.rewards.append(figures["reward_mean"])
         figures |= self._look_after(figures)
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)

@@ -22,7 +22,7 @@ from streamrl.errors import ModelError
 from streamrl.hooks import is_hook
 from streamrl.trainer.algorithms.losses import KLCoefficient
 from streamrl.trainer.algorithms.objective import Totals, objective
-from streamrl.trainer.algorithms.registry import policy_loss
+from streamrl.trainer.algorithms.registry import Advantage, policy_loss
 from streamrl.trainer.algorithms.tokens import Tokens
 from streamrl.trainer.backends.base import ModelOutput, ParallelModel, Ranks
 from streamrl.trainer.backends.optimizer import updates_file
@@ -61,18 +61,20 @@ class Actor:
         ranks: Ranks,
         trainer: TrainerConfig,
         algorithm: AlgorithmConfig,
+        advantage: Callable[[int], Advantage] | None = None,
         kl: KLCoefficient,
         longest: int,
         device: torch.device,
         temperature: float = 1.0,
         inferring: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`longest`: maximal number of tokens of a response. `temperature`: divisor of the logits in `model`.
-        `inferring`: context of each inference."""
+        """`advantage`: as in `assign_credit`. `longest`: maximal number of tokens of a response. `temperature`: divisor
+        of the logits in `model`. `inferring`: context of each inference."""
         self.model = model
         self._ranks = ranks
         self._trainer = trainer
         self._algorithm = algorithm
+        self._advantage = advantage
         self._policy_loss = policy_loss(algorithm)
         self._kl = kl
         self._longest = longest
@@ -93,7 +95,14 @@ class Actor:
         `given`: the items have the user's advantages.
         """
         self._kl.begin_step(policy_version)
-        return assign_credit(items, self._algorithm, kl_coef=self._kl.value, given=given, add_up=self._ranks.add_up)
+        return assign_credit(
+            items,
+            self._algorithm,
+            kl_coef=self._kl.value,
+            given=given,
+            add_up=self._ranks.add_up,
+            advantage=self._advantage,
+        )
 
     def train_step(
         self,

@@ -33,7 +33,13 @@ class Credit(NamedTuple):
 
 
 def assign_credit(
-    items: Sequence[TrainItem], algorithm: AlgorithmConfig, *, kl_coef: float, given: bool, add_up: AddUp
+    items: Sequence[TrainItem],
+    algorithm: AlgorithmConfig,
+    *,
+    kl_coef: float,
+    given: bool,
+    add_up: AddUp,
+    advantage: Callable[[int], Advantage] | None = None,
 ) -> list[Credit]:
     """Return the credit of `items`, all of this rank's items of a batch, perhaps none.
 
@@ -42,7 +48,8 @@ def assign_credit(
 
     `given`: the items have the user's advantages, which are used unchanged. With `kl_in = "reward"` the estimated KL
     from the reference, times `kl_coef`, is subtracted from the reward: token by token if tokens have their own
-    advantages, and for the whole response otherwise.
+    advantages, and for the whole response otherwise. `advantage` returns the advantage for the task of a sequence
+    number; None: `algorithm.advantage` for all.
     """
     if given:
         return [Credit(torch.from_numpy(needed(item.advantages, "advantages")), None) for item in items]
@@ -50,7 +57,10 @@ def assign_credit(
     penalties = [_divergence(item, algorithm) * kl_coef if penalised else None for item in items]
     compare = advantage_of(algorithm)
     if not is_per_token(algorithm):
-        return [_by_response(item, compare, penalty) for item, penalty in zip(items, penalties, strict=True)]
+        chosen = advantage or (lambda seq: compare)
+        return [
+            _by_response(item, chosen(item.group.seq), penalty) for item, penalty in zip(items, penalties, strict=True)
+        ]
     found = [_by_token(item, algorithm, compare, penalty) for item, penalty in zip(items, penalties, strict=True)]
     in_loss = [credit.advantages[item.trainable] for credit, item in zip(found, items, strict=True)]
     batch = add_up(moments(torch.cat([torch.zeros(0), *in_loss])))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.checksum import tensor_sums
-from streamrl.config import Config
+from streamrl.config import Config, by_task
 from streamrl.config.trainer import RoleName, role_config
 from streamrl.device import resolve_dtype
 from streamrl.errors import ModelError
@@ -78,7 +78,8 @@ class Assembly:
 
     def _actor(self) -> Role:
         algorithm = self._config.algorithm
-        registry.check(algorithm)  # a wrong function is found before the model is loaded
+        for own in by_task(self._config).values():
+            registry.check(own.algorithm)  # a wrong function is found before the model is loaded
         model = self._model(
             "actor", self.model_dir, head="tokens", lr=self._config.trainer.lr, entropy=algorithm.entropy_coef > 0
         )
@@ -137,8 +138,9 @@ class Assembly:
             ranks=self._ranks(role),
             trainer=self._config.trainer,
             algorithm=self._config.algorithm,
+            advantage=registry.advantage_by_task(self._config),
             kl=self._kl,
-            longest=self._config.rollout.sampling.max_new_tokens,
+            longest=self._config.longest_response,
             device=self.device,
             temperature=self._config.rollout.sampling.temperature,
             inferring=inferring,

@@ -180,7 +180,7 @@ class Computation:
             policy_version=begun.policy_version if begun is not None else 0,
             algorithm=config.algorithm,
             texts=TokenizerTexts(self._assembly.model_dir),
-            special=special_token_ids(self._assembly.model_dir, stop_token_ids=config.rollout.sampling.stop_token_ids),
+            special=special_token_ids(self._assembly.model_dir, stop_token_ids=config.stop_token_ids),
         )
 
     def _keep(

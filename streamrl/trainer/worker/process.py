@@ -99,7 +99,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
             rank=index,
             capacity_groups=config.capacity_groups,
             on_stored=arrivals.put_from_thread,
-            special=special_token_ids(model_dir, stop_token_ids=config.rollout.sampling.stop_token_ids),
+            special=special_token_ids(model_dir, stop_token_ids=config.stop_token_ids),
         )
         begun = progress.of_run(config)
         if begun is not None:

@@ -60,7 +60,7 @@ class Played:
         self.reports: list[EvaluationReport] = []
         self.evaluations = Evaluations(self.config, fleet=self.fleet, clock=lambda: self.now)
         self.evaluations.on_report = self.reports.append
-        self.evaluations.set_rows(rows)
+        self.evaluations.set_prompts(rows)
 
     @property
     def load(self) -> list[int]:
@@ -402,7 +402,7 @@ def evaluating(folder: Path, **sections: dict[str, Any]) -> Config:
     return small_config(folder, **({"evaluation": {"every": "1 step", "prompts": 3}} | sections))
 
 
-ROWS = DataFacts(rows=9)
+ROWS = DataFacts(rows=3)
 
 
 async def ask(run: Run, *, worker: int = 0, data: DataFacts = ROWS) -> list[Admission]:

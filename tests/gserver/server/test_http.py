@@ -214,7 +214,7 @@ async def test_bad_calls_say_what_to_do(path: str, body: Any, said: str, shared:
 
 
 async def test_a_full_queue_answers_503(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("streamrl.gserver.server.process.MAX_QUEUED", 1)
+    monkeypatch.setattr("streamrl.gserver.embedded.serving.MAX_QUEUED", 1)
     async with serving(folder, max_running=1) as client:
         await client.post("/pause_generation", {"mode": "in_place"})
         held = [asyncio.create_task(client.post("/generate", {**OK, "sampling_params": TEN})) for _ in range(2)]

@@ -342,7 +342,9 @@ class Supervisor:
                 if (child.role, child.process.index, child.pid) not in silent:
                     if child in ending:
                         ending.pop(child).cancel()  # its heartbeats are back
-                elif child not in ending:
+                    continue
+                self._joined.add(child.name)  # it may be drained, and so missing in the state at its end
+                if child not in ending:
                     ending[child] = self._begin_end(_end_silent(child), child)
 
     async def _end_controller(self) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from streamrl.config import Config
 from streamrl.errors import PeerLost, ProcessDied, StreamRLError
 from streamrl.launch import children as child_processes
+from streamrl.launch import supervisor as supervision
 from streamrl.launch.children import Children
 from streamrl.launch.processes import PlanRole, ProcessCommands, ProcessPlan
 from streamrl.launch.supervisor import LONGEST_DELAY_SECONDS, Restarts, Supervisor
@@ -207,6 +208,35 @@ async def test_a_process_that_is_soon_heard_again_is_not_disturbed(monkeypatch: 
     await asyncio.sleep(0.1)
     assert child.exit_code is None
     await children.stop()
+    children.close()
+
+
+class _Silent(_FailedRun):
+    """A client of a controller that reports the process `pid` as silent, and then that it has left the run."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__()
+        self._silent = [SilentProcess("gserver", 0, pid, "here")]
+
+    async def silence(self, after: int) -> Silence:  # type: ignore[override]
+        if after:
+            await asyncio.Event().wait()
+        return Silence(changes=1, processes=self._silent, over=False)
+
+
+async def test_a_silent_process_that_was_drained_before_its_end_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end is not that of a process that never joined the run, which would end the run."""
+    monkeypatch.setattr(supervision, "RETURN_SECONDS", 0.0)
+    children = Children(logs=None)
+    child = await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["sh", "-c", "sleep 60"])
+    watcher = supervisor(children, _Silent(child.pid))
+    watching = asyncio.create_task(watcher._watch_silence())
+    ended = await children.next_exit()
+    assert not await watcher._was_last(ended, status(1, gservers=0))
+    assert list(watcher._coming.values()) == ["gserver/0"]
+    watcher.replace_none()
+    watching.cancel()
+    await asyncio.wait([watching])
     children.close()
 
 

@@ -21,7 +21,7 @@ import torch
 
 from streamrl.config import Config
 from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
-from streamrl.gserver.server import monitor, process
+from streamrl.gserver.server import monitor, serving
 from streamrl.gserver.server.process import running
 from streamrl.gserver.sglang.received import ADAPTERS, CHECKER, UPDATER
 from streamrl.gserver.sglang.server import reserved_port
@@ -93,7 +93,7 @@ async def test_processes_that_it_starts_afresh_as_with_a_gpu_are_changed_like_it
     """And they end with it. Nothing takes the place of SGLang's kernels there."""
     (tmp_path / "sgl_kernel.py").write_text("__version__ = 'installed'\nany_operator = print\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
-    monkeypatch.setattr(process, "resolve_device", lambda *_, **__: torch.device("cuda", 0))
+    monkeypatch.setattr(serving, "resolve_device", lambda *_, **__: torch.device("cuda", 0))
     async with started(sglang_config(), folder) as (_, url):
         told = await ask(url)
     assert (told["kernels"], told["starts_by"]) == ("installed", "spawn")

@@ -226,9 +226,9 @@ class Ledger:
             whole_batches = -(-left // self.groups_per_batch)
             bound = min(bound, before + whole_batches * self.groups_per_batch)
         room = max(0, bound - self.accepted - self.running)
-        if self.in_order and not room and not self.running:
-            # The groups lost their places when the run was slowed; the next batch needs them.
-            return min(self.returned, self.groups_per_batch)
+        if self.in_order and not room and not self.running and self.returned:
+            # Groups of the next batch lost their places, when the run was slowed or went back. Others would be too old.
+            return sum(self.state(seq) == "returned" for seq in self.next_in_order(self.groups_per_batch))
         return room
 
     def next_expiry(self) -> float | None:
@@ -325,7 +325,8 @@ class Ledger:
     def trained_on(self, seq: int) -> None:
         """Close the accepted group `seq` as trained."""
         meta = self.groups.pop(seq).meta
-        self.rows.close(seq, fmean(meta.episode_rewards) if meta is not None else None)
+        rewards = meta.episode_rewards if meta is not None else []
+        self.rows.close(seq, fmean(rewards) if rewards else None)  # a planned group has none
         self._held -= 1
         self.trained_seqs.add(seq)
 

@@ -93,9 +93,10 @@ class Run(RuleBasedStateMachine):
 
     @property
     def room(self) -> int:
-        """How many groups may start: in order also those that came back, when nothing runs and none may start anew."""
+        """How many groups may start: in order also those of the next batch that came back, when nothing runs and none
+        may start anew."""
         if self.over_age == "wait" and not self.gate and not self.leased:
-            return min(self.batch, len(self.returned))
+            return len(self.returned.intersection(self.ledger.next_in_order(self.batch)))
         return self.gate
 
     @rule(staleness=st.integers(0, 3))
@@ -407,6 +408,15 @@ def test_a_prompt_that_training_waits_for_starts_again_when_the_run_was_slowed_m
     assert ledger.room == 1
     assert [group.seq for group in ledger.admit("rollout/1", 5, now=0.0)] == [0], "and no new one"
     assert ledger.room == 0
+
+
+def test_a_group_that_came_back_does_not_start_before_its_batch_is_the_next() -> None:
+    ledger = Ledger(groups_per_batch=1, max_staleness=0, lease_seconds=LEASE, in_order=True)
+    ledger.next_seq = 2
+    ledger.restore(Lineage(1, 0), trained=[], rejected=[])
+    assert [group.seq for group in ledger.admit("rollout/0", 5, now=0.0)] == [0]
+    assert ledger.accept(meta(0, [0]))
+    assert ledger.room == 0, "group 1 would be one version too old in the second batch"
 
 
 def test_a_group_that_was_given_up_is_not_accepted_when_it_comes() -> None:

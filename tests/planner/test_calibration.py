@@ -67,7 +67,7 @@ def test_a_run_on_devices_of_its_own_is_timed_by_the_clock(tmp_path: Path) -> No
     ("broken", "message"),
     [
         ("config.toml", "config.toml is missing"),
-        ("metrics.jsonl", "tells of 0 training steps"),
+        ("metrics.jsonl", "has 0 training steps"),
         ("timeline.jsonl", "timeline.jsonl is missing"),
     ],
 )

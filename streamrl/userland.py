@@ -58,7 +58,7 @@ LENGTH_BYTES = 4
 MOST_FRAME_BYTES = 1 << 28
 START_SECONDS = 120.0
 """Timeout for importing a user's module."""
-EXIT_SECONDS = 2.0
+EXIT_SECONDS = 10.0
 """A process whose output has ended gets this long to exit by itself, with its own exit code."""
 REST_SECONDS = 1.0
 """How long output is still read after the end of a process: a daemon that it started may hold the pipe open."""

@@ -206,6 +206,7 @@ with streamrl.Run({config!r}, reward=reward, overrides={overrides!r} | hooks) as
 """
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_script_runs_with_its_own_functions_and_its_end_ends_all_processes(
     tmp_path: Path, number: signal.Signals

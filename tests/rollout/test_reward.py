@@ -149,14 +149,14 @@ async def quick_ones(rewards: RewardPool) -> None:
 
 async def test_quick_calls_are_sent_together_and_slow_ones_are_not() -> None:
     async with pool(processes=2) as rewards:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(200):
             await quick_ones(rewards)
             while len(set(await asyncio.gather(*(rewards.score(response("pid"), prompt()) for _ in range(30))))) > 1:
                 await quick_ones(rewards)  # one was slow: its process had to wait for a core
         await asyncio.gather(*(rewards.score(response("sleep 0.1"), prompt()) for _ in range(2)))
-        running = asyncio.create_task(rewards.score(response("sleep 5"), prompt()))
+        running = asyncio.create_task(rewards.score(response("sleep 60"), prompt()))
         others = [rewards.score(response("pid"), prompt()) for _ in range(4)]
-        assert len(set(await asyncio.wait_for(asyncio.gather(*others), 4))) == 1
+        assert len(set(await asyncio.wait_for(asyncio.gather(*others), 50))) == 1
         running.cancel()
 
 

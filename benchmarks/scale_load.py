@@ -74,7 +74,7 @@ class SimulatedMaker:
         self._random = random.Random(joined.membership.index)
 
     async def make(
-        self, seq: int, route: GroupRoute, before_scoring: Any = None, *, may_retry: Any = None
+        self, seq: int, route: GroupRoute, before_scoring: Any = None, *, may_retry: Any = None, row: int | None = None
     ) -> TrajectoryGroup:
         siblings = range(self._config.rollout.group_size)
         found = await asyncio.gather(*(self._response(seq, sibling, route) for sibling in siblings))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AttentionInterface
 
 
 class ScoreRules(NamedTuple):
@@ -43,3 +44,31 @@ def attend_densely(
         scores = torch.cat((scores, sinks), -1)
     shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
     return shares[..., : key.shape[2]] @ value
+
+
+def register_attention(name: str, keyword: str) -> None:
+    """Register an attention function in transformers as `name`, which then makes no mask of its own.
+
+    A forward pass gets, as its argument `keyword`, the object whose `attend` computes the attention.
+    """
+
+    def attention(
+        _layer: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _mask: Tensor | None,
+        *,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        **more: Any,
+    ) -> tuple[Tensor, None]:
+        if position_bias is not None:  # the probe at the start catches it, and the model is computed without this
+            raise NotImplementedError("attention with a position bias")
+        rules = ScoreRules(sliding_window, softcap, s_aux)
+        return more[keyword].attend(query, key, value, scale=scaling, rules=rules).transpose(1, 2), None
+
+    AttentionInterface.register(name, attention)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, DynamicCache
+from transformers import DynamicCache
 
 from streamrl.causal_models import (
     allocate,
@@ -37,7 +37,7 @@ from streamrl.gserver.embedded.model import Extension, SlotTensors
 from streamrl.gserver.embedded.scheduler import DeterministicScheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights, Parameters
 from streamrl.safetensors_files import MODEL, TensorFiles
-from streamrl.scores import ScoreRules, attend_densely
+from streamrl.scores import ScoreRules, attend_densely, register_attention
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class GeneralParameters(Parameters):
         names: Collection[str],
         attention: str | None = None,
     ) -> None:
-        """`names`: those of the weights in the files of the served checkpoint. `attention`: see `on_meta`."""
+        """`names`: the weights in the files of the served checkpoint. `attention`: see `on_meta`."""
         self.dtype = dtype
         self.compute_dtype = compute_dtype
         self.device = device
@@ -249,7 +249,7 @@ class SlotPass:
     """One forward pass over `slots`, as transformers uses a cache, with the attention of its tokens."""
 
     def __init__(self, states: SlotStates, slots: slice, positions: Tensor) -> None:
-        """`positions` `[rows, tokens]`: those of the new tokens in their slots."""
+        """`positions` `[rows, tokens]`: where the new tokens are in their slots."""
         self._states = states
         self._slots = slots
         self._positions = positions
@@ -260,7 +260,7 @@ class SlotPass:
         return self._first
 
     def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Write the keys and values of the new tokens; return those of all tokens up to them."""
+        """Write the new tokens' keys and values; return the keys and values of all tokens up to them."""
         keys, values = (
             self._states.write(2 * layer + i, new, self._slots, self._positions) for i, new in enumerate((key, value))
         )
@@ -317,30 +317,7 @@ class BatchedModel(GeneralModel):
 SLOT_ATTENTION = "streamrl_slots"
 """Name of the attention function in transformers, which then makes no mask of its own."""
 
-
-def _attend(
-    _layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _mask: Tensor | None,
-    *,
-    slots: SlotPass,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Return the attention of a layer, `[rows, tokens, heads, head_dim]`; called by transformers."""
-    if position_bias is not None:
-        raise NotImplementedError("attention with a position bias")
-    rules = ScoreRules(sliding_window, softcap, s_aux)
-    return slots.attend(query, key, value, scale=scaling, rules=rules).transpose(1, 2), None
-
-
-AttentionInterface.register(SLOT_ATTENTION, _attend)
+register_attention(SLOT_ATTENTION, "slots")
 
 
 @cache

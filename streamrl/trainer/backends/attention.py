@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
-from transformers import AttentionInterface
 
 from streamrl.device import attend_without_plans, to_device
 from streamrl.errors import TrainingError
-from streamrl.scores import ScoreRules, attend_densely
+from streamrl.scores import ScoreRules, attend_densely, register_attention
 from streamrl.trainer.backends.context import ContextGroup
 from streamrl.trainer.packing import MicroBatch, attention_mask
 
@@ -592,28 +591,4 @@ def _laid_out_as_projected(like: Tensor, dtype: torch.dtype) -> Tensor:
 TREE_ATTENTION = "streamrl_tree"
 """Name of the attention function in transformers, which then makes no mask of its own."""
 
-
-def _attend(
-    _layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    _mask: Tensor | None,
-    *,
-    tree: TreeMask,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Return the attention of a layer, `[rows, length, heads, head_dim]`; called by transformers."""
-    if position_bias is not None:
-        # the probe at the start catches it: such a model computes one trajectory in each row, without this function
-        raise NotImplementedError("attention with a position bias")
-    rules = ScoreRules(sliding_window, softcap, s_aux)
-    return tree.attend(query, key, value, scale=scaling, rules=rules).transpose(1, 2), None
-
-
-AttentionInterface.register(TREE_ATTENTION, _attend)
+register_attention(TREE_ATTENTION, "tree")

@@ -79,6 +79,8 @@ class Place(NamedTuple):
     """An interpreter that has SGLang for this device; empty: this one."""
     sglang_args: Sequence[str] = ()
     """Further flags of its server."""
+    models: Sequence[str] = (BILLION, SEVEN)
+    """Those that the steps need."""
 
     @property
     def seconds(self) -> float:
@@ -109,7 +111,7 @@ def shape_of(place: Place, name: str) -> Shape:
 def models(place: Place) -> list[Row]:
     """Make the models that fit, with random weights and one word for each token."""
     rows: list[Row] = []
-    for name in (BILLION, SEVEN):
+    for name in place.models:
         shape = shape_of(place, name)
         size = 2 * shape.parameters
         free = shutil.disk_usage(place.folder).free
@@ -595,7 +597,7 @@ def generation(place: Place, name: str) -> list[Row]:
     shape, folder = shape_of(place, name), place.model(name)
     require_memory(place, f"serving {name}", 2.5 * shape.parameters)
 
-    async def measure() -> list[Row]:
+    async def measure(graphs: bool) -> list[Row]:
         async with EmbeddedEngine(
             folder=folder,
             dtype=torch_dtype(place),
@@ -603,6 +605,7 @@ def generation(place: Place, name: str) -> list[Row]:
             max_running=max(at_once(place)),
             max_context=512,
             prefix_cache_bytes=0,
+            cuda_graphs=graphs,
         ) as engine:
 
             async def one(count: int, length: int) -> float:
@@ -613,17 +616,22 @@ def generation(place: Place, name: str) -> list[Row]:
 
             rows = []
             for count in at_once(place):
-                await one(count, 4)  # compiles and allocates
+                began = time.perf_counter()
+                await one(count, new_tokens(place))  # compiles, allocates and records graphs
+                first = time.perf_counter() - began
                 found = await one(count, new_tokens(place))
-                with profiled(place) as decoding:
-                    await one(count, PROFILED_TOKENS)
-                file = latest(f"gpu-profile-{name}-decoding-{count}.txt".lower())
-                file.write_text(f"{PROFILED_TOKENS} tokens for {count} prompts at once, {name}\n{decoding.text}")
-                row = {"model": name, "engine": "streamrl", "at_once": count, "tokens_per_second": found}
-                rows.append(row | decoding.figures | {"profile": file.name})
+                row = {"model": name, "engine": "streamrl", "cuda_graphs": graphs, "at_once": count}
+                row |= {"tokens_per_second": found, "first_seconds": first}
+                if graphs:
+                    with profiled(place) as decoding:
+                        await one(count, PROFILED_TOKENS)
+                    file = latest(f"gpu-profile-{name}-decoding-{count}.txt".lower())
+                    file.write_text(f"{PROFILED_TOKENS} tokens for {count} prompts at once, {name}\n{decoding.text}")
+                    row |= decoding.figures | {"profile": file.name}
+                rows.append(row)
             return rows
 
-    return asyncio.run(measure())
+    return asyncio.run(measure(False)) + asyncio.run(measure(True))
 
 
 def transformers(place: Place, name: str) -> list[Row]:
@@ -922,6 +930,7 @@ def command(step: Step, place: Place, answer: Path) -> list[str]:
     words += ["--tiny"] if place.tiny else []
     words += ["--sglang-python", place.sglang_python] if place.sglang_python else []
     words += [f"--sglang-args={' '.join(place.sglang_args)}"] if place.sglang_args else []
+    words += ["--models", *place.models]
     return [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *words]
 
 
@@ -1012,11 +1021,14 @@ def main() -> None:
     parser.add_argument("--step", choices=[step.name for step in STEPS], help=argparse.SUPPRESS)
     parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--models", nargs="*", default=(), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.dry_run:
         options.device, options.tiny = "cpu", True
     if options.step:
-        place = Place(options.device, options.tiny, options.folder, options.sglang_python, options.sglang_args)
+        place = Place(
+            options.device, options.tiny, options.folder, options.sglang_python, options.sglang_args, options.models
+        )
         answer_step(next(step for step in STEPS if step.name == options.step), place, options.answer)
         return
     chosen = [step for step in STEPS if not options.only or step.name.startswith(tuple(options.only))]
@@ -1027,7 +1039,8 @@ def main() -> None:
     end_at = time.monotonic() + options.seconds
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-gpu-", dir=roomy())))
-        place = Place(options.device, options.tiny, folder, options.sglang_python, options.sglang_args)
+        needed = [BILLION, *([SEVEN] if any("7B" in step.name for step in chosen) else [])]
+        place = Place(options.device, options.tiny, folder, options.sglang_python, options.sglang_args, needed)
         name = f"gpu-{device_name(place)}"
         settings = {"quick": options.tiny, "device": options.device, "steps": [step.name for step in chosen]}
         rows: list[Row] = []

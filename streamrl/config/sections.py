@@ -392,6 +392,8 @@ class GserverConfig(Section, frozen=True):
     """The embedded engine computes each request in separate forward passes (several times slower): tokens and
     log-probabilities then do not depend, bit for bit, on other requests, and neither do those of `ref_inf` and
     `rew_inf`. With `staleness.max_staleness = 0` a run is then repeatable (docs/resuming.md)."""
+    cuda_graphs: bool = True
+    """The embedded engine records decode steps on a GPU and starts each with one call."""
     simulated_int8: bool = False
     """SIMULATED: the embedded engine rounds the weights of linear layers as int8 with a scale for each row would. It
     computes with them in `dtype`, so it is neither smaller nor faster. It shows the effect of a quantised rollout on

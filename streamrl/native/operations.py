@@ -128,11 +128,12 @@ def operations_for(
     dtype: torch.dtype,
     device: torch.device,
     copies_cache: bool = False,
+    native: bool = True,
 ) -> Operations:
-    """Return the operations of a model: in C where there is some for its shape, else `TorchOperations`, whose
-    constructor has the same arguments."""
+    """Return the operations of a model: in C where there is some for its shape and `native`, else `TorchOperations`,
+    whose constructor has the same other arguments."""
     library = None
-    if device.type == "cpu" and head_dim in HEAD_DIMS:
+    if native and device.type == "cpu" and head_dim in HEAD_DIMS:
         library = library_for(dtype)
     in_torch = TorchOperations(
         heads=heads,
@@ -212,14 +213,20 @@ class TorchOperations:
 
     def _attend_slots(self, lengths: Sequence[int]) -> Attend:
         """Attention of the last token of each of the first slots, which hold `lengths` tokens."""
-        n, longest = len(lengths), max(lengths)
-        mask = None
+        longest = max(lengths)
         if min(lengths) < longest:
-            places = torch.arange(longest, device=self._device)
-            hidden = places >= torch.tensor(lengths, device=self._device)[:, None]
-            mask = torch.zeros(n, 1, 1, longest, dtype=self._dtype, device=self._device)
-            mask.masked_fill_(hidden[:, None, None], float("-inf"))
+            return self.attend_slots(torch.tensor(lengths, device=self._device), longest)
+        return self._attend_first_slots(len(lengths), longest, None)
 
+    def attend_slots(self, lengths: Tensor, longest: int) -> Attend:
+        """Return `Attend` for the last token of each of the first slots, which hold `lengths` tokens (`[tokens]`), at
+        most `longest`. The device alone reads `lengths`."""
+        hidden = torch.arange(longest, device=self._device) >= lengths[:, None]
+        mask = torch.zeros(len(lengths), 1, 1, longest, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(hidden[:, None, None], float("-inf"))
+        return self._attend_first_slots(len(lengths), longest, mask)
+
+    def _attend_first_slots(self, n: int, longest: int, mask: Tensor | None) -> Attend:
         def attend(qkv: Tensor, layer: Tensor) -> Tensor:
             grouped = qkv[:, : self.heads].view(n, self.kv_heads, -1, self.head_dim)
             keys, values = self._keys_and_values(layer[:n, :longest])

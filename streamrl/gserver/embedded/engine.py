@@ -40,8 +40,10 @@ from streamrl.gserver.embedded.general import (
     SlotStates,
     refuse,
 )
+from streamrl.gserver.embedded.graphs import CudaRecorder, GraphedModel
 from streamrl.gserver.embedded.model import KVCache, Model, SlotCache, StepModel
 from streamrl.gserver.embedded.request import Request
+from streamrl.gserver.embedded.sampler import sample
 from streamrl.gserver.embedded.scheduler import PREFILL_TOKENS, DeterministicScheduler, Event, Scheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights
 from streamrl.gserver.server.engine import GenerationFailed, Job, Output, QueueFull, Text, Ticket
@@ -147,11 +149,12 @@ class EmbeddedEngine:
         rounds: bool = False,
         lora: LoraConfig | None = None,
         adapter: Path | None = None,
+        cuda_graphs: bool = True,
     ) -> None:
         """`folder`: a Hugging Face checkpoint. `text`: its tokenizer; None: read from `folder`. `max_running`:
         responses that are computed together. `rounds`: whether the model's weights are rounded as int8 would. `lora`:
         updates bring adapters of the model in `folder`; the first adapter is the one in `adapter`, or one that changes
-        nothing if `adapter` is None."""
+        nothing if `adapter` is None. `cuda_graphs`: on a GPU, decode steps are recorded (`graphs.py`)."""
         compute_with(1)  # the engine computes in a separate thread
         self.model_path = str(folder)
         self._folder = folder
@@ -190,10 +193,12 @@ class EmbeddedEngine:
             )
         self._adapters = Adapters(self._weights.served, lora) if lora is not None else None
         self._first_adapter = adapter
-        model, cache, scheduler = self._computation(copies_cache=deterministic, compute_dtype=compute_dtype)
+        graphs = cuda_graphs and device.type == "cuda" and not deterministic
+        model, cache, scheduler = self._computation(deterministic, graphs=graphs, compute_dtype=compute_dtype)
         self._scheduler = scheduler(
             model=model,
             cache=cache,
+            sample=model.sample if isinstance(model, GraphedModel) else sample,
             max_running=max_running,
             version=version,
             prefill_tokens=prefill_tokens,
@@ -228,7 +233,7 @@ class EmbeddedEngine:
         self._paused_at: float | None = None
 
     def _computation(
-        self, *, copies_cache: bool, compute_dtype: torch.dtype
+        self, deterministic: bool, *, graphs: bool, compute_dtype: torch.dtype
     ) -> tuple[StepModel, SlotCache, type[Scheduler]]:
         """Return the forward pass, its cache, and the kind of the scheduler."""
         if isinstance(self._weights, GeneralWeights):
@@ -238,15 +243,21 @@ class EmbeddedEngine:
             slots = SlotCaches(self._weights.config)
             return GeneralModel(self._weights.served, slots), slots, GeneralScheduler
         assert self._architecture is not None
+        graphs = graphs and self._architecture.moe is None
         cache = KVCache(
             self._architecture,
             max_slots=self.max_running,
             max_length=self.max_context,
             dtype=compute_dtype,
             device=self._device,
+            spare=int(graphs),
         )
-        model = Model(self._weights.served, cache, max_length=self.max_context, copies_cache=copies_cache)
-        return model, cache, DeterministicScheduler if copies_cache else Scheduler
+        weights, longest = self._weights.served, self.max_context
+        if graphs:
+            record = CudaRecorder(self._device)
+            return GraphedModel(weights, cache, max_length=longest, record=record, pinned=True), cache, Scheduler
+        model = Model(weights, cache, max_length=longest, copies_cache=deterministic)
+        return model, cache, DeterministicScheduler if deterministic else Scheduler
 
     @property
     def weight_version(self) -> str:

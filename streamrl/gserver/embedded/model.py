@@ -59,8 +59,17 @@ class StepModel(Protocol):
 class Model:
     """Computes with `parameters`, which may be replaced by others of the same shape, dtype and device, on `cache`."""
 
-    def __init__(self, parameters: Parameters, cache: KVCache, *, max_length: int, copies_cache: bool = False) -> None:
-        """`max_length`: longest sequence, in tokens. `copies_cache`: see `TorchOperations`."""
+    def __init__(
+        self,
+        parameters: Parameters,
+        cache: KVCache,
+        *,
+        max_length: int,
+        copies_cache: bool = False,
+        native: bool = True,
+    ) -> None:
+        """`max_length`: longest sequence, in tokens. `copies_cache`: see `TorchOperations`. `native`: compute in C
+        where it is faster."""
         self.parameters = parameters
         self.cache = cache
         self._a: Architecture = parameters.architecture
@@ -74,6 +83,7 @@ class Model:
             dtype=parameters.compute_dtype,
             device=self._device,
             copies_cache=copies_cache,
+            native=native,
         )
 
     def extend(self, extensions: Sequence[Extension]) -> tuple[Tensor, list[int]]:
@@ -97,9 +107,10 @@ class Model:
         place = torch.tensor([tokens, positions, slots], device=self._device)
         pieces = [SlotSpan(extension.slot, extension.cached, len(extension.tokens)) for extension in extensions]
         adapters = [e.adapter for e in extensions for _ in e.tokens] if any(e.adapter for e in extensions) else ()
+        attend = self._operations.attend(place[2], place[1], pieces)
         if len(wanted) == len(tokens):
-            return self._forward(place, pieces, adapters=adapters), starts
-        return self._forward(place, pieces, adapters=adapters, wanted=wanted), starts
+            return self._forward(place, attend, adapters=adapters), starts
+        return self._forward(place, attend, adapters=adapters, wanted=wanted), starts
 
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], *, adapters: Sequence[Adapter | None] = ()
@@ -108,7 +119,8 @@ class Model:
         it, `[n, vocab]`."""
         place = torch.tensor([tokens, positions, range(len(tokens))], device=self._device)
         pieces = [SlotSpan(slot, position, 1) for slot, position in enumerate(positions)]
-        return self.logits(self._forward(place, pieces, adapters=adapters))
+        attend = self._operations.attend(place[2], place[1], pieces)
+        return self.logits(self._forward(place, attend, adapters=adapters))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of `hidden` (`[n, hidden_size]`): `[n, vocab]`, in the compute dtype."""
@@ -117,19 +129,19 @@ class Model:
     def _forward(
         self,
         place: Tensor,
-        pieces: Sequence[SlotSpan],
+        attend: Attend,
         *,
         adapters: Sequence[Adapter | None] = (),
         wanted: Sequence[int] | None = None,
     ) -> Tensor:
         """Return the hidden states of the `wanted` tokens; after its attention, the last layer computes these alone.
 
-        `place`: `[3, tokens]`, the tokens, their positions and their slots. `adapters`: one for each token, or empty.
+        `place`: `[3, tokens]`, the tokens, their positions and their slots. `attend`: their attention. `adapters`: one
+        for each token, or empty.
         """
         tokens, positions, slots = place.unbind()
         rows = self.cache.rows(slots, positions)
         rotate_and_store: RotateAndStore = self._operations.rotate_and_store(positions, rows)
-        attend: Attend = self._operations.attend(slots, positions, pieces)
         routes = self.cache.routes_of(rows)
         x = self.parameters.embedding.index_select(0, tokens)
         last = self._a.layers - 1
@@ -249,7 +261,9 @@ class SlotTensors:
 
     routes: Tensor | None = None
 
-    def __init__(self, *, max_slots: int, max_length: int, device: torch.device) -> None:
+    def __init__(self, *, max_slots: int, max_length: int, device: torch.device, spare: int = 0) -> None:
+        """`spare`: slots behind all others, for rows that fill up a batch."""
+        self._spare = spare
         self.slots = min(FIRST_SLOTS, max_slots)
         self.length = min(FIRST_LENGTH, max_length)
         self.max_slots = max_slots
@@ -282,7 +296,7 @@ class SlotTensors:
         try:
             for i, old in enumerate(self.layers):
                 self.layers[i] = self._empty(old.shape[2:], old.dtype)
-                self.layers[i][:old_slots, :old_length] = old
+                self.layers[i][:old_slots, :old_length] = old[:old_slots]
             self._grow_routes(old_slots, old_length)
         except RuntimeError:
             self._shrink(slots=old_slots, length=old_length)
@@ -295,9 +309,9 @@ class SlotTensors:
         """Shrink the layers that have grown back to this size, since all must have the same size."""
         self.slots, self.length = slots, length
         for i in range(len(self.layers)):
-            if self.layers[i].shape[:2] != (slots, length):
+            if self.layers[i].shape[:2] != (slots + self._spare, length):
                 # By way of the host's memory, so that a GPU's memory is free before the copy is allocated.
-                self.layers[i] = self.layers[i][:slots, :length].to("cpu", copy=True)
+                self.layers[i] = self.layers[i][: slots + self._spare, :length].to("cpu", copy=True)
                 self.layers[i] = self.layers[i].to(self._device)
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
@@ -327,7 +341,7 @@ class SlotTensors:
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         # Zeros, not garbage: masked positions are multiplied by 0, which does not remove a NaN.
-        return torch.zeros((self.slots, self.length, *shape), dtype=dtype, device=self._device)
+        return torch.zeros((self.slots + self._spare, self.length, *shape), dtype=dtype, device=self._device)
 
 
 class KVCache(SlotTensors):
@@ -335,9 +349,16 @@ class KVCache(SlotTensors):
     of the heads; and the experts that computed each token."""
 
     def __init__(
-        self, architecture: Architecture, *, max_slots: int, max_length: int, dtype: torch.dtype, device: torch.device
+        self,
+        architecture: Architecture,
+        *,
+        max_slots: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        spare: int = 0,
     ) -> None:
-        super().__init__(max_slots=max_slots, max_length=max_length, device=device)
+        super().__init__(max_slots=max_slots, max_length=max_length, device=device, spare=spare)
         shape = (2 * architecture.kv_heads, architecture.head_dim)
         self.layers = [self._empty(shape, dtype) for _ in range(architecture.layers)]
         moe = architecture.moe

@@ -7,7 +7,7 @@ cumulative distribution. Rows with top-p, top-k or min-p are drawn from their li
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -56,6 +56,10 @@ class SamplerOutput(msgspec.Struct, frozen=True):
     """Log-probabilities under the temperature-scaled distribution before top-p, top-k and min-p, in nats."""
 
 
+Sample = Callable[[Tensor, Sequence[Draw], Sequence[int]], SamplerOutput]
+"""`sample`, or a faster one."""
+
+
 def sample(logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> SamplerOutput:
     """Draw a token from each row of `logits` (`[n, vocab]`); `positions[i]` numbers row i's output token."""
     uniforms = torch.from_numpy(uniform([draw.seed for draw in draws], positions)).to(logits.device)
@@ -99,10 +103,24 @@ def _scaled(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def _sample_plain(logits: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> SamplerOutput:
-    probabilities = _scaled(logits, draws).softmax(-1)
+    scales = torch.tensor([draw.scale for draw in draws], device=logits.device)
+    return read_drawn(draw_plain(logits, scales, uniforms))
+
+
+def draw_plain(logits: Tensor, scales: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw a token from each row of `logits` (`[n, vocab]`) times its number in `scales` (`[n]`).
+
+    Returns the tokens and their log-probabilities, `[2, n]` in float64, so that one copy brings both to the host.
+    """
+    probabilities = (logits.float() * scales.float()[:, None]).softmax(-1)
     tokens = invert(probabilities, uniforms)
-    logprobs = probabilities.gather(1, tokens[:, None])[:, 0].log()
-    return SamplerOutput(tokens.tolist(), logprobs.tolist())
+    return torch.stack((tokens.double(), probabilities.gather(1, tokens[:, None])[:, 0].log().double()))
+
+
+def read_drawn(drawn: Tensor) -> SamplerOutput:
+    """Return what `draw_plain` has drawn."""
+    tokens, logprobs = drawn.tolist()
+    return SamplerOutput([int(token) for token in tokens], logprobs)
 
 
 def _sample_others(logits: Tensor, draws: Sequence[Draw], uniforms: Tensor) -> SamplerOutput:

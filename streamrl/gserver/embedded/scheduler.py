@@ -35,7 +35,7 @@ from streamrl.gserver.embedded.adapters import Adapter
 from streamrl.gserver.embedded.model import Extension, SlotCache, StepModel
 from streamrl.gserver.embedded.prefix_cache import PrefixCache
 from streamrl.gserver.embedded.request import Request
-from streamrl.gserver.embedded.sampler import sample, scaled_logprobs
+from streamrl.gserver.embedded.sampler import Sample, sample, scaled_logprobs
 from streamrl.gserver.embedded.weights import Parameters
 from streamrl.gserver.server.engine import Output, Ticket
 from streamrl.transport.generation import FinishReason, PauseMode
@@ -68,6 +68,7 @@ class Scheduler:
         prefill_tokens: int = PREFILL_TOKENS,
         prefix_cache_bytes: int = 0,
         adapter: Adapter | None = None,
+        sample: Sample = sample,
     ) -> None:
         """`prefill_tokens`: number of prompt tokens computed between two decode steps while no request runs.
         `prefix_cache_bytes`: see `PrefixCache`. `adapter`: for requests that begin before the first new one."""
@@ -85,6 +86,7 @@ class Scheduler:
         self.decode_seconds = 0.0
         """Duration of the latest decode step."""
         self._model = model
+        self._sample = sample
         self._adapter = adapter
         self._cache = cache
         self._max_running = max_running
@@ -362,7 +364,7 @@ class Scheduler:
         for i, request in enumerate(requests):
             if request.may_not_stop:
                 logits[i, list(request.stop_token_ids)] = -math.inf
-        sampled = sample(logits, [r.draw for r in requests], [len(r.logprobs) for r in requests])
+        sampled = self._sample(logits, [r.draw for r in requests], [len(r.logprobs) for r in requests])
         self._add_top_logprobs(requests, logits)
         for slot, request, token, logprob in zip(slots, requests, sampled.tokens, sampled.logprobs, strict=True):
             if math.isnan(logprob):

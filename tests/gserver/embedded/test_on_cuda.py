@@ -118,3 +118,26 @@ def test_sums_of_a_tensor_are_those_on_the_cpu(dtype: torch.dtype, shape: tuple[
     assert tensor_sums(there) == tensor_sums(numbers)
     assert copy_and_sum(torch.zeros_like(there), numbers) == tensor_sums(numbers)
     assert copy_and_sum(torch.zeros_like(numbers), there) == tensor_sums(numbers)
+
+
+@pytest.mark.parametrize("shape", ["qwen3", "llama"])
+async def test_recorded_steps_draw_the_tokens_of_eager_ones(shape: str, tmp_path: Path) -> None:
+    """Batches shrink, prompts arrive in between, the cache grows, and other weights are served: twice, in turn."""
+    folders = [save(make_model(shape, seed=seed), tmp_path / str(seed)) for seed in (0, 1)]
+    lengths = (3, 40, 40, 90, 150, 5, 7, 60)
+    found = []
+    for graphs in (False, True):
+        async with engine_for(folders[0], device=DEVICE, max_running=6, seed=7, cuda_graphs=graphs) as engine:
+            outputs = []
+            for version in range(4):
+                params = {"sampling_seed": 1, "max_new_tokens": 10}
+                jobs = [
+                    job(f"{version}.{i}", prompt(n, seed=i), params={**params, "max_new_tokens": 10 + 20 * i})
+                    for i, n in enumerate(lengths)
+                ]
+                outputs += await generate(engine, jobs)
+                await engine.load(folders[(version + 1) % 2], str(version + 1))
+        found.append(outputs)
+    for eager, recorded in zip(*found, strict=True):
+        assert recorded.output_ids == eager.output_ids
+        assert torch.allclose(torch.tensor(recorded.logprobs), torch.tensor(eager.logprobs), atol=TOLERANCE)

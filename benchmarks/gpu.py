@@ -282,11 +282,11 @@ def _training(
 
 
 def steps_per_second(place: Place, step: Callable[[], object]) -> float:
-    """The rate of `step`, after two that warm up; begins the peak of the device's memory."""
+    """The rate of `step`, after three that warm up; begins the peak of the device's memory."""
     import torch
 
-    step()
-    step()
+    for _ in range(3):
+        step()
     if place.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     return rate(step, seconds=place.seconds)
@@ -324,21 +324,24 @@ def training_of_runs(place: Place, name: str) -> list[Row]:
     shape, folder = shape_of(place, name), place.model(name)
     tokens = 256 if place.tiny else ROW_TOKENS * ROWS
     require_training_memory(place, name, tokens=tokens)
-    bare, policy = matrix_product_tflops(place), make_policy(place, folder, max_tokens=tokens)
-    rows: list[Row] = []
-    for batch in ("run", "full rows"):
-        items = items_of(ragged_groups(place, shape) if batch == "run" else full_groups(place, shape), policy)
-        found = measure_steps(place, shape, policy, items, bare_tflops=bare)
-        file = latest(f"gpu-profile-{name}-{batch.replace(' ', '-')}.txt".lower())
-        with profiled(place) as step:
-            policy_step(policy, items)
-        file.write_text(f"one step of {name}, batch: {batch}\n{step.text}")
-        rows.append({"model": name, "batch": batch, **found, **step.figures, "profile": file.name})
-    policy.model.close()
+    bare, rows = matrix_product_tflops(place), []
+    for compiled in (False, True):
+        policy = make_policy(place, folder, max_tokens=tokens, compiled=compiled)
+        for batch in ("run", "full rows"):
+            items = items_of(ragged_groups(place, shape) if batch == "run" else full_groups(place, shape), policy)
+            row = {"model": name, "batch": batch, "compiled": compiled}
+            rows.append(row | measure_steps(place, shape, policy, items, bare_tflops=bare))
+            if compiled:
+                file = latest(f"gpu-profile-{name}-{batch.replace(' ', '-')}.txt".lower())
+                with profiled(place) as step:
+                    policy_step(policy, items)
+                file.write_text(f"one step of {name}, batch: {batch}\n{step.text}")
+                rows[-1] |= step.figures | {"profile": file.name}
+        policy.model.close()
     return rows
 
 
-def make_policy(place: Place, folder: Path, *, max_tokens: int) -> Any:
+def make_policy(place: Place, folder: Path, *, max_tokens: int, compiled: bool) -> Any:
     from streamrl.config import AlgorithmConfig, TrainerConfig
     from streamrl.trainer.algorithms.losses import KLCoefficient
     from streamrl.trainer.backends.base import Ranks
@@ -347,7 +350,7 @@ def make_policy(place: Place, folder: Path, *, max_tokens: int) -> Any:
 
     device = torch_device(place)
     return Actor(
-        make_backend("torch", spec_of(place, folder)),
+        make_backend("torch", spec_of(place, folder, compiled=compiled)),
         ranks=Ranks(Layout(), 0, device=device),
         trainer=TrainerConfig(max_tokens_per_microbatch=max_tokens),
         algorithm=AlgorithmConfig(),
@@ -510,7 +513,7 @@ def most_time(events: Sequence[Row]) -> list[str]:
     return [f"{sum(times) / 1e3:10.3f} {len(times):7d}  {name[:200]}" for name, times in largest]
 
 
-def spec_of(place: Place, folder: Path, *, checkpointing: bool = False) -> Any:
+def spec_of(place: Place, folder: Path, *, checkpointing: bool = False, compiled: bool = True) -> Any:
     from streamrl.trainer.backends.base import ModelSpec
 
     return ModelSpec(
@@ -521,6 +524,7 @@ def spec_of(place: Place, folder: Path, *, checkpointing: bool = False) -> Any:
         lr=1e-7,
         total_updates=1000,
         gradient_checkpointing=checkpointing,
+        compiled=compiled and place.device == "cuda",
     )
 
 

@@ -102,6 +102,9 @@ class TrainerConfig(LayoutConfig, frozen=True):
     """For models with experts: train each token with the experts that computed it in the engine, if they are known."""
     share_prefix: bool = True
     """Compute common beginnings of trajectories once: a template of all groups, the prompt, and an agent's turns."""
+    compile: bool = True
+    """Compile decoder layers on a GPU (torch backend), unless activations are recomputed, weights are spread or tokens
+    choose experts."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, instead of keeping them."""
     save_every: str = "15m"

@@ -88,9 +88,7 @@ class GraphedModel(Model):
         most = filled_rows(cache.max_slots, cache.max_slots)
         self._place = torch.zeros(3 * most, dtype=torch.long, device=self._device)
         self._host_place = torch.zeros(3 * most, dtype=torch.long, pin_memory=pinned)
-        self._logits = torch.zeros(
-            (most, self._a.vocab_size), dtype=parameters.compute_dtype, device=self._device
-        )
+        self._logits = torch.zeros((most, self._a.vocab_size), dtype=parameters.compute_dtype, device=self._device)
         self._sampler = GraphedSampler(self._logits, record=record, pinned=pinned)
         self._works = True
 

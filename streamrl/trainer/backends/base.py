@@ -129,6 +129,9 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     number in the optimizer's state."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
+    compiled: bool = False
+    """Compile the decoder layers (torch), unless activations are recomputed, weights are spread or tokens choose
+    experts."""
     shard: bool = False
     """Spread weights, gradients and optimizer state over the data- and context-parallel ranks (torch: FSDP2; megatron:
     its distributed optimizer)."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.device import to_device
+from streamrl.trainer.backends.compiled import compiled
 from streamrl.trainer.packing import MicroBatch
 
 HEAD_CHUNK_STATES = 1024
@@ -121,23 +122,18 @@ class _Distribution(torch.autograd.Function):
         entropy_gradient: bool,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        scaled = logits[:, :count].float()
-        if temperature != 1.0:
-            scaled = scaled / temperature
-        peak = scaled.amax(-1)
+        maxima, sums_of = (compiled(f) if logits.is_cuda else f for f in (_maxima, _sums))
+        peak = maxima(logits, count, temperature)
         if group is not None:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        scaled = scaled - peak[:, None]
         mine = (columns >= 0) & (columns < count)
         columns = torch.where(mine, columns, 0)
-        chosen = scaled[of_state, columns] * mine
-        weights = scaled.exp()
-        sums = torch.cat([weights.sum(-1), torch.linalg.vecdot(weights, scaled), chosen])
+        weights, sums = sums_of(logits, count, temperature, peak, of_state, columns, mine)
         if group is not None:
             dist.all_reduce(sums, group=group)
-        total, weighted, chosen = torch.split(sums, [len(logits), len(logits), len(chosen)])
+        total, weighted, chosen = torch.split(sums, [len(logits), len(logits), len(of_state)])
         entropy = total.log() - weighted / total
-        ctx.save_for_backward(weights.div_(total[:, None]), entropy, of_state, columns, mine)
+        ctx.save_for_backward(weights, total, entropy, of_state, columns, mine)
         ctx.settings = (logits.shape, logits.dtype, temperature, entropy_gradient)
         found = chosen - total.log()[of_state], entropy[of_state]
         if not entropy_gradient:
@@ -147,19 +143,48 @@ class _Distribution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         of_logprob, of_entropy = gradients
-        probabilities, entropy, of_state, columns, mine = ctx.saved_tensors
+        weights, total, entropy, of_state, columns, mine = ctx.saved_tensors
         shape, dtype, temperature, entropy_gradient = ctx.settings
 
         def by_state(gradient: Tensor) -> Tensor:
-            return torch.zeros_like(entropy).index_add_(0, of_state, gradient)[:, None]
+            return torch.zeros_like(entropy).index_add_(0, of_state, gradient)
 
-        found = probabilities * -by_state(of_logprob)
+        slopes = compiled(_slopes) if weights.is_cuda else _slopes
+        of_entropies = by_state(of_entropy) if entropy_gradient else None
+        found = slopes(weights, total, by_state(of_logprob), entropy, of_entropies)
         found.index_put_((of_state, columns), of_logprob * mine, accumulate=True)
-        if entropy_gradient:
-            slope = torch.xlogy(probabilities, probabilities).add_(probabilities * entropy[:, None])
-            found -= slope.mul_(by_state(of_entropy))
         if temperature != 1.0:
             found = found.div_(temperature)
         if found.shape != shape:
             found = torch.nn.functional.pad(found, (0, shape[1] - found.shape[1]))
         return found.to(dtype), None, None, None, None, None, None
+
+
+def _scaled(logits: Tensor, count: int, temperature: float) -> Tensor:
+    scaled = logits[:, :count].float()
+    return scaled if temperature == 1.0 else scaled / temperature
+
+
+def _maxima(logits: Tensor, count: int, temperature: float) -> Tensor:
+    """Return the largest number of each row, `[states]`."""
+    return _scaled(logits, count, temperature).amax(-1)
+
+
+def _sums(
+    logits: Tensor, count: int, temperature: float, peak: Tensor, of_state: Tensor, columns: Tensor, mine: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return exp(x), `[states, count]`, with x the scaled logits minus `peak`; and the sums over its rows, those of
+    x · exp(x), and the x of the `mine` among `columns`: `[states + states + predicted]`."""
+    scaled = _scaled(logits, count, temperature) - peak[:, None]
+    weights = scaled.exp()
+    chosen = scaled[of_state, columns] * mine
+    return weights, torch.cat([weights.sum(-1), torch.linalg.vecdot(weights, scaled), chosen])
+
+
+def _slopes(weights: Tensor, total: Tensor, of_logprob: Tensor, entropy: Tensor, of_entropy: Tensor | None) -> Tensor:
+    """Return the gradients of the logits, `[states, count]`, without the share of the chosen tokens."""
+    if of_entropy is None:
+        return weights * (-of_logprob / total)[:, None]
+    probabilities = weights / total[:, None]
+    slope = torch.xlogy(probabilities, probabilities) + probabilities * entropy[:, None]
+    return probabilities * -of_logprob[:, None] - slope * of_entropy[:, None]

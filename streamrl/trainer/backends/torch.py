@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -45,6 +46,7 @@ from streamrl.trainer.backends.base import (
     dealt,
     read_weights,
 )
+from streamrl.trainer.backends.compiled import compile_layers
 from streamrl.trainer.backends.context import ContextGroup, heads_can_be_shared
 from streamrl.trainer.backends.distribution import Predictions, in_chunks, token_distribution
 from streamrl.trainer.backends.experts import route, separate_experts, sparse_layers
@@ -247,6 +249,8 @@ class TorchModel:
             torch.zeros(len(sparse), len(sparse[0].experts), dtype=torch.long, device=spec.device) if sparse else None
         )
         """`[layers, experts]`: how often each was chosen since the last update; None if the model has no experts."""
+        if spec.compiled and not (self._sharded or spec.gradient_checkpointing or sparse):
+            compile_layers(_decoder_layers(model), self._try)
 
     @property
     def gives_output(self) -> bool:
@@ -396,6 +400,20 @@ class TorchModel:
             )
         return ModelOutput(self._context.gather(values, share), self._context.gather(entropy, share))
 
+    def _try(self) -> None:
+        """Compute a short row, in training with its gradients."""
+        length = 8
+        row = msgspec.structs.replace(
+            IDLE,
+            input_ids=np.zeros((1, length), np.int64),
+            position_ids=np.arange(length)[None],
+            visible_until=np.full((1, length), length),
+        )
+        values = self._forward(row).values
+        if values.requires_grad:
+            values.sum().backward()  # type: ignore[no-untyped-call]
+        self._forget_gradients()
+
     def _others_have_more(self, mine: int) -> int:
         """Return how many micro-batches more another rank has: sharded ranks have to compute layers together."""
         if not self._sharded:
@@ -537,12 +555,15 @@ def _context_group(config: Any, *, world: int, context: int, packs_rows: bool) -
     return ContextGroup(groups[dist.get_rank() // context], ring=ring)
 
 
+def _decoder_layers(model: Any) -> list[nn.Module]:
+    names = model._no_split_modules
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def _shard(net: _Net, device: torch.device, world: int) -> None:
     """Shard each layer's weights, and the rest as one unit, by rows over the ranks."""
     mesh = init_device_mesh(device.type, (world,))
-    names = net.model._no_split_modules
-    layers = [module for module in net.model.modules() if type(module).__name__ in names]
-    for part in (*layers, net):
+    for part in (*_decoder_layers(net.model), net):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
         assert isinstance(part, FSDPModule)
         part.set_gradient_divide_factor(1.0)

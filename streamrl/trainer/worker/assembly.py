@@ -194,6 +194,7 @@ class Assembly:
             total_updates=config.planned_steps(steps=steps, groups=groups) * updates,
             updates_before=None if begun is None else steps * updates,
             gradient_checkpointing=trainer.gradient_checkpointing,
+            compiled=trainer.compile and self.device.type == "cuda",
             shard=trainer.shard,
             offload_optimizer="optimizer" in trainer.offload,
             lora=config.model.lora if role == "actor" else None,

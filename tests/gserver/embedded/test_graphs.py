@@ -43,9 +43,7 @@ def models(folder: Path, record: Callable[[Replay], Replay]) -> tuple[Model, Gra
     for spare in (0, 1):
         parameters = Parameters(architecture, dtype=torch.float32, device=CPU)
         parameters.load(folder)
-        cache = KVCache(
-            architecture, max_slots=SLOTS, max_length=LONGEST, dtype=torch.float32, device=CPU, spare=spare
-        )
+        cache = KVCache(architecture, max_slots=SLOTS, max_length=LONGEST, dtype=torch.float32, device=CPU, spare=spare)
         made.append((parameters, cache))
     return Model(*made[0], max_length=LONGEST, native=False), GraphedModel(*made[1], max_length=LONGEST, record=record)
 
@@ -114,9 +112,7 @@ def test_recorded_draws_are_those_of_the_sampler(folder: Path) -> None:
     assert graphed.sample(others, draws, [1, 2, 3]) == sample(others, draws, [1, 2, 3])
 
 
-def test_a_device_without_graphs_computes_as_usual_and_says_so(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_without_graphs_computes_as_usual_and_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain, graphed = models(folder, Recorder(fails=True))
     for model in (plain, graphed):
         extend(model, [5, 9])

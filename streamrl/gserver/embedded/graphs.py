@@ -1,9 +1,9 @@
 """Decode steps and draws as CUDA graphs: all kernels of a step are launched by one call.
 
 A small model's kernels take a GPU less time than their launches take the host. A graph is recorded for a number of rows
-and a length of the cache; batches are filled up to the next such size. Filling rows write to the cache's spare slot, and
-nothing reads what is computed for them. A graph reads weights and cache at fixed addresses: graphs are kept for each set
-of weights, of which two take turns, and forgotten when the cache grows.
+and a length of the cache; batches are filled up to the next such size. Filling rows write to the cache's spare slot,
+and nothing reads what is computed for them. A graph reads weights and cache at fixed addresses: graphs are kept for
+each set of weights, of which two take turns, and forgotten when the cache grows.
 
 The eager path computes whatever graphs cannot: prompts, adapters, mixtures of experts, and draws with filters.
 """

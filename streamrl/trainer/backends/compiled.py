@@ -1,7 +1,7 @@
 """Compilation for GPUs: one kernel in place of many that each read and write all numbers.
 
-A decoder layer in torch's eager mode spends as long in casts, norms and rotations as in matrix products. Its attention is
-left out, because `TreeMask` chooses and compiles that (`attention.py`).
+A decoder layer in torch's eager mode spends as long in casts, norms and rotations as in matrix products. Its attention
+is left out, because `TreeMask` chooses and compiles that (`attention.py`).
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class CudaRecorder:
     """`Record` for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Replay) -> Replay:
         """Run `compute` once as usual, so that libraries set themselves up, and record it. Weights may arrive in

@@ -52,4 +52,4 @@ def compile_layers(layers: Sequence[nn.Module], trial: Callable[[], object]) -> 
 @cache
 def _leave_attention_out() -> None:
     attention = AttentionInterface()[TREE_ATTENTION]
-    AttentionInterface.register(TREE_ATTENTION, torch.compiler.disable(attention))
+    AttentionInterface.register(TREE_ATTENTION, torch.compiler.disable(attention))  # type: ignore[no-untyped-call]

@@ -122,12 +122,13 @@ class _Distribution(torch.autograd.Function):
         entropy_gradient: bool,
         group: dist.ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
-        maxima, sums_of = (compiled(f) if logits.is_cuda else f for f in (_maxima, _sums))
-        peak = maxima(logits, count, temperature)
+        on_gpu = logits.is_cuda
+        peak = (compiled(_maxima) if on_gpu else _maxima)(logits, count, temperature)
         if group is not None:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
         mine = (columns >= 0) & (columns < count)
         columns = torch.where(mine, columns, 0)
+        sums_of = compiled(_sums) if on_gpu else _sums
         weights, sums = sums_of(logits, count, temperature, peak, of_state, columns, mine)
         if group is not None:
             dist.all_reduce(sums, group=group)

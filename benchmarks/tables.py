@@ -469,7 +469,7 @@ def fuzz(results: Results) -> str:
         lines.append([f"`{port}`", f"{sum(row['messages'] for row in sent):,}", f"{a_second:,.0f}", f"{accepted}"])
         lines[-1] += changes
     header = ["port of", "messages", "a second", "accepted", "MB grown under messages, by way", "MB grown without"]
-    trained = f"The run trained on {end['groups_trained']:,} groups meanwhile, in {end['steps']:,} steps: "
+    trained = f"The run trained on {end['groups_trained']:,} groups in the same time, in {end['steps']:,} steps: "
     lost = f"{end['groups_twice']} twice, {end['groups_lost']} lost"
     minutes = f"All of it took {results['settings']['seconds'] / 60:.0f} minutes, pauses without messages included."
     return f"{markdown(header, lines)}\n\n{trained}{lost}. {minutes}"
@@ -669,8 +669,8 @@ TABLES = (
     Table("docs/planning.md", "plan", "bench_plan", plan),
     Table("docs/collapse.md", "delay", "delay", delay),
     Table("docs/figures.md", "routing", "bench_routing", routing),
-    Table("docs/agents.md", "agents", "bench_agents", lines_of(AGENTS)),
-    Table("docs/agents.md", "agents-trainer", "bench_agents_trainer", agents_trainer),
+    Table("docs/figures.md", "agents", "bench_agents", lines_of(AGENTS)),
+    Table("docs/figures.md", "agents-trainer", "bench_agents_trainer", agents_trainer),
     Table("docs/figures.md", "scale", "bench_scale", scale),
     Table("docs/figures.md", "fuzz", "fuzz", fuzz),
     Table("docs/figures.md", "fuzz-of-sglang", "fuzz_sglang", fuzz),

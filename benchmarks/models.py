@@ -86,9 +86,14 @@ def row_of(family: str, results: Sequence[Result]) -> str:
 
 
 def table_of(rows: Sequence[str]) -> str:
-    """Return the table for the page."""
-    head = ("family", *COLUMNS, "why")
-    return "\n".join((f"| {' | '.join(head)} |", "|" + "---|" * len(head), *rows)) + "\n"
+    """Return the table for the page: families with the same results share a row."""
+    families: dict[str, list[str]] = {}
+    for row in rows:
+        family, _, results = row.removeprefix("| ").partition(" | ")
+        families.setdefault(results, []).append(family)
+    head = ("families", *COLUMNS, "why")
+    lines = (f"| {', '.join(alike)} | {results}" for results, alike in families.items())
+    return "\n".join((f"| {' | '.join(head)} |", "|" + "---|" * len(head), *lines)) + "\n"
 
 
 def main() -> None:

@@ -38,7 +38,8 @@ def verdicts(row: str) -> list[str]:
 @pytest.mark.parametrize("family", TESTED)
 def test_each_family_is_as_in_the_table(family: str) -> None:
     row = row_of(family, check_family(family))
-    [documented] = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {family} |")]
+    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    [documented] = [line for line in lines if family in line.split("|")[1].strip().split(", ")]
     assert verdicts(row) == verdicts(documented)
     assert "fails" not in row
 

@@ -574,20 +574,11 @@ def found_claims(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, Claim]]:
     return found
 
 
-def verdict(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return in one paragraph which claims about the default objective hold, fail, or are not decided."""
-    answers = [(eta, claim.name, claim.answer) for eta, claim in found_claims(rows)]
-    parts = []
-    for answer in ("holds", "fails", "not decided"):
-        mine = [f"{name} at η = {eta}" for eta, name, given in answers if given == answer]
-        if mine:
-            parts.append(f"**{answer.capitalize()}:** {', '.join(mine)}.")
+def missing_runs(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
+    """Return how many runs with the default objective are missing, and of how many."""
     wanted = [cell for cell in study() if cell.objective == "default" and cell.over_age == "mask"]
     there = {cell_of(row) for row in rows}
-    missing = sum(cell not in there for cell in wanted)
-    if missing:
-        parts.append(f"{missing} of the {len(wanted)} runs of this part of the study are missing.")
-    return " ".join(parts) if answers else "Nothing has been measured."
+    return sum(cell not in there for cell in wanted), len(wanted)
 
 
 # --- plot ----------------------------------------------------------------------------------------

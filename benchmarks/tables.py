@@ -216,14 +216,11 @@ def scale(results: Results) -> str:
     columns: dict[str, Cell] = {
         "workers": "{workers:,}",
         "gservers": "{gservers}",
-        "groups/s": "{groups_per_second:.0f}",
         "calls/s": "{calls_per_second:,.0f}",
         f"of a core, for the {process}": lambda row: f"{used(row) / 1e6:.1%}",
         "for one more worker, each second": one_more,
         "a call, p50 and p99": "{p50_ms:.1f} ms, {p99_ms:.1f} ms",
         "its memory": f"{{{process}_mib:.0f}} MiB",
-        "timeline each second": "{timeline_kib_per_second:.0f} KiB",
-        "calls to a gserver for an update": "{calls_per_update:.1f}",
     }
     return listed(columns, by_pool)
 
@@ -365,18 +362,11 @@ def gpu(results: Results) -> str:
 # --- whole runs ----------------------------------------------------------------------------------
 
 
-def demo_in_full(results: Results) -> str:
-    """First and last steps, and the summary."""
-    steps, summary = _steps_and_summary(results)
-    return "\n".join(["```", *steps[:3], "   ...", *steps[-3:], *summary, "```"])
-
-
-def _steps_and_summary(results: Results) -> tuple[list[str], list[str]]:
-    """Lines that the demo printed, without those about the processes' state."""
+def demo_steps(results: Results) -> str:
+    """The first and the last steps that the demo printed."""
     lines: list[str] = results["rows"][0]["printed"]
-    summary = next(number for number, line in enumerate(lines) if line.startswith("run "))
-    steps = [line for line in lines[:summary] if "  step " in line or "  finished: " in line]
-    return steps, lines[summary:]
+    steps = [line for line in lines if "  step " in line or "  finished: " in line]
+    return "\n".join(["```", *steps[:3], "   ...", *steps[-3:], "```"])
 
 
 def demo(results: Results) -> str:
@@ -429,11 +419,9 @@ def plan(results: Results) -> str:
 
 
 VIEWS: dict[str, Cell] = {
-    "view, asked for the first time": "{view}",
+    "view, requested for the first time": "{view}",
     "waits": "{seconds:.2f} s",
-    "processor time": "{processor:.2f} s",
     "memory of the page": "{memory_mb:,.0f} MB",
-    "since the start of the command": "{open:.2f} s",
 }
 
 
@@ -465,12 +453,10 @@ def fuzz(results: Results) -> str:
     lines = []
     for port in grown:
         sent = [row for row in rows if row["port"] == port and "way" in row]
-        a_second = sum(row["messages"] for row in sent) / sum(row["seconds"] for row in sent)
-        changes = [", ".join(f"{size:+.0f}" for size in grown[port][key]) for key in ("grown_mb", "grown_mb_without")]
         accepted = sum(row["accepted"] for row in sent)
-        lines.append([f"`{port}`", f"{sum(row['messages'] for row in sent):,}", f"{a_second:,.0f}", f"{accepted}"])
-        lines[-1] += changes
-    header = ["port of", "messages", "a second", "accepted", "MB grown under messages, by way", "MB grown without"]
+        lines.append([f"`{port}`", f"{sum(row['messages'] for row in sent):,}", f"{accepted}"])
+        lines[-1].append(", ".join(f"{size:+.0f}" for size in grown[port]["grown_mb"]))
+    header = ["port of", "messages", "accepted", "MB grown under messages, by way"]
     trained = f"The run trained on {end['groups_trained']:,} groups in the same time, in {end['steps']:,} steps: "
     lost = f"{end['groups_twice']} twice, {end['groups_lost']} lost"
     minutes = f"All of it took {results['settings']['seconds'] / 60:.0f} minutes, pauses without messages included."
@@ -480,26 +466,19 @@ def fuzz(results: Results) -> str:
 # --- staleness -----------------------------------------------------------------------------------
 
 
-def staleness_verdict(results: Results) -> str:
-    return staleness.verdict(results["rows"])
-
-
 def staleness_claims(results: Results) -> str:
-    """The claims with their bounds."""
-    rows = [
-        [
-            str(eta),
-            claim.name,
-            f"{claim.estimate:.3f}",
-            f"{claim.low:.3f} to {claim.high:.3f}",
-            claim.wanted,
-            claim.answer,
-        ]
-        for eta, claim in staleness.found_claims(results["rows"])
-    ]
-    return (
-        markdown(["η", "claim", "estimate", "one-sided 95% bounds", "wanted", "answer"], rows) if rows else NOT_MEASURED
-    )
+    """The claims with their bounds, by η, and the number of runs that are missing."""
+    found = {(eta, claim.name): claim for eta, claim in staleness.found_claims(results["rows"])}
+    if not found:
+        return NOT_MEASURED
+    names = unique(name for _, name in found)
+    cells = {
+        place: f"{c.estimate:.3f} ({c.low:.3f} to {c.high:.3f}), {c.wanted}: {c.answer}" for place, c in found.items()
+    }
+    rows = [[str(eta), *(cells.get((eta, name), MISSING) for name in names)] for eta in unique(eta for eta, _ in found)]
+    missing, wanted = staleness.missing_runs(results["rows"])
+    note = f"\n\n{missing} of {wanted} runs are missing." if missing else ""
+    return markdown(["η", *names], rows) + note
 
 
 def staleness_default(results: Results) -> str:
@@ -641,7 +620,9 @@ def capacity_traffic(_: Results) -> str:
 def source(results: Results) -> str:
     """The line under each table: the state of the code that was measured, and the machine."""
     commit, machine = results["commit"], results["machine"]
-    state = f"commit {commit['id']} of {commit['date'][:10]}" if commit["id"] else "no commit"
+    ids = commit["id"].split(" and ")
+    named = commit["id"] if len(ids) < 3 else f"{ids[0]} and {len(ids) - 1} others"
+    state = f"commit {named} of {commit['date'][:10]}" if commit["id"] else "no commit"
     state += " with uncommitted changes" if commit["changed"] else ""
     devices = "".join(f", {device}" for device in unique(machine["devices"]))
     return f"*{state}, {machine['processor']}, {machine['cores']} cores{devices}*"
@@ -659,7 +640,7 @@ class Table(NamedTuple):
 TABLES = (
     Table("README.md", "throughput-short", "throughput", throughput_short),
     Table("docs/figures.md", "throughput", "throughput", lines_of(THROUGHPUT)),
-    Table("docs/figures.md", "demo-in-full", "demo", demo_in_full),
+    Table("docs/figures.md", "demo-steps", "demo", demo_steps),
     Table("docs/figures.md", "engine", "bench_engine", engine),
     Table("docs/figures.md", "rewards", "bench_rewards", lines_of(REWARDS)),
     Table("docs/figures.md", "stream", "bench_stream", stream),
@@ -678,7 +659,6 @@ TABLES = (
     Table("docs/figures.md", "fuzz-of-sglang", "fuzz_sglang", fuzz),
     Table("docs/figures.md", "page-views", "bench_page", page_views),
     Table("docs/figures.md", "page-cost", "bench_page", page_cost),
-    Table("docs/staleness.md", "staleness-verdict", "staleness", staleness_verdict),
     Table("docs/staleness.md", "staleness-claims", "staleness", staleness_claims),
     Table("docs/staleness.md", "staleness-default", "staleness", staleness_default),
     Table("docs/staleness.md", "staleness-objectives", "staleness", staleness_objectives),

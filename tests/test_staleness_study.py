@@ -179,14 +179,16 @@ LONG = [0.1, 0.3, 0.5, 0.7, 0.9, *[0.99] * 45]
 COLLAPSES = [*LONG[:-20], *[0.4] * 20]
 
 
-def test_the_verdict_has_one_answer_for_each_claim():
+def test_each_claim_has_an_answer():
     rows = [row(cell, LONG) for cell in staleness.study() if cell.objective == "default" and cell.over_age == "mask"]
-    verdict = staleness.verdict(rows)
-    assert "**Holds:** area at η = 1, plateau error at η = 1" in verdict
-    assert "**Fails:**" not in verdict
-    assert "missing" not in verdict
+    assert staleness.missing_runs(rows) == (0, len(rows))
+    assert staleness.missing_runs(rows[2:]) == (2, len(rows))
+    answers = {(eta, claim.name): claim.answer for eta, claim in staleness.found_claims(rows)}
+    assert answers[1, "area"] == answers[1, "plateau error"] == "holds"
+    assert "fails" not in answers.values()
     worse = [row(staleness.cell_of(one), COLLAPSES if one["eta"] == 4 else LONG) for one in rows]
-    assert "**Fails:** area at η = 4, plateau error at η = 4, runs that collapse at η = 4." in staleness.verdict(worse)
+    fails = [(eta, claim.name) for eta, claim in staleness.found_claims(worse) if claim.answer == "fails"]
+    assert fails == [(4, "area"), (4, "plateau error"), (4, "runs that collapse")]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from aiohttp import web
 
 from streamrl.errors import PeerError
 from streamrl.rollout.generation import check_reply
-from streamrl.transport.generation import GenerateReply, GenerateRequest, SamplingParams
-from streamrl.transport.vllm import VllmGenerationClient, VllmResponse, reply_of
+from streamrl.transport.generation import FinishReason, GenerateReply, GenerateRequest, SamplingParams
+from streamrl.transport.vllm import Choice, VllmGenerationClient, finish_reason
 
 
 @asynccontextmanager
@@ -82,9 +82,12 @@ async def test_a_refusal_is_an_error_of_the_peer() -> None:
 
 @pytest.mark.parametrize(
     ("finish", "stop_reason", "expected"),
-    [("stop", None, ("stop", 6)), ("stop", "no", ("stop", "no")), ("abort", None, ("abort", None))],
+    [
+        ("stop", None, FinishReason("stop", matched=6)),
+        ("stop", "no", FinishReason("stop", matched="no")),
+        ("length", None, FinishReason("length", length=4)),
+        ("abort", None, FinishReason("abort", message="the request was aborted")),
+    ],
 )
-def test_the_end_of_a_response(finish: str, stop_reason: str | None, expected: tuple[str, object]) -> None:
-    reply = reply_of(VllmResponse([5, 6], finish, stop_reason), rid="a", limit=4)
-    assert reply.meta_info.finish_reason is not None
-    assert (reply.meta_info.finish_reason.type, reply.meta_info.finish_reason.matched) == expected
+def test_the_end_of_a_response(finish: str, stop_reason: str | None, expected: FinishReason) -> None:
+    assert finish_reason(Choice([5, 6], finish, stop_reason), limit=4, last=6) == expected

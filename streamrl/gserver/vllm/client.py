@@ -1,4 +1,5 @@
-"""The calls of vLLM's HTTP API that a gserver makes, each with a deadline.
+"""The calls of vLLM's HTTP API that a gserver makes, each with a deadline; `transport/vllm.py` has the requests for
+responses.
 
 Every call raises `PeerError` if vLLM refuses it, `PeerLost` if the server is gone, and `DeadlineExceeded` if it does
 not reply in time.
@@ -13,110 +14,12 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
-from streamrl.transport.generation import Empty, VersionSpan
+from streamrl.transport.generation import Empty
 from streamrl.transport.http import call, follow
+from streamrl.transport.vllm import GENERATE, TokenReply, TokenRequest
 
 PEER = "vLLM"
 Reply = TypeVar("Reply")
-
-
-class VllmSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM's sampling parameters."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    """-1: no limit."""
-    min_p: float
-    max_tokens: int
-    """At least 1."""
-    min_tokens: int
-    stop: list[str]
-    stop_token_ids: list[int]
-    ignore_eos: bool
-    seed: int | None
-    logprobs: int
-    """Number of most likely tokens with log-probabilities, in addition to the sampled one."""
-    prompt_logprobs: int | None
-    """The same for the prompt; None: none."""
-    detokenize: bool
-    """Whether vLLM makes the text, in which it looks for stop strings."""
-    skip_special_tokens: bool = False
-
-
-class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Body of POST /inference/v1/generate."""
-
-    request_id: str
-    token_ids: list[int]
-    sampling_params: VllmSampling
-    cache_salt: str
-    """Only requests with the same salt share cached prompts."""
-    stream: bool
-
-
-class Candidate(msgspec.Struct, frozen=True):
-    """A token and its log-probability in nats."""
-
-    token_id: int
-    logprob: float
-
-
-class TokenScore(msgspec.Struct, frozen=True):
-    """The sampled token, and the most likely ones."""
-
-    token_id: int
-    logprob: float
-    top_logprobs: list[Candidate] = []
-
-
-class TokenScores(msgspec.Struct, frozen=True):
-    """One entry for each token."""
-
-    content: list[TokenScore] | None = None
-
-
-class PromptScore(msgspec.Struct, frozen=True):
-    """The log-probability of a prompt's token."""
-
-    logprob: float
-
-
-class Choice(msgspec.Struct, frozen=True):
-    """A response, or in a stream its new tokens."""
-
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    """The token or string that ended it; None if it was the end-of-sequence token."""
-    logprobs: TokenScores | None = None
-    weight_versions: list[VersionSpan] | None = None
-    """Of the whole response; with its end only."""
-    routed_experts: str | None = None
-    """Base64 of a NumPy file with `[tokens - 1, layers, top_k]`, of prompt and response without the last token."""
-
-
-class PromptDetails(msgspec.Struct, frozen=True):
-    """Part of the usage."""
-
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    """Counts of tokens."""
-
-    prompt_tokens_details: PromptDetails | None = None
-
-
-class TokenReply(msgspec.Struct, frozen=True):
-    """Reply to `TokenRequest`, or an event of its stream."""
-
-    choices: list[Choice] = []
-    usage: Usage | None = None
-    prompt_logprobs: list[dict[int, PromptScore] | None] | None = None
-    """For each token of the prompt, token → score; None for the first."""
-    error: msgspec.Raw = msgspec.Raw()
-    """In a stream: the error that ends it."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True):
@@ -155,7 +58,7 @@ class VllmClient:
 
     async def generate(self, request: TokenRequest, on_reply: Callable[[TokenReply], None]) -> None:
         """Generate a response; `on_reply` receives it, whole or as the events of a stream."""
-        url, seconds = f"{self._url}/inference/v1/generate", self._request_seconds
+        url, seconds = self._url + GENERATE, self._request_seconds
         if request.stream:
             decode = msgspec.json.Decoder(TokenReply).decode
             await follow(self._session, url, request, lambda event: on_reply(decode(event)), timeout=seconds, peer=PEER)

@@ -27,7 +27,7 @@ from streamrl.gserver.server.engine import Engine, Job, QueueFull, Text, Ticket
 from streamrl.gserver.server.monitor import monitoring
 from streamrl.gserver.server.receiver import ExpectedWeights, StagedWeights, WeightReceiver
 from streamrl.gserver.server.serving import GserverLaunch, behind_http
-from streamrl.gserver.vllm.client import TokenReply, VllmClient
+from streamrl.gserver.vllm.client import VllmClient
 from streamrl.gserver.vllm.command import VLLM, VllmLaunch, command, environment
 from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.gserver.vllm.stage import StagedFile
@@ -35,6 +35,7 @@ from streamrl.models import max_position, replays_routing, vocab_size
 from streamrl.safetensors_files import MODEL, TensorFiles
 from streamrl.transport.generation import PauseMode
 from streamrl.transport.http import new_session
+from streamrl.transport.vllm import TokenReply
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.gserver.server.engine import Job, Output
-from streamrl.gserver.vllm.client import Candidate, Choice, PromptScore, TokenReply, TokenRequest, VllmSampling
 from streamrl.transport.generation import FinishReason
-
-SEEDS = 2**63
+from streamrl.transport.vllm import Candidate, Choice, PromptScore, TokenReply, TokenRequest, finish_reason, sampling
 
 
 def request(job: Job, *, request_id: str, version: str) -> TokenRequest:
@@ -27,20 +25,8 @@ def request(job: Job, *, request_id: str, version: str) -> TokenRequest:
         token_ids=job.input_ids,
         cache_salt=version,
         stream=job.stream and not scores_prompt and params.max_new_tokens > 0,  # streams have no scores of prompts
-        sampling_params=VllmSampling(
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            max_tokens=max(params.max_new_tokens, 1),
-            min_tokens=params.min_new_tokens,
-            stop=list(job.stop),
-            stop_token_ids=params.stop_token_ids or [],
-            ignore_eos=params.ignore_eos,
-            seed=None if params.sampling_seed is None else params.sampling_seed % SEEDS,
-            logprobs=job.top_logprobs_num,
-            prompt_logprobs=job.top_logprobs_num if scores_prompt else None,
-            detokenize=bool(job.stop),
+        sampling_params=sampling(
+            params, stop=list(job.stop), top_logprobs=job.top_logprobs_num, scores_prompt=scores_prompt
         ),
     )
 
@@ -113,11 +99,9 @@ class ResponseBuilder:
 
     def _reason(self, choice: Choice) -> FinishReason:
         limit = self._job.params.max_new_tokens
-        if choice.finish_reason == "abort":
-            return FinishReason("abort", message="the request was aborted")
-        if choice.finish_reason == "length" or not limit:
-            return FinishReason("length", length=limit)
-        return FinishReason("stop", matched=self._ids[-1] if choice.stop_reason is None else choice.stop_reason)
+        if not limit and choice.finish_reason != "abort":
+            return FinishReason("length", length=0)
+        return finish_reason(choice, limit=limit, last=self._ids[-1] if self._ids else None)
 
     def _output(self, version: str, **end: object) -> Output:
         return Output(

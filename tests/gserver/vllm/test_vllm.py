@@ -15,11 +15,11 @@ from streamrl.config import GserverConfig, from_dict
 from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
 from streamrl.gserver.server.engine import Job
-from streamrl.gserver.vllm.client import TokenReply
 from streamrl.gserver.vllm.command import VllmLaunch, command, environment
 from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.gserver.vllm.stage import StagedFile
 from streamrl.transport.generation import FinishReason, SamplingParams, VersionSpan
+from streamrl.transport.vllm import TokenReply
 
 SHAPES = {"a.weight": (3, 5), "b.bias": (7,), "c.weight": (2, 2)}
 
@@ -79,20 +79,6 @@ def test_a_stream_is_put_together() -> None:
     assert last is not None
     assert (last.output_ids, last.finish_reason) == ([5, 6, 7], FinishReason("length", length=3))
     assert last.spans == [VersionSpan("1", 0, 1), VersionSpan("2", 1, 3)]
-
-
-@pytest.mark.parametrize(
-    ("ended", "finish"),
-    [
-        ({"finish_reason": "stop", "stop_reason": None}, FinishReason("stop", matched=6)),
-        ({"finish_reason": "stop", "stop_reason": "ab"}, FinishReason("stop", matched="ab")),
-        ({"finish_reason": "abort"}, FinishReason("abort", message="the request was aborted")),
-    ],
-)
-def test_why_a_response_ended(ended: dict[str, Any], finish: FinishReason) -> None:
-    last = ResponseBuilder(job(max_new_tokens=9)).add(reply(tokens(5, 6, **ended)), version="1")
-    assert last is not None
-    assert last.finish_reason == finish
 
 
 def test_a_prompt_is_scored_under_the_version_that_computed_it() -> None:

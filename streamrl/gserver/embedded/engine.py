@@ -236,17 +236,18 @@ class EmbeddedEngine:
         self, deterministic: bool, *, graphs: bool, compute_dtype: torch.dtype
     ) -> tuple[StepModel, SlotCache, type[Scheduler]]:
         """Return the forward pass, its cache, and the kind of the scheduler."""
+        slots = self.max_running + 1  # one is for prompts that are only scored
         if isinstance(self._weights, GeneralWeights):
             if self._weights.batched:
-                states = SlotStates(max_slots=self.max_running, max_length=self.max_context, device=self._device)
+                states = SlotStates(max_slots=slots, max_length=self.max_context, device=self._device)
                 return BatchedModel(self._weights.served, states), states, Scheduler
-            slots = SlotCaches(self._weights.config)
-            return GeneralModel(self._weights.served, slots), slots, GeneralScheduler
+            caches = SlotCaches(self._weights.config)
+            return GeneralModel(self._weights.served, caches), caches, GeneralScheduler
         assert self._architecture is not None
         graphs = graphs and self._architecture.moe is None
         cache = KVCache(
             self._architecture,
-            max_slots=self.max_running,
+            max_slots=slots,
             max_length=self.max_context,
             dtype=compute_dtype,
             device=self._device,

@@ -14,6 +14,9 @@ again after a retraction. With this scheduler, the shapes of a request's passes 
 whole prompt, then token after token. Its invariant: tokens and log-probabilities do not depend, bit for bit, on other
 requests or on the arrival time of a request.
 
+A request without new tokens, whose prompt is only scored, waits neither for a slot nor for a pause to end: it is
+computed next, in a slot behind the others. A comparison of weights would otherwise come after those weights.
+
 All methods run in the engine's thread.
 """
 
@@ -24,6 +27,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 
 import msgspec
@@ -70,7 +74,8 @@ class Scheduler:
         adapter: Adapter | None = None,
         sample: Sample = sample,
     ) -> None:
-        """`prefill_tokens`: number of prompt tokens computed between two decode steps while no request runs.
+        """`cache` has a slot more than `max_running`, for prompts that are only scored. `prefill_tokens`: number of
+        prompt tokens computed between two decode steps while no request runs.
         `prefix_cache_bytes`: see `PrefixCache`. `adapter`: for requests that begin before the first new one."""
         self.version = version
         self.paused = False
@@ -119,7 +124,10 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request."""
         request.note_version(self.version)
-        self.waiting.append(request)
+        if request.job.params.max_new_tokens:
+            self.waiting.append(request)
+        else:
+            self.waiting.appendleft(request)
 
     def abort(self, rid: str) -> bool:
         """End request `rid` with its tokens so far; return whether it exists."""
@@ -137,6 +145,8 @@ class Scheduler:
 
     def pause(self, mode: PauseMode) -> None:
         """Compute nothing until `resume`; `mode` determines the fate of running requests."""
+        if not self.paused:
+            self._score()
         self.paused = True
         if mode == "abort":
             self.abort_all()
@@ -189,7 +199,14 @@ class Scheduler:
         self.busy_seconds += ended - began
         self.slot_seconds += (ended - began) * slots
 
+    def _score(self) -> None:
+        """Compute the prompts that are only scored."""
+        while self.waiting and not self.waiting[0].job.params.max_new_tokens:
+            batch = [self.waiting.popleft()]
+            self._try_prompts(batch, partial(self._prefill, batch))
+
     def _admit(self) -> None:
+        self._score()
         batch, cut = self._next_batch()
         if batch:
             self._try_prompts(batch, lambda: self._prefill(batch))

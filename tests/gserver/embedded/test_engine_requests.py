@@ -175,6 +175,36 @@ async def test_aborts_answer_with_what_there_is(folder: Path) -> None:
     assert len(after.output_ids) == 20
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+async def test_scores_of_a_prompt_wait_neither_for_a_slot_nor_for_an_update(deterministic: bool, folder: Path) -> None:
+    scored = {"params": {"max_new_tokens": 0}, "logprob_start_len": 0}
+    async with asyncio.timeout(60), engine_for(folder, max_running=1, deterministic=deterministic) as engine:
+        running = engine.submit(job("run", prompt(5), params={"max_new_tokens": 400}, stream=True))
+        waiting = engine.submit(job("wait", prompt(6)))
+        await grown(running, 3)
+        outputs = [await engine.submit(job("now", prompt(9), **scored)).result()]
+        before_a_pause = engine.submit(job("before", prompt(9), **scored))
+        await engine.pause("in_place")
+        await engine.set_version("1")
+        during_a_pause = engine.submit(job("during", prompt(9), **scored))
+        outputs.append(await before_a_pause.result())
+        assert not during_a_pause.done
+        assert not running.done
+        await engine.resume()
+        outputs.append(await during_a_pause.result())
+        assert not waiting.done
+        responses = [await ticket.result() for ticket in (running, waiting)]
+    assert [output.weight_version for output in outputs] == ["default", "default", "1"]
+    for output in outputs:
+        torch.testing.assert_close(
+            torch.tensor(output.input_logprobs[1:]),
+            response_logprobs(make_model(), prompt(9)[:1], prompt(9)[1:]),
+            atol=1e-4,
+            rtol=0,
+        )
+    assert [len(output.output_ids) for output in responses] == [400, 20]
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_paused_requests_go_on_where_they_were(mode: Any, folder: Path) -> None:
     params = {"max_new_tokens": 400, "sampling_seed": 2}

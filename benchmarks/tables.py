@@ -554,11 +554,11 @@ def delay(results: Results) -> str:
 
     for place in unique(kind(row) for row in sorted(results["rows"], key=lambda row: (row["task"], row["delay"]))):
         runs = [row for row in results["rows"] if kind(row) == place]
-        cells = [*map(str, place), f"{len(runs)}", over(runs, "learned", "d"), over(runs, "worst", ".3f")]
-        rows.append([*cells, over(runs, "end", ".2f"), over(runs, "area", ".2f")])
-    header = "task | delay | variant | runs | learned at step | worst after that | reward at the end"
-    header += " | mean reward of all steps"
-    return markdown(header.split(" | "), rows)
+        task, versions, variant = place
+        cells = [f"{task}, {versions}", variant, f"{len(runs)}", over(runs, "learned", "d")]
+        rows.append([*cells, over(runs, "worst", ".3f"), over(runs, "end", ".2f")])
+    header = ["task, delay", "variant", "runs", "learned at step", "worst after that", "reward at the end"]
+    return markdown(header, rows)
 
 
 # --- memory, computed ----------------------------------------------------------------------------

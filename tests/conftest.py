@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import signal
 import sys
 from typing import Any
 
@@ -15,6 +16,9 @@ from xdist.scheduler import LoadScopeScheduling
 from streamrl.processor import avoid_broken_instructions
 
 avoid_broken_instructions()  # before anything computes here or in what the tests start
+
+# A shell makes its background processes ignore SIGINT, and children inherit that: tests interrupt programs they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes depends on what else runs; each run tries others, so half of hypothesis' 100 will do.
 settings.register_profile("unhurried", deadline=None, max_examples=50)

@@ -39,7 +39,7 @@ def _row(text: str, **more: Any) -> Row:
 
 
 ARGUMENTS: dict[str, Row] = {
-    "config": _row("Configuration of the run, a TOML file.", metavar="CONFIG"),
+    "config": _row("Configuration of the run, a TOML file; or the folder of a run.", metavar="CONFIG"),
     "maybe_config": _row("Configuration of the run; not with --model-shape.", metavar="[CONFIG]"),
     "checked_config": _row("Configuration of the run.", metavar="[CONFIG]"),
     "overrides": _row("Settings that replace values of the file, as trainer.lr=1e-5.", metavar="[KEY=VALUE]..."),

@@ -118,8 +118,13 @@ REMOVED = {
 """Keys of earlier versions without a replacement, and the reason."""
 
 
+CONFIG_FILE = "config.toml"
+"""The configuration of a run, in its folder."""
+
+
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration in the TOML file `path`, with overrides such as `trainer.lr=1e-5` applied.
+    """Return the configuration in the TOML file `path`, or in the run's folder `path`, with overrides such as
+    `trainer.lr=1e-5` applied.
 
     Raises `ConfigError` if the file cannot be read, or if values do not fit; the error names their keys.
     """
@@ -130,8 +135,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_tree(path: str | Path) -> dict[str, Any]:
-    """Return the content of the TOML file `path`; raises `ConfigError` if it cannot be read."""
+    """Return the content of the TOML file `path`, or of the one in the run's folder `path`; raises `ConfigError` if it
+    cannot be read."""
     file = Path(path)
+    file = file / CONFIG_FILE if file.is_dir() else file
     try:
         return tomllib.loads(file.read_text())
     except OSError as error:

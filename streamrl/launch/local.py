@@ -133,7 +133,7 @@ class Launcher:
         process makes the model; else the run does not go back to a checkpoint by itself."""
         self._config = config
         self._plan = processes
-        self._commands = ProcessCommands(config.run_dir / "config.toml")
+        self._commands = ProcessCommands(config.run_dir / configuration.CONFIG_FILE)
         self._display = display
         self._secret = hold(of_new_run(config))
         self._page = page

@@ -167,7 +167,7 @@ class PoolShare:
         """Write the trainer's configuration into the run's folder."""
         config = configuration.load(self._commands.config_file, self._commands.overrides)
         config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / "config.toml").write_text(configuration.to_toml(config))
+        (config.run_dir / configuration.CONFIG_FILE).write_text(configuration.to_toml(config))
 
     async def _plan(self) -> list[ProcessPlan]:
         if self._share is not None:

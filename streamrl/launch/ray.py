@@ -254,7 +254,7 @@ class KeptChildren(Children):
         self._places = places
         self._folder = logs
         settings = configuration.to_toml(config)
-        self._arguments = (os.getcwd(), str(config.run_dir / "config.toml"), settings, secret.revealed)
+        self._arguments = (os.getcwd(), str(config.run_dir / configuration.CONFIG_FILE), settings, secret.revealed)
 
     async def start(self, process: ProcessPlan, command: Sequence[str]) -> Child:
         """Start `process` on the node of its actor.

@@ -121,7 +121,7 @@ def replay(prepared: ReplaySetup) -> int:
 
 async def _replay(prepared: ReplaySetup, children: Children) -> None:
     config = prepared.config
-    config_file = config.run_dir / "config.toml"
+    config_file = config.run_dir / configuration.CONFIG_FILE
     config_file.write_text(configuration.to_toml(config))
     with tempfile.TemporaryDirectory() as meeting:
         try:

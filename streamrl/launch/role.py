@@ -203,7 +203,7 @@ def run_controller(
 def _keep_settings(config: Config, config_file: Path) -> None:
     """Write the configuration into the run's folder, for readers of its records, unless a launcher has done so."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    kept = config.run_dir / "config.toml"
+    kept = config.run_dir / configuration.CONFIG_FILE
     if kept.absolute() != config_file.absolute():
         kept.write_text(configuration.to_toml(config))
 

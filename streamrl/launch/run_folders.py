@@ -179,7 +179,7 @@ def _refuse_other_prompts(config: Config) -> None:
 def _changed_prompts(config: Config) -> list[str]:
     """Return a sentence for each setting of the prompts that differs from the one in the run's folder."""
     try:
-        before = configuration.load(config.run_dir / "config.toml")
+        before = configuration.load(config.run_dir / configuration.CONFIG_FILE)
     except ConfigError:
         return []
 
@@ -192,7 +192,7 @@ def _changed_prompts(config: Config) -> list[str]:
 
 
 def _began(folder: Path) -> float:
-    settings = folder / "config.toml"
+    settings = folder / configuration.CONFIG_FILE
     return (settings if settings.exists() else folder).stat().st_mtime
 
 

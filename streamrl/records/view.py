@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from streamrl.config import Config, as_known
+from streamrl.config import CONFIG_FILE, Config, as_known
 from streamrl.errors import UNDECODABLE, ConfigError
 from streamrl.records import lineage as lineages
 from streamrl.records.collapse import HEALTHY
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.toml"
 LIVE_SECONDS = 30.0
 """A run without an ending that has written nothing for this many seconds is not live."""
 SILENT_BEATS = 8.0

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.config import Config, RolloutConfig, from_dict, load, to_toml
+from streamrl.config import CONFIG_FILE, Config, RolloutConfig, from_dict, load, to_toml
 from streamrl.config.fields import Section, section_of
 from streamrl.config.sections import as_evaluated
 from streamrl.config.suggestions import COMMON_NAMES
@@ -285,6 +285,11 @@ def test_overrides_that_cannot_be_are_refused(tmp_path: Path, override: str, say
     file.write_text("[trainer]\nlr = 1e-4\n")
     with pytest.raises(ConfigError, match=says):
         load(file, [override])
+
+
+def test_the_folder_of_a_run_stands_for_its_configuration(tmp_path: Path) -> None:
+    (tmp_path / CONFIG_FILE).write_text("[trainer]\nlr = 1e-4\n")
+    assert load(tmp_path, ["trainer.batch_groups=3"]).trainer.lr == 1e-4
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

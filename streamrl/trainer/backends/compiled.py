@@ -7,6 +7,7 @@ is left out, because `TreeMask` chooses and compiles that (`attention.py`).
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -34,6 +35,8 @@ def compile_layers(layers: Sequence[nn.Module], trial: Callable[[], object]) -> 
 
     Layers of one kind share what is compiled. Return whether they are compiled.
     """
+    log.info("compiling the decoder layers, which takes up to a minute if no earlier run has left compiled code")
+    began = time.monotonic()
     _leave_attention_out()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_VERSIONS)
     for layer in layers:
@@ -46,6 +49,7 @@ def compile_layers(layers: Sequence[nn.Module], trial: Callable[[], object]) -> 
         reason = (str(error).strip() or "no reason given").splitlines()[0]
         log.warning("layers are computed as they are, which is slower: %s: %s", type(error).__name__, reason)
         return False
+    log.info("compiled the decoder layers in %.0f s", time.monotonic() - began)
     return True
 
 

@@ -147,13 +147,12 @@ def engine(results: Results) -> str:
             rates = dict(points.get((model, concurrency, dtype), {"tokens_per_second": {}})["tokens_per_second"])
             ours = rates.pop("streamrl", None)
             best = max(rates, key=lambda name: rates[name], default=None)
-            cells.append(f"{ours:,.0f}" if ours else MISSING)
-            cells.append(f"{rates[best]:,.0f} ({best})" if best else MISSING)
-            cells.append(f"{ours / rates[best]:.2f}" if ours and best else MISSING)
+            compared = f" ({ours / rates[best]:.2f} × {best})" if ours and best else ""
+            cells.append(f"{ours:,.0f}{compared}" if ours else MISSING)
         rows.append(cells)
     others = unique(name for row in results["rows"] for name in row["tokens_per_second"] if name != "streamrl")
     versions = [f"{package} {version}" for package, version in results["settings"]["versions"].items()]
-    table = markdown(["model, at once", *(c for dtype in dtypes for c in (dtype, "best other", "ratio"))], rows)
+    table = markdown(["model, at once", *dtypes], rows)
     return f"{table}\n\nThe others: {', '.join(others)} ({', '.join(versions)})."
 
 

@@ -19,6 +19,10 @@ def test_the_reference_is_as_the_code_defines_it():
     assert done.returncode == 0, done.stderr
 
 
+def test_the_reference_has_the_commands_of_groups():
+    assert "`streamrl launch slurm [OPTIONS]" in (ROOT / "docs/reference/cli.md").read_text()
+
+
 def test_every_setting_has_a_meaning():
     """A row of docs/reference/config.md ends with an empty cell if its setting has no docstring."""
     rows = re.findall(r"^\| `([\w.]+)` \|.*\|([^|]*)\|$", (ROOT / "docs/reference/config.md").read_text(), re.MULTILINE)

@@ -159,11 +159,8 @@ def commands() -> str:
 
     from streamrl.cli import app
 
-    group: Any = typer.main.get_command(app)
     lines = ["# Commands", "", "`streamrl COMMAND --help` prints the same.", ""]
-    for name, command in sorted(group.commands.items()):
-        if command.hidden:
-            continue
+    for name, command in visible(typer.main.get_command(app)):
         context = command.make_context(name, [], resilient_parsing=True)
         usage = " ".join(piece for piece in command.collect_usage_pieces(context))
         lines += [f"## streamrl {name}", "", f"`streamrl {name} {usage}`", "", prose(command.help or ""), ""]
@@ -171,6 +168,15 @@ def commands() -> str:
         if rows:
             lines += ["| argument or option | default | meaning |", "|---|---|---|", *rows, ""]
     return "\n".join(lines)
+
+
+def visible(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the full name and each command of a group and of the groups in it, without hidden ones."""
+    for name, command in sorted(group.commands.items()):
+        if hasattr(command, "commands"):
+            yield from visible(command, f"{prefix}{name} ")
+        elif not command.hidden:
+            yield prefix + name, command
 
 
 def option_row(parameter: Any) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from streamrl.cli_options import SIZES, command, described
+from streamrl.cli_options import SIZES, command, described, load_help_renderer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -527,6 +527,8 @@ def kubernetes(
 
 def main() -> None:
     """Entry point: errors that streamrl raises on purpose become one message and an exit code."""
+    if not {"-h", "--help"}.isdisjoint(sys.argv) or len(sys.argv) == 1:
+        load_help_renderer()
     try:
         app()
     except Exception as error:  # any but streamrl's own is raised again; their classes are imported only now, for speed

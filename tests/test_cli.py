@@ -23,7 +23,7 @@ from tests.runs import write_run
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
-HEAVY = ("torch", "transformers", "matplotlib", "numpy", "aiohttp")
+HEAVY = ("torch", "transformers", "matplotlib", "numpy", "aiohttp", "markdown_it", "pygments")
 
 
 def streamrl(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -56,17 +57,47 @@ def make_ready() -> None:
     native_add_sums()
 
 
+class LineSums(NamedTuple):
+    """The sums of the rows and of the columns of a tensor, as integers on its device; `checksums` reads them."""
+
+    digest: hashlib.blake2b
+    """Of the tensor's dtype and shape."""
+    columns: Tensor
+    rows: Tensor
+
+
 def tensor_sums(tensor: Tensor) -> str:
     """Return a checksum of one tensor: a hash of the sums of its rows and of its columns. Numbers count as the integers
     with the same bits, modulo two to the power of their width.
 
     Any error in a single number changes the checksum; so do numbers, rows or columns that have changed places.
     """
+    return checksums({"": line_sums(tensor)})[""]
+
+
+def checksums(sums: Mapping[str, LineSums]) -> dict[str, str]:
+    """Return `tensor_sums` of each tensor, by name. One copy reads all sums from their device, so the host waits for it
+    once."""
+    if not sums:
+        return {}
+    parts = [part.view(torch.uint8) for found in sums.values() for part in (found.columns, found.rows)]
+    read = torch.split(torch.cat(parts).cpu(), [len(part) for part in parts])
+    hashed = {}
+    for (name, found), columns, rows in zip(sums.items(), read[::2], read[1::2], strict=True):
+        digest = found.digest.copy()
+        digest.update(columns.numpy().data)
+        digest.update(rows.numpy().data)
+        hashed[name] = digest.hexdigest()
+    return hashed
+
+
+def line_sums(tensor: Tensor) -> LineSums:
+    """Return the sums of `tensor`, without waiting for its device."""
     return _sums(tensor.detach(), None)
 
 
-def copy_and_sum(target: Tensor, source: Tensor) -> str:
-    """Copy `source` into the contiguous `target`; return `tensor_sums` of `target` afterwards.
+def copy_and_sum(target: Tensor, source: Tensor) -> LineSums:
+    """Copy `source` into the contiguous `target`; return the sums of `target` afterwards.
 
     Cheaper than a copy followed by the sums: each piece is summed while it is in the processor's cache.
     """
@@ -77,8 +108,8 @@ PIECE_BYTES = 2**20
 """Data that are read twice are read in pieces of this size, so that the second read hits the cache."""
 
 
-def _sums(tensor: Tensor, source: Tensor | None) -> str:
-    """Return `tensor_sums` of `tensor`, after copying `source` into it, if given."""
+def _sums(tensor: Tensor, source: Tensor | None) -> LineSums:
+    """Return the sums of `tensor`, after copying `source` into it, if given."""
     numbers = _as_matrix(tensor)
     matrix = numbers.view(INTEGERS[tensor.element_size()])
     native = native_add_sums() if tensor.device.type == "cpu" and matrix.is_contiguous() else None
@@ -93,10 +124,7 @@ def _sums(tensor: Tensor, source: Tensor | None) -> str:
         if source is not None:
             targets[i].copy_(sources[i])
         add(piece, sums, column_sums)
-    digest = _digest_of_shape(tensor)
-    for found in (column_sums, row_sums):
-        digest.update(found.cpu().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return LineSums(_digest_of_shape(tensor), column_sums, row_sums)
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:

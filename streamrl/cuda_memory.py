@@ -7,14 +7,18 @@ pickle the same data. The owner keeps the memory, and does not write to it while
 
 from __future__ import annotations
 
+import fcntl
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import torch
 from torch import Tensor, UntypedStorage
 
+from streamrl.disk import OWNER
 from streamrl.errors import ModelError
 
 FILE = "cuda_memory.msgpack"
@@ -92,6 +96,48 @@ def read(folder: Path) -> SharedWeights:
 
 Share = Callable[[UntypedStorage], Handle]
 Open = Callable[[Handle], UntypedStorage]
+
+
+class OpenWeights:
+    """The weights of one publisher. Its memory stays open from one update to the next.
+
+    The memory is closed when the publisher releases its lock, by its end at the latest, or when weights of another
+    publisher are read.
+    """
+
+    def __init__(self, open_shared: Open) -> None:
+        self._open = open_shared
+        self._owner: Path | None = None
+        """The publisher's folder."""
+        self._sets: dict[Path, tuple[SharedWeights, dict[str, Tensor]]] = {}
+        """By folder: the content of `FILE`, and the weights by name."""
+        self._lock = threading.Lock()
+
+    def read(self, folder: Path) -> dict[str, Tensor]:
+        """Return the weights that `folder` describes, by name; raises `ModelError` or `OSError`."""
+        content = read(folder)
+        with self._lock:
+            if folder.parent != self._owner:
+                self._follow(folder.parent)
+            if folder not in self._sets or self._sets[folder][0] != content:
+                self._sets[folder] = content, dict(content.views(self._open(content.handle)))
+            return self._sets[folder][1]
+
+    def _follow(self, owner: Path) -> None:
+        """Close the memory of the previous publisher; close the memory of `owner` as soon as its lock is free."""
+        lock = (owner / OWNER).open("rb")
+        self._sets.clear()
+        self._owner = owner
+        # A daemon: it may wait for as long as the process lives.
+        threading.Thread(target=self._close_after, args=(owner, lock), name="owner of weights", daemon=True).start()
+
+    def _close_after(self, owner: Path, lock: IO[bytes]) -> None:
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+        with self._lock:
+            if self._owner == owner:
+                self._owner = None
+                self._sets.clear()
 
 
 def share(storage: UntypedStorage) -> Handle:

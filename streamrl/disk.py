@@ -6,6 +6,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+OWNER = "owner.lock"
+"""Name of the file that the process which writes to a folder keeps locked for as long as it lives."""
+
 
 def to_disk(path: Path) -> None:
     """Wait until the file `path`, or the names in the folder `path`, are on disk."""

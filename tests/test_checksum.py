@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from streamrl import checksum
-from streamrl.checksum import copy_and_sum, tensor_sums
+from streamrl.checksum import checksums, copy_and_sum, tensor_sums
 from streamrl.native.operations import native_add_sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
@@ -82,6 +82,6 @@ def test_a_copy_has_the_sums_of_what_it_is_copied_to(rows: int, columns: int, dt
     source = torch.randn(rows * columns) if flat else torch.randn(columns, rows).t()
     target = torch.zeros(source.shape, dtype=dtype)
     with patch.object(checksum, "PIECE_BYTES", 64):
-        returned = copy_and_sum(target, source)
+        returned = checksums({"a": copy_and_sum(target, source)})["a"]
     assert torch.equal(target, source.to(dtype))
     assert returned == expected(source.to(dtype))

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from streamrl.checksum import copy_and_sum, dtype_name, tensor_sums
+from streamrl.checksum import LineSums, checksums, copy_and_sum, dtype_name, line_sums
 from streamrl.config import Config, WeightsConfig
 from streamrl.device import SideStream
 from streamrl.errors import DeadlineExceeded, PublicationError
@@ -376,14 +376,14 @@ class Broadcaster:
         """Form the group if it is new, and send all weights; return the checksum of each weight, by name."""
         if begin.group_name != self._group_name:
             self._form(begin)
-        checksums: dict[str, str] = {}
+        sums: dict[str, LineSums] = {}
         with self._beside.after_computation(), closing(self._weights.weights()) as weights:
             for bucket in self._buckets:
                 # One bucket after another: no gserver gets far ahead of a failing one.
-                contents = self._contents(bucket, weights, checksums)
+                contents = self._contents(bucket, weights, sums)
                 for _, content in broadcasts(contents, self._group, watched_seconds=self._watched_seconds):
                     self.sent_bytes += content.nbytes
-        return checksums
+            return checksums(sums)
 
     def abort(self) -> None:
         """Leave the group: it is unusable after an interrupted broadcast.
@@ -418,18 +418,18 @@ class Broadcaster:
         self._group_name = begin.group_name
 
     def _contents(
-        self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]], checksums: dict[str, str]
+        self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]], sums: dict[str, LineSums]
     ) -> Generator[tuple[str, Tensor]]:
-        """Yield names and contents of `bucket`, the next of `weights`; enter their checksums into `checksums`."""
+        """Yield names and contents of `bucket`, the next of `weights`; enter their sums into `sums`."""
         for place, (name, shape) in enumerate(bucket):
             weight = _next(weights, name, shape)
             if weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous():
                 if self._config.checksum:
-                    checksums[name] = tensor_sums(weight)
+                    sums[name] = line_sums(weight)
             else:
                 source, weight = weight, self._buffer(place % AT_ONCE, weight.numel()).view(shape)
                 if self._config.checksum:
-                    checksums[name] = copy_and_sum(weight, source)
+                    sums[name] = copy_and_sum(weight, source)
                 else:
                     weight.copy_(source)
             yield name, weight

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from streamrl.checksum import WeightsChecksum, tensor_sums, weights_checksum
+from streamrl.checksum import LineSums, WeightsChecksum, line_sums, weights_checksum
 from streamrl.config import LoraConfig
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.weights import Parameters, store_rounded
@@ -166,15 +166,15 @@ class Adapters:
             raise ModelError(f"an adapter is one safetensors file, and {folder} has {len(files)}")
         self._load(files[0])
 
-    def store(self, name: str, tensor: Tensor) -> str:
+    def store(self, name: str, tensor: Tensor) -> LineSums:
         return store_rounded(self._writable().named[name], tensor, dtype=self._parameters.dtype)
 
     def place(self, name: str) -> Tensor | None:
         same = self._parameters.compute_dtype == self._parameters.dtype
         return self._writable().named[name] if same else None
 
-    def sums(self, name: str) -> str:
-        return tensor_sums(self._writable().named[name])
+    def sums(self, name: str) -> LineSums:
+        return line_sums(self._writable().named[name])
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
         return False  # the tensors are few, and A of fused matrices have to be adjacent

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from streamrl.architecture import Architecture
-from streamrl.checksum import WeightsChecksum, copy_and_sum, tensor_sums, weights_checksum
+from streamrl.checksum import LineSums, WeightsChecksum, copy_and_sum, line_sums, weights_checksum
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.products import Matrix, Packer, packs
 from streamrl.safetensors_files import MODEL, TensorFiles
@@ -91,14 +91,14 @@ class DoubleBufferedWeights:
         """Write the checkpoint in `folder` to the staged set; raises `ModelError`."""
         self._writable().load(folder)
 
-    def store(self, name: str, tensor: Tensor) -> str:
+    def store(self, name: str, tensor: Tensor) -> LineSums:
         return self._writable().write(name, tensor)
 
     def place(self, name: str) -> Tensor | None:
         return self._writable().place(name) if self._compute_dtype == self.dtype else None
 
-    def sums(self, name: str) -> str:
-        return tensor_sums(self._writable().named[name])
+    def sums(self, name: str) -> LineSums:
+        return line_sums(self._writable().named[name])
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
         if self._compute_dtype != self.dtype or self._device.type != "cpu" or self._rounds:
@@ -233,6 +233,8 @@ class Parameters:
         self._adopted = adopted
         self._rounded = False
         """Whether nothing was written since `round_to_int8`."""
+        self._synchronized = True
+        """Whether nothing was written since `synchronize`."""
         self._packer = Packer(threads=threads, deterministic=deterministic)
         self._lock = threading.Lock()
         self._matrices: list[Matrix] = []
@@ -266,17 +268,17 @@ class Parameters:
         Several threads may write, each to another weight.
         """
         assert not self.read_only, "others read these weights"
-        self._rounded = False
+        self._rounded = self._synchronized = False
         matrix = self._matrix_of.get(name)
         if matrix is not None:
             with self._lock:
                 self._packer.unpack(matrix)
         return self.named[name]
 
-    def write(self, name: str, tensor: Tensor) -> str:
+    def write(self, name: str, tensor: Tensor) -> LineSums:
         """Copy one weight in place; its name must be known and its shape right.
 
-        Several threads may write, each to another weight. Returns `tensor_sums` of the written weight, as it is served.
+        Several threads may write, each to another weight. Returns the sums of the written weight, as it is served.
         """
         return store_rounded(self.place(name), tensor, dtype=self.dtype)
 
@@ -295,9 +297,10 @@ class Parameters:
         self._rounded = True
 
     def synchronize(self) -> None:
-        """Wait until all writes are complete, so that another thread may compute with the weights."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        """Wait for the writes in the current stream; another thread may then compute with the weights."""
+        if self.device.type == "cuda" and not self._synchronized:
+            torch.cuda.current_stream(self.device).synchronize()
+        self._synchronized = True
 
     def start_packing(self) -> None:
         """Begin to pack the unpacked matrices, where that is faster; other threads may use the weights in the
@@ -392,13 +395,13 @@ class Parameters:
         return torch.zeros(shape, dtype=self.compute_dtype, device=self.device)
 
 
-def store_rounded(place: Tensor, tensor: Tensor, *, dtype: torch.dtype) -> str:
-    """Copy `tensor`, rounded to `dtype`, to `place`, which may be wider; return `tensor_sums` of the rounded tensor."""
+def store_rounded(place: Tensor, tensor: Tensor, *, dtype: torch.dtype) -> LineSums:
+    """Copy `tensor`, rounded to `dtype`, to `place`, which may be wider; return the sums of the rounded tensor."""
     rounded = tensor.to(dtype)
     if place.dtype == dtype and place.is_contiguous():
         return copy_and_sum(place, rounded)
     place.copy_(rounded)
-    return tensor_sums(place.to(dtype))
+    return line_sums(place.to(dtype))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from streamrl import checksum, cuda_memory
-from streamrl.checksum import dtype_name, tensor_sums
-from streamrl.cuda_memory import Open
+from streamrl.checksum import LineSums, checksums, dtype_name, line_sums
+from streamrl.cuda_memory import Open, OpenWeights
 from streamrl.device import SideStream, compute_with
 from streamrl.errors import ModelError, PublicationError, Refused
 from streamrl.machine import SHARED_MEMORY
@@ -65,14 +65,14 @@ class StagedWeights(msgspec.Struct):
 class WeightsAside(Protocol):
     """Storage for the staged set of an update, which is not served. Called in threads."""
 
-    def store(self, name: str, tensor: Tensor) -> str:
-        """Keep a copy of `tensor`; return `checksum.tensor_sums` of the copy. Several calls may run at a time."""
+    def store(self, name: str, tensor: Tensor) -> LineSums:
+        """Keep a copy of `tensor`; return the sums of the copy. Several calls may run at a time."""
 
     def place(self, name: str) -> Tensor | None:
         """Return the memory of `name`, to be written in its served form; None if only `store` can write it."""
 
-    def sums(self, name: str) -> str:
-        """Return `checksum.tensor_sums` of `name`, which was written to its place."""
+    def sums(self, name: str) -> LineSums:
+        """Return the sums of `name`, which was written to its place."""
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
         """Keep `weights`, a complete set, in place until the next set is served; return False if `store` is needed.
@@ -107,7 +107,7 @@ class WeightReceiver:
         self._aside = aside
         self._device = device
         self._timeout = timeout
-        self._open_shared = open_shared
+        self._shared = OpenWeights(open_shared)
         self._groups: dict[str, tuple[Any, torch.device]] = {}
         """Name → the process group, and the device on which tensors arrive."""
         self._staged: StagedWeights | None = None
@@ -254,12 +254,16 @@ class WeightReceiver:
 
     def _keep(self, received: Iterable[tuple[str, Tensor | None]], staged: StagedWeights) -> None:
         """Stage tensors while further ones are `received`; None stands for a tensor received in its final place."""
-        staged.sums.update(self._copiers.each(self._store, received))
+        if self._device.type == "cpu":
+            sums = self._copiers.each(self._store, received)
+        else:  # copies are queued in the current stream of this thread
+            sums = {name: self._store(name, tensor) for name, tensor in received}
+        staged.sums |= dict.fromkeys(sums, "") | checksums({name: s for name, s in sums.items() if s is not None})
 
-    def _store(self, name: str, received: Tensor | None) -> str:
+    def _store(self, name: str, received: Tensor | None) -> LineSums | None:
         aside = self._aside
         if aside is None or self._is_ignored(name):
-            return ""
+            return None
         return aside.sums(name) if received is None else aside.store(name, received)
 
     def _is_ignored(self, name: str) -> bool:
@@ -282,7 +286,9 @@ class WeightReceiver:
         self._check_current(staged)
         wait_for_pending(self._pending)
         try:
-            if not self._adopt(folder, staged):
+            if self._adopt(folder, staged):
+                return
+            with self._beside.after_computation():
                 self._keep(self._read(folder), staged)
                 self._make_ready(staged)
         except (SafetensorError, OSError) as error:
@@ -300,14 +306,13 @@ class WeightReceiver:
             self._check([_spec(name, tensor)])
         if not weights.keys() >= self._expected.shapes.keys() or not self._aside.adopt(weights):
             return False
-        staged.sums |= self._copiers.each(lambda _, tensor: tensor_sums(tensor), weights.items())
+        staged.sums |= checksums(self._copiers.each(lambda _, tensor: line_sums(tensor), weights.items()))
         self._make_ready(staged)
         return True
 
     def _read(self, folder: Path) -> Iterator[tuple[str, Tensor]]:
         if (folder / cuda_memory.FILE).exists():
-            shared = cuda_memory.read(folder)
-            for name, tensor in shared.views(self._open_shared(shared.handle)):
+            for name, tensor in self._shared.read(folder).items():
                 self._check([_spec(name, tensor)])
                 yield name, tensor
             return
@@ -352,6 +357,7 @@ class WeightReceiver:
         try:
             with self._beside.after_computation():
                 self._keep(self._arriving(group, device, bucket), staged)
+                self._make_ready(staged)
         except PublicationError:
             if device.type != "cpu":  # an aborted broadcast may still write there
                 self._buffer = torch.empty(0, dtype=torch.uint8)
@@ -359,7 +365,6 @@ class WeightReceiver:
                 if self._aside is not None:
                     self._aside.forget()
             raise
-        self._make_ready(staged)
 
     def _arriving(
         self, group: Any, device: torch.device, bucket: Sequence[TensorSpec]

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from streamrl.checksum import tensor_sums
+from streamrl.checksum import LineSums, checksums, line_sums, tensor_sums
 from streamrl.gserver.sglang.after_import import AfterImport
 
 ACTION = "received"
@@ -96,6 +96,10 @@ class ReceivedTensors:
         module.WeightChecker.handle = check
 
     def _noted(self, tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        for name, tensor in tensors:
-            self._sums[name] = tensor_sums(tensor)
-            yield name, tensor
+        sums: dict[str, LineSums] = {}
+        try:
+            for name, tensor in tensors:
+                sums[name] = line_sums(tensor)
+                yield name, tensor
+        finally:
+            self._sums |= checksums(sums)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamrl.checksum import copy_and_sum, tensor_sums
+from streamrl.checksum import LineSums, copy_and_sum, line_sums
 from streamrl.safetensors_files import MODEL, layout
 
 
@@ -44,15 +44,15 @@ class StagedFile:
         self._folder.cleanup()
         os.close(self._memory)
 
-    def store(self, name: str, tensor: Tensor) -> str:
+    def store(self, name: str, tensor: Tensor) -> LineSums:
         place = self._tensors[name]
         return copy_and_sum(place, tensor.to(place.dtype))
 
     def place(self, name: str) -> Tensor | None:
         return self._tensors[name]
 
-    def sums(self, name: str) -> str:
-        return tensor_sums(self._tensors[name])
+    def sums(self, name: str) -> LineSums:
+        return line_sums(self._tensors[name])
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
         return False

@@ -28,8 +28,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from streamrl.checksum import copy_and_sum
-from streamrl.disk import to_disk
+from streamrl.checksum import LineSums, checksums, copy_and_sum
+from streamrl.disk import OWNER, to_disk
 from streamrl.errors import PublicationError
 from streamrl.lora import SETTINGS, TENSORS
 from streamrl.machine import SHARED_MEMORY, machine_identity
@@ -40,8 +40,6 @@ from streamrl.transport.control import PublishBeginReply, Snapshot
 log = logging.getLogger(__name__)
 
 PREFIX = "streamrl-"
-OWNER = "owner.lock"
-"""Name of the file that the writing process keeps locked for as long as it lives."""
 UNOWNED_SECONDS = 3600.0
 """Age in seconds from which an empty folder without an `OWNER` is removed; a younger one may be about to get its
 owner."""
@@ -178,12 +176,12 @@ class WeightFiles:
         file = self._file(folder, size)
         file.memory[: len(header)] = header
 
-        def write(name: str, tensor: Tensor) -> str:
+        def write(name: str, tensor: Tensor) -> LineSums | None:
             numbers = torch.frombuffer(file.memory, dtype=self.dtype, count=tensor.numel(), offset=offsets[name])
             if self._checksum:
                 return copy_and_sum(numbers.view(tensor.shape), tensor)
             numbers.view(tensor.shape).copy_(tensor)
-            return ""
+            return None
 
         with closing(weights.weights()) as found:
             sums = self._copiers.each(write, found)
@@ -191,7 +189,7 @@ class WeightFiles:
         if self._durable:
             file.memory.flush()
             to_disk(folder / self._file_name)
-        return sums if self._checksum else {}
+        return checksums({name: found for name, found in sums.items() if found is not None})
 
     def _file(self, folder: Path, size: int) -> _MappedFile:
         """Return the file in `folder`, open and mapped, of `size` bytes; raises `PublicationError` if there is no

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from streamrl import cuda_memory
-from streamrl.checksum import copy_and_sum
+from streamrl.checksum import LineSums, checksums, copy_and_sum
 from streamrl.cuda_memory import Share, SharedWeights
 from streamrl.device import SideStream
 from streamrl.machine import SHARED_MEMORY, machine_identity
@@ -68,14 +68,15 @@ class WeightMemory:
         memory = self._sets[version % SETS]
         content = SharedWeights(self._handles[version % SETS], places)
         targets = dict(content.views(memory.untyped_storage()))
-        self._sums = {}
+        sums: dict[str, LineSums] = {}
         with self._beside.after_computation(), closing(weights.weights()) as found:
             for name, weight in found:
                 if self._checksum:
-                    self._sums[name] = copy_and_sum(targets[name], weight.detach())
+                    sums[name] = copy_and_sum(targets[name], weight.detach())
                 else:
                     targets[name].copy_(weight.detach())
                 self.sent_bytes += targets[name].nbytes
+            self._sums = checksums(sums)
         folder = self._folder_of(version)
         folder.mkdir(exist_ok=True)
         cuda_memory.write(folder, content)

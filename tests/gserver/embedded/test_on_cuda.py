@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamrl.checksum import copy_and_sum, tensor_sums, weights_checksum
+from streamrl.checksum import checksums, copy_and_sum, tensor_sums, weights_checksum
 from tests.devices import DEVICE, ON_DEVICE
 from tests.gserver.tiny import (
     SHAPES,
@@ -116,8 +116,8 @@ def test_sums_of_a_tensor_are_those_on_the_cpu(dtype: torch.dtype, shape: tuple[
     numbers = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     there = numbers.to(DEVICE)
     assert tensor_sums(there) == tensor_sums(numbers)
-    assert copy_and_sum(torch.zeros_like(there), numbers) == tensor_sums(numbers)
-    assert copy_and_sum(torch.zeros_like(numbers), there) == tensor_sums(numbers)
+    for target, source in ((torch.zeros_like(there), numbers), (torch.zeros_like(numbers), there)):
+        assert checksums({"a": copy_and_sum(target, source)}) == {"a": tensor_sums(numbers)}
 
 
 @pytest.mark.parametrize("shape", ["qwen3", "llama"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from streamrl.checksum import tensor_sums
+from streamrl.checksum import checksums, tensor_sums
 from streamrl.config import GserverConfig, from_dict
 from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
@@ -55,7 +55,7 @@ def test_a_stage_is_a_checkpoint_that_others_can_read() -> None:
             assert {name: tensor.tolist() for name, tensor in read.items()} == {
                 name: tensor.to(torch.bfloat16).tolist() for name, tensor in new.items()
             }
-            assert sums == {name: tensor_sums(new[name].to(torch.bfloat16)) for name in SHAPES}
+            assert checksums(sums) == {name: tensor_sums(new[name].to(torch.bfloat16)) for name in SHAPES}
     finally:
         stage.close()
     assert not stage.folder.exists()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from streamrl.checksum import tensor_sums
+from streamrl.checksum import LineSums, line_sums
 
 
 class Kept:
@@ -15,15 +15,15 @@ class Kept:
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
 
-    def store(self, name: str, tensor: Tensor) -> str:
+    def store(self, name: str, tensor: Tensor) -> LineSums:
         self.tensors[name] = tensor.clone()
-        return tensor_sums(tensor)
+        return line_sums(tensor)
 
     def place(self, name: str) -> Tensor | None:
         return None
 
-    def sums(self, name: str) -> str:
-        return tensor_sums(self.tensors[name])
+    def sums(self, name: str) -> LineSums:
+        return line_sums(self.tensors[name])
 
     def adopt(self, weights: Mapping[str, Tensor]) -> bool:
         return False

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,12 @@ import torch
 from torch import UntypedStorage
 
 from streamrl.checksum import tensor_sums
-from streamrl.cuda_memory import Handle, SharedWeights, WeightPlace
+from streamrl.cuda_memory import Handle, OpenWeights, SharedWeights, WeightPlace
 from streamrl.errors import ModelError
 from streamrl.gserver.server.receiver import ExpectedWeights, WeightReceiver
 from streamrl.trainer.worker.weight_memory import WeightMemory
 from streamrl.transport.control import PublishBeginReply
+from tests.trainer.waiting import waits
 from tests.trainer.worker.kept import Kept
 from tests.weights import FixedWeights
 
@@ -28,7 +31,9 @@ class StandIn:
 
     def __init__(self) -> None:
         self._memory: dict[bytes, UntypedStorage] = {}
-        self.shared = 0
+        self.shared = self.opened = 0
+        self.closed = threading.Semaphore(0)
+        """Released once for each storage that was opened and is closed."""
 
     def share(self, storage: UntypedStorage) -> Handle:
         self.shared += 1
@@ -37,7 +42,10 @@ class StandIn:
         return Handle("GPU-1", name, storage.nbytes(), 0, b"", 0, b"", False)
 
     def open(self, handle: Handle) -> UntypedStorage:
-        return self._memory[handle.memory]
+        self.opened += 1
+        array = torch.empty(0, dtype=torch.uint8).set_(self._memory[handle.memory]).numpy()
+        weakref.finalize(array, self.closed.release)
+        return torch.from_numpy(array).untyped_storage()
 
 
 async def test_a_gserver_stages_what_lies_in_shared_memory(tmp_path: Path) -> None:
@@ -54,10 +62,12 @@ async def test_a_gserver_stages_what_lies_in_shared_memory(tmp_path: Path) -> No
     folders = []
     for version in (1, 2, 3):
         weights = {name: tensor * version for name, tensor in WEIGHTS.items()}
-        carrier.prepare(version, FixedWeights(weights))
-        folders.append(carrier.announce().folder)
-        await receiver.begin()
-        await receiver.load(Path(folders[-1]), str(version))
+        with waits(CPU) as found:
+            carrier.prepare(version, FixedWeights(weights))
+            folders.append(carrier.announce().folder)
+            await receiver.begin()
+            await receiver.load(Path(folders[-1]), str(version))
+        assert found.count("cpu") == 2, "each side reads the sums of all weights with one copy"
         expected = {name: tensor.bfloat16() for name, tensor in weights.items()}
         sums = {name: tensor_sums(tensor) for name, tensor in expected.items()}
         assert await receiver.staged_sums() == carrier.send(BEGIN) == sums
@@ -66,8 +76,35 @@ async def test_a_gserver_stages_what_lies_in_shared_memory(tmp_path: Path) -> No
         await receiver.take()
     assert folders[0] == folders[2] != folders[1], "the version that is served is not written over"
     assert gpu.shared == 2, "once for each set: torch keeps an event for each handle that it makes"
+    assert gpu.opened == 2, "the memory of each set stays open"
     carrier.close()
     assert [path for path in folders if Path(path).exists()] == []  # noqa: ASYNC240
+
+
+@pytest.mark.parametrize("ends", ["closes", "is killed", "is followed by another"])
+def test_memory_is_closed_when_its_owner(ends: str, tmp_path: Path) -> None:
+    gpu = StandIn()
+    opened = OpenWeights(gpu.open)
+    owner, other = (
+        WeightMemory(dtype=torch.float32, device=CPU, checksum=False, share=gpu.share, root=tmp_path) for _ in range(2)
+    )
+    for version in (1, 2):
+        for carrier in (owner, other):
+            carrier.prepare(version, FixedWeights(WEIGHTS))
+        found = opened.read(Path(owner.announce().folder))
+    assert torch.equal(found["a"], WEIGHTS["a"])
+    del found
+    assert not gpu.closed.acquire(blocking=False)
+    if ends == "closes":
+        owner.close()
+    elif ends == "is killed":
+        owner._lock.close()
+    else:
+        opened.read(Path(other.announce().folder))
+    assert all(gpu.closed.acquire(timeout=10) for _ in range(2)), "one for each set"
+    assert torch.equal(opened.read(Path(other.announce().folder))["b"], WEIGHTS["b"])
+    other.close()
+    owner.close()
 
 
 @pytest.mark.parametrize(

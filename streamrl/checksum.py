@@ -112,7 +112,12 @@ def _sums(tensor: Tensor, source: Tensor | None) -> LineSums:
     """Return the sums of `tensor`, after copying `source` into it, if given."""
     numbers = _as_matrix(tensor)
     matrix = numbers.view(INTEGERS[tensor.element_size()])
-    native = native_add_sums() if tensor.device.type == "cpu" and matrix.is_contiguous() else None
+    if not has_cache(tensor.device):
+        if source is not None:
+            tensor.copy_(source)
+        by_column, by_row = (torch.sum(matrix, dim, dtype=matrix.dtype) for dim in (0, 1))
+        return LineSums(_digest_of_shape(tensor), by_column, by_row)
+    native = native_add_sums() if matrix.is_contiguous() else None
     add = native or add_sums
     read_once = native is not None and source is None
     rows = matrix.shape[0] if read_once else _rows_in_a_piece(matrix, arrays=1 if source is None else 2)
@@ -127,15 +132,17 @@ def _sums(tensor: Tensor, source: Tensor | None) -> LineSums:
     return LineSums(_digest_of_shape(tensor), column_sums, row_sums)
 
 
+def has_cache(device: torch.device) -> bool:
+    """Return whether tensors are summed in pieces that fit the cache. On a GPU each piece costs several launches."""
+    return device.type == "cpu"
+
+
 def _as_matrix(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor.reshape(1, -1)
 
 
 def _rows_in_a_piece(matrix: Tensor, *, arrays: int) -> int:
-    """Return how many rows of `arrays` arrays of the shape of `matrix` fit into `PIECE_BYTES` together; all rows on
-    devices other than the CPU."""
-    if matrix.device.type != "cpu":
-        return matrix.shape[0]
+    """Return how many rows of `arrays` arrays of the shape of `matrix` fit into `PIECE_BYTES` together."""
     return max(1, PIECE_BYTES // max(1, arrays * matrix.shape[1] * matrix.element_size()))
 
 

@@ -20,15 +20,19 @@ from streamrl.native.operations import native_add_sums
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
 
 
-@pytest.fixture(params=["C", "torch"])
+@pytest.fixture(params=["C", "torch", "torch as on a GPU"])
 def made_by(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "C":
         if native_add_sums() is None:
             pytest.skip("there is no C compiler")
         yield "C"
     else:
-        with patch.object(checksum, "native_add_sums", lambda: None):
-            yield "torch"
+        on_gpu = request.param != "torch"
+        with (
+            patch.object(checksum, "native_add_sums", lambda: None),
+            patch.object(checksum, "has_cache", lambda device: not on_gpu),
+        ):
+            yield request.param
 
 
 def expected(tensor: Tensor) -> str:

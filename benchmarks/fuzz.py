@@ -772,7 +772,7 @@ async def fuzz(messages: int, folder: Path, engine: str) -> list[Row]:
         await run.begin()
         status = await run.until_steps(10)
         taps.recording = False
-        ports = await asyncio.to_thread(run.ports, status)  # the taps go on meanwhile
+        ports = await asyncio.to_thread(run.ports, status)  # the taps continue
         print(f"{len(ports)} ports: {', '.join(port.process for port in ports)}")
         granted = await run.join()
         sending = await asyncio.to_thread(Sending, ports, taps, granted, messages=messages, engine=engine)

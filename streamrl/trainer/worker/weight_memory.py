@@ -15,7 +15,7 @@ from torch import Tensor
 
 from streamrl import cuda_memory
 from streamrl.checksum import LineSums, checksums, copy_and_sum
-from streamrl.cuda_memory import Share, SharedWeights
+from streamrl.cuda_memory import Share, SharedWeights, WeightPlace
 from streamrl.device import SideStream
 from streamrl.machine import SHARED_MEMORY, machine_identity
 from streamrl.trainer.worker.weight_files import claim, folder_in_memory
@@ -50,9 +50,9 @@ class WeightMemory:
         self._share = share
         self._folder = folder_in_memory("cuda", root=root)
         self._lock = claim(self._folder)
-        self._sets: list[Tensor] = []
-        self._handles: list[cuda_memory.Handle] = []
-        """One handle for each set, made once: torch keeps an entry and an event for every handle that it makes."""
+        self._sets: list[tuple[SharedWeights, dict[str, Tensor]]] = []
+        """Two: the announced content, and the weights by name. They are made once, because torch keeps an entry and an
+        event for every handle that it makes."""
         self._beside = SideStream(device)
         self._version = 0
         self._sums: dict[str, str] = {}
@@ -61,13 +61,10 @@ class WeightMemory:
         """Copy `weights` to the next set in turn."""
         if version == self._version:
             return
-        places, size = cuda_memory.lay_out(dict(weights.specs()), self.dtype)
         if not self._sets:
-            self._sets = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(SETS)]
-            self._handles = [self._share(memory.untyped_storage()) for memory in self._sets]
-        memory = self._sets[version % SETS]
-        content = SharedWeights(self._handles[version % SETS], places)
-        targets = dict(content.views(memory.untyped_storage()))
+            places, size = cuda_memory.lay_out(dict(weights.specs()), self.dtype)
+            self._sets = [self._new_set(places, size) for _ in range(SETS)]
+        content, targets = self._sets[version % SETS]
         sums: dict[str, LineSums] = {}
         with self._beside.after_computation(), closing(weights.weights()) as found:
             for name, weight in found:
@@ -97,6 +94,12 @@ class WeightMemory:
         self._sets.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
         self._lock.close()
+
+    def _new_set(self, places: dict[str, WeightPlace], size: int) -> tuple[SharedWeights, dict[str, Tensor]]:
+        """Allocate a set of `size` bytes."""
+        storage = torch.empty(size, dtype=torch.uint8, device=self._device).untyped_storage()
+        content = SharedWeights(self._share(storage), places)
+        return content, dict(content.views(storage))
 
     def _folder_of(self, version: int) -> Path:
         return self._folder / f"v{version % SETS}"

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -206,14 +208,24 @@ with streamrl.Run({config!r}, reward=reward, overrides={overrides!r} | hooks) as
 """
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_a_script_runs_with_its_own_functions_and_its_end_ends_all_processes(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+KILLED = """
+import time
+
+import streamrl
+
+with streamrl.Run({config!r}, overrides={overrides!r}) as run:
+    run.status()
+    print("begun", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def running(tmp_path: Path, text: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a script of a user; `text` names its settings `config` and `overrides`."""
     script = tmp_path / "script.py"
     overrides = settings(tmp_path, run__total_train_steps=500, run__stop_at_reward=2.0)
-    script.write_text(SCRIPT.format(config=str(COPY_SCRATCH), overrides=overrides))
+    script.write_text(text.format(config=str(COPY_SCRATCH), overrides=overrides))
     with subprocess.Popen(
         [sys.executable, str(script)],
         stdout=subprocess.PIPE,
@@ -222,12 +234,27 @@ def test_a_script_runs_with_its_own_functions_and_its_end_ends_all_processes(
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
     ) as process:
+        yield process
+
+
+def test_a_script_runs_with_its_own_functions_until_it_is_interrupted(tmp_path: Path) -> None:
+    with running(tmp_path, SCRIPT) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line == "1 True 8.0 0.0005\n", line + process.stdout.read()
         pids = below(process.pid)
         assert len(pids) >= 4
-        process.send_signal(number)
-        rest = process.stdout.read()
+        process.send_signal(signal.SIGINT)
+        assert "KeyboardInterrupt" in process.stdout.read()
     assert_ended(pids)
-    assert ("KeyboardInterrupt" in rest) == (number == signal.SIGINT)
+
+
+def test_no_process_outlives_a_script_that_is_killed(tmp_path: Path) -> None:
+    with running(tmp_path, KILLED) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line == "begun\n", line + process.stdout.read()
+        pids = below(process.pid)
+        assert len(pids) >= 4
+        process.kill()
+    assert_ended(pids)

@@ -55,11 +55,17 @@ EXTRA = (
     "tests/e2e/test_full_disk",
     "tests/e2e/test_security",
     "tests/e2e/test_sglang",
+    "tests/e2e/test_tasks",
     "tests/e2e/test_vllm",
+    "tests/planner/test_calibration.py::test_a_short_run_is_made_and_read",
+    "tests/test_notebook",
+    "tests/test_release.py::test_a_wheel",
     "tests/test_stale_loop",
+    "tests/trainer/backends/test_megatron.py::test_layouts_equal_transformers[8]",
 )
 """Tests of `make test-all` that `make test` leaves out, by the beginning of their names: clusters, hosts, a browser,
-long runs with faults. All that need a real SGLang are left out, too."""
+the notebook, the wheel, eight Megatron ranks, a run of two tasks, long runs with faults. All that need a real SGLang
+are left out, too."""
 RUNS = ("tests/e2e/", HOSTS)
 RUN_SECONDS = 900
 """For a test of whole runs, which a busy machine may hold up."""

@@ -204,8 +204,6 @@ def _engine_problems(config: Config) -> list[str]:
         problems.append(
             f'weights.backend = "nccl": gservers with {traits.title} receive weights in main memory; take "gloo"'
         )
-    if config.model.lora is not None and weights.lora == "adapter" and not traits.adapters:
-        problems.append(f'weights.lora = "adapter": {traits.title} takes whole weights; set weights.lora = "merged"')
     return problems
 
 

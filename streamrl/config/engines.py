@@ -33,8 +33,6 @@ class EngineTraits(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it serves weights from the trainer's memory on the same host or GPU, without a copy."""
     names_adapters: bool = False
     """Whether each request names its adapter, which is loaded in addition to the model."""
-    adapters: bool = True
-    """Whether adapters can be published to it without the model."""
     own_flags: Mapping[str, str] = {}
     """Flags of its server that streamrl sets itself → what determines each."""
     refused_flags: Mapping[str, str] = {}
@@ -81,7 +79,6 @@ ENGINES: Mapping[str, EngineTraits] = {
         title="vLLM",
         reads_parts=False,
         receives_nccl=False,
-        adapters=False,
         memory_flag="--gpu-memory-utilization",
         own_flags={
             **dict.fromkeys(("--model", "--served-model-name"), "[model]"),

@@ -107,6 +107,12 @@ async def call(
         ) from error
 
 
+async def send(session: aiohttp.ClientSession, url: str, body: msgspec.Struct, *, timeout: float, peer: str) -> None:
+    """Post `body` as JSON, and ignore the content of the response. Raises as `call` does."""
+    async with _answered(session, "POST", url, body, timeout=timeout, peer=peer, headers=None) as response:
+        await response.read()
+
+
 async def follow(
     session: aiohttp.ClientSession,
     url: str,

@@ -62,6 +62,8 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     """Only requests with the same salt share cached prompts."""
     stream: bool = False
+    model: str | None = None
+    """Name of a loaded adapter; None: the model without one."""
 
 
 class Candidate(msgspec.Struct, frozen=True):

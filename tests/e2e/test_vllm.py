@@ -11,9 +11,11 @@ import pytest
 from streamrl.transport.control import ProcessStatus, Status
 from tests.e2e.harness import (
     COPY_SCRATCH,
+    SMALL,
     largest_difference,
     manager_of,
     overrides,
+    run,
     start,
     steps,
     trained_seqs,
@@ -78,3 +80,20 @@ def test_a_run_learns_and_a_server_that_is_killed_comes_back(tmp_path: Path) -> 
         wait_until_gone(run_dir, seconds=10)
     finally:
         process.end()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(vllm_python() is None, reason="vLLM is not installed")
+def test_an_adapter_is_served_and_resumed_from(tmp_path: Path) -> None:
+    """Updates bring the adapter alone, by a broadcast and through shared memory."""
+    adapter = {"model__lora__rank": 4, "weights__lora": "adapter", "trainer__lr": 2e-2}
+    vllm = {"gserver__engine": "vllm", "gserver__vllm__python": vllm_python() or "", "limits__start_seconds": 600.0}
+    for number, mode in enumerate(("collective", "shared_memory"), start=1):
+        some = {"weights__mode": mode, "run__total_train_steps": 4 * number}
+        settings = overrides(tmp_path, "adapter", **SMALL | adapter | vllm | some)
+        run(COPY_SCRATCH, settings + (["--resume"] if number > 1 else []))
+    made = [step["metrics"] for step in steps(tmp_path / "adapter")]
+    assert len(made) == 8
+    assert largest_difference(tmp_path / "adapter") < 1e-4
+    assert max(metrics.get("sampling_diff_max", 0.0) for metrics in made) < 1e-4
+    assert made[-1]["publish_bytes"] < 1e5

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import aiohttp
 import msgspec
 
 from streamrl.transport.generation import Empty
-from streamrl.transport.http import call, follow
+from streamrl.transport.http import call, follow, send
 from streamrl.transport.vllm import GENERATE, TokenReply, TokenRequest
 
 PEER = "vLLM"
-Reply = TypeVar("Reply")
+ADAPTER = "streamrl"
+"""Name of the adapter that requests use."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True):
@@ -33,6 +33,15 @@ class RankCall(msgspec.Struct, frozen=True):
 
     method: str
     kwargs: dict[str, str]
+
+
+class LoadAdapter(msgspec.Struct, frozen=True):
+    """Load an adapter in peft's format."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = True
+    """Whether it replaces a loaded adapter of this name."""
 
 
 class NewVersion(msgspec.Struct, frozen=True):
@@ -67,24 +76,28 @@ class VllmClient:
 
     async def abort(self, request_ids: list[str]) -> None:
         """End the requests with their tokens so far; unknown ones are ignored."""
-        await self._post("/abort_requests", AbortRequests([f"generate-tokens-{name}" for name in request_ids]), Empty)
+        await self._post("/abort_requests", AbortRequests([f"generate-tokens-{name}" for name in request_ids]))
 
     async def pause(self) -> None:
         """Stop between two steps; running requests stay as they are."""
-        await self._post("/pause?mode=keep&clear_cache=false", Empty(), Empty)
+        await self._post("/pause?mode=keep&clear_cache=false", Empty())
 
     async def resume(self) -> None:
         """Continue after a pause."""
-        await self._post("/resume", Empty(), Empty)
+        await self._post("/resume", Empty())
 
     async def load(self, folder: Path) -> None:
         """Load the weights in `folder`, a checkpoint, over those that are served."""
         body = RankCall("reload_weights", {"weights_path": str(folder)})
-        await self._post("/collective_rpc", body, Empty)
+        await self._post("/collective_rpc", body)
+
+    async def load_adapter(self, folder: Path) -> None:
+        """Load the adapter in `folder` in place of the one that is loaded; running requests continue with it."""
+        await self._post("/v1/load_lora_adapter", LoadAdapter(ADAPTER, str(folder)))
 
     async def name_weights(self, version: str) -> None:
         """Name the served weights `version` from the next token on."""
-        await self._post("/update_weight_version", NewVersion(version), Empty)
+        await self._post("/update_weight_version", NewVersion(version))
 
     async def forget_prompts(self, *, running: bool) -> bool:
         """Forget the cached prompts; `running`: those of running requests, too, which are then computed again.
@@ -92,9 +105,9 @@ class VllmClient:
         Returns False, and forgets nothing, if others run.
         """
         path = f"/reset_prefix_cache?reset_running_requests={str(running).lower()}"
-        return (await self._post(path, Empty(), CacheReset)).success
+        url = self._url + path
+        reply = await call(self._session, "POST", url, Empty(), CacheReset, timeout=self._timeout, peer=PEER)
+        return reply.success
 
-    async def _post(self, path: str, body: msgspec.Struct, reply: type[Reply]) -> Reply:
-        return await call(
-            self._session, "POST", self._url + path, body, reply, timeout=self._timeout, peer=PEER, if_empty=None
-        )
+    async def _post(self, path: str, body: msgspec.Struct) -> None:
+        await send(self._session, self._url + path, body, timeout=self._timeout, peer=PEER)

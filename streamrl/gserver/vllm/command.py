@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from streamrl.config import GserverConfig
+from streamrl.config import GserverConfig, LoraConfig
 from streamrl.gserver.server.child import cores
 from streamrl.gserver.server.http import MAX_TOP_LOGPROBS
 from streamrl.gserver.server.monitor import MonitoredApi
@@ -30,6 +30,8 @@ VLLM = MonitoredApi(
         "vllm:request_success_total": "requests_total",
     },
 )
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks that vLLM can make room for."""
 CPU_CACHE_BYTES = 2**30
 """Size of the key-value cache on a CPU, where vLLM would otherwise take most of the machine's memory."""
 
@@ -48,6 +50,8 @@ class VllmLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """Longest prompt and response together, in tokens."""
     routed_experts: bool = False
     """Whether replies include the experts that computed each token."""
+    adapter: LoraConfig | None = None
+    """The kind of adapter that requests use; None: they use none."""
 
 
 def command(settings: GserverConfig, launch: VllmLaunch) -> list[str]:
@@ -69,6 +73,11 @@ def command(settings: GserverConfig, launch: VllmLaunch) -> list[str]:
     ]
     if launch.routed_experts:
         flags.append("--enable-return-routed-experts")
+    if (lora := launch.adapter) is not None:
+        room = next((rank for rank in ADAPTER_RANKS if rank >= lora.rank), lora.rank)
+        flags += ["--enable-lora", "--max-loras=1", f"--max-lora-rank={room}"]
+        # Without the head among them: vLLM cannot score prompts if its head takes adapters.
+        flags += ["--lora-target-modules", *sorted(lora.target_modules)]
     if launch.device == "cpu":
         flags += ["--enforce-eager", f"--kv-cache-memory-bytes={CPU_CACHE_BYTES}"]
         flags += ["--distributed-executor-backend=uni"] if settings.vllm.tensor_parallel == 1 else []
@@ -87,6 +96,7 @@ def environment(settings: GserverConfig, *, device: str, index: int) -> Mapping[
     variables = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": "",
         "VLLM_SERVER_DEV_MODE": "1",  # adds the calls for weights

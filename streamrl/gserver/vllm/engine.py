@@ -25,12 +25,13 @@ from streamrl.errors import Refused, StreamRLError
 from streamrl.gserver.server.child import ChildServer, ServerProcess
 from streamrl.gserver.server.engine import Engine, Job, QueueFull, Text, Ticket
 from streamrl.gserver.server.monitor import monitoring
-from streamrl.gserver.server.receiver import ExpectedWeights, StagedWeights, WeightReceiver
+from streamrl.gserver.server.receiver import ExpectedWeights, StagedWeights, WeightReceiver, in_thread
 from streamrl.gserver.server.serving import GserverLaunch, behind_http
-from streamrl.gserver.vllm.client import VllmClient
+from streamrl.gserver.vllm.client import ADAPTER, VllmClient
 from streamrl.gserver.vllm.command import VLLM, VllmLaunch, command, environment
 from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.gserver.vllm.stage import StagedFile
+from streamrl.lora import adapter_specs
 from streamrl.models import max_position, replays_routing, vocab_size
 from streamrl.safetensors_files import MODEL, TensorFiles
 from streamrl.transport.generation import PauseMode
@@ -67,7 +68,11 @@ class VllmEngine:
         self._version = launch.version
         files = TensorFiles(folder, MODEL)
         shapes = {name: files.shape(name) for name in files.names()}
-        self._stage = StagedFile(shapes, self._dtype)
+        self._lora = launch.config.model.lora if launch.config.weights.lora == "adapter" else None
+        """Settings of the adapter that updates bring and requests use; None: updates bring the model."""
+        if self._lora is not None:
+            shapes = dict(adapter_specs(shapes.items(), self._lora))
+        self._stage = StagedFile(shapes, self._dtype, adapter=self._lora)
         self._sums: dict[str, str] = {}
         """Name → `tensor_sums` of the served weights; empty: those of the checkpoint."""
         self.receiver = WeightReceiver(
@@ -113,6 +118,7 @@ class VllmEngine:
             seed=self._launch.seed % 2**31,
             max_context=self.max_context,
             routed_experts=replays_routing(config, self._launch.model_dir),
+            adapter=self._lora,
         )
         words = command(settings, server)
         log.info("starting vLLM: %s", " ".join(words))
@@ -134,6 +140,9 @@ class VllmEngine:
         self._client = VllmClient(
             session, url=URL, timeout=limits.update_seconds, request_seconds=limits.request_seconds
         )
+        if self._lora is not None:
+            self._sums = await in_thread(lambda: self._stage.fill(self._launch.first_adapter))
+            await self._client.load_adapter(self._stage.folder)
         await self._client.name_weights(self._version)
         await self._stack.enter_async_context(monitor.polling())
 
@@ -175,7 +184,8 @@ class VllmEngine:
             async with self._places if ticket.job.params.max_new_tokens else nullcontext():
                 await self._open.wait()
                 running.begun = True
-                body = request(ticket.job, request_id=running.request_id, version=self._version)
+                adapter = ADAPTER if self._lora is not None else None
+                body = request(ticket.job, request_id=running.request_id, version=self._version, adapter=adapter)
                 await self._client.generate(body, take)
             if not ticket.done:
                 ticket.fail(f"vLLM ended request {ticket.job.rid} without a finish reason")
@@ -243,7 +253,8 @@ class VllmEngine:
             await self.abort_all()
         if generates := self._open.is_set():  # a call to resume came before this one: the pause's mode still applies
             await self.pause(self._pause_mode)
-        await self._client.load(self._stage.folder)
+        load = self._client.load if self._lora is None else self._client.load_adapter
+        await load(self._stage.folder)
         self._sums = staged.sums
         if self._pause_mode != "in_place":
             await self._client.forget_prompts(running=True)

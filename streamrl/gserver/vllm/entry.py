@@ -7,6 +7,8 @@ streamrl, which needs the standard library alone. Its arguments are those of vLL
   `processed_logprobs` exclude the tokens that top-k, top-p and min-p remove.
 - On CPUs vLLM packs the head of a model again only if a checkpoint has weights for it. A head that is tied to the
   embedding would keep its old weights in an update, so here every head is packed after an update.
+- vLLM reads an adapter that was loaded in place of another again at each step, from a file that the next update
+  overwrites. Here it is read once.
 - An endpoint of vLLM's that streamrl does not use encodes words when the server starts, which some tokenizers refuse.
 - On CPUs vLLM spawns two processes, each of which imports everything again. Here its engine is forked, and computes in
   that process.
@@ -74,6 +76,18 @@ def pack_heads() -> None:
     runner.reload_weights = reload_and_pack
 
 
+def keep_adapters() -> None:
+    """Have a step compute with the adapter that is loaded."""
+    manager: Any = importlib.import_module("vllm.lora.worker_manager").LRUCacheWorkerLoRAManager
+    apply = manager._apply_adapters
+
+    def apply_others(self: Any, requests: Any) -> None:
+        loaded = self.list_adapters()
+        apply(self, {request for request in requests if request and request.lora_int_id not in loaded})
+
+    manager._apply_adapters = apply_others
+
+
 def leave_out_decisions() -> None:
     """Do not prepare vLLM's endpoint for structured decisions."""
     decisions: Any = importlib.import_module("vllm.entrypoints.generate.structured_decisions.api_router")
@@ -106,6 +120,7 @@ if __name__ in ("__main__", "__mp_main__"):
         hold_lifeline()
     gc.disable()  # while permanent modules are imported: repeated scans of them take a third of the import time
     score_all_tokens()
+    keep_adapters()
     if os.environ.get(ON_CPU):
         pack_heads()
 if __name__ == "__main__":

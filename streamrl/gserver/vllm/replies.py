@@ -13,8 +13,9 @@ from streamrl.transport.generation import FinishReason
 from streamrl.transport.vllm import Candidate, Choice, PromptScore, TokenReply, TokenRequest, finish_reason, sampling
 
 
-def request(job: Job, *, request_id: str, version: str) -> TokenRequest:
-    """Return the request for `job`; `version`: the name of the weights that are served now.
+def request(job: Job, *, request_id: str, version: str, adapter: str | None = None) -> TokenRequest:
+    """Return the request for `job`; `version`: the name of the weights that are served now, and `adapter` that of the
+    adapter.
 
     Prompts that were cached under other weights are not used, since requests of each version share only their own.
     """
@@ -24,6 +25,7 @@ def request(job: Job, *, request_id: str, version: str) -> TokenRequest:
         request_id=request_id,
         token_ids=job.input_ids,
         cache_salt=version,
+        model=adapter,
         stream=job.stream and not scores_prompt and params.max_new_tokens > 0,  # streams have no scores of prompts
         sampling_params=sampling(
             params, stop=list(job.stop), top_logprobs=job.top_logprobs_num, scores_prompt=scores_prompt

@@ -7,6 +7,7 @@ that has no name in any file system and is freed when this process ends, however
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import tempfile
@@ -16,14 +17,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from streamrl.checksum import LineSums, copy_and_sum, line_sums
-from streamrl.safetensors_files import MODEL, layout
+from streamrl.checksum import LineSums, checksums, copy_and_sum, line_sums
+from streamrl.config import LoraConfig
+from streamrl.lora import SETTINGS, TENSORS, adapter_settings, check_adapter
+from streamrl.safetensors_files import MODEL, TensorFiles, layout
 
 
 class StagedFile:
-    """Implements `WeightsAside` (`server/receiver.py`) for the weights with these shapes, by Hugging Face name."""
+    """Implements `WeightsAside` (`server/receiver.py`) for weights with these shapes, by name; all begin as zeros."""
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, *, adapter: LoraConfig | None = None
+    ) -> None:
+        """`adapter`: the weights are those of an adapter of this kind."""
+        self._adapter = adapter
         header, begins, size = layout(list(shapes.items()), dtype)
         self._memory = os.memfd_create("streamrl-weights")
         os.ftruncate(self._memory, size)
@@ -36,8 +43,11 @@ class StagedFile:
             self._tensors[name] = whole[begins[name] : end].view(dtype).view(shape)
         self._folder = tempfile.TemporaryDirectory(prefix="streamrl-weights-")
         self.folder = Path(self._folder.name)
-        """The folder with the file, as a checkpoint."""
-        (self.folder / f"{MODEL}.safetensors").symlink_to(f"/proc/{os.getpid()}/fd/{self._memory}")
+        """The folder with the file, as a checkpoint or as an adapter in peft's format."""
+        file = f"{MODEL if adapter is None else TENSORS}.safetensors"
+        (self.folder / file).symlink_to(f"/proc/{os.getpid()}/fd/{self._memory}")
+        if adapter is not None:
+            (self.folder / SETTINGS).write_text(json.dumps(adapter_settings(adapter, "")))
 
     def close(self) -> None:
         """Remove the file. Its memory is freed with the last tensor in it."""
@@ -50,6 +60,18 @@ class StagedFile:
 
     def place(self, name: str) -> Tensor | None:
         return self._tensors[name]
+
+    def fill(self, adapter: Path | None) -> dict[str, str]:
+        """Copy the adapter in the folder `adapter`, if there is one, into the stage; return the checksums by name.
+
+        Raises `ModelError` if it has other settings or cannot be read.
+        """
+        if adapter is not None:
+            assert self._adapter is not None
+            check_adapter(adapter, self._adapter)
+            files = TensorFiles(adapter, TENSORS)
+            return checksums({name: self.store(name, files.read(name)) for name in self._tensors})
+        return checksums({name: self.sums(name) for name in self._tensors})
 
     def sums(self, name: str) -> LineSums:
         return line_sums(self._tensors[name])

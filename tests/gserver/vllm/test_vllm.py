@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from streamrl.checksum import checksums, tensor_sums
-from streamrl.config import GserverConfig, from_dict
+from streamrl.config import GserverConfig, LoraConfig, from_dict
 from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
 from streamrl.gserver.server.engine import Job
 from streamrl.gserver.vllm.command import VllmLaunch, command, environment
 from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.gserver.vllm.stage import StagedFile
+from streamrl.lora import adapter_specs
 from streamrl.transport.generation import FinishReason, SamplingParams, VersionSpan
 from streamrl.transport.vllm import TokenReply
 
@@ -59,6 +60,20 @@ def test_a_stage_is_a_checkpoint_that_others_can_read() -> None:
     finally:
         stage.close()
     assert not stage.folder.exists()
+
+
+def test_a_stage_of_an_adapter_begins_with_zeros_and_takes_the_one_in_a_folder() -> None:
+    lora = LoraConfig(rank=2, alpha=4.0, target_modules=["q_proj"])
+    specs = dict(adapter_specs([("model.layers.0.self_attn.q_proj.weight", (6, 4))], lora))
+    first, second = (StagedFile(specs, torch.float32, adapter=lora) for _ in range(2))
+    try:
+        first.fill(None)
+        assert not any(tensor.any() for tensor in load_file(first.folder / "adapter_model.safetensors").values())
+        sums = {name: first.store(name, torch.randn(shape)) for name, shape in specs.items()}
+        assert second.fill(first.folder) == checksums(sums)
+    finally:
+        first.close()
+        second.close()
 
 
 def test_a_request_shares_prompts_with_those_of_its_version_alone() -> None:
@@ -113,7 +128,6 @@ def test_a_users_flags_replace_streamrls_and_gpus_are_its_own(monkeypatch: pytes
     [
         ({"weights": {"mode": "cuda_ipc"}}, "weights.mode"),
         ({"weights": {"backend": "nccl", "mode": "collective"}}, "weights.backend"),
-        ({"model": {"lora": {"rank": 2}}}, "weights.lora"),
         ({"gserver": {"engine": "vllm", "deterministic": True}}, "gserver.deterministic"),
         ({"gserver": {"engine": "vllm", "vllm": {"args": ["--port=1"]}}}, "--port"),
         ({"gserver": {"engine": "vllm", "vllm": {"args": ["--trust-remote-code"]}}}, "no remote code"),

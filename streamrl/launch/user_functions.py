@@ -18,6 +18,7 @@ from streamrl.config.trainer import SYNCHRONOUS
 from streamrl.errors import ConfigError, StreamRLError, UserCodeError, UserCodeTimeout
 from streamrl.hooks import is_hook, load_hook
 from streamrl.importing import load_object
+from streamrl.rollout.agents.renderer_names import TEMPLATE, known_renderers
 from streamrl.transport import secret
 
 
@@ -32,8 +33,9 @@ class NamedFunction(NamedTuple):
 
 
 def check_functions(config: Config) -> None:
-    """Import every function that `config` names; raises `ConfigError` if one cannot be imported, or lacks arguments."""
-    if not any(named(config)):
+    """Import every function that `config` names, and `renderers` if agents need it; raises `ConfigError` if one cannot be
+    imported, or lacks arguments."""
+    if not any(named(config)) and not any(_renderers(config)):
         return
     setup = userland.SetupMessage(
         loader="streamrl.launch.user_functions:serve_import", settings={"config": msgspec.to_builtins(config)}
@@ -55,7 +57,10 @@ def check_functions(config: Config) -> None:
 
 def serve_import(*, config: dict[str, Any]) -> userland.UserFunction:
     """Import the functions that `config` names, in the child process; raises `ConfigError` for the first wrong one."""
-    for key, spec, args, settings in named(msgspec.convert(config, Config)):
+    known = msgspec.convert(config, Config)
+    for renderer in _renderers(known):
+        known_renderers(renderer)
+    for key, spec, args, settings in named(known):
         try:
             if args is None:
                 load_object(spec, key=key)
@@ -66,6 +71,12 @@ def serve_import(*, config: dict[str, Any]) -> userland.UserFunction:
         except Exception as error:  # the user's module may raise any error
             raise ConfigError(f"{key} = {spec!r} cannot be imported: {type(error).__name__}: {error}") from error
     return userland.UserFunction(lambda: None, arguments=lambda payload: (), result=lambda nothing: nothing)
+
+
+def _renderers(config: Config) -> set[str]:
+    """Return the renderers of the agents in `config` that need the package renderers."""
+    agents = [own.rollout.agent for own in by_task(config).values()]
+    return {agent.renderer for agent in agents if agent.used} - {TEMPLATE}
 
 
 def named(config: Config) -> Iterator[NamedFunction]:

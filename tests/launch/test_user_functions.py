@@ -24,6 +24,7 @@ FILTER = "examples.hooks.filter:neither_hard_nor_easy"
         ({"rollout": {"filter": FILTER, "filter_args": {"x": 1}}}, r"rollout\.filter_args\.x"),
         ({"metrics": {"hook": "no_such_module:f"}}, r"metrics\.hook = .*there is no module no_such_module"),
         ({"tasks": [{"name": "a"}, {"name": "b", "reward": {"function": "no_such:f"}}]}, r"tasks\.b\.reward\.function"),
+        ({"rollout": {"agent": {"command": ["true"], "renderer": "no_such"}}}, r"rollout\.agent\.renderer = 'no_such'"),
         (
             {"algorithm": {"loss": "tests.launch.bad_module:f"}},
             r"algorithm\.loss = .* cannot be imported: RuntimeError",

@@ -18,6 +18,7 @@ import msgspec
 
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.rollout.agents.messages import Message, RequestRefused, ToolCall
+from streamrl.rollout.agents.renderer_names import AUTO, TEMPLATE, known_renderers
 from streamrl.rollout.agents.rendering import (
     Renderer,
     SampledTokens,
@@ -31,7 +32,6 @@ from streamrl.stop_strings import before_stop
 
 log = logging.getLogger(__name__)
 
-AUTO, TEMPLATE = "auto", "template"
 WHOLE_ANSWERS = {"gemma4", "gpt-oss", "inkling", "llama-3"}
 """Renderers whose parse of a partial answer may change with later tokens: these may turn its text into a header,
 another channel or a tool call."""
@@ -143,20 +143,8 @@ def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
     """
     if name == TEMPLATE:
         return _template(chat)
-    try:
-        from renderers.base import MODEL_RENDERER_MAP
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f'rollout.agent.renderer = "{name}" needs the package renderers: pip install "streamrl[agents]"; '
-            f'or take "{TEMPLATE}"'
-        ) from error
-
-    known = list(dict.fromkeys(MODEL_RENDERER_MAP.values()))
+    known = known_renderers(name)
     if name != AUTO:
-        if name not in known:
-            raise ConfigError(
-                f"rollout.agent.renderer = {name!r}: there is none; known: auto, template, {', '.join(known)}"
-            )
         try:
             renderer = _made(name, chat)
         except Exception as error:  # the package may raise any exception

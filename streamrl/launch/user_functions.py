@@ -33,8 +33,8 @@ class NamedFunction(NamedTuple):
 
 
 def check_functions(config: Config) -> None:
-    """Import every function that `config` names, and `renderers` if agents need it; raises `ConfigError` if one cannot be
-    imported, or lacks arguments."""
+    """Import every function that `config` names, and `renderers` if agents need it; raises `ConfigError` if one cannot
+    be imported, or lacks arguments."""
     if not any(named(config)) and not any(_renderers(config)):
         return
     setup = userland.SetupMessage(

@@ -448,7 +448,7 @@ class Scheduler:
         engine that continued would fail every request.
         """
         self._fail([request for request in requests if request.finish_reason is None], message)
-        self._model.parameters.synchronize()
+        self._model.parameters.wait_for_device()
 
     def _fail(self, requests: Sequence[Request], message: str) -> None:
         self.events.extend((request.ticket, message) for request in requests)

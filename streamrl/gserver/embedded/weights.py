@@ -302,6 +302,11 @@ class Parameters:
             torch.cuda.current_stream(self.device).synchronize()
         self._synchronized = True
 
+    def wait_for_device(self) -> None:
+        """Wait for all work on a GPU; raises its error if it has failed."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def start_packing(self) -> None:
         """Begin to pack the unpacked matrices, where that is faster; other threads may use the weights in the
         meantime."""

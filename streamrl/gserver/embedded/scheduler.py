@@ -75,8 +75,8 @@ class Scheduler:
         sample: Sample = sample,
     ) -> None:
         """`cache` has a slot more than `max_running`, for prompts that are only scored. `prefill_tokens`: number of
-        prompt tokens computed between two decode steps while no request runs.
-        `prefix_cache_bytes`: see `PrefixCache`. `adapter`: for requests that begin before the first new one."""
+        prompt tokens computed between two decode steps while no request runs. `prefix_cache_bytes`: see `PrefixCache`.
+        `adapter`: for requests that begin before the first new one."""
         self.version = version
         self.paused = False
         self.running: list[Request | None] = []

@@ -37,6 +37,9 @@ function tickOf(value) {
   return compact(value);
 }
 
+/** Whether a range is too narrow to divide: uPlot would add a step that changes nothing, for ever. */
+const narrow = (from, to) => !(to - from > 1e-9 * Math.max(Math.abs(from), Math.abs(to)));
+
 export class Chart {
   /**
    * `title`, `unit` (of the y axis), `note` (an explanation in a sentence); `percent`: y is a share; `zero`: the y axis
@@ -174,21 +177,21 @@ export class Chart {
 
   range(least, most) {
     const zoomed = state.zoom();
-    if (zoomed) return zoomed;
-    if (least === null || most === null) return [0, 1];
-    return least === most ? [least - 0.5, most + 0.5] : [least, most];
+    if (zoomed && !narrow(...zoomed)) return zoomed;
+    if (!Number.isFinite(least) || !Number.isFinite(most)) return [0, 1];
+    return narrow(least, most) ? [least - 0.5, most + 0.5] : [least, most];
   }
 
   rangeOfY(least, most) {
-    if (least === null || most === null || !Number.isFinite(least)) return [0, 1];
+    if (!Number.isFinite(least) || !Number.isFinite(most)) return [0, 1];
     let [from, to] = [this.kind.zero ? Math.min(0, least) : least, this.kind.most ?? most];
-    if (from === to) [from, to] = [from - (Math.abs(from) * 0.1 || 0.5), to + (Math.abs(to) * 0.1 || 0.5)];
+    if (narrow(from, to)) [from, to] = [from - (Math.abs(from) * 0.1 || 0.5), to + (Math.abs(to) * 0.1 || 0.5)];
     const room = (to - from) * 0.06;
     return [this.kind.zero && from === 0 ? 0 : from - room, this.kind.most !== null ? to : to + room];
   }
 
   rangeOfLog(least, most) {
-    if (least === null || most === null || !(least > 0)) return [0.1, 10];
+    if (!(least > 0) || !Number.isFinite(most)) return [0.1, 10];
     return [least / 1.15, Math.max(most * 1.15, least * 1.5)];
   }
 

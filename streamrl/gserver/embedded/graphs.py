@@ -2,8 +2,8 @@
 
 A small model's kernels take a GPU less time than their launches take the host. A graph is recorded for a number of rows
 and a length of the cache; batches are filled up to the next such size. Filling rows write to the cache's spare slot,
-and nothing reads what is computed for them. A graph reads weights and cache at fixed addresses: graphs are kept for
-each set of weights, of which two take turns, and forgotten when the cache grows.
+and their results are not read. A graph reads weights and cache at fixed addresses: graphs are kept for
+each of the two sets of weights, which take turns, and forgotten when the cache grows.
 
 The eager path computes whatever graphs cannot: prompts, adapters, mixtures of experts, and draws with filters.
 """
@@ -57,8 +57,8 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Replay) -> Replay:
-        """Run `compute` once as usual, so that libraries set themselves up, and record it. Weights may arrive in
-        another thread meanwhile: hence the mode."""
+        """Run `compute` once as usual, so that libraries set themselves up, and record it. The mode lets
+        another thread receive weights at the same time."""
         present = torch.cuda.current_stream()
         self._stream.wait_stream(present)
         graph = torch.cuda.CUDAGraph()

@@ -1,9 +1,9 @@
 """Entry point of vLLM's interpreter: installs a lifeline and a few changes, then runs vLLM's own server.
 
 It runs as a file, because vLLM may be installed in an environment without streamrl; it imports only one module of
-streamrl, which needs the standard library alone. Its arguments are those of vLLM's server. Changes (vllm 0.32.0):
+streamrl, which needs the standard library alone. It takes the arguments of vLLM's server. Changes (vllm 0.32.0):
 
-- Log-probabilities are those of the temperature and of all tokens, as the trainer computes them. vLLM's own
+- Log-probabilities are at the temperature and over all tokens, as the trainer computes them. vLLM's own
   `processed_logprobs` exclude the tokens that top-k, top-p and min-p remove.
 - On CPUs vLLM packs the head of a model again only if a checkpoint has weights for it. A head that is tied to the
   embedding would keep its old weights in an update, so here every head is packed after an update.

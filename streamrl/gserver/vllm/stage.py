@@ -29,7 +29,7 @@ class StagedFile:
     def __init__(
         self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, *, adapter: LoraConfig | None = None
     ) -> None:
-        """`adapter`: the weights are those of an adapter of this kind."""
+        """`adapter`: the kind of adapter to which the weights belong; None: they are a model's."""
         self._adapter = adapter
         header, begins, size = layout(list(shapes.items()), dtype)
         self._memory = os.memfd_create("streamrl-weights")

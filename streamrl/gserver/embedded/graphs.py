@@ -11,7 +11,8 @@ The eager path computes whatever graphs cannot: prompts, adapters, mixtures of e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,6 +30,7 @@ Replay = Callable[[], object]
 """Computes once more, on the present contents of the same tensors."""
 Record = Callable[[Replay], Replay]
 """Runs a computation once and returns it in a form that is cheap to start."""
+Size = TypeVar("Size", bound=Hashable)
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 """Numbers of rows of small batches; larger ones are multiples of 32."""
@@ -73,6 +75,30 @@ class CudaRecorder:
         return graph.replay
 
 
+class Recordings:
+    """Computations of one kind, recorded when they are first needed."""
+
+    def __init__(self, record: Record, *, name: str) -> None:
+        """`name`: of the computations, for the log."""
+        self._record = record
+        self._name = name
+        self.possible = True
+        """False once a computation could not be recorded."""
+
+    def run(self, recorded: dict[Size, Replay], size: Size, compute: Replay) -> bool:
+        """Compute by the replay in `recorded`, which is recorded first if there is none of that `size`. Return whether
+        it has been computed; if recording fails, log why."""
+        if size not in recorded:
+            try:
+                recorded[size] = self._record(compute)
+            except RuntimeError as error:
+                log.warning("%s without CUDA graphs, which is slower: %s", self._name, error)
+                self.possible = False
+                return False
+        recorded[size]()
+        return True
+
+
 class GraphedModel(Model):
     """`Model` whose decode steps are recorded; adapters are computed without graphs."""
 
@@ -82,7 +108,7 @@ class GraphedModel(Model):
         """`cache` has a spare slot. `pinned`: the host's copy of inputs is locked in memory, so that copies of it need
         not wait."""
         super().__init__(parameters, cache, max_length=max_length, native=False)
-        self._record = record
+        self._recordings = Recordings(record, name="decode steps are computed")
         self._graphs: WeakKeyDictionary[Parameters, dict[tuple[int, int], Replay]] = WeakKeyDictionary()
         self._cache_at = -1
         most = filled_rows(cache.max_slots, cache.max_slots)
@@ -90,13 +116,12 @@ class GraphedModel(Model):
         self._host_place = torch.zeros(3 * most, dtype=torch.long, pin_memory=pinned)
         self._logits = torch.zeros((most, self._a.vocab_size), dtype=parameters.compute_dtype, device=self._device)
         self._sampler = GraphedSampler(self._logits, record=record, pinned=pinned)
-        self._works = True
 
     def decode(
         self, tokens: Sequence[int], positions: Sequence[int], *, adapters: Sequence[Adapter | None] = ()
     ) -> Tensor:
         """As `Model.decode`; the logits are valid until the next step."""
-        if not self._works or any(adapter is not None for adapter in adapters):
+        if not self._recordings.possible or any(adapter is not None for adapter in adapters):
             return super().decode(tokens, positions, adapters=adapters)
         if self._cache_at != (at := self.cache.layers[0].data_ptr()):
             self._graphs.clear()
@@ -109,15 +134,8 @@ class GraphedModel(Model):
         self._host_place[: 3 * rows] = torch.tensor(flat)
         self._place[: 3 * rows].copy_(self._host_place[: 3 * rows], non_blocking=True)
         graphs = self._graphs.setdefault(self.parameters, {})
-        replay = graphs.get((rows, length))
-        if replay is None:
-            try:
-                replay = graphs[rows, length] = self._record(lambda: self._step(rows, length))
-            except RuntimeError as error:
-                log.warning("decode steps are computed without CUDA graphs, which is slower: %s", error)
-                self._works = False
-                return super().decode(tokens, positions, adapters=adapters)
-        replay()
+        if not self._recordings.run(graphs, (rows, length), lambda: self._step(rows, length)):
+            return super().decode(tokens, positions, adapters=adapters)
         return self._logits[:n]
 
     def sample(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> SamplerOutput:
@@ -137,33 +155,25 @@ class GraphedSampler:
     def __init__(self, logits: Tensor, *, record: Record, pinned: bool) -> None:
         most, device = len(logits), logits.device
         self._logits = logits
-        self._record = record
+        self._recordings = Recordings(record, name="tokens are drawn")
         self._graphs: dict[int, Replay] = {}
         self._inputs = torch.zeros(2 * most, dtype=torch.float64, device=device)
         self._host_inputs = torch.zeros(2 * most, dtype=torch.float64, pin_memory=pinned)
         self._drawn = torch.zeros(2 * most, dtype=torch.float64, device=device)
-        self._works = True
 
     def __call__(self, logits: Tensor, draws: Sequence[Draw], positions: Sequence[int]) -> SamplerOutput:
         """Draw as `sampler.sample` does."""
         n = len(draws)
         kept = logits.data_ptr() == self._logits.data_ptr() and len(logits) == n
-        if not kept or not self._works or not all(draw.plain for draw in draws):
+        if not kept or not self._recordings.possible or not all(draw.plain for draw in draws):
             return sample(logits, draws, positions)
         rows = filled_rows(n, len(self._logits))
         inputs = self._host_inputs[: 2 * rows].view(2, rows)
         inputs[0, :n] = torch.tensor([draw.scale for draw in draws], dtype=torch.float64)
         inputs[1, :n] = torch.from_numpy(uniform([draw.seed for draw in draws], positions))
         self._inputs[: 2 * rows].copy_(self._host_inputs[: 2 * rows], non_blocking=True)
-        replay = self._graphs.get(rows)
-        if replay is None:
-            try:
-                replay = self._graphs[rows] = self._record(lambda: self._draw(rows))
-            except RuntimeError as error:
-                log.warning("tokens are drawn without CUDA graphs, which is slower: %s", error)
-                self._works = False
-                return sample(logits, draws, positions)
-        replay()
+        if not self._recordings.run(self._graphs, rows, lambda: self._draw(rows)):
+            return sample(logits, draws, positions)
         return read_drawn(self._drawn[: 2 * rows].view(2, rows)[:, :n])
 
     def _draw(self, rows: int) -> None:

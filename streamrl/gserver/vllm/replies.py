@@ -14,8 +14,8 @@ from streamrl.transport.vllm import Candidate, Choice, PromptScore, TokenReply, 
 
 
 def request(job: Job, *, request_id: str, version: str, adapter: str | None = None) -> TokenRequest:
-    """Return the request for `job`; `version`: the name of the weights that are served now. `adapter`: the adapter's name;
-    None: there is none.
+    """Return the request for `job`. `version`: the name of the weights that are served now. `adapter`: the adapter's
+    name; None: there is none.
 
     Prompts that were cached under other weights are not used, since requests of each version share only their own.
     """

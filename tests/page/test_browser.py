@@ -245,6 +245,18 @@ async def test_a_real_run_while_it_goes_on(tmp_path: Path) -> None:
     assert len(events.Scalars("reward_mean")) > shown + 2
 
 
+async def test_a_figure_that_hardly_changes_can_be_drawn(tmp_path: Path) -> None:
+    """The axis of a range that is narrower than its numbers are exact would have no end."""
+    ranged = (
+        "(await import('./static/charts.js')).Chart.prototype.rangeOfY.call({ kind: { zero: false, most: null } }, "
+    )
+    async with serving(made_up_run(tmp_path / "run")) as page, browser() as tab:
+        await tab.open(str(page.url))
+        for figures in ("0.3, 0.1 + 0.2", "0, 0", "null, null", "1, Infinity"):
+            least, most = await tab.value(f"(async () => {ranged}{figures}))()")
+            assert least + (most - least) / 100 > least, figures
+
+
 async def test_the_overview_as_a_file_of_its_own(tmp_path: Path) -> None:
     file = write_overview(made_up_run(tmp_path / "run", hostile=True))
     async with browser() as tab:

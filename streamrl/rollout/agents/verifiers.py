@@ -113,8 +113,9 @@ async def _serve(taskset: str, args: Settings, environment: Settings, ready: asy
             ready.set_result(_Stage(env))
             await asyncio.get_running_loop().create_future()
     except Exception as error:  # the user's taskset may raise anything; every episode reports it
-        if not ready.done():
-            ready.set_exception(error)
+        if ready.done():
+            raise  # no episode reports it: asyncio logs it
+        ready.set_exception(error)
 
 
 def _environment(taskset: str, args: Settings, environment: Settings) -> vf.Env:

@@ -221,8 +221,9 @@ with streamrl.Run({config!r}, overrides={overrides!r}) as run:
 
 
 @contextmanager
-def running(tmp_path: Path, text: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a script of a user; `text` names its settings `config` and `overrides`."""
+def running(tmp_path: Path, text: str, *, prints: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a script of a user, which `prints` a line when its run is under way; all its processes end with it. `text`
+    names its settings `config` and `overrides`."""
     script = tmp_path / "script.py"
     overrides = settings(tmp_path, run__total_train_steps=500, run__stop_at_reward=2.0)
     script.write_text(text.format(config=str(COPY_SCRATCH), overrides=overrides))
@@ -234,27 +235,22 @@ def running(tmp_path: Path, text: str) -> Iterator[subprocess.Popen[str]]:
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         cwd=tmp_path,
     ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line == prints, line + process.stdout.read()
+        pids = below(process.pid)
+        assert len(pids) >= 4
         yield process
+    assert_ended(pids)
 
 
 def test_a_script_runs_with_its_own_functions_until_it_is_interrupted(tmp_path: Path) -> None:
-    with running(tmp_path, SCRIPT) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line == "1 True 8.0 0.0005\n", line + process.stdout.read()
-        pids = below(process.pid)
-        assert len(pids) >= 4
+    with running(tmp_path, SCRIPT, prints="1 True 8.0 0.0005\n") as process:
         process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
         assert "KeyboardInterrupt" in process.stdout.read()
-    assert_ended(pids)
 
 
 def test_no_process_outlives_a_script_that_is_killed(tmp_path: Path) -> None:
-    with running(tmp_path, KILLED) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line == "begun\n", line + process.stdout.read()
-        pids = below(process.pid)
-        assert len(pids) >= 4
+    with running(tmp_path, KILLED, prints="begun\n") as process:
         process.kill()
-    assert_ended(pids)

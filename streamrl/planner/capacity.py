@@ -29,8 +29,8 @@ RESERVED = 0.08
 """Share of a GPU's memory for the CUDA context, NCCL's buffers and fragmentation."""
 TRAINED_SHARE = 0.32
 """Share of a GPU's peak that training reaches, with the recomputed forward pass counted: measured for the torch backend
-with 1.2 billion weights on an H200 (`benchmarks/results/gpu-h200.json`); Megatron reached 0.36. Compiled layers reached
-about as much on an H100."""
+with 1.2 billion weights on an H200 (`benchmarks/results/gpu-h200.json`); Megatron reached 0.36. By one
+profiled step, compiled layers reach about as much on an H100."""
 DECODED_SHARE = 0.4
 """Share of a GPU's peak that decoding reaches if it is limited by arithmetic; not measured."""
 BANDWIDTH_SHARE = 0.6

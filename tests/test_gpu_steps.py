@@ -41,16 +41,19 @@ def test_models_are_made_trained_and_served(gpu, tmp_path, monkeypatch):
         trained = gpu.training(here, name, "torch")
         assert [row["checkpointing"] for row in trained] == [False, True]
         assert all(row["tokens_per_second"] > 0 and row["tflops"] > 0 for row in trained)
-        (served,) = gpu.generation(here, name)
-        assert served["tokens_per_second"] > 0
+        served = gpu.generation(here, name)
+        assert [row["cuda_graphs"] for row in served] == [False, True]
+        assert all(row["tokens_per_second"] > 0 for row in served)
 
 
 def test_batches_of_a_run_are_trained_on_and_profiled(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu, "latest", lambda file: tmp_path / file)
     here = place(gpu, tmp_path)
     gpu.models(here)
-    ragged, full = gpu.training_of_runs(here, gpu.BILLION)
-    assert (ragged["batch"], full["batch"]) == ("run", "full rows")
+    rows = gpu.training_of_runs(here, gpu.BILLION)
+    ways = [(row["compiled"], row["batch"]) for row in rows]
+    assert ways == [(compiled, batch) for compiled in (False, True) for batch in ("run", "full rows")]
+    ragged, full = rows[2:]
     most = gpu.MICRO_BATCHES * gpu.ROWS * 64
     assert most - gpu.MICRO_BATCHES * gpu.ROWS < full["computed_tokens"] <= most, "equal first tokens count once"
     assert full["micro_batches"] == gpu.MICRO_BATCHES

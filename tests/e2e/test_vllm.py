@@ -94,6 +94,6 @@ def test_an_adapter_is_served_and_resumed_from(tmp_path: Path) -> None:
         run(COPY_SCRATCH, settings + (["--resume"] if number > 1 else []))
     made = [step["metrics"] for step in steps(tmp_path / "adapter")]
     assert len(made) == 8
-    assert largest_difference(tmp_path / "adapter") < 1e-4
+    assert largest_difference(tmp_path / "adapter", share=0.5) < 1e-4  # steps of 0.1 s, two short runs
     assert max(metrics.get("sampling_diff_max", 0.0) for metrics in made) < 1e-4
     assert made[-1]["publish_bytes"] < 1e5

@@ -257,6 +257,28 @@ async def test_a_figure_that_hardly_changes_can_be_drawn(tmp_path: Path) -> None
             assert least + (most - least) / 100 > least, figures
 
 
+async def test_a_logarithmic_axis_has_an_end_wherever_it_begins(tmp_path: Path) -> None:
+    drawn = """(async () => {
+        const { Chart } = await import("./static/charts.js");
+        const chart = new Chart({ title: "gradient", log: true });
+        document.body.append(chart.element);
+        const counts = [];
+        for (const most of [FIRST, FIRST * 1.01, FIRST * 1000]) {
+            chart.show([{ label: "one", colour: "red", dash: [], x: [1, 2], y: [FIRST, most] }]);
+            await new Promise((done) => setTimeout(done));  // drawn
+            counts.push(chart.u.axes[1]._splits.length);
+        }
+        return counts;
+    })()"""
+    async with serving(made_up_run(tmp_path / "run")) as page, browser() as tab:
+        await tab.open(str(page.url))
+        for first in (1.15 * 9.6e-4, 1.15 * 9.95e-9, 3e-17, 0.5, 1e-3, 1e6):
+            counts = await tab.value(drawn.replace("FIRST", repr(first)))
+            assert all(count <= 30 for count in counts), (first, counts)
+            assert counts[2] >= 27, (first, counts)
+        assert tab.problems == []
+
+
 async def test_the_overview_as_a_file_of_its_own(tmp_path: Path) -> None:
     file = write_overview(made_up_run(tmp_path / "run", hostile=True))
     async with browser() as tab:

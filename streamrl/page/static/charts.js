@@ -152,7 +152,7 @@ export class Chart {
         {
           stroke: text, grid: this.kind.log ? { ...grid, filter: decades } : grid, ticks: { show: false }, font, size: 48, space: 28,
           values: (u, at) => at.map((v) => (v === null ? "" : this.kind.percent ? share(v) : tickOf(v))),
-          ...(this.kind.log ? { filter: decades } : {}),
+          ...(this.kind.log ? { filter: decades, splits: ticksOfLog } : {}),
         },
       ],
       series: [
@@ -250,6 +250,18 @@ export class Chart {
     else return;
     event.preventDefault();
   }
+}
+
+/** All places on a logarithmic axis. Those that uPlot finds have no end where the range begins at 9.5e-4, for example. */
+export function ticksOfLog(u, axis, least, most) {
+  const found = [];
+  for (let power = Math.floor(Math.log10(least)); power <= Math.log10(most); power++) {
+    for (let figure = 1; figure < 10; figure++) {
+      const value = Number(`${figure}e${power}`);
+      if (value >= least && value <= most) found.push(value);
+    }
+  }
+  return found;
 }
 
 /** The labelled places on a logarithmic axis: powers of ten, on shorter ranges also 2 and 5 times these, or all. */

@@ -13,7 +13,9 @@ step after which the mean is reached.
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,12 +23,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import demo
-from common import Row, parser_of, report
-from demo import EXAMPLE
+from common import EXAMPLES, Row, parser_of, report, run_example
 
 from streamrl.config import Config, load
 
+EXAMPLE = EXAMPLES / "smollm2_addition.toml"
 TARGET, WINDOW = 0.9, 5
 A_CORE_EACH = {"trainer.threads": 1, "gserver.max_running": 32}
 MOST_STEPS, QUICK_STEPS = 60, 2
@@ -64,14 +65,19 @@ def main() -> None:
 
 def run_demo(seed: int, most: int, **settings: Any) -> dict[str, Any]:
     """The example with other `settings`, cut after `most` steps where these are fewer than it needs."""
-    found = demo.run(**settings, **{"run.seed": seed, "run.total_train_steps": most})
-    reached = first_reached([step["reward_mean"] for step in found.steps])
-    last = len(found.steps) if reached is None else reached
+    with tempfile.TemporaryDirectory() as folder:
+        own = {"run.name": "demo", "run.dir": folder, "run.seed": seed, "run.total_train_steps": most}
+        run_example(EXAMPLE, {**settings, **own})
+        lines = (Path(folder) / "demo" / "metrics.jsonl").read_text().splitlines()
+        summary = json.loads((Path(folder) / "demo" / "summary.json").read_text())
+    steps = [json.loads(line)["metrics"] for line in lines]
+    reached = first_reached([step["reward_mean"] for step in steps])
+    last = len(steps) if reached is None else reached
     return {
-        "seconds_to_target": round(found.steps[last - 1]["run_seconds"], 1),
+        "seconds_to_target": round(steps[last - 1]["run_seconds"], 1),
         "reached": reached is not None,
         "steps": last,
-        "overhead_share": found.summary["overhead_share"],
+        "overhead_share": summary["overhead_share"],
     }
 
 

@@ -16,7 +16,7 @@ import capacity
 import staleness
 from common import KEPT, Row, read_results
 
-from streamrl.planner.capacity import GIB
+from streamrl.planner.capacity import GIB, Division
 
 Results = dict[str, Any]
 """As `common.write_results` writes them."""
@@ -74,6 +74,12 @@ def crossed(
     return markdown([*corner.split(" | "), *columns], lines)
 
 
+def ends_of(values: Iterable[int]) -> tuple[int, int]:
+    """The least and the greatest."""
+    found = sorted(values)
+    return found[0], found[-1]
+
+
 def unique(values: Iterable[Any]) -> list[Any]:
     """In the order in which they come first."""
     return list(dict.fromkeys(values))
@@ -82,7 +88,7 @@ def unique(values: Iterable[Any]) -> list[Any]:
 # --- rollout, engine, stream, manager ------------------------------------------------------------
 
 THROUGHPUT: dict[str, Cell] = {
-    "generation": lambda row: "SIMULATED, long tail" if row["simulated_generation"] else "embedded engine",
+    "generation": lambda row: "SIMULATED" if row["simulated_generation"] else "embedded",
     "max_staleness": "{max_staleness}",
     "over-age tokens": "`{over_age}`",
     "groups/s": "{groups_per_second:.3g}",
@@ -90,8 +96,8 @@ THROUGHPUT: dict[str, Cell] = {
     "bound": "{bound:.2f}",
     "oldest token": "{oldest_token_age}",
     "masked or dropped": lambda row: f"{row['masked_share'] + row['dropped_share']:.1%}",
-    "final reward (least to most)": lambda row: (
-        "{mean:.3f} ({least:.3f} to {most:.3f})".format_map(row["reward_final"]) if row["reward_final"] else MISSING
+    "final reward": lambda row: (
+        "{least:.3f} to {most:.3f}".format_map(row["reward_final"]) if row["reward_final"] else MISSING
     ),
 }
 THROUGHPUT_SHORT = ("generation", "max_staleness", "groups/s", "speed-up", "oldest token")
@@ -106,7 +112,6 @@ def throughput_short(results: Results) -> str:
 
 
 REWARDS: dict[str, Cell] = {
-    "reward": "{reward}",
     "calls are sent": "{way}",
     "worker": "{worker:.0f}",
     "reward processes": "{processes:.0f}",
@@ -118,9 +123,6 @@ AGENTS: dict[str, Cell] = {
     "calls/s through the gateway": "{gateway_calls_per_second:.0f}",
     "tokens/s, of direct": "{ratio:.2f}",
     "processor time of the gateway": "{gateway_processor_ms_per_call:.2f} ms a call",
-    "tokens rendered in the first turn": "{tokens_rendered_first}",
-    "in a later one": "{tokens_rendered_later}",
-    "whole conversation": "{tokens_of_whole_conversation}",
 }
 STREAMS = {
     "streamrl": "streamrl",
@@ -134,11 +136,14 @@ MANAGER_KINDS = {
     "one by one": "at a fixed rate, one call each",
     "waiting": "in line, one place at a time",
 }
+ENGINE_SHOWN = (1, 64)
+"""Numbers of concurrent requests in the table of the engine."""
 MODES = {"collective": "broadcast", "shared_memory": "shared memory", "disk": "disk"}
 
 
 def engine(results: Results) -> str:
-    points = {(row["model"], row["concurrency"], row["dtype"]): row for row in results["rows"]}
+    shown = [row for row in results["rows"] if row["concurrency"] in ENGINE_SHOWN]
+    points = {(row["model"], row["concurrency"], row["dtype"]): row for row in shown}
     dtypes = unique(dtype for _, _, dtype in points)
     rows = []
     for model, concurrency in unique(point[:2] for point in points):
@@ -168,10 +173,11 @@ def stream(results: Results) -> str:
 
 
 def manager(results: Results) -> str:
-    """Admissions under load, with their latencies."""
+    """Admissions under load, with their latencies, for the fewest and the most gservers."""
+    ends = ends_of(row["gservers"] for row in results["rows"])
     kinds = {"closed": MANAGER_KINDS["closed"], "open": f"{results['settings']['rate']:,.0f} a second asked for"}
     return crossed(
-        [row for row in results["rows"] if row["kind"] in kinds],
+        [row for row in results["rows"] if row["kind"] in kinds and row["gservers"] in ends],
         corner="gservers, at once",
         line="{gservers:,}, {in_flight:,}",
         column=lambda row: kinds[row["kind"]],
@@ -181,17 +187,17 @@ def manager(results: Results) -> str:
 
 
 def routing(results: Results) -> str:
-    rows = results["rows"]
-    base = {(row["case"], row["groups"]): row["tokens_per_second"] for row in rows if row["policy"] == "round robin"}
+    """Rules of routing, for the most groups in flight."""
+    most = max(row["groups"] for row in results["rows"])
+    rows = [row for row in results["rows"] if row["groups"] == most]
+    base = {row["case"]: row["tokens_per_second"] for row in rows if row["policy"] == "round robin"}
     return crossed(
         rows,
-        corner="gservers, groups in flight",
-        line="{case}, {groups}",
+        corner=f"gservers, with {most} groups in flight",
+        line="{case}",
         column=lambda row: row["policy"],
         columns=unique(row["policy"] for row in rows),
-        cell=lambda row: (
-            f"{row['tokens_per_second'] / base[row['case'], row['groups']]:.2f} ({row['mean_group_seconds']:.1f} s)"
-        ),
+        cell=lambda row: f"{row['tokens_per_second'] / base[row['case']]:.2f} ({row['mean_group_seconds']:.1f} s)",
     )
 
 
@@ -203,44 +209,39 @@ def scale(results: Results) -> str:
         """Microseconds of a core for calls, each second."""
         return float(row[f"{process}_cpu_us_per_call"] * row["calls_per_second"])
 
-    by_pool = sorted(results["rows"], key=lambda row: (row["gservers"], row["workers"]))
-    before = dict(zip(map(id, by_pool[1:]), by_pool, strict=False))
-
-    def one_more(row: Row) -> str:
-        smaller = before.get(id(row))
-        if smaller is None or smaller["gservers"] != row["gservers"]:
-            return MISSING
-        return f"{(used(row) - used(smaller)) / (row['workers'] - smaller['workers']):,.0f} µs"
-
     columns: dict[str, Cell] = {
         "workers": "{workers:,}",
         "gservers": "{gservers}",
         "calls/s": "{calls_per_second:,.0f}",
         f"of a core, for the {process}": lambda row: f"{used(row) / 1e6:.1%}",
-        "for one more worker, each second": one_more,
         "a call, p50 and p99": "{p50_ms:.1f} ms, {p99_ms:.1f} ms",
         "its memory": f"{{{process}_mib:.0f}} MiB",
     }
-    return listed(columns, by_pool)
+    return listed(columns, sorted(results["rows"], key=lambda row: (row["gservers"], row["workers"])))
 
 
 def weights(results: Results) -> str:
-    def line(row: Row) -> str:
+    """Weight updates by size, for the fewest and the most gservers of each."""
+
+    def size_of(row: Row) -> str:
         mebibytes = row["megabytes"]
         size = f"{mebibytes / 1024:.1f} GiB" if mebibytes >= 1024 else f"{mebibytes:.0f} MiB"
         notes = [size, *([row["dtype"]] if row["dtype"] != "float32" else [])]
         notes += ["SIMULATED gservers"] if row["engine"] == "simulated" else []
-        return f"{', '.join(notes)} | {row['gservers']}"
+        return ", ".join(notes)
 
     def cell(row: Row) -> str:
         seconds = row["first_token_seconds"]
         shown = f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.0f} ms"
         return f"{shown} ({1000 * row['pause_seconds']:.0f} ms, {row['share']:.2f})"
 
+    gservers: dict[str, list[int]] = {}
+    for row in results["rows"]:
+        gservers.setdefault(size_of(row), []).append(row["gservers"])
     return crossed(
-        results["rows"],
+        [row for row in results["rows"] if row["gservers"] in ends_of(gservers[size_of(row)])],
         corner="weights | gservers",
-        line=line,
+        line=lambda row: f"{size_of(row)} | {row['gservers']}",
         column=lambda row: MODES[row["mode"]],
         columns=list(MODES.values()),
         cell=cell,
@@ -258,7 +259,7 @@ TRAINERS = {
     "TRL": "TRL's GRPOTrainer",
 }
 AGENTS_TRAINERS = {
-    "streamrl": "streamrl: trees, what conversations have in common once",
+    "streamrl": "streamrl: trees",
     "streamrl, separate": "streamrl: each conversation",
     "streamrl, calls": "streamrl: each call with its context",
     "streamrl, Megatron": "streamrl on Megatron Core: trees",
@@ -278,7 +279,7 @@ def trainer(results: Results) -> str:
         columns=[name for contender, name in TRAINERS.items() if any(row["contender"] == contender for row in rows)],
         cell=lambda row: f"{median(row['cpu_rounds']):,.0f} ({row['ratio_by_cpu_time']:.2f})",
     )
-    return with_notes(table, results, "{contender} on {model}: {note}")
+    return with_versions(table, results)
 
 
 def agents_trainer(results: Results) -> str:
@@ -293,13 +294,14 @@ def agents_trainer(results: Results) -> str:
         "seconds a step (of CPU time)": seconds,
         "sampled tokens per second of CPU time": lambda row: f"{median(row['cpu_rounds']):,.0f}",
     }
-    return with_notes(listed(columns, results["rows"]), results, "{contender}: {note}")
+    return with_versions(listed(columns, results["rows"]), results)
 
 
-def with_notes(table: str, results: Results, form: str) -> str:
+def with_versions(table: str, results: Results) -> str:
+    """The table, the number of threads, and the versions of other libraries: the beginnings of the rows' notes."""
     notes = [f"Threads: {results['settings']['threads']}"]
-    notes += [form.format_map(row) for row in results["rows"] if row["note"]]
-    return f"{table}\n\n{'. '.join(notes)}."
+    notes += [f"{row['contender']}: {row['note'].partition(';')[0]}" for row in results["rows"] if row["note"]]
+    return f"{table}\n\n{'. '.join(unique(notes))}."
 
 
 def long_rows(results: Results) -> str:
@@ -327,7 +329,6 @@ CHECKPOINT: dict[str, Cell] = {
 GPU_FIGURES = {
     "way": "{}",
     "batch": "batch: {}",
-    "micro_batches": "{} micro-batches",
     "policy_step_seconds": "{:.3f} s a step",
     "busy_share": "device busy {:.0%} of a profiled step",
     "compiled": "layers compiled: {}",
@@ -337,7 +338,6 @@ GPU_FIGURES = {
     "max_staleness": "max_staleness {}",
     "tokens_per_second": "{:,.0f} tokens/s",
     "share_of_peak": "{:.0%} of the peak",
-    "share_of_bare": "{:.0%} of a bare product",
     "memory_gib": "{:.0f} GiB",
     "publish_seconds": "{:.3f} s",
     "share": "{:.2f} of a bare copy",
@@ -348,24 +348,21 @@ GPU_FIGURES = {
 
 
 def gpu(results: Results) -> str:
-    """The results of the steps of `gpu.py` on one kind of device."""
+    """The results of the steps of `gpu.py` on one kind of device. Steps with equal results share a row."""
 
     def result(row: Row) -> str:
-        parts = ["skipped" if row["ok"] is None else "" if row["ok"] else "**failed**", row.get("note", "")]
+        notes = [note for note in row.get("note", "").split("; ") if not note.startswith("[")]  # no lines of a log
+        parts = ["skipped" if row["ok"] is None else "" if row["ok"] else "**failed**", *notes]
         parts += [form.format(row[key]) for key, form in GPU_FIGURES.items() if row.get(key) is not None]
         return "; ".join(filter(None, parts)) or "ok"
 
-    return listed({"step": "{step}", "seconds": "{seconds:.0f}", "result": result}, results["rows"])
+    steps: dict[str, list[str]] = {}
+    for row in results["rows"]:
+        steps.setdefault(result(row), []).append(row["step"])
+    return markdown(["step", "result"], [["; ".join(unique(names)), shown] for shown, names in steps.items()])
 
 
 # --- whole runs ----------------------------------------------------------------------------------
-
-
-def demo_steps(results: Results) -> str:
-    """The first and the last steps that the demo printed."""
-    lines: list[str] = results["rows"][0]["printed"]
-    steps = [line for line in lines if "  step " in line or "  finished: " in line]
-    return "\n".join(["```", *steps[:3], "   ...", *steps[-3:], "```"])
 
 
 def demo(results: Results) -> str:
@@ -386,11 +383,9 @@ def demo(results: Results) -> str:
 PLAN: dict[str, Cell] = {
     "case": "{case}",
     "changed from the calibration": lambda row: " ".join(f"`{word}`" for word in row["changed"]) or "nothing",
-    "compared": "{stretch}",
     "policy": lambda row: "has learned" if row["learned"] else "as calibrated",
     "groups per second": lambda row: f"{_predicted(row, 'groups_per_second', '.2f')} ({row['rate_error']:+.0%})",
     "mean age": lambda row: _predicted(row, "mean_token_age", ".2f"),
-    "masked": lambda row: _predicted(row, "masked_share", ".1%"),
     "met": lambda row: "yes" if row["met"] else "no",
 }
 
@@ -402,7 +397,6 @@ def _predicted(row: Row, name: str, form: str) -> str:
 def plan(results: Results) -> str:
     """Predictions, and the runs that followed."""
     rows, settings = results["rows"], results["settings"]
-    large = settings["thousand_gservers"]
     ages = sum(abs(row["age_error"]) <= settings["age_tolerance"] for row in rows)
     met = []
     for learned in (False, True):
@@ -411,55 +405,45 @@ def plan(results: Results) -> str:
     return (
         f"{listed(PLAN, rows)}\n\n"
         f"Throughput is met in {met[0]} rows whose policy is the calibrated one, and in {met[1]} where it has learned; "
-        f"the mean age in {ages} of {len(rows)}. "
-        f"{large['gservers']:,} gservers with {large['responses']:,} responses are simulated in "
-        f"{large['seconds']:.1f} s of processor time ({large['events']:,} events)."
+        f"the mean age in {ages} of {len(rows)}."
     )
 
 
-VIEWS: dict[str, Cell] = {
-    "view, requested for the first time": "{view}",
-    "waits": "{seconds:.2f} s",
-    "memory of the page": "{memory_mb:,.0f} MB",
-}
+VIEWS: dict[str, Cell] = {"view, requested for the first time": "{view}", "waits": "{seconds:.2f} s"}
 
 
 def page_views(results: Results) -> str:
-    """The wait for each view of a long run."""
-    return listed(VIEWS, [row for row in results["rows"] if "view" in row])
+    """The wait for each view of a long run, and the page's memory after all of them."""
+    views = [row for row in results["rows"] if "view" in row]
+    return f"{listed(VIEWS, views)}\n\nThe page has {views[-1]['memory_mb']:,.0f} MB then."
 
 
 def page_cost(results: Results) -> str:
     """The cost of keeping rollouts and of being watched for the run."""
     header = "rollouts kept, page watched", "runs", "a step", "processor time of a step, all processes"
-    header += "of that in the thread that keeps rollouts", "its share"
     cells = []
     for kept in (False, True):
         mine = [row for row in results["rows"] if row.get("kept") is kept]
         each = [row["processor_ms"] for row in mine]
-        processor, keeping = median(each), median(row["keeping_ms"] for row in mine)
         step = f"{median(row['step_ms'] for row in mine):.0f} ms"
         cells.append(["yes" if kept else "no", f"{len(mine)}", step])
-        cells[-1] += [f"{processor:.0f} ms ({min(each):.0f} to {max(each):.0f})"]
-        cells[-1] += [f"{keeping:.2f} ms", f"{keeping / processor:.2%}"]
+        cells[-1] += [f"{median(each):.0f} ms ({min(each):.0f} to {max(each):.0f})"]
     return markdown(header, cells)
 
 
 def fuzz(results: Results) -> str:
-    """The effect of hostile messages on each port of a run, and on the run."""
+    """The effect of hostile messages on the ports of a run, torch's and streamrl's own, and on the run."""
     *rows, end = results["rows"]
-    grown = {row["port"]: row for row in rows if "grown_mb" in row}
     lines = []
-    for port in grown:
-        sent = [row for row in rows if row["port"] == port and "way" in row]
-        accepted = sum(row["accepted"] for row in sent)
-        lines.append([f"`{port}`", f"{sum(row['messages'] for row in sent):,}", f"{accepted}"])
-        lines[-1].append(", ".join(f"{size:+.0f}" for size in grown[port]["grown_mb"]))
-    header = ["port of", "messages", "accepted", "MB grown under messages, by way"]
-    trained = f"The run trained on {end['groups_trained']:,} groups in the same time, in {end['steps']:,} steps: "
-    lost = f"{end['groups_twice']} twice, {end['groups_lost']} lost"
-    minutes = f"All of it took {results['settings']['seconds'] / 60:.0f} minutes, pauses without messages included."
-    return f"{markdown(header, lines)}\n\n{trained}{lost}. {minutes}"
+    for owner in ("streamrl", "torch"):
+        mine = [row for row in rows if ("torch" if " " in row["port"] else "streamrl") == owner]
+        sent = [row for row in mine if "way" in row]
+        grown = max(size for row in mine for size in row.get("grown_mb", [0]))
+        ports, messages = len(unique(row["port"] for row in mine)), sum(row["messages"] for row in sent)
+        lines.append([owner, f"{ports}", f"{messages:,}", f"{sum(row['accepted'] for row in sent)}", f"{grown:.0f} MB"])
+    header = ["ports of", "ports", "messages", "accepted", "most that a process grew in one of the ways"]
+    trained = f"The run trained on {end['groups_trained']:,} groups in the same time: "
+    return f"{markdown(header, lines)}\n\n{trained}{end['groups_twice']} twice, {end['groups_lost']} lost."
 
 
 # --- staleness -----------------------------------------------------------------------------------
@@ -524,12 +508,12 @@ def staleness_over_age(results: Results) -> str:
         [
             str(s.kind.eta),
             f"`{s.kind.over_age}`",
-            s.rejected.said(".1%"),
+            f"{s.rejected.mean:.1%}" if s.rejected.values else MISSING,
             s.length_ratio.said(".3f"),
             s.steps_to_nearly.said(".0f"),
             s.area.said(),
         ]
-        for s in found
+        for s in sorted(found, key=lambda s: s.kind.eta)
         if s.kind.task == staleness.LENGTH_TASK and s.kind.objective == "default" and s.kind.eta
     ]
     header = ["η", "over-age tokens", "masked or dropped", "length in the loss / generated", "steps to 0.9", "area"]
@@ -569,48 +553,45 @@ def gib(value: float, form: str = ".1f") -> str:
 
 def capacity_memory(_: Results) -> str:
     """Memory of one GPU of each pool, for given divisions of GPUs."""
-    header = "model | GPUs | trainer | weights, gradients, optimizer | gathered | activations, logits | all"
-    header += " | gservers | weights | KV cache | tokens in it"
+    header = "model, GPUs | trainer | state | activations, logits | all | gservers | tokens in the KV cache"
     rows = []
     for machine, shape, one in capacity.divisions():
-        trainer, server = one.trainer, one.server
-        lacking = f" (lacks {gib(one.lacking, '.0f')})" if one.lacking else ""
-        cells = [shape.name, f"{machine.gpus}", f"{one.layout} ({one.layout.backend})"]
-        cells += map(gib, (trainer.state, trainer.gathered, trainer.activations + trainer.logits))
-        cells += [f"{gib(trainer.total)}{lacking}", f"{one.gservers} × {one.server_tensor}"]
-        rows.append([*cells, gib(server.weights), gib(server.kv_room), f"{server.kv_tokens:,}"])
+        trainer = one.trainer
+        cells = [f"{shape.name}, {machine.gpus}", f"{one.layout} ({one.layout.backend})"]
+        cells += map(gib, (trainer.state + trainer.gathered, trainer.activations + trainer.logits))
+        cells += [total(one), f"{one.gservers} × {one.server_tensor}"]
+        rows.append([*cells, f"{one.server.kv_tokens:,}"])
     return markdown(header.split(" | "), rows)
 
 
 def capacity_roles(_: Results) -> str:
     """Memory of one GPU of the trainer with adapters, a critic and a reference."""
-    header = "model | GPUs | trainer | roles | weights, gradients, optimizer | critic | reference | gathered"
-    header += " | activations, logits | all | checkpoint"
+    header = "model, GPUs | trainer | roles | critic | reference | all | checkpoint"
     rows = []
     for machine, shape, one, roles in capacity.divisions_with_roles():
-        trainer = one.trainer
-        lacking = f" (lacks {gib(one.lacking, '.0f')})" if one.lacking else ""
-        cells = [shape.name, f"{machine.gpus}", f"{one.layout} ({one.layout.backend})"]
+        cells = [f"{shape.name}, {machine.gpus}", f"{one.layout} ({one.layout.backend})"]
         cells += ["policy" + (f", {roles}" if str(roles) else "")]
-        cells += [gib(trainer.weights + trainer.gradients + trainer.optimizer)]
         cells += [
-            gib(trainer.critic) if roles.critic else MISSING,
-            gib(trainer.reference) if roles.reference else MISSING,
+            gib(one.trainer.critic) if roles.critic else MISSING,
+            gib(one.trainer.reference) if roles.reference else MISSING,
         ]
-        cells += [gib(trainer.gathered), gib(trainer.activations + trainer.logits), f"{gib(trainer.total)}{lacking}"]
-        rows.append([*cells, f"{gib(one.checkpoint, ',.1f')} GiB"])
+        rows.append([*cells, total(one), f"{gib(one.checkpoint, ',.1f')} GiB"])
     return markdown(header.split(" | "), rows)
+
+
+def total(one: Division) -> str:
+    """All memory of a GPU of the trainer, with the part of it that is lacking."""
+    lacking = f" (lacks {gib(one.lacking, '.0f')})" if one.lacking else ""
+    return f"{gib(one.trainer.total)}{lacking}"
 
 
 def capacity_traffic(_: Results) -> str:
     """Bytes that a weight update moves, and the size of a checkpoint, for the same divisions."""
-    header = "model | served weights | over each GPU's link | time | checkpoint"
     rows = []
     for _, shape, one in capacity.divisions():
-        update = one.update
-        cells = [shape.name, f"{gib(update.weights)} GiB", f"{gib(update.per_link)} GiB", f"{update.seconds:.1f} s"]
+        cells = [shape.name, f"{gib(one.update.weights)} GiB", f"{one.update.seconds:.1f} s"]
         rows.append([*cells, f"{gib(one.checkpoint, ',.0f')} GiB"])
-    return markdown(header.split(" | "), unique(map(tuple, rows)))
+    return markdown(["model", "served weights", "time", "checkpoint"], unique(map(tuple, rows)))
 
 
 # --- pages ---------------------------------------------------------------------------------------
@@ -639,7 +620,6 @@ class Table(NamedTuple):
 TABLES = (
     Table("README.md", "throughput-short", "throughput", throughput_short),
     Table("docs/figures.md", "throughput", "throughput", lines_of(THROUGHPUT)),
-    Table("docs/figures.md", "demo-steps", "demo", demo_steps),
     Table("docs/figures.md", "engine", "bench_engine", engine),
     Table("docs/figures.md", "rewards", "bench_rewards", lines_of(REWARDS)),
     Table("docs/figures.md", "stream", "bench_stream", stream),

@@ -186,7 +186,7 @@ def attend_without_plans(device: torch.device) -> None:
 
     Each decode step, and nearly each micro-batch, has a new shape. On an H200 a plan takes 50 to 70 ms for the forward
     pass and 130 to 230 ms with the backward pass, while a model of a billion weights decodes a token in 9 ms; an
-    existing plan saves 5 ms at 16,384 tokens (torch 2.11; docs/scale.md).
+    existing plan saves 5 ms at 16,384 tokens (torch 2.11).
     """
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -17,19 +17,15 @@ DIVISIONS = (
     ("32B", 32, TrainerLayout(data=24), 2, 4),
     ("32B", 32, TrainerLayout(data=6, context=4), 2, 4),
     ("32B", 32, TrainerLayout(data=3, tensor=8), 2, 4),
-    ("32B", 64, TrainerLayout(data=12, context=4), 4, 4),
     ("70B", 64, TrainerLayout(data=48), 2, 8),
     ("70B", 64, TrainerLayout(data=12, context=4), 2, 8),
     ("70B", 64, TrainerLayout(data=3, tensor=8, pipeline=2), 2, 8),
-    ("70B", 64, TrainerLayout(data=3, tensor=8, context=2), 2, 8),
     ("70B", 128, TrainerLayout(data=12, context=8), 4, 8),
     ("Qwen3-30B-A3B", 16, TrainerLayout(data=3, context=4), 1, 4),
     ("Qwen3-30B-A3B", 32, TrainerLayout(data=6, context=4, expert=8), 2, 4),
 )
 """Model, GPUs, the trainer's layout, gservers and GPUs of each."""
 ROLES = (
-    ("7B", 8, TrainerLayout(data=3, context=2), 2, 1, Roles()),
-    ("7B", 8, TrainerLayout(data=3, context=2), 2, 1, Roles(reference=True)),
     ("7B", 8, TrainerLayout(data=3, context=2), 2, 1, Roles(critic=True, reference=True)),
     ("7B", 8, TrainerLayout(data=3, context=2), 2, 1, Roles(lora_rank=32, reference=True)),
     ("32B", 16, TrainerLayout(data=2, context=4), 2, 4, Roles(lora_rank=32)),

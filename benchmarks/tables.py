@@ -74,6 +74,14 @@ def crossed(
     return markdown([*corner.split(" | "), *columns], lines)
 
 
+def from_to(values: Sequence[float], form: str) -> str:
+    """A cell with the least and the greatest of `values`, once if they are shown alike."""
+    if not values:
+        return MISSING
+    least, most = f"{min(values):{form}}", f"{max(values):{form}}"
+    return least if least == most else f"{least} to {most}"
+
+
 def ends_of(values: Iterable[int]) -> tuple[int, int]:
     """The least and the greatest."""
     found = sorted(values)
@@ -89,11 +97,11 @@ def unique(values: Iterable[Any]) -> list[Any]:
 
 THROUGHPUT: dict[str, Cell] = {
     "generation": lambda row: "SIMULATED" if row["simulated_generation"] else "embedded",
-    "max_staleness": "{max_staleness}",
-    "over-age tokens": "`{over_age}`",
+    "max_staleness": lambda row: (
+        f"{row['max_staleness']}" + (f", `{row['over_age']}`" if row["over_age"] != "mask" else "")
+    ),
     "groups/s": "{groups_per_second:.3g}",
     "speed-up": "{speedup:.2f}",
-    "bound": "{bound:.2f}",
     "oldest token": "{oldest_token_age}",
     "masked or dropped": lambda row: f"{row['masked_share'] + row['dropped_share']:.1%}",
     "final reward": lambda row: (
@@ -101,6 +109,12 @@ THROUGHPUT: dict[str, Cell] = {
     ),
 }
 THROUGHPUT_SHORT = ("generation", "max_staleness", "groups/s", "speed-up", "oldest token")
+
+
+def throughput(results: Results) -> str:
+    """All rows, and the bound on the speed-up for each way of generation."""
+    bounds = unique(f"{filled(THROUGHPUT['generation'], row)} {row['bound']:.2f}" for row in results["rows"])
+    return f"{listed(THROUGHPUT, results['rows'])}\n\nBound: {', '.join(bounds)}."
 
 
 def throughput_short(results: Results) -> str:
@@ -330,9 +344,9 @@ GPU_FIGURES = {
     "way": "{}",
     "batch": "batch: {}",
     "policy_step_seconds": "{:.3f} s a step",
-    "busy_share": "device busy {:.0%} of a profiled step",
+    "busy_share": "device busy {:.0%}",
     "compiled": "layers compiled: {}",
-    "checkpointing": "activations computed again: {}",
+    "checkpointing": "checkpointing: {}",
     "cuda_graphs": "CUDA graphs: {}",
     "at_once": "{} at once",
     "max_staleness": "max_staleness {}",
@@ -342,7 +356,7 @@ GPU_FIGURES = {
     "publish_seconds": "{:.3f} s",
     "share": "{:.2f} of a bare copy",
     "groups_per_second": "{:.3g} groups/s",
-    "speedup": "{:.2f} of the synchronous run",
+    "speedup": "speed-up {:.2f}",
 }
 """Keys of the rows of `gpu.py`, and how they are shown."""
 
@@ -372,12 +386,11 @@ def demo(results: Results) -> str:
         mine = [row for row in rows if row["system"] == system]
         seconds = [row["seconds_to_target"] for row in mine]
         medians.append(median(seconds))
-        steps = f"{min(row['steps'] for row in mine)} to {max(row['steps'] for row in mine)}"
-        span = f"{medians[-1]:.0f} ({min(seconds):.0f} to {max(seconds):.0f})"
+        steps = from_to([row["steps"] for row in mine], "d")
         reached = f"{sum(row['reached'] for row in mine)} of {len(mine)}"
-        cells.append([system, span, f"{medians[-1] / medians[0]:.2f}", steps, reached])
-    title = f"seconds to {results['settings']['target']} (least to most)"
-    return markdown(["system", title, "relative to the first", "steps", "reached in"], cells)
+        cells.append([system, from_to(seconds, ".0f"), f"{medians[-1] / medians[0]:.2f}", steps, reached])
+    title = f"seconds to {results['settings']['target']}"
+    return markdown(["system", title, "relative to the first", "steps", "runs that reached it"], cells)
 
 
 PLAN: dict[str, Cell] = {
@@ -409,13 +422,13 @@ def plan(results: Results) -> str:
     )
 
 
-VIEWS: dict[str, Cell] = {"view, requested for the first time": "{view}", "waits": "{seconds:.2f} s"}
-
-
 def page_views(results: Results) -> str:
-    """The wait for each view of a long run, and the page's memory after all of them."""
+    """The wait for the slowest views of a long run, and the page's memory after all of them."""
     views = [row for row in results["rows"] if "view" in row]
-    return f"{listed(VIEWS, views)}\n\nThe page has {views[-1]['memory_mb']:,.0f} MB then."
+    *slow, other = sorted(views, key=lambda row: -row["seconds"])[:4]
+    shown = ", ".join("{view} {seconds:.2f} s".format_map(row) for row in slow)
+    rest = f"the other {len(views) - len(slow)} at most {other['seconds']:.2f} s"
+    return f"{shown}, {rest}; then the page has {views[-1]['memory_mb']:,.0f} MB."
 
 
 def page_cost(results: Results) -> str:
@@ -524,11 +537,7 @@ def delay(results: Results) -> str:
     """Remedies against the collapse of stale runs, by delay."""
 
     def over(runs: Sequence[Row], key: str, form: str) -> str:
-        values = [run[key] for run in runs if run[key] is not None]
-        if not values:
-            return MISSING
-        least, most = f"{min(values):{form}}", f"{max(values):{form}}"
-        return least if least == most else f"{least} to {most}"
+        return from_to([run[key] for run in runs if run[key] is not None], form)
 
     rows: list[list[str]] = []
 
@@ -619,7 +628,7 @@ class Table(NamedTuple):
 
 TABLES = (
     Table("README.md", "throughput-short", "throughput", throughput_short),
-    Table("docs/figures.md", "throughput", "throughput", lines_of(THROUGHPUT)),
+    Table("docs/figures.md", "throughput", "throughput", throughput),
     Table("docs/figures.md", "engine", "bench_engine", engine),
     Table("docs/figures.md", "rewards", "bench_rewards", lines_of(REWARDS)),
     Table("docs/figures.md", "stream", "bench_stream", stream),

@@ -495,7 +495,7 @@ def area_and_collapses(found: staleness.Summary | None) -> str:
     if found is None or not found.area.values:
         return MISSING
     fell = f"; {found.collapsed} of {found.runs} collapsed" if found.collapsed else ""
-    return f"{found.area.mean:.2f}, error {found.error.mean:.3f}{fell}"
+    return f"{found.area.mean:.2f}, {found.error.mean:.3f}{fell}"
 
 
 def staleness_objectives(results: Results) -> str:
@@ -524,7 +524,7 @@ def staleness_over_age(results: Results) -> str:
             f"{s.rejected.mean:.1%}" if s.rejected.values else MISSING,
             s.length_ratio.said(".3f"),
             s.steps_to_nearly.said(".0f"),
-            s.area.said(),
+            f"{s.area.mean:.2f}" if s.area.values else MISSING,
         ]
         for s in sorted(found, key=lambda s: s.kind.eta)
         if s.kind.task == staleness.LENGTH_TASK and s.kind.objective == "default" and s.kind.eta
@@ -534,7 +534,8 @@ def staleness_over_age(results: Results) -> str:
 
 
 def delay(results: Results) -> str:
-    """Remedies against the collapse of stale runs, by delay."""
+    """Remedies against the collapse of stale runs, by delay: all on one task, and the default on others."""
+    shown = [row for row in results["rows"] if row["variant"] == "default" or row["task"] == staleness.SIDE_BY_SIDE]
 
     def over(runs: Sequence[Row], key: str, form: str) -> str:
         return from_to([run[key] for run in runs if run[key] is not None], form)
@@ -544,12 +545,12 @@ def delay(results: Results) -> str:
     def kind(row: Row) -> tuple[str, int, str]:
         return row["task"], row["delay"], row["variant"]
 
-    for place in unique(kind(row) for row in sorted(results["rows"], key=lambda row: (row["task"], row["delay"]))):
-        runs = [row for row in results["rows"] if kind(row) == place]
+    for place in unique(kind(row) for row in sorted(shown, key=lambda row: (row["task"], row["delay"]))):
+        runs = [row for row in shown if kind(row) == place]
         task, versions, variant = place
         cells = [f"{task}, {versions}", variant, f"{len(runs)}", over(runs, "learned", "d")]
-        rows.append([*cells, over(runs, "worst", ".3f"), over(runs, "end", ".2f")])
-    header = ["task, delay", "variant", "runs", "learned at step", "worst after that", "reward at the end"]
+        rows.append([*cells, over(runs, "worst", ".3f")])
+    header = ["task, delay", "variant", "runs", "learned at step", "worst after that"]
     return markdown(header, rows)
 
 
@@ -611,7 +612,7 @@ def source(results: Results) -> str:
     commit, machine = results["commit"], results["machine"]
     ids = commit["id"].split(" and ")
     named = commit["id"] if len(ids) < 3 else f"{ids[0]} and {len(ids) - 1} others"
-    state = f"commit {named} of {commit['date'][:10]}" if commit["id"] else "no commit"
+    state = f"{named}, {commit['date'][:10]}" if commit["id"] else "no commit"
     state += " with uncommitted changes" if commit["changed"] else ""
     devices = "".join(f", {device}" for device in unique(machine["devices"]))
     return f"*{state}, {machine['processor']}, {machine['cores']} cores{devices}*"

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import KEPT, LATEST, ROOT, parser_of, read_results
+from compare import COMPARED
 from tables import COMPUTED, TABLES, Results, rendered, results_of, unique
 
 BY_NAME_ONLY = {"staleness", "delay", "gpu"}
@@ -142,7 +143,8 @@ def check_needed(chosen: Sequence[str], options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    benchmarks = unique(table.benchmark for table in TABLES if table.benchmark != COMPUTED)
+    shown = [table.benchmark for table in TABLES if table.benchmark != COMPUTED]
+    benchmarks = unique([*shown, *(ratios.__name__ for ratios in COMPARED)])
     optional = unique(name for needed in NEEDED.values() for name in needed)
     parser = parser_of(__doc__)
     what = parser.add_mutually_exclusive_group()

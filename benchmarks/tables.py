@@ -331,7 +331,6 @@ CHECKPOINT: dict[str, Cell] = {
     "of a bare copy": lambda row: f"{row['standstill'] / row['copy']:.2f}",
     "on the disk after": "{write:.2f} s",
     "of a bare write": lambda row: f"{row['write'] / row['bare_write']:.2f}",
-    "memory, of what it holds": lambda row: f"{row['grown'] / row['bytes']:.2f}",
 }
 GPU_FIGURES = {
     "way": "{}",
@@ -584,12 +583,11 @@ def total(one: Division) -> str:
 
 
 def capacity_traffic(_: Results) -> str:
-    """Bytes that a weight update moves, and the size of a checkpoint, for the same divisions."""
+    """Bytes that a weight update moves, for the same divisions."""
     rows = []
     for _, shape, one in capacity.divisions():
-        cells = [shape.name, f"{gib(one.update.weights)} GiB", f"{one.update.seconds:.1f} s"]
-        rows.append([*cells, f"{gib(one.checkpoint, ',.0f')} GiB"])
-    return markdown(["model", "served weights", "time", "checkpoint"], unique(map(tuple, rows)))
+        rows.append((shape.name, f"{gib(one.update.weights)} GiB", f"{one.update.seconds:.1f} s"))
+    return markdown(["model", "served weights", "time"], unique(rows))
 
 
 # --- pages ---------------------------------------------------------------------------------------

@@ -404,8 +404,8 @@ def plan(results: Results) -> str:
         met.append(f"{sum(abs(row['rate_error']) <= settings['rate_tolerance'] for row in mine)} of {len(mine)}")
     return (
         f"{table}\n\n"
-        f"Throughput is met in {met[0]} cases with the calibrated policy, and in {met[1]} where it has learned; the mean "
-        f"age in {ages} of {len(rows)}."
+        f"Throughput is met in {met[0]} cases with the calibrated policy, and in {met[1]} where it has learned; the "
+        f"mean age in {ages} of {len(rows)}."
     )
 
 

@@ -81,7 +81,7 @@ def row_of(family: str, results: Sequence[Result]) -> str:
     found = {result.part: result for result in results}
     cells = [found[part].verdict if part in found else "–" for part in COLUMNS]
     notes = [result for verdict in ("fails", "falls back") for result in results if result.verdict == verdict]
-    why = notes[0].why if notes else ""
+    why = notes[0].why.partition(": packed log-probabilities differ")[0] if notes else ""
     return f"| {' | '.join((family, *cells, ' '.join(why.replace('|', '/').split())[:200]))} |".replace("|  |", "| |")
 
 

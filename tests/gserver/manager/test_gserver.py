@@ -136,10 +136,12 @@ TestLife = Life.TestCase
 
 def drawn() -> set[tuple[str, str, str]]:
     """Event, state before and state after, of each transition in the document's table."""
+    every = {state.value for state in MemberState} - {MemberState.GONE.value}
     section = DOCUMENT.read_text().split("<!-- states of a member -->")[1].split("<!-- end of states -->")[0]
     found = set()
     for event, before, after in re.findall(r"^\| (.+?) \| .+? \| (.+?) \| (.+?) \|$", section, re.MULTILINE)[1:]:
-        found |= {(event, state, after) for state in before.split(" or ")}
+        states = every - {after} if before == "any" else before.split(" or ")
+        found |= {(event, state, after) for state in states}
     return found
 
 

@@ -361,9 +361,10 @@ class Ledger:
             for group in own.values():
                 group.granted += seconds
 
-    def release(self, worker: str) -> list[Group]:
-        """End the leases of `worker`, which is gone; return their groups, ordered by sequence number."""
-        return self._give_back(list(self._leases.get(worker, {}).values()))
+    def release(self, worker: str, *, but: Collection[int] = ()) -> list[Group]:
+        """End the leases of `worker` on groups that it does not have, all but those of the seqs `but`; return the
+        groups, ordered by sequence number."""
+        return self._give_back([group for seq, group in self._leases.get(worker, {}).items() if seq not in but])
 
     def expire(self, *, now: float) -> list[Group]:
         """End the leases that have expired; return their groups, ordered by sequence number."""

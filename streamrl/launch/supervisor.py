@@ -208,7 +208,7 @@ class Supervisor:
                 log.warning("%s %s when the run was over; nothing of it is lost", child.name, child.how_it_ended)
             elif self._part == "pool":
                 log.info("%s has left the run", child.name)
-            return controls or not self._children.members
+            return controls or not self._children.awaited
         if self._left_in_order(child, status):
             log.info("%s has left the run", child.name)
         elif (successor := _successor(child, status)) is not None:

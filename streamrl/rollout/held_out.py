@@ -65,7 +65,8 @@ class HeldOutPrompts:
     async def _ask(self, data: DataFacts) -> AdmitReply | None:
         """Wait for the controller's reply with the prompts that may begin, perhaps none yet. Return None if this worker
         is asked to leave."""
-        message = Admit(worker=self._membership.index, count=1, data=data, held_out=True)
+        member = self._membership
+        message = Admit(worker=member.index, count=1, data=data, held_out=True, times_back=member.times_back)
         asking, _ = await first_of(self._control.admit(message), self._membership.leaving.wait())
         if asking.cancelled():
             return None

@@ -263,7 +263,9 @@ class RolloutWorker:
             in_hand = {seq: group for seq, group in (stored | self._unfinished).items() if group.can_be_kept(history)}
         before = len(self._unfinished)
         dropped = self._drop(self._unfinished.keys() - in_hand.keys())
-        message = Keep(worker=self._membership.index, groups=[group.in_hand() for group in in_hand.values()])
+        self._membership.times_back += 1
+        groups = [group.in_hand() for group in in_hand.values()]
+        message = Keep(self._membership.index, groups, times_back=self._membership.times_back)
         reply = await self._control.keep(message)
         self._membership.policy_version = reply.policy_version
         dropped += self._drop(self._unfinished.keys() - set(reply.kept))
@@ -330,10 +332,12 @@ class RolloutWorker:
 
     async def admit(self, count: int) -> list[Admission] | None:
         """Request up to `count` groups; return those to start, perhaps none yet, or None at the end of the run."""
-        reply = await self._control.admit(Admit(worker=self._membership.index, count=count, data=self._data))
+        member = self._membership
+        message = Admit(worker=member.index, count=count, data=self._data, times_back=member.times_back)
+        reply = await self._control.admit(message)
         if reply.stop:
             return None
-        self._membership.note_version(reply.policy_version)
+        member.note_version(reply.policy_version)
         # after a silence of this worker the manager may admit groups again that are still being made here
         return [admission for admission in reply.admissions if admission.seq not in self._unfinished]
 

@@ -319,10 +319,12 @@ class Keep(msgspec.Struct, frozen=True):
 
     worker: int
     groups: list[GroupInHand]
+    times_back: int = 0
+    """How often this process has gone back with the run, this time included."""
 
 
 class KeepReply(msgspec.Struct, frozen=True):
-    """The groups that stay leased to the worker; it drops all others."""
+    """The groups that stay leased to the worker; it drops all others, and loses all other leases."""
 
     kept: list[int]
     policy_version: int
@@ -341,6 +343,8 @@ class Admit(msgspec.Struct, frozen=True):
     """Whether the worker requests a held-out prompt instead of groups to train on."""
     ticket: str = ""
     """Id of the call, so that a retry after a lost reply returns the same groups; set by the client."""
+    times_back: int = 0
+    """How often this process has gone back with the run; it no longer waits for calls from before the last time."""
 
 
 class Admission(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -73,6 +73,8 @@ class Membership:
         """History of the run's current weights; only rollout workers receive it."""
         self.gone_back = asyncio.Event()
         """Set when the run has gone back to a checkpoint, or started again, under another lineage."""
+        self.times_back = 0
+        """How often a rollout worker has gone back with the run, and kept groups of an earlier lineage."""
         self._address = address
         self._config = config
         self._process = uuid.uuid4().hex

@@ -6,6 +6,7 @@ a gserver that failed.
 
 Invariants: a group starts only if the ledger has room for it, and only together with a gserver that serves; it counts
 as in flight there exactly while its lease lasts; a repeated request with the same ticket returns the same groups; a
+worker that went back with the run has the leases that the reply to `keep` names, and none from calls before it; a
 request returns to a gserver that failed only after a check of that gserver, unless there is no other.
 """
 
@@ -127,7 +128,10 @@ class Admissions:
         return admissions
 
     def keep(self, worker: str, in_hand: Sequence[GroupInHand], *, now: float) -> list[int]:
-        """Lease to `worker` the groups that it has in hand and the ledger allows; return the seqs that it holds."""
+        """Lease to `worker` the groups that it has in hand and the ledger allows; return the seqs that it holds.
+
+        Its other leases end: it has not received them, for example because the run went back during its call.
+        """
         rows = self._ledger.rows.chosen
         by_seq = {group.seq: group for group in in_hand if rows.get(group.seq, group.row) == group.row}
         kept = self._ledger.keep(worker, by_seq, now=now)
@@ -138,7 +142,10 @@ class Admissions:
             gserver = self._fleet.at(own.gserver) if group.route is None else None
             if gserver is not None:
                 group.route = self._fleet.assign_to(gserver, Work(own.requests, own.tokens), now=now)
-        return [group.seq for group in kept]
+        seqs = [group.seq for group in kept]
+        self._tickets.pop(worker, None)
+        self._came_back(self._ledger.release(worker, but=seqs), f"{worker} has not received them")
+        return seqs
 
     def remember(self, worker: str, ticket: str, admissions: list[Admission]) -> None:
         """Note that `worker` was given `admissions` under `ticket`."""
@@ -349,6 +356,8 @@ class GroupCalls:
                 return []  # its leases would belong to the process that now has its name, which renews them
             if not self._members.is_of_this_lineage(member):
                 return []  # it registers again first
+            if message.times_back < member.times_back:
+                return []  # it no longer waits for this reply, and its heartbeats would renew the leases
             if held_out:
                 return self._take_held_out(member, ticket)
             if self._paused or not self._admitting:
@@ -369,10 +378,12 @@ class GroupCalls:
 
     async def keep(self, message: Keep) -> KeepReply:
         """Have a worker finish groups that were admitted to it before the run went back."""
-        worker = self._members.caller("rollout", message.worker).name
-        kept = self._admissions.keep(worker, message.groups, now=time.monotonic())
+        member = self._members.caller("rollout", message.worker)
+        member.times_back = max(member.times_back, message.times_back)
+        kept = self._admissions.keep(member.name, message.groups, now=time.monotonic())
+        self._evaluations.give_back(member.name, lost=False)
         if message.groups:
-            log.info("%s keeps %d of %d groups that it has in hand", worker, len(kept), len(message.groups))
+            log.info("%s keeps %d of %d groups that it has in hand", member.name, len(kept), len(message.groups))
         return KeepReply(kept, policy_version=self._ledger.policy_version)
 
     async def route(self, message: AskRoute) -> RouteReply:

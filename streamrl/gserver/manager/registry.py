@@ -62,6 +62,8 @@ class Member:
         self.last_heard = LastHeard(now=now, patience=patience)
         self.lineage = ""
         """The lineage of the run (`Access.lineage`) in which it last registered."""
+        self.times_back = 0
+        """How often it has kept groups of an earlier lineage, if it is a rollout worker."""
         self.stats: dict[str, float] = {}
         """Figures of its last heartbeat."""
         self.waiting_for = ""

@@ -408,7 +408,7 @@ async def test_when_the_run_has_gone_back_workers_keep_what_would_be_admitted_ne
             assert [(each.number, each.cause) for each in granted.lineages] == [(1, "model_worker/0 died")]
         kept = await run.client.keep(Keep(0, [in_flight, GroupInHand(1)]))
         assert (kept.kept, kept.policy_version) == ([1, 3], 0)
-        assert (await run.client.keep(Keep(0, [in_flight]))).kept == [3], "asked again"
+        assert (await run.client.keep(Keep(0, [in_flight, GroupInHand(1)]))).kept == [1, 3], "asked again"
         assert (await run.client.keep(Keep(1, [GroupInHand(3), GroupInHand(4)]))).kept == []
         (serving,) = [p for p in (await run.client.status()).processes if p.role == "gserver"]
         assert run.manager.ledger.groups[3].route.work == (2, 70), serving
@@ -417,6 +417,23 @@ async def test_when_the_run_has_gone_back_workers_keep_what_would_be_admitted_ne
 
         run.manager.report(StepReport(step=1, time=0.0, metrics={}, token_ages={}, spans=[]))
         assert [each.groups_kept for each in lineages.read(run.config.run_dir)] == [2]
+
+
+async def test_groups_in_replies_that_a_worker_did_not_wait_for_are_given_out_again(tmp_path: Path) -> None:
+    """A worker that hears that the run went back drops its calls, whose replies may be on their way."""
+    async with scripted() as [gserver], managed(small_config(tmp_path)) as run:
+        await join(run, gserver)
+        await run.manager.begin(run.config, lineage=progress.begin_lineage(run.config, cause="model_worker/0 died"))
+        await run.register("rollout", pid=200)
+        run.manager.groups.start()
+        assert await run.admit_seqs(2) == [0, 1], "a reply that is lost"
+        run.manager.groups.pause(True)
+        late = await waiting(run.client.admit(Admit(worker=0, count=2)))
+        assert (await run.client.keep(Keep(0, [GroupInHand(1)], times_back=1))).kept == [1]
+        run.manager.groups.pause(False)
+        assert (await result_of(late)).admissions == [], "its caller has gone back"
+        given = await run.client.admit(Admit(worker=0, count=2, times_back=1))
+        assert [admission.seq for admission in given.admissions] == [0, 2]
 
 
 async def test_a_gserver_with_other_weights_waits_for_the_next_update(tmp_path: Path) -> None:

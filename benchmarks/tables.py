@@ -222,7 +222,6 @@ def scale(results: Results) -> str:
         "calls/s": "{calls_per_second:,.0f}",
         f"of a core, for the {process}": lambda row: f"{used(row) / 1e6:.1%}",
         "a call, p50 and p99": "{p50_ms:.1f} ms, {p99_ms:.1f} ms",
-        "its memory": f"{{{process}_mib:.0f}} MiB",
     }
     return listed(columns, sorted(results["rows"], key=lambda row: (row["gservers"], row["workers"])))
 
@@ -272,7 +271,7 @@ AGENTS_TRAINERS = {
     "streamrl, Megatron": "streamrl on Megatron Core: trees",
     "padded": "plain torch: conversations, padded",
     "unpadded": "plain torch: conversations, one by one",
-    "TRL": "TRL's GRPOTrainer: conversations, padded",
+    "TRL": "TRL: conversations, padded",
 }
 
 
@@ -318,9 +317,7 @@ def long_rows(results: Results) -> str:
         line="{tokens:,}",
         column=lambda row: row["contender"],
         columns=unique(row["contender"] for row in results["rows"]),
-        cell=lambda row: "{mib:,.0f} MiB, {kib:,.0f} KiB a token ({seconds:,.0f} s)".format(
-            **row, kib=row["bytes_per_token"] / 1024
-        ),
+        cell="{mib:,.0f} MiB ({seconds:,.0f} s)",
     )
 
 

@@ -77,6 +77,7 @@ class MemberEvent(Enum):
     PASSED_OVER = "passed over"
     """Other gservers serve newer weights now, which were not sent to it."""
     FELL_SILENT = "fell silent"
+    """No message came for too long (`limits.silence_seconds`)."""
     RETURNED = "returned"
     """It has sent a message after a silence."""
     GAVE_UP = "gave up"

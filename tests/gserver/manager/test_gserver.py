@@ -139,7 +139,7 @@ def drawn() -> set[tuple[str, str, str]]:
     every = {state.value for state in MemberState} - {MemberState.GONE.value}
     section = DOCUMENT.read_text().split("<!-- states of a member -->")[1].split("<!-- end of states -->")[0]
     found = set()
-    for event, before, after in re.findall(r"^\| (.+?) \| .+? \| (.+?) \| (.+?) \|$", section, re.MULTILINE)[1:]:
+    for event, before, after in re.findall(r"^\| (.+?) \| (.+?) \| (.+?) \|$", section, re.MULTILINE)[1:]:
         states = every - {after} if before == "any" else before.split(" or ")
         found |= {(event, state, after) for state in states}
     return found

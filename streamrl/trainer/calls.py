@@ -2,7 +2,7 @@
 
 | call | carried out | by |
 |---|---|---|
-| `Spec`, `ModelConfigRequest`, `ScoringRequest`, `ClearDataCache` | at once, also during a computation | any worker |
+| `Spec`, `ModelConfigRequest`, `ResponseRequest`, `ClearDataCache` | at once, also during a computation | any worker |
 | `OpenStore`, `Initialize` | one after another, in the order of requests | worker 0; all |
 | `Inference`, `Function`, `TrainStep`, `Save` | one after another, in the order of requests | all, together |
 | `FinishSave` | after all requests before it | worker 0 |
@@ -140,10 +140,9 @@ class Sibling(msgspec.Struct, frozen=True):
     """Index among its siblings."""
 
 
-class ScoringRequest(msgspec.Struct, frozen=True, tag=True):
-    """Have the gservers that serve `version` score a response; for the worker that received its group."""
+class ResponseRequest(msgspec.Struct, frozen=True, tag=True):
+    """Return the tokens of a response, which gservers score; for the worker that received its group."""
 
-    version: int
     response: Sibling
 
 
@@ -204,7 +203,7 @@ Call = (
     | Initialize
     | Inference
     | Function
-    | ScoringRequest
+    | ResponseRequest
     | TrainStep
     | ClearDataCache
     | Publish
@@ -263,12 +262,13 @@ class TrainReply(msgspec.Struct, frozen=True):
     """Number of optimizer steps; the losses in `sums` are added up over all of them."""
 
 
-class ScoringReply(msgspec.Struct, frozen=True):
-    """Result of a scoring request that was sent to the gservers."""
+class ResponseReply(msgspec.Struct, frozen=True):
+    """The tokens of a response; both lists are empty if the worker does not hold it."""
 
+    tokens: list[int]
+    """Prompt and response, up to the last of `sampled`."""
     sampled: list[int]
-    """Positions of the response's first `MOST_COMPARED` sampled tokens, relative to the first of them; empty if the
-    worker does not hold the response."""
+    """Positions of the first `MOST_COMPARED` sampled tokens among `tokens`."""
 
 
 class PublicationReply(msgspec.Struct, frozen=True):

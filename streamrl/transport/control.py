@@ -23,7 +23,6 @@ and joins with it; each role has a token for its own calls.
 | POST /evaluation | rollout | the result of a held-out prompt |
 | POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
 | GET /publish/places | model worker | on which machines and GPUs the gservers are |
-| POST /compare | model worker | has the gservers that serve a version score a response |
 | POST /steer | owner | changes the staleness, pauses admission, requests a checkpoint |
 | POST /finish_run | owner | the run is over; every process receives `stop` with its next heartbeat |
 | POST /fail_run | rollout | stops the run because of an error in the worker |
@@ -572,23 +571,13 @@ class PublishReply(msgspec.Struct, frozen=True):
 # --- comparison: log-probabilities of a response by gservers, under the weights that they serve ---
 
 
-class Compare(msgspec.Struct, frozen=True):
-    """Have every gserver that serves `version` score a response."""
-
-    version: int
-    tokens: list[int]
-    """Prompt and response."""
-    start: int
-    """Index of the first token, above 0, to score; all tokens after it are scored, too."""
-
-
 class Scores(msgspec.Struct, frozen=True):
     """One gserver's scores, or the reason why they are missing."""
 
     gserver: str
     """Its name, for example `gserver/0`."""
     logprobs: list[float] = []
-    """Log-probabilities of the tokens from `start` on, at temperature 1, in nats."""
+    """Log-probabilities of the tokens from the first sampled one on, at temperature 1, in nats."""
     seconds: float = 0.0
     """From the request to the reply, queueing included."""
     computed: int = 0

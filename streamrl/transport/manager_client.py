@@ -238,7 +238,6 @@ class ControlClient:
             timeout=min(HEARTBEAT_SECONDS, patience / 3) or None,
         )
 
-    compare = _once("/compare", control.Compare, control.Done)
     drain = _once("/drain", control.Drain, control.Done)
     leave = _once("/leave", control.Leave, control.Done)
     steer = _once("/steer", control.Steer, control.SteerReply)

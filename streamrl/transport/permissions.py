@@ -43,7 +43,6 @@ ALLOWED: Mapping[str, Permission] = {
     "POST /publish/begin": Permission(frozenset({"model_worker"})),
     "POST /publish/commit": Permission(frozenset({"model_worker"})),
     "GET /publish/places": Permission(frozenset({"model_worker"})),
-    "POST /compare": Permission(frozenset({"model_worker"})),
     "POST /steer": Permission(_NOBODY),
     "POST /finish_run": Permission(_NOBODY),
     "GET /status": Permission(_EVERYONE),

@@ -38,10 +38,10 @@ from streamrl.trainer.calls import (
     OpenStore,
     PublicationReply,
     Publish,
+    ResponseReply,
+    ResponseRequest,
     Save,
     SaveReply,
-    ScoringReply,
-    ScoringRequest,
     Spec,
     StorageNotice,
     StoreAddress,
@@ -235,9 +235,9 @@ class Workers:
                 return {worker: self._clear(worker, call) for worker, call in calls.items()}
             case GenerateGroups() | ScoreGroups():
                 return {worker: await self._roll_out_as_called(worker, call) for worker, call in calls.items()}
-            case ScoringRequest():
+            case ResponseRequest():
                 await self._script.happen(name)
-                return {worker: self._have_scored(worker, call) for worker, call in calls.items()}
+                return {worker: self._response(worker, call) for worker, call in calls.items()}
             case Publish(version, resync):
                 return dict.fromkeys(calls, await self._publish(version, resync=resync))
         async with self._turn:
@@ -256,15 +256,12 @@ class Workers:
                     return dict.fromkeys(calls, SaveReply())
         raise AssertionError(name)
 
-    def _have_scored(self, worker: int, call: ScoringRequest) -> ScoringReply:
-        """The gservers say of the response what everybody says of every token."""
+    def _response(self, worker: int, call: ResponseRequest) -> ResponseReply:
         group = self.datasets[worker].find(call.response.seq)
         if group is None:
-            return ScoringReply([])
-        sampled = np.flatnonzero(group.alone(call.response.index).packed_loss_mask)
-        places = (sampled - sampled[0]).tolist()
-        self._manager.scored(call.version, [OPINION] * (places[-1] + 1))
-        return ScoringReply(places)
+            return ResponseReply([], [])
+        response = group.alone(call.response.index)
+        return ResponseReply(response.packed_input_ids.tolist(), np.flatnonzero(response.packed_loss_mask).tolist())
 
     async def _publish(self, version: int, *, resync: bool) -> PublicationReply:
         """Read the weights, then have them taken on by the gservers that are there."""
@@ -526,10 +523,10 @@ class Manager(Signal):
         await self.until(lambda: self.lacking)
         return sorted(self.lacking)
 
-    def scored(self, version: int, scores: list[float]) -> None:
+    def compare(self, version: int, tokens: Sequence[int], *, start: int) -> None:
         """A response is scored; the gservers that serve another version by now do not answer."""
         self.answers[version] = [
-            Scores(f"gserver/{index}", [opinion] * len(scores))
+            Scores(f"gserver/{index}", [opinion] * (len(tokens) - start))
             for index, opinion in enumerate(self.opinions(version))
             if version >= self.version
         ]

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,11 +25,21 @@ from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.gserver import Gserver, serves
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
-from streamrl.transport.control import Compare, Done, Scores
+from streamrl.transport.control import Scores
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams, adapter_name
 
 NO_MODEL = "simulated"
 """Name of the engine that has no model."""
+
+
+class Question(NamedTuple):
+    """A response to be scored by every gserver that serves `version`."""
+
+    version: int
+    tokens: Sequence[int]
+    """Prompt and response."""
+    start: int
+    """Index of the first token, above 0, to score; all tokens after it are scored, too."""
 
 
 class Comparisons:
@@ -39,18 +51,17 @@ class Comparisons:
         self._fleet = fleet
         self._client = client
         self._ledger = ledger
-        self._asked: Compare | None = None
+        self._asked: Question | None = None
         """The latest comparison; its version may not be served yet."""
         self._scores: dict[int, dict[Gserver, Scores]] = {}
         """Policy version → gserver → its scores."""
         self._running: dict[Gserver, tuple[int, asyncio.Task[None]]] = {}
         """Gserver with a scoring request in progress → the version, and the request's task."""
 
-    async def ask(self, message: Compare) -> Done:
-        """Accept a response that the trainer wants scored."""
-        self._asked = message
+    def ask(self, question: Question) -> None:
+        """Have a response scored, now by the gservers that serve its version, and later by others once they do."""
+        self._asked = question
         self.look()
-        return Done()
 
     def scores(self, version: int) -> list[Scores]:
         """Return the scores of `version` by gserver index; complete once the next version is served."""
@@ -96,7 +107,7 @@ class Comparisons:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _score(self, gserver: Gserver, question: Compare) -> None:
+    async def _score(self, gserver: Gserver, question: Question) -> None:
         began = time.monotonic()
         if gserver.info is not None and gserver.info.engine == NO_MODEL:
             score = Scores(gserver.name, problem="its engine is simulated, it has no model")
@@ -113,7 +124,7 @@ class Comparisons:
         self._scores.setdefault(question.version, {})[gserver] = score
         self._running.pop(gserver, None)
 
-    def _request(self, question: Compare) -> GenerateRequest:
+    def _request(self, question: Question) -> GenerateRequest:
         return GenerateRequest(
             input_ids=list(question.tokens),
             sampling_params=SamplingParams(max_new_tokens=0),
@@ -123,7 +134,7 @@ class Comparisons:
         )
 
 
-def read_scores(reply: GenerateReply, question: Compare, *, gserver: str, label: str) -> Scores:
+def read_scores(reply: GenerateReply, question: Question, *, gserver: str, label: str) -> Scores:
     """Return the log-probabilities in `reply`, or why it does not fit `question` under the weights' label `label`."""
     meta = reply.meta_info
     wanted = question.tokens[question.start :]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from streamrl.architecture import Architecture
 from streamrl.config import Config, by_task
@@ -20,7 +20,7 @@ from streamrl.errors import RunStopped, StreamRLError
 from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.admission import Admissions, GroupCalls, Rerouting
 from streamrl.gserver.manager.checks import GserverChecks
-from streamrl.gserver.manager.comparisons import Comparisons
+from streamrl.gserver.manager.comparisons import Comparisons, Question
 from streamrl.gserver.manager.elastic import ElasticPools
 from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver
@@ -260,6 +260,10 @@ class Manager:
     async def resync_needed(self) -> list[str]:
         """Wait for gservers that lack the served weights; return their names."""
         return await self.weights.resync_needed()
+
+    def compare(self, version: int, tokens: Sequence[int], *, start: int) -> None:
+        """Have the gservers that serve `version` score a response, from the token at `start` on."""
+        self.comparisons.ask(Question(version, tokens, start))
 
     def scores(self, version: int) -> list[Scores]:
         """Return the gservers' scores of the response compared at `version`; complete once the next one is served."""

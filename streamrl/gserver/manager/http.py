@@ -67,7 +67,6 @@ POSTS: Mapping[str, Post] = {
     "/reject": Post(control.Reject, lambda manager: manager.groups.reject),
     "/publish/begin": Post(control.PublishBegin, lambda manager: manager.weights.begin),
     "/publish/commit": Post(control.PublishCommit, lambda manager: manager.weights.commit),
-    "/compare": Post(control.Compare, lambda manager: manager.comparisons.ask),
     "/evaluation": Post(control.HeldOutResult, lambda manager: manager.groups.held_out_result),
     "/steer": Post(control.Steer, lambda manager: manager.steer),
     "/finish_run": Post(control.FinishRun, lambda manager: manager.finish_run),

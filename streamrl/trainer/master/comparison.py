@@ -17,7 +17,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from streamrl.errors import StreamRLError, TrainingError
-from streamrl.trainer.calls import Sibling, TrainReply
+from streamrl.trainer.calls import ResponseReply, Sibling, TrainReply
+from streamrl.trainer.master.rollout_pool import RolloutPool
 from streamrl.transport.control import Scores
 from streamrl.types import SampleMeta
 
@@ -84,18 +85,17 @@ class Comparison:
         version: int,
         response: Sibling | None,
         *,
-        scores: Callable[[int], list[Scores]],
-        have_scored: Callable[[Sibling], Awaitable[list[int]]],
+        pool: RolloutPool,
+        tokens_of: Callable[[Sibling], Awaitable[ResponseReply]],
     ) -> None:
-        """`response`: the response to compare, or None for no comparison. `scores` returns the gservers' scores at a
-        version. `have_scored` has them score the response, and returns the indices of its sampled tokens."""
+        """`response`: the response to compare, or None for no comparison; `tokens_of` returns its tokens."""
         self.response = response
         self._version = version
-        self._scores = scores
+        self._pool = pool
         self._sampled: list[int] = []
         self._asking: asyncio.Task[None] | None = None
         if response is not None:
-            self._asking = asyncio.create_task(self._ask(have_scored(response)), name=f"comparison of v{version}")
+            self._asking = asyncio.create_task(self._ask(tokens_of(response)), name=f"comparison of v{version}")
 
     async def figures(self, results: Iterable[TrainReply]) -> dict[str, float]:
         """Return the figures; called once the gservers serve the next version. `results`: results of the step."""
@@ -107,7 +107,7 @@ class Comparison:
             log.info("v%d was not compared: the gservers have not been asked yet", self._version)
             await self.close()
         else:
-            scores = self._scores(self._version)
+            scores = self._pool.scores(self._version)
         for score in scores:
             if score.problem:
                 log.info("%s was not compared at v%d: %s", score.gserver, self._version, score.problem)
@@ -121,11 +121,15 @@ class Comparison:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
 
-    async def _ask(self, asking: Awaitable[list[int]]) -> None:
+    async def _ask(self, fetching: Awaitable[ResponseReply]) -> None:
         try:
-            self._sampled = await asking
+            response = await fetching
         except StreamRLError as error:
             log.info("v%d will not be compared: %s", self._version, error)
+            return
+        if sampled := response.sampled:
+            self._pool.compare(self._version, response.tokens, start=sampled[0])
+            self._sampled = [position - sampled[0] for position in sampled]
 
 
 class MismatchWatch:

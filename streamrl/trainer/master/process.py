@@ -418,8 +418,8 @@ class Master:
         return Comparison(
             version,
             response_to_compare(young),
-            scores=self._pool.scores,
-            have_scored=lambda chosen: self._workers.have_scored(chosen, version=version, worker=heads[chosen.seq]),
+            pool=self._pool,
+            tokens_of=lambda chosen: self._workers.response(chosen, worker=heads[chosen.seq]),
         )
 
     def _is_due(self, version: int) -> tuple[bool, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from streamrl.architecture import Architecture
@@ -24,6 +24,8 @@ class RolloutPool(Protocol):
     def reads_snapshots(self) -> bool: ...
 
     async def resync_needed(self) -> list[str]: ...
+
+    def compare(self, version: int, tokens: Sequence[int], *, start: int) -> None: ...
 
     def scores(self, version: int) -> list[Scores]: ...
 

@@ -28,10 +28,10 @@ from streamrl.trainer.calls import (
     OpenStore,
     PublicationReply,
     Publish,
+    ResponseReply,
+    ResponseRequest,
     Save,
     SaveReply,
-    ScoringReply,
-    ScoringRequest,
     Sibling,
     Spec,
     StoreAddress,
@@ -94,11 +94,12 @@ class ModelWorkers:
         calls: dict[int, Call] = {worker: ClearDataCache(seqs, come_again) for worker, seqs in held.items()}
         await self._channel.request(calls, CallDone, timeout=self._config.limits.call_seconds)
 
-    async def have_scored(self, response: Sibling, *, version: int, worker: int) -> list[int]:
-        """Have `worker`, which holds the group, request scores of `response` from the gservers that serve `version`;
-        return `ScoringReply.sampled`."""
-        call = ScoringRequest(version, response)
-        return (await self._channel.call(worker, call, ScoringReply, timeout=SPEC_SECONDS)).sampled
+    async def response(self, response: Sibling, *, worker: int) -> ResponseReply:
+        """Return the tokens of `response` from `worker`, which holds its group."""
+        reply: ResponseReply = await self._channel.call(
+            worker, ResponseRequest(response), ResponseReply, timeout=SPEC_SECONDS
+        )
+        return reply
 
     async def publish(self, version: int, *, resync: bool = False) -> PublicationReply:
         """Send the policy's weights to the gservers as `version`; `resync`: only to those without this version."""

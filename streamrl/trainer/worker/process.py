@@ -46,9 +46,9 @@ from streamrl.trainer.calls import (
     OpenStore,
     PublicationReply,
     Publish,
+    ResponseReply,
+    ResponseRequest,
     Save,
-    ScoringReply,
-    ScoringRequest,
     Spec,
     StorageNotice,
     StoreAddress,
@@ -65,7 +65,6 @@ from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reach_towards
 from streamrl.transport.codec import Limits
 from streamrl.transport.collective import allocate_as_sglang, backend_for, join_world, open_store
-from streamrl.transport.control import Compare
 from streamrl.transport.credentials import ReceiverKeys
 from streamrl.transport.group_sockets import closed_after_forming, shut
 from streamrl.transport.manager_client import ControlClient
@@ -271,7 +270,7 @@ class ModelWorker:
             while True:
                 call_id, call = await channel.receive()
                 match call:
-                    case Spec() | ModelConfigRequest() | ScoringRequest() | ClearDataCache():
+                    case Spec() | ModelConfigRequest() | ResponseRequest() | ClearDataCache():
                         tasks.create_task(self._answer(channel, call_id, call))
                     case Publish():
                         self._weights_free.clear()
@@ -336,8 +335,8 @@ class ModelWorker:
                 return CallDone(compute_seconds=0.0)
             case ModelConfigRequest():
                 return read_architecture(self._model_dir, any_type=True)
-            case ScoringRequest():
-                return await self._have_scored(call)
+            case ResponseRequest():
+                return ResponseReply(*self._data.response(call.response))
             case OpenStore():
                 self._store = open_store(self._reach.local)
                 return StoreAddress(host=self._reach.announced, port=self._store.port)
@@ -433,13 +432,6 @@ class ModelWorker:
             )
         await self._in_publishing(self._source.serve)
         return PublicationReply(seconds=0.0, pause_seconds=0.0, bytes=0, attempts=0)
-
-    async def _have_scored(self, call: ScoringRequest) -> ScoringReply:
-        """Send the response to the manager for scoring; the master has no tokens."""
-        tokens, sampled = self._data.response(call.response)
-        if sampled:
-            await self._client.compare(Compare(version=call.version, tokens=tokens, start=sampled[0]))
-        return ScoringReply([position - sampled[0] for position in sampled])
 
     def _spec(self) -> WorkerSpec:
         return WorkerSpec(

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.errors import TrainingError
 from streamrl.trainer.master.comparison import MismatchWatch, compared_figures
-from streamrl.transport.control import Compare, Scores
+from streamrl.transport.control import Scores
 from streamrl.transport.generation import AbortRequest
 from tests.gserver.contract.fixture import ONE_OF_EACH, TOLERANCE, TWO_RANKS, Contract, served
 from tests.gserver.running_sglang import START_SECONDS
@@ -29,7 +29,7 @@ async def score(gserver: Contract) -> Scores:
     """What the manager has it say of `RESPONSE` under the version that it serves, while it generates."""
     version = gserver.version
     running = await gserver.begin(PROMPT, gserver.long)
-    await gserver.run.client.compare(Compare(version=version, tokens=PROMPT + RESPONSE, start=len(PROMPT)))
+    gserver.run.manager.compare(version, PROMPT + RESPONSE, start=len(PROMPT))
     async with asyncio.timeout(60):
         while not (scores := gserver.run.manager.scores(version)):  # noqa: ASYNC110
             await asyncio.sleep(0.05)

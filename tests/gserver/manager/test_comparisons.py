@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.gserver.manager.comparisons import read_scores
-from streamrl.transport.control import Compare, Scores
+from streamrl.gserver.manager.comparisons import Question, read_scores
+from streamrl.transport.control import Scores
 from streamrl.transport.generation import FinishReason, GenerateReply, MetaInfo, TokenLogprob
 from tests.gserver.harness import Run, managed, publish, small_config
 from tests.gserver.scripted import ScriptedGserver, scripted
@@ -17,8 +17,8 @@ TOKENS = [5, 6, 7, 8]
 SCORES = [-1.0, -1.0]
 
 
-def question(version: int) -> Compare:
-    return Compare(version=version, tokens=TOKENS, start=2)
+def question(version: int) -> Question:
+    return Question(version, TOKENS, start=2)
 
 
 async def join(run: Run, *gservers: ScriptedGserver, first: int = 0) -> None:
@@ -41,7 +41,7 @@ async def test_every_gserver_scores_every_version_once(tmp_path: Path) -> None:
         for version in range(3):
             if version:
                 assert (await publish(run, version)).done
-            await run.client.compare(question(version))
+            run.manager.comparisons.ask(question(version))
             scores = await scores_of(run, version, count=2)
             assert [(s.gserver, s.logprobs, s.problem) for s in scores] == [
                 ("gserver/0", SCORES, ""),
@@ -62,7 +62,7 @@ async def test_the_adapter_of_the_version_is_named_where_servers_have_several(tm
         for version in range(2):
             if version:
                 assert (await publish(run, version)).done
-            await run.client.compare(question(version))
+            run.manager.comparisons.ask(question(version))
             assert (await scores_of(run, version, count=1))[0].logprobs == SCORES
         assert [body["lora_path"] for body in gserver.bodies["/generate"]] == [None, "streamrl-v1"]
 
@@ -70,7 +70,7 @@ async def test_the_adapter_of_the_version_is_named_where_servers_have_several(tm
 async def test_what_is_not_served_yet_is_asked_about_once_it_is(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
-        await run.client.compare(question(1))
+        run.manager.comparisons.ask(question(1))
         assert gserver.counts["/generate"] == 0
         assert (await publish(run, 1)).done
         (score,) = await scores_of(run, 1, count=1)
@@ -82,14 +82,14 @@ async def test_one_that_does_not_answer_holds_nobody_up_and_is_named(tmp_path: P
     async with managed(config) as run, scripted(2) as gservers:
         await join(run, *gservers)
         gservers[1].faults["/generate"] = ["stall"]
-        await run.client.compare(question(0))
+        run.manager.comparisons.ask(question(0))
         assert [s.gserver for s in await scores_of(run, 0, count=1)] == ["gserver/0"]
         async with asyncio.timeout(30):
             assert (await publish(run, 1)).done
         _, late = await scores_of(run, 0, count=2)
         assert (late.gserver, late.logprobs) == ("gserver/1", [])
         assert late.problem == "it had not replied when the next weights came"
-        await run.client.compare(question(1))
+        run.manager.comparisons.ask(question(1))
         assert [s.problem for s in await scores_of(run, 1, count=2)] == ["", ""]
 
 
@@ -97,7 +97,7 @@ async def test_one_that_fails_is_told_and_asked_again(tmp_path: Path) -> None:
     async with managed(small_config(tmp_path)) as run, scripted() as (gserver,):
         await join(run, gserver)
         gserver.faults["/generate"] = ["error"]
-        await run.client.compare(question(0))
+        run.manager.comparisons.ask(question(0))
         (failed,) = await scores_of(run, 0, count=1)
         assert "Internal Server Error" in failed.problem
         async with asyncio.timeout(30):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamrl.config import from_dict
 from streamrl.errors import DeadlineExceeded, TrainingError
-from streamrl.trainer.calls import Sibling, TrainReply
+from streamrl.trainer.calls import ResponseReply, Sibling, TrainReply
 from streamrl.trainer.master.comparison import (
     ENOUGH_TOKENS,
     Comparison,
@@ -72,50 +72,65 @@ def trained(*logprobs):
     return TrainReply(compute_seconds=0, blocked_seconds=0, sums={}, maxima={}, token_ages={}, compared=[*logprobs])
 
 
-async def found(scores, sampled, *logprobs, chosen=True):
-    async def have_scored(which):
-        assert which == Sibling(7, 1)
-        return sampled
+class Pool:
+    """Of the rollout pool, the part that has responses scored."""
 
-    comparison = Comparison(
-        4, Sibling(7, 1) if chosen else None, scores=lambda version: scores, have_scored=have_scored
-    )
+    def __init__(self, scores):
+        self.asked, self._scores = [], scores
+
+    def compare(self, version, tokens, *, start):
+        self.asked.append((version, tokens, start))
+
+    def scores(self, version):
+        assert version == 4
+        return self._scores
+
+
+async def found(scores, *logprobs, chosen=True):
+    async def tokens_of(which):
+        assert which == Sibling(7, 1)
+        return ResponseReply([5, 6, 7, 8], [2, 3])
+
+    pool = Pool(scores)
+    comparison = Comparison(4, Sibling(7, 1) if chosen else None, pool=pool, tokens_of=tokens_of)
     await asyncio.sleep(0.01)  # until they are asked
+    assert pool.asked == ([(4, [5, 6, 7, 8], 2)] if chosen else [])
     return await comparison.figures([trained(), trained(*logprobs)])
 
 
+async def test_the_scores_of_the_sampled_tokens_are_compared():
+    figures = await found([Scores("gserver/0", [-1.0, -2.5])], -1.0, -2.0)
+    assert figures["logprob_diff_mean/gserver_0"] == pytest.approx(0.25)
+
+
 @pytest.mark.parametrize(
-    ("scores", "sampled", "logprobs", "chosen", "missing", "why"),
+    ("scores", "logprobs", "chosen", "missing", "why"),
     [
-        ([], [], [], False, 0, "v4 was not compared: no group of its batch is young enough"),
-        ([Scores("gserver/0", [-1.0])], [0], [], True, 1, "the step did not compute Sibling(seq=7"),
-        ([Scores("gserver/0", problem="gone")], [0], [-1.0], True, 1, "gserver/0 was not compared"),
+        ([], [], False, 0, "v4 was not compared: no group of its batch is young enough"),
+        ([Scores("gserver/0", [-1.0])], [], True, 1, "the step did not compute Sibling(seq=7"),
+        ([Scores("gserver/0", problem="gone")], [-1.0], True, 1, "gserver/0 was not compared"),
     ],
 )
-async def test_a_comparison_that_fails_costs_its_figures_alone(scores, sampled, logprobs, chosen, missing, why, caplog):
+async def test_a_comparison_that_fails_costs_its_figures_alone(scores, logprobs, chosen, missing, why, caplog):
     with caplog.at_level(logging.INFO):
-        figures = await found(scores, sampled, *logprobs, chosen=chosen)
+        figures = await found(scores, *logprobs, chosen=chosen)
     assert why in caplog.text
     assert (figures["gservers_compared"], figures["gservers_not_compared"]) == (0, missing)
     assert "logprob_diff_mean" not in figures
 
 
-async def test_scores_without_the_workers_answer_cost_their_figures_alone(caplog):
-    """The gservers were asked, but the master was not told in time of which tokens."""
+async def test_without_the_workers_reply_no_gserver_is_asked(caplog):
+    async def tokens_of(which):
+        raise DeadlineExceeded("model_worker/0 did not finish ResponseRequest within 30 s")
 
-    async def have_scored(which):
-        raise DeadlineExceeded("model_worker/0 did not finish HaveScored within 30 s")
-
+    pool = Pool([])
     with caplog.at_level(logging.INFO):
-        comparison = Comparison(
-            4, Sibling(7, 1), scores=lambda version: [Scores("gserver/0", [-1.0])], have_scored=have_scored
-        )
+        comparison = Comparison(4, Sibling(7, 1), pool=pool, tokens_of=tokens_of)
         await asyncio.sleep(0.01)
         figures = await comparison.figures([trained(-1.0)])
-    assert (figures["gservers_compared"], figures["gservers_not_compared"]) == (0, 1)
-    assert "logprob_diff_mean" not in figures
-    assert "did not finish HaveScored within 30 s" in caplog.text
-    assert "the step did not compute" not in caplog.text
+    assert pool.asked == []
+    assert (figures["gservers_compared"], figures["gservers_not_compared"]) == (0, 0)
+    assert "did not finish ResponseRequest within 30 s" in caplog.text
 
 
 def watch(**trainer):

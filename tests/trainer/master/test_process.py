@@ -223,7 +223,7 @@ def test_gservers_are_compared_at_every_version_that_is_trained_from(tmp_path):
         return [-0.5, -0.6 if version == 4 else -0.5]
 
     async def work(**trainer):
-        script = Script(tokens=lambda seq: 12, seconds=lasting(actor_train=3.0, HaveScored=2.0))
+        script = Script(tokens=lambda seq: 12, seconds=lasting(actor_train=3.0, ResponseRequest=2.0))
         config = configured(tmp_path, trainer={"data_parallel": 2, **trainer}, algorithm={"minibatches": 2})
         async with pretended(config, script) as run:
             run.manager.opinions = opinions

@@ -1,4 +1,4 @@
-"""Waiting for several coroutines until the first ends, and warnings about long waits."""
+"""Waiting for a condition, or for the first of several coroutines, and warnings about long waits."""
 
 from __future__ import annotations
 
@@ -24,6 +24,33 @@ async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = Non
     for task in done:
         task.result()
     return tasks
+
+
+class Wakeup:
+    """Lets coroutines wait for a condition. Code that changes the state behind the condition calls `notify`."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Let every waiter check its condition again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, ready: Callable[[], bool], *, timeout: float | None = None) -> bool:
+        """Wait until `ready()` is true, at most `timeout` seconds; return its last value."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not ready():
+                    await self._changed.wait()
+        except TimeoutError:
+            return ready()
+        return True
+
+    async def sleep(self, timeout: float | None = None) -> None:
+        """Wait until the next `notify`, at most `timeout` seconds."""
+        changed = self._changed
+        await self.until(changed.is_set, timeout=timeout)
 
 
 @contextmanager

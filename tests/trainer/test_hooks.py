@@ -84,8 +84,7 @@ async def follow(begin):
         batch, _ = await buffer.take_batch(
             lambda ready, version=version: former.select(
                 ready, policy_version=version, next_in_order=ledger.next_in_order
-            ),
-            lambda _: "a batch",
+            )
         )
         await executor.execute_step(batch)
         buffer.trained_on(meta.seq for meta in batch)

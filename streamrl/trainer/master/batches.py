@@ -41,9 +41,9 @@ class BatchFormer:
         )
 
     def describe(self, selection: Selection, *, policy_version: int) -> str:
-        """Return a description of the selection's wait."""
-        waits = f"actor_train v{policy_version} waits for {selection.short} of {self._groups} groups"
-        return f"{waits}, oldest seq {selection.missing[0]}" if selection.missing else waits
+        """Return what the selection lacks."""
+        lacking = f"{selection.short} of {self._groups} groups for actor_train v{policy_version}"
+        return f"{lacking}, oldest seq {selection.missing[0]}" if selection.missing else lacking
 
     def minibatches(self, batch: Sequence[SampleMeta]) -> list[Sequence[SampleMeta]]:
         """Return the batch cut into minibatches, in order."""

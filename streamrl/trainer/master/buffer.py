@@ -11,12 +11,8 @@ iterates over all groups. Changes are immediate; only waits are coroutines, and 
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from contextlib import contextmanager
 
 import msgspec
 import numpy as np
@@ -27,8 +23,7 @@ from streamrl.trainer.graph import MFC, Graph
 from streamrl.trainer.layout import Layout
 from streamrl.trainer.redistributor import ArrayFacts, Transfer, deal, redistribute
 from streamrl.types import ARRAY_FIELDS, ArrayField, SampleMeta
-
-log = logging.getLogger(__name__)
+from streamrl.waits import Wakeup
 
 STREAM_ARRAYS = {field.name: field for field in ARRAY_FIELDS}
 """The arrays that a group has on arrival. Arrays from model function calls are float32, with one item for each
@@ -39,33 +34,23 @@ Shares = list[list[int]]
 """Sequence numbers of each data-parallel rank."""
 
 
-class Growth(NamedTuple):
-    """The effect of new keys on a group with given keys."""
-
-    keys: frozenset[str]
-    """All keys after the addition."""
-    readable: tuple[str, ...]
-    """MFCs whose inputs become complete with the new keys."""
-    completes: bool
-    """Whether the group can be part of a batch only with the new keys."""
-
-
 class AsyncIOSequenceBuffer:
     """The groups of `ledger` that the trainer holds."""
 
-    def __init__(self, graph: Graph, ledger: Ledger, *, wait_warning_seconds: float = 60.0) -> None:
+    def __init__(self, graph: Graph, ledger: Ledger) -> None:
         self._ledger = ledger
         self._batch_groups = ledger.groups_per_batch
-        self._warning_seconds = wait_warning_seconds
         self._inputs = {mfc.name: mfc.inputs for mfc in graph.reading("arrivals")}
         self._needed = graph.arrival_keys
         self._stream_keys = graph.stream_keys
         self._held: dict[int, Group] = {}
         self._unread = {mfc: SeqQueue() for mfc in self._inputs}
         self._ready = ReadyGroups()
-        self._growths: dict[tuple[frozenset[str], frozenset[str]], Growth] = {}
-        self._arrived_at: dict[int, dict[str, frozenset[int]]] = {}  # DP head → holders of the keys that arrive there
-        self._changed = asyncio.Event()
+        self._changed = Wakeup()
+        self.wake = self._changed.notify
+        """Wakes all waits, which check their conditions again: after a change in outside state that a condition reads."""
+        self.until = self._changed.until
+        """Waits until a condition holds; it is checked after each change."""
         self.batch_awaited = False
         """Whether a call of `take_batch` waits for a training batch."""
         ledger.observers.append(self.wake)
@@ -98,10 +83,7 @@ class AsyncIOSequenceBuffer:
             if group is None:
                 unwanted.append(meta)
                 continue
-            holders = self._arrived_at.get(meta.head)
-            if holders is None:
-                holders = self._arrived_at[meta.head] = dict.fromkeys(self._stream_keys, frozenset({meta.head}))
-            group.holders = holders
+            group.holders = dict.fromkeys(self._stream_keys, frozenset({meta.head}))
             self._held[meta.seq] = group
             self._grow(group, self._stream_keys)
         self.wake()
@@ -161,24 +143,14 @@ class AsyncIOSequenceBuffer:
         return found
 
     def _grow(self, group: Group, added: frozenset[str]) -> None:
-        growth = self._growths.get((group.keys, added)) or self._find_growth(group.keys, added)
-        group.keys = growth.keys
-        for mfc in growth.readable:
-            self._unread[mfc].add(group.seq)
-        if growth.completes:
+        """Add keys to `group`; it enters the queues of the MFCs whose last input is among them, and the ready groups if
+        the last key that a batch needs is."""
+        before, group.keys = group.keys, group.keys | added
+        for mfc, inputs in self._inputs.items():
+            if inputs <= group.keys and not inputs <= before:
+                self._unread[mfc].add(group.seq)
+        if self._needed <= group.keys and not self._needed <= before:
             self._ready.add(group.seq, _meta(group).oldest_version)
-
-    def _find_growth(self, before: frozenset[str], added: frozenset[str]) -> Growth:
-        """Return the effect of `added` on a group with the keys `before`. All groups grow in the same few ways, so each
-        result is computed once."""
-        keys = before | added
-        growth = Growth(
-            keys,
-            readable=tuple(mfc for mfc, inputs in self._inputs.items() if inputs <= keys and not inputs <= before),
-            completes=self._needed <= keys and not self._needed <= before,
-        )
-        self._growths[before, added] = growth
-        return growth
 
     def _remove(self, seq: int) -> Group:
         group = self._held.pop(seq)
@@ -192,17 +164,6 @@ class AsyncIOSequenceBuffer:
     def close(self) -> None:
         """Stop observing the ledger: another buffer observes it from now on."""
         self._ledger.observers.remove(self.wake)
-
-    def wake(self) -> None:
-        """Wake all waits, which check their conditions again. Called after a change here, or in outside state that a
-        condition reads."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds; it is checked after each change."""
-        while not condition():
-            await self._changed.wait()
 
     async def get_batch_for_rpc(self, mfc: MFC, *, batch: Sequence[SampleMeta] = ()) -> list[SampleMeta]:
         """Return the groups of the next call of `mfc`, once `mfc.groups` of them have all its inputs.
@@ -225,29 +186,22 @@ class AsyncIOSequenceBuffer:
         return self.batch_awaited and len(self._held) >= self._batch_groups
 
     async def take_batch(
-        self, select: Callable[[ReadyGroups], Selection], describe: Callable[[Selection], str]
+        self, select: Callable[[ReadyGroups], Selection | None]
     ) -> tuple[list[SampleMeta], list[SampleMeta]]:
-        """Return the next training batch, and groups to drop; waits until there is one of the two.
+        """Return the next training batch, and groups to drop; waits until there is one of the two. Both are empty once
+        `select` returns None.
 
         `select` receives the groups that all MFCs on arrivals have finished, and must not change them. Taken groups
-        stay in the buffer until `trained_on`. A wait beyond the warning time is logged with the text of `describe`, and
-        again each time its duration has doubled.
+        stay in the buffer until `trained_on`.
         """
-        began, warn_after = time.monotonic(), self._warning_seconds
         self.batch_awaited = True
         self.wake()
         try:
-            while True:
-                selection = select(self._ready)
+            while (selection := select(self._ready)) is not None:
                 if selection.batch or selection.drop:
                     return self.metas(selection.batch), self.metas(selection.drop)
-                waited = time.monotonic() - began
-                if waited >= warn_after:
-                    log.warning("%s, for %.0f s now", describe(selection), waited)
-                    warn_after = 2 * waited
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(warn_after - waited):
-                        await self._changed.wait()
+                await self._changed.sleep()
+            return [], []
         finally:
             self.batch_awaited = False
             self.wake()

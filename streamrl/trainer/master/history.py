@@ -23,10 +23,6 @@ from streamrl.transport.control import DataFacts
 # --- events that are due ---
 
 
-class RunOver(Exception):
-    """The run has ended while a batch is awaited that will never be full. Not an error."""
-
-
 class RunControl:
     """Decides when the run ends, and when a checkpoint or an evaluation is due."""
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -41,7 +42,7 @@ from streamrl.trainer.master.figures import (
     token_ages,
     train_metrics,
 )
-from streamrl.trainer.master.history import History, RunControl, RunOver, SnapshotPace
+from streamrl.trainer.master.history import History, RunControl, SnapshotPace
 from streamrl.trainer.master.own_figures import OwnFigures
 from streamrl.trainer.master.rollout_pool import RolloutPool
 from streamrl.trainer.master.workers import Checkpoints, ModelWorkers
@@ -84,9 +85,7 @@ class Master:
         self._former = BatchFormer(config)
         self._mixture = Mixture.of(config)
         begun = progress.of_run(config)
-        self._buffer = AsyncIOSequenceBuffer(
-            self._graph, pool.ledger, wait_warning_seconds=config.limits.warning_seconds
-        )
+        self._buffer = AsyncIOSequenceBuffer(self._graph, pool.ledger)
         self._history = History(config, begun, lineage=lineage)
         self._weights_at_rest = asyncio.Lock()
         """Locked while weights may change, and while their publication is being set up."""
@@ -244,7 +243,7 @@ class Master:
         """Wait for the size of the data set, begin to count epochs, checkpoints and evaluations, and request the first
         evaluation if it is due."""
         self.waiting_for = "a rollout worker to report the size of the data set"
-        with warned_of(lambda: self.waiting_for, after=self._config.limits.warning_seconds, log=log):
+        with self._warned_of_the_wait():
             data = await self._pool.data()
         self.waiting_for = ""
         self._data = data
@@ -256,6 +255,9 @@ class Master:
             now=time.monotonic(),
         )
         self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
+
+    def _warned_of_the_wait(self) -> AbstractContextManager[None]:
+        return warned_of(lambda: self.waiting_for, after=self._config.limits.warning_seconds, log=log)
 
     async def _prepared(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do `work` before the first step; return False if it was cancelled to leave the run."""
@@ -437,28 +439,23 @@ class Master:
     async def _form_batch(self, version: int) -> Sequence[SampleMeta]:
         """Wait for the next batch and return it; it is empty if the run is over. Drops groups that are too old."""
 
-        def select(ready: ReadyGroups) -> Selection:
+        def select(ready: ReadyGroups) -> Selection | None:
             self._former.max_staleness = self._ledger.max_staleness  # the run's owner may change it
             if self._publication is not None and self._publication.done():
                 self._publication.result()  # a failed update ends the run here, not after a wait
             if self._end() is not None:
-                raise RunOver  # the last groups of the last epoch were rejected
+                return None  # the last groups of the last epoch were rejected
             selection = self._former.select(ready, policy_version=version, next_in_order=self._ledger.next_in_order)
             self.waiting_for = self._former.describe(selection, policy_version=version)
             return selection
 
-        while True:
-            try:
-                batch, too_old = await self._buffer.take_batch(
-                    select, lambda selection: self._former.describe(selection, policy_version=version)
-                )
-            except RunOver:
-                return []
-            if too_old:
+        with self._warned_of_the_wait():
+            batch, too_old = await self._buffer.take_batch(select)
+            while too_old:
                 await self._drop(too_old)
-            if batch:
-                self.waiting_for = ""
-                return batch
+                batch, too_old = await self._buffer.take_batch(select)
+        self.waiting_for = ""
+        return batch
 
     async def _drop(self, metas: Sequence[SampleMeta]) -> None:
         seqs = [meta.seq for meta in metas]

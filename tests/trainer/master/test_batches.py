@@ -32,7 +32,7 @@ def test_wait_takes_admission_order_and_skips_what_was_given_up():
     buffer.put_batch([make_meta(seq) for seq in (1, 2, 3)])
     selection = select(0)
     assert (selection.batch, selection.missing) == ([], [0])
-    assert former.describe(selection, policy_version=0) == "actor_train v0 waits for 1 of 2 groups, oldest seq 0"
+    assert former.describe(selection, policy_version=0) == "1 of 2 groups for actor_train v0, oldest seq 0"
     with buffer.dropping([2]):
         pass
     assert [ledger.reject(seq) for seq in (0, 2, 3)] == [True, True, False]  # the trainer has the last one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
 import pytest
 
@@ -30,11 +29,9 @@ def make_meta(seq, *, head=0, versions=None):
     )
 
 
-def make_buffer(warning=30.0, batch_groups=2, **algorithm):
+def make_buffer(batch_groups=2, **algorithm):
     graph = graph_of(from_dict({"algorithm": algorithm}))
-    return AsyncIOSequenceBuffer(
-        graph, admitted_ledger(batch=batch_groups, rejected=[50]), wait_warning_seconds=warning
-    )
+    return AsyncIOSequenceBuffer(graph, admitted_ledger(batch=batch_groups, rejected=[50]))
 
 
 def ref_inf(groups=None):
@@ -62,13 +59,9 @@ def two_oldest(ready):
     return Selection(batch=seqs if len(seqs) == 2 else [], drop=[], missing=[], short=2 - len(seqs))
 
 
-def describe(selection):
-    return f"the test waits for {selection.short} groups"
-
-
 async def test_a_batch_waits_until_groups_arrive_and_takes_the_oldest():
     buffer = make_buffer()
-    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
+    taking = asyncio.create_task(buffer.take_batch(two_oldest))
     buffer.put_batch([make_meta(5)])
     await asyncio.sleep(0)
     assert not taking.done()
@@ -81,7 +74,7 @@ async def test_a_batch_waits_until_groups_arrive_and_takes_the_oldest():
 async def test_a_group_is_no_part_of_a_batch_before_ref_inf_has_read_it():
     buffer = make_buffer(kl_coef=0.1)
     buffer.put_batch([make_meta(0), make_meta(1), make_meta(2)])
-    taking = asyncio.create_task(buffer.take_batch(two_oldest, describe))
+    taking = asyncio.create_task(buffer.take_batch(two_oldest))
     assert await read(buffer, ref_inf(1)) == [0]
     assert await read(buffer, ref_inf()) == [1, 2]
     buffer.amend_batch(["ref_logprobs"], [[1, 2]], Layout())
@@ -118,18 +111,20 @@ async def test_an_mfc_on_batches_waits_for_the_keys_of_its_part_alone():
     assert await whole == [4, 0, 2]
 
 
-async def test_a_long_wait_is_named(caplog):
-    buffer = make_buffer(warning=0.05)
-    with caplog.at_level(logging.WARNING), pytest.raises(TimeoutError):
-        await asyncio.wait_for(buffer.take_batch(two_oldest, describe), 0.3)
-    assert "the test waits for 2 groups, for 0 s now" in caplog.text
+async def test_a_wait_for_a_batch_ends_without_one_where_none_will_come():
+    buffer, over = make_buffer(), False
+    taking = asyncio.create_task(buffer.take_batch(lambda ready: None if over else two_oldest(ready)))
+    assert await waits(taking)
+    over = True
+    buffer.wake()
+    assert await asyncio.wait_for(taking, 30) == ([], [])
 
 
 async def test_what_an_mfc_gives_is_there_for_the_batch_and_rewards_are_part_of_the_metadata():
     buffer = make_buffer(kl_coef=0.1)
     buffer.put_batch([make_meta(0), make_meta(1)])
     buffer.amend_batch(["ref_logprobs"], [[0], [1]], Layout(data=2), rewards={1: [0.5, 0.25]})
-    batch, _ = await asyncio.wait_for(buffer.take_batch(two_oldest, describe), 30)
+    batch, _ = await asyncio.wait_for(buffer.take_batch(two_oldest), 30)
     assert [meta.rewards for meta in batch] == [[0.0, 1.0], [0.5, 0.25]]
     assert buffer.trained_on([0, 1]) == {0: [0, 1], 1: [1]}
 

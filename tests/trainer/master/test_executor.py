@@ -96,7 +96,7 @@ async def test_a_synchronous_graph_loads_prompts_while_a_batch_is_waited_for():
         enough = len(ready) >= GROUPS
         return Selection(ready.oldest(GROUPS) if enough else [], drop=[], missing=[], short=GROUPS - len(ready))
 
-    batch, _ = await asyncio.wait_for(buffer.take_batch(all_held, str), 30)
+    batch, _ = await asyncio.wait_for(buffer.take_batch(all_held), 30)
     await asyncio.wait_for(executor.until_generated(), 30)
     assert len(batch) == GROUPS
     assert channel.calls[0] == GenerateGroups(GROUPS)

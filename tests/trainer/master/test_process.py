@@ -140,7 +140,7 @@ def test_wait_holds_training_up_for_the_group_whose_turn_it_is(tmp_path):
             training = asyncio.create_task(run.master.run())
             await asyncio.sleep(499)
             assert run.steps == []
-            assert run.master.waiting_for == "actor_train v0 waits for 1 of 4 groups, oldest seq 1"
+            assert run.master.waiting_for == "1 of 4 groups for actor_train v0, oldest seq 1"
             await training
             assert run.steps[0] == [0, 1, 2, 3]
 

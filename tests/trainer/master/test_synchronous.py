@@ -92,7 +92,7 @@ class Batches:
             enough = len(ready) >= groups
             return Selection(ready.oldest(len(ready)) if enough else [], drop=[], missing=[], short=groups - len(ready))
 
-        forming = asyncio.create_task(self.buffer.take_batch(all_held, str))
+        forming = asyncio.create_task(self.buffer.take_batch(all_held))
         await asyncio.sleep(0)  # the buffer waits for a batch now
         making = asyncio.create_task(self.generation.make(groups))
         await asyncio.wait({making, forming}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,7 @@
 """Admission of groups, their gservers, and the end of their leases.
 
 `Admissions` decides: it is pure, with times passed in, so that the planner simulates a run with it. `GroupCalls` are
-the manager's calls about groups; a call without room or capacity waits in a queue. `Rerouting` finds a replacement for
-a gserver that failed.
+the manager's calls about groups; a call without room or capacity waits in a queue.
 
 Invariants: a group starts only if the ledger has room for it, and only together with a gserver that serves; it counts
 as in flight there exactly while its lease lasts; a repeated request with the same ticket returns the same groups; a
@@ -27,7 +26,7 @@ from streamrl.gserver.manager.members import Members
 from streamrl.gserver.manager.registry import Member
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.row_sampler import RowSampler
-from streamrl.gserver.manager.run_state import RunState, Signals, WaitingQueue
+from streamrl.gserver.manager.run_state import RunState
 from streamrl.ledger import Group, Ledger
 from streamrl.records.lineage import Lineage
 from streamrl.records.progress import Progress
@@ -219,37 +218,6 @@ class Admissions:
 # --- the calls ---
 
 
-class Rerouting:
-    """Finds a gserver for requests that lost theirs; a request waits in `queue` if no gserver has capacity now."""
-
-    def __init__(
-        self,
-        *,
-        fleet: Fleet,
-        checks: GserverChecks,
-        queue: WaitingQueue[Gserver],
-        long_poll_seconds: float,
-    ) -> None:
-        self._fleet = fleet
-        self._checks = checks
-        self._queue = queue
-        self._long_poll = long_poll_seconds
-
-    async def find(self, choose: Callable[[str], Gserver | None], *, failed: str) -> str:
-        """Return the URL of the gserver that `choose(avoid)` finds, now or within a long poll; an empty string if none.
-
-        `choose` receives the URL to avoid. `failed`: URL of the gserver that failed, which is checked, or empty.
-        """
-        suspect = self._fleet.serving_at(failed)
-        check = self._checks.start(suspect) if suspect is not None else None
-        choice = choose(failed)
-        if choice is None:
-            if check is not None:
-                await asyncio.wait({check})
-            choice = await self._queue.find(lambda: choose(""), timeout=self._long_poll)
-        return choice.address if choice is not None else ""
-
-
 class GroupCalls:
     """The calls about groups and held-out prompts: admit, keep, route, in flight, reject, and held-out results.
 
@@ -264,10 +232,10 @@ class GroupCalls:
         admissions: Admissions,
         sampler: RowSampler | None,
         evaluations: Evaluations,
-        rerouting: Rerouting,
+        fleet: Fleet,
+        checks: GserverChecks,
         members: Members,
         state: RunState,
-        signals: Signals,
         live_workers: Callable[[], int],
         long_poll_seconds: float,
     ) -> None:
@@ -279,17 +247,17 @@ class GroupCalls:
         self._admissions = admissions
         self._sampler = sampler
         self._evaluations = evaluations
-        self._rerouting = rerouting
+        self._fleet = fleet
+        self._checks = checks
         self._members = members
         self._state = state
-        self._signals = signals
         self._live_workers = live_workers
         self._long_poll = long_poll_seconds
         self._admitting = False
         self._training_over = False
         self._paused = False
         self._slows = config.algorithm.on_collapse == "slow"
-        ledger.observers.append(signals.admissions.wake)
+        ledger.observers.append(state.admissions.wake)
 
     def begin(self, lineage: Lineage, begun: Progress | None) -> None:
         """Take all groups back, and count from the progress `begun` at which `lineage` begins, or from zero if None.
@@ -311,7 +279,7 @@ class GroupCalls:
     def start(self) -> None:
         """Admit from now on, unless training is over."""
         self._admitting = not self._training_over
-        self._signals.admissions.wake()
+        self._state.admissions.wake()
 
     def stop(self) -> None:
         """Start no further group, since training is over."""
@@ -325,19 +293,19 @@ class GroupCalls:
         self._ledger.admitted_staleness = limit
         if limit != before:
             log.info("groups are admitted with staleness %d at most from now on (configured: %d)", limit, most)
-            self._signals.admissions.wake()
+            self._state.admissions.wake()
 
     def set_staleness(self, staleness: int) -> None:
         """Set `max_staleness` for admission and for batches. A slowed run is limited again after its next step."""
         self._ledger.max_staleness = self._ledger.admitted_staleness = staleness
         log.info("max_staleness is %d from now on", staleness)
-        self._signals.admissions.wake()
+        self._state.admissions.wake()
 
     def pause(self, paused: bool) -> None:
         """Start no further group while `paused`; groups that run are finished."""
         self._paused = paused
         log.info("no group starts until the run is resumed" if paused else "groups start again")
-        self._signals.admissions.wake()
+        self._state.admissions.wake()
 
     async def admit(self, message: Admit) -> AdmitReply:
         """Start groups as soon as there is room in the ledger and a gserver with capacity, or a held-out prompt once
@@ -368,9 +336,9 @@ class GroupCalls:
         # Groups that were already given are returned without waiting: calls in the queue may wait for these to end.
         found = self._admissions.given(name, ticket)
         if found is None and count and not self._state.over:
-            queue = self._signals.held_out if held_out else self._signals.admissions
+            queue = self._state.held_out if held_out else self._state.admissions
             found = await queue.find(attempt, timeout=self._long_poll)
-            self._signals.held_out.wake()  # a group that has begun, or no longer waits, leaves a place or a turn
+            self._state.held_out.wake()  # a group that has begun, or no longer waits, leaves a place or a turn
         if self._state.over:
             self._members.tell_over(member)
             found = None
@@ -387,7 +355,8 @@ class GroupCalls:
         return KeepReply(kept, policy_version=self._ledger.policy_version)
 
     async def route(self, message: AskRoute) -> RouteReply:
-        """Return a gserver in place of the one that failed; none after a long poll, or once the run is over."""
+        """Return a gserver in place of the one that failed, which is checked; none after a long poll, or once the run
+        is over."""
         member = self._members.caller("rollout", message.worker)
         if self._state.over:
             return RouteReply(gserver="")
@@ -398,8 +367,14 @@ class GroupCalls:
                 return self._evaluations.reroute(name, message.evaluation, seq, avoid=avoid, now=now)
             return self._admissions.reroute(name, seq, avoid=avoid, now=now)
 
-        found = await self._rerouting.find(choose, failed=message.failed)
-        return RouteReply(gserver="" if self._state.over else found)
+        suspect = self._fleet.serving_at(message.failed)
+        check = self._checks.start(suspect) if suspect is not None else None
+        choice = choose(message.failed)
+        if choice is None:
+            if check is not None:
+                await asyncio.wait({check})
+            choice = await self._state.routes.find(lambda: choose(""), timeout=self._long_poll)
+        return RouteReply(gserver="" if choice is None or self._state.over else choice.address)
 
     async def in_flight(self, message: InFlight) -> InFlightReply:
         """Note the requests that a worker's groups have in flight; the reply sets the time until the next report."""
@@ -420,7 +395,7 @@ class GroupCalls:
         """Count the result of a held-out prompt; raises the errors of `Evaluations.count`."""
         self._members.caller("rollout", message.worker)
         self._evaluations.count(message)
-        self._signals.held_out.wake()
+        self._state.held_out.wake()
         return Done()
 
     def _take_held_out(self, member: Member, ticket: str) -> list[Admission] | None:
@@ -429,7 +404,7 @@ class GroupCalls:
             return []  # its prompts are given to others
         if given := self._admissions.given(member.name, ticket):
             return given
-        wait = self._admitting and self._ledger.room > 0 and len(self._signals.admissions) > 0
+        wait = self._admitting and self._ledger.room > 0 and len(self._state.admissions) > 0
         begun, now = self._admissions.admitted, time.monotonic()
         prompt = self._evaluations.take(member.name, groups_begun=begun, groups_wait=wait, now=now)
         if prompt is None:
@@ -444,7 +419,7 @@ class GroupCalls:
 
     async def data(self) -> DataFacts:
         """Wait until a rollout worker has reported the facts of the training data."""
-        await self._signals.data.until(lambda: self.data_rows > 0, timeout=None)
+        await self._state.changed.until(lambda: self.data_rows > 0)
         return self._data
 
     def _compare_data(self, member: Member, data: DataFacts, *, held_out: bool) -> None:
@@ -454,7 +429,7 @@ class GroupCalls:
             self._evaluations.set_prompts(data.rows)
         elif not known.rows:
             self._set_data(data)
-            self._signals.data.notify()
+            self._state.changed.notify()
         elif data != known:
             self._state.end(
                 "failed",

@@ -2,7 +2,7 @@
 
 Each part handles its own calls of `transport/control.py`; this module carries a change in one part over to the others,
 and has the methods that the trainer's master calls. State changes happen between two awaits of one event loop, and
-every change that a coroutine may wait for is signalled (`run_state.Signals`).
+every change that a coroutine may wait for is signalled (`run_state.py`).
 
 Invariant: a run that is over admits nothing, and every process learns of its end.
 """
@@ -18,10 +18,9 @@ from streamrl.architecture import Architecture
 from streamrl.config import Config, by_task
 from streamrl.errors import RunStopped, StreamRLError
 from streamrl.gserver.manager.access import Access
-from streamrl.gserver.manager.admission import Admissions, GroupCalls, Rerouting
+from streamrl.gserver.manager.admission import Admissions, GroupCalls
 from streamrl.gserver.manager.checks import GserverChecks
 from streamrl.gserver.manager.comparisons import Comparisons, Question
-from streamrl.gserver.manager.elastic import ElasticPools
 from streamrl.gserver.manager.evaluations import Evaluations
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.member_states import MemberState
@@ -29,7 +28,7 @@ from streamrl.gserver.manager.members import Members, has_ended
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.row_sampler import RowSampler
-from streamrl.gserver.manager.run_state import RunState, Signals
+from streamrl.gserver.manager.run_state import RunState
 from streamrl.gserver.manager.status import build_status, waits_for_members
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.publication import WeightUpdates
@@ -87,8 +86,7 @@ class Manager:
         self._client = client
         self._secret = secret
         self._timeline = timeline
-        self._signals = signals = Signals()
-        self._state = RunState(signals)
+        self._state = state = RunState()
         self._registry = Registry(lease_seconds=lease)
         self.access = Access(secret, self._registry, gserver_key=generation_key(config, secret))
         self.ledger = Ledger(
@@ -98,10 +96,10 @@ class Manager:
             in_order=config.staleness.over_age == "wait",
             task=Mixture.of(config).task,
         )
-        self._fleet = Fleet(on_capacity=signals.capacity)
+        self._fleet = Fleet(on_capacity=state.capacity)
         self._sampler = None
         if any(own.data.sampler for own in by_task(config).values()):
-            self._sampler = RowSampler(config, ledger=self.ledger, wake=signals.admissions.wake, fail=self.fail)
+            self._sampler = RowSampler(config, ledger=self.ledger, wake=state.admissions.wake, fail=self.fail)
         self.admissions = Admissions(
             ledger=self.ledger,
             fleet=self._fleet,
@@ -123,11 +121,11 @@ class Manager:
             config=config,
             ledger=self.ledger,
             fleet=self._fleet,
-            changed=signals.gservers,
+            changed=state.gservers,
             calls=calls,
             on_version=self._version_served,
             on_record=self._update_ended,
-            on_unrecoverable=lambda reason: self._state.end("failed", reason),
+            on_unrecoverable=self.fail,
         )
         self.comparisons = Comparisons(
             fleet=self._fleet,
@@ -141,45 +139,32 @@ class Manager:
             registry=self._registry,
             access=self.access,
             trainer_patience_seconds=trainer_patience_seconds,
-            state=self._state,
+            state=state,
             timeline=timeline,
-            signals=signals,
             ledger=self.ledger,
+            calls=calls,
+            updating=lambda: self.weights.under_way,
             on_joined=self._joined,
             on_heard=self._heard,
             on_silent=self._fell_silent,
+            on_left=lambda member: self._take_back_held_out(member, lost=False),
+            on_died=self._worker_died,
             long_poll_seconds=long_poll_seconds,
             open_to_others=open_to_others,
         )
         self.evaluations = Evaluations(config.evaluation, fleet=self._fleet)
-        rerouting = Rerouting(
-            fleet=self._fleet,
-            checks=self._checks,
-            queue=signals.routes,
-            long_poll_seconds=long_poll_seconds,
-        )
         self.groups = GroupCalls(
             config=config,
             ledger=self.ledger,
             admissions=self.admissions,
             sampler=self._sampler,
             evaluations=self.evaluations,
-            rerouting=rerouting,
+            fleet=self._fleet,
+            checks=self._checks,
             members=self.members,
-            state=self._state,
-            signals=signals,
+            state=state,
             live_workers=lambda: self._registry.live("rollout"),
             long_poll_seconds=long_poll_seconds,
-        )
-        self.elastic = ElasticPools(
-            config=config,
-            registry=self._registry,
-            fleet=self._fleet,
-            signals=signals,
-            calls=calls,
-            updating=lambda: self.weights.under_way,
-            on_left=self._left,
-            on_died=self._worker_died,
         )
         self._death: asyncio.Future[str] | None = None
         """Description of the death of a model worker of this lineage, once one has died."""
@@ -206,7 +191,7 @@ class Manager:
 
     async def until_over(self) -> None:
         """Wait for the end of the run."""
-        await self._signals.told.until(lambda: self._state.over, timeout=None)
+        await self._state.changed.until(lambda: self._state.over)
 
     def enter(self, message: Register) -> RegisterReply:
         """Enter the process that this manager runs in as a member of the run."""
@@ -289,7 +274,7 @@ class Manager:
         if training_over:
             self.groups.stop()
         self.evaluations.request(version)
-        self._signals.held_out.wake()
+        self._state.held_out.wake()
 
     def on_evaluation(self, take: Callable[[EvaluationReport], None]) -> None:
         """Set `take` as the callback for each evaluation report."""
@@ -339,8 +324,8 @@ class Manager:
 
     async def wait_until_told(self, *, timeout: float) -> None:
         """Wait until the run is over and every live member is informed, at most `timeout` seconds after its end."""
-        await self._signals.told.until(lambda: self._state.over, timeout=None)
-        if not await self._signals.told.until(lambda: not self._registry.unaware_of_end(), timeout=timeout):
+        await self._state.changed.until(lambda: self._state.over)
+        if not await self._state.changed.until(lambda: not self._registry.unaware_of_end(), timeout=timeout):
             names = ", ".join(m.name for m in self._registry.unaware_of_end())
             log.warning("the manager leaves although these did not ask whether the run is over: %s", names)
 
@@ -355,7 +340,7 @@ class Manager:
             last_step=self._last_step,
             publication=self.weights.status(),
             data_rows=self.groups.data_rows,
-            waiting=len(self._signals.admissions) + len(self._signals.routes),
+            waiting=len(self._state.admissions) + len(self._state.routes),
             given_up=self.admissions.given_up,
             evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
             model=self._architecture,
@@ -373,7 +358,7 @@ class Manager:
             deadlines = (self._registry.next_silence(), self.ledger.next_expiry(), self._join_deadline)
             known = [deadline for deadline in deadlines if deadline is not None]
             timeout = min(known) - time.monotonic() if known else None
-            await self._signals.deadlines.sleep(timeout)
+            await self._state.changed.sleep(timeout)
             late = time.monotonic() - min(known) if known else 0.0
             if late > STANDSTILL_SECONDS:
                 log.warning("the manager stood still for %.0f s; no process counts as silent for it", late)
@@ -388,7 +373,7 @@ class Manager:
         if self._sampler is not None:
             await self._sampler.close()
         await self.comparisons.close()
-        await self.elastic.close()
+        await self.members.close()
         await self.weights.close()
         await self._checks.close()
 
@@ -400,7 +385,7 @@ class Manager:
             self._fleet.join(member)
             self._checks.start(member)
             self._fleet.news += 1
-            self._signals.gservers.notify()
+            self._state.gservers.notify()
         elif member.role == "model_worker":
             self._trainer_machines.add(member.machine)
         elif member.role == "rollout":
@@ -418,8 +403,8 @@ class Manager:
             "groups_running": ledger.running,
             "groups_returned": ledger.returned,
             "groups_untrained": max(0, ledger.accepted - ledger.trained),
-            "admissions_waiting": len(self._signals.admissions),
-            "routes_waiting": len(self._signals.routes),
+            "admissions_waiting": len(self._state.admissions),
+            "routes_waiting": len(self._state.routes),
         }
 
     def _heard(self, member: Member) -> None:
@@ -432,10 +417,9 @@ class Manager:
             if member.state in (MemberState.UNCHECKED, MemberState.SUSPECT):
                 self._checks.start(member)
             self.comparisons.look_at(member)
-            self._signals.gservers.notify()
+            self._state.gservers.notify()
 
     def _fell_silent(self, member: Member) -> None:
-        self._signals.told.notify()
         if member.role == "gserver":
             if not self._fleet.serving_count:
                 log.error("no gserver is left to generate; the run waits for one to (re)join")
@@ -453,12 +437,7 @@ class Manager:
     def _take_back_held_out(self, member: Member, *, lost: bool) -> None:
         """Give the held-out prompts of `member` to others. `lost`: it was lost, and did not leave by request."""
         self.evaluations.give_back(member.name, lost=lost)
-        self._signals.held_out.wake()
-
-    def _left(self, member: Member) -> None:
-        self._take_back_held_out(member, lost=False)
-        self._signals.told.notify()
-        self._signals.deadlines.notify()
+        self._state.held_out.wake()
 
     def _gserver_checked(self) -> None:
         self.weights.look_for_lacking()

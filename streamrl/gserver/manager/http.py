@@ -56,9 +56,9 @@ class Post(NamedTuple):
 
 POSTS: Mapping[str, Post] = {
     "/register": Post(control.Register, lambda manager: manager.members.register),
-    "/place": Post(control.AskPlace, lambda manager: manager.elastic.place),
-    "/drain": Post(control.Drain, lambda manager: manager.elastic.drain),
-    "/leave": Post(control.Leave, lambda manager: manager.elastic.left),
+    "/place": Post(control.AskPlace, lambda manager: manager.members.place),
+    "/drain": Post(control.Drain, lambda manager: manager.members.drain),
+    "/leave": Post(control.Leave, lambda manager: manager.members.left),
     "/heartbeat": Post(control.Heartbeat, lambda manager: manager.members.heartbeat),
     "/admit": Post(control.Admit, lambda manager: manager.groups.admit),
     "/keep": Post(control.Keep, lambda manager: manager.groups.keep),

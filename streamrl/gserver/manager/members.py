@@ -1,16 +1,23 @@
-"""Membership calls: processes register, send heartbeats, query the members and the silences, and learn of the end.
+"""Membership calls: processes register, send heartbeats, query the members and the silences, learn of the end, and leave.
 
-This module only orders the steps: the registry owns the members, and `on_joined`, `on_heard` and `on_silent` carry out
-the consequences of a change.
+This module only orders the steps: the registry owns the members, and callbacks carry out the consequences of a change.
+
+A rollout worker that is to leave starts no further group and finishes its own. A gserver is given no further group and
+leaves when nothing runs there. After `limits.drain_seconds`, or if it lacks the current weights, its requests are
+aborted, which hands them over with their tokens: the gserver stays paused, and another one continues them.
+
+Invariant: a gserver is requested to leave only while no weight update is in progress, and then takes part in none.
 """
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -18,12 +25,13 @@ from typing import Any
 import psutil
 
 from streamrl.config import Config
-from streamrl.errors import ConfigError, PeerError
+from streamrl.errors import ConfigError, PeerError, StreamRLError
 from streamrl.gserver.manager.access import Access
 from streamrl.gserver.manager.gserver import Gserver
-from streamrl.gserver.manager.member_states import MemberState
+from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.manager.registry import Member, Registry
-from streamrl.gserver.manager.run_state import RunState, Signals
+from streamrl.gserver.manager.run_state import RunState
+from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.ledger import Ledger
 from streamrl.machine import process_space
 from streamrl.records import lineage as lineages
@@ -32,8 +40,13 @@ from streamrl.records.lineage import Lineage
 from streamrl.records.timeline import HeartbeatEntry, Timeline
 from streamrl.transport.addresses import host_of, is_loopback
 from streamrl.transport.control import (
+    AskPlace,
+    Done,
+    Drain,
     Heartbeat,
     HeartbeatReply,
+    IndexReservation,
+    Leave,
     Peer,
     Register,
     RegisterReply,
@@ -47,6 +60,9 @@ from streamrl.transport.manager_client import GONE_BACK, PLACE_TAKEN
 
 log = logging.getLogger(__name__)
 
+ASKED_TO_LEAVE = (MemberState.DRAINING, MemberState.HANDING_OVER, MemberState.LEAVING)
+"""States in which a further `drain` changes nothing."""
+
 
 class Members:
     """The membership calls of a run.
@@ -57,6 +73,8 @@ class Members:
     `open_to_others`: whether other machines can reach the manager; every member must then be reachable from them.
 
     `on_heard` is called with each member that has made a call; its `stats` are then those in its last heartbeat.
+    `on_died` is called with a description of a model worker's death. `updating` returns whether a weight update is in
+    progress.
     """
 
     def __init__(
@@ -68,11 +86,14 @@ class Members:
         trainer_patience_seconds: float,
         state: RunState,
         timeline: Timeline,
-        signals: Signals,
         ledger: Ledger,
+        calls: WeightCalls,
+        updating: Callable[[], bool],
         on_joined: Callable[[Member], None],
         on_heard: Callable[[Member], None],
         on_silent: Callable[[Member], None],
+        on_left: Callable[[Member], None],
+        on_died: Callable[[str], None],
         long_poll_seconds: float,
         open_to_others: bool = False,
     ) -> None:
@@ -85,8 +106,11 @@ class Members:
         """Model workers of earlier lineages that have to end."""
         self._model: tuple[str, str] | None = None
         """Fingerprint of the run's first weights, and the name of the member that reported it."""
-        self._elastic = not config.trainer.synchronous
-        """Whether any live rollout worker may receive groups, not only a fixed set of them."""
+        self._configured: dict[Role, int] = {"gserver": config.gserver.count, "rollout": config.rollout.workers}
+        self._promised: dict[tuple[Role, int], tuple[float, Member | None]] = {}
+        """Reserved indices → expiry of the reservation, and the member that held the index when it was reserved.
+        Another holder means that a process has joined under it since."""
+        self._draining: set[asyncio.Task[None]] = set()
         self._heartbeat_seconds = config.limits.heartbeat_seconds
         self._registry = registry
         self._access = access
@@ -94,11 +118,14 @@ class Members:
         self._trainer_patience = max(self._lease, trainer_patience_seconds)
         self._state = state
         self._timeline = timeline
-        self._signals = signals
         self._ledger = ledger
         self._on_joined = on_joined
         self._on_heard = on_heard
         self._on_silent = on_silent
+        self._calls = calls
+        self._updating = updating
+        self._on_left = on_left
+        self._on_died = on_died
         self._long_poll = long_poll_seconds
 
     async def register(self, message: Register) -> RegisterReply:
@@ -135,8 +162,7 @@ class Members:
             if before is not None:
                 log.warning("%s: process %d on %s took the place of %d", who, member.pid, member.host, before.pid)
             self._on_joined(member)
-            self._signals.deadlines.notify()
-            self._signals.joined.notify()
+            self._state.changed.notify()
         member.lineage = self._access.lineage
         return self._access.grant(
             member, policy_version=self._ledger.policy_version, heartbeat_seconds=self._heartbeat_seconds
@@ -183,7 +209,7 @@ class Members:
         """Return the silent members and the model workers of earlier lineages, once the number of changes is not
         `after`."""
         registry = self._registry
-        await self._signals.silences.until(
+        await self._state.changed.until(
             lambda: registry.silence_changes != after or self._state.over, timeout=self._long_poll
         )
         silent = [*registry.silent(), *self._without_successor()]
@@ -199,9 +225,73 @@ class Members:
         def complete() -> bool:
             return all(self._registry.get(role, index) is not None for index in range(count))
 
-        await self._signals.joined.until(lambda: complete() or self._state.over, timeout=min(wait, self._long_poll))
+        await self._state.changed.until(lambda: complete() or self._state.over, timeout=min(wait, self._long_poll))
         peers = [Peer(m.role, m.index, m.address) for m in self._registry.of(role) if m.index < count]
         return Topology(complete=complete(), peers=peers)
+
+    async def place(self, message: AskPlace) -> IndexReservation:
+        """Reserve an index beyond the configured ones, which belong to the processes that the run was planned with.
+
+        A rollout worker of a synchronous graph gets one of the configured indices: the master calls only these. Raises
+        `PeerError` for a role of fixed size, and if all configured rollout workers are present, `ConfigError` for
+        another configuration.
+        """
+        configured = self._configured_count(message.role, "join a running run under a new number")
+        self._config.check_shared(message.settings, message.config_digest, who=f"a new {message.role}")
+        now = time.monotonic()
+        numbers: Iterable[int] = range(configured) if self._is_fixed(message.role) else itertools.count(configured)
+        index = next((number for number in numbers if not self._taken(message.role, number, now=now)), None)
+        if index is None:
+            raise PeerError(
+                f"all {configured} rollout workers are there (rollout.workers): in a synchronous graph the master "
+                "deals groups to a fixed set of them; a new one may take the place of one that is silent"
+            )
+        kept_until = now + self._config.limits.start_seconds
+        self._promised[message.role, index] = kept_until, self._registry.get(message.role, index)
+        return IndexReservation(index)
+
+    async def drain(self, message: Drain) -> Done:
+        """Have a process leave; remove a silent one at once. Raises `PeerError` if it cannot leave.
+
+        The controller responds to the request by writing a checkpoint and ending the run.
+        """
+        if message.role != "controller":
+            self._configured_count(message.role, "be drained")
+        member = self._registry.get(message.role, message.index)
+        if member is None:
+            names = ", ".join(m.name for m in self._registry.of(message.role)) or "none"
+            raise PeerError(f"{message.role}/{message.index} is not in this run; there are: {names}")
+        if self._is_fixed(message.role):
+            raise PeerError("in a synchronous graph the master deals groups to a fixed set of rollout workers")
+        if member.silent:
+            self._remove(member)
+        elif member.state not in ASKED_TO_LEAVE:
+            member.handle(MemberEvent.DRAINED)
+            log.info("%s is asked to leave", member.name)
+            if isinstance(member, Gserver):
+                task = asyncio.create_task(self._empty(member), name=f"drain {member.name}")
+                self._draining.add(task)
+                task.add_done_callback(self._draining.discard)
+            else:
+                member.handle(MemberEvent.EMPTIED)  # it finishes its groups by itself
+        return Done()
+
+    async def left(self, message: Leave) -> Done:
+        """Note that a process has left, or that a model worker has died."""
+        member = self._registry.get(message.role, message.index)
+        if member is None or member.pid != message.pid:
+            return Done()
+        if message.death and member.role == "model_worker":
+            self._on_died(message.death)
+        else:
+            self._remove(member)
+        return Done()
+
+    async def close(self) -> None:
+        """Stop waiting for gservers to finish their requests."""
+        for task in self._draining:
+            task.cancel()
+        await asyncio.gather(*self._draining, return_exceptions=True)
 
     def caller(self, role: Role, index: int) -> Member:
         """Return the registered process that makes a call, and count the call as a sign of life.
@@ -230,7 +320,7 @@ class Members:
         self._left_behind = [*self._without_successor(), *present]
         for member in present:
             self._registry.remove(member.role, member.index)
-        self._signals.silences.notify()
+        self._state.changed.notify()
 
     def _without_successor(self) -> list[Member]:
         """Return the model workers of earlier lineages that no new process has replaced yet."""
@@ -243,13 +333,55 @@ class Members:
     def tell_over(self, member: Member) -> None:
         """Note that the reply in progress reports the end of the run to `member`."""
         member.end_reported = True
-        self._signals.told.notify()
+        self._state.changed.notify()
 
     def notice_silence(self, *, now: float) -> None:
         """Mark the members that have sent nothing for too long as silent."""
         for member in self._registry.notice_silence(now=now):
             log.warning("%s has been silent for %.0f s", member.name, member.last_heard.seconds(now=now))
             self._fell_silent(member)
+
+    def _configured_count(self, role: Role, what: str) -> int:
+        """Return the configured number of processes of `role`; raises `PeerError` for roles of fixed size."""
+        if role not in self._configured:
+            raise PeerError(f"a {role} cannot {what}; only gservers and rollout workers can")
+        return self._configured[role]
+
+    def _is_fixed(self, role: Role) -> bool:
+        """Whether the run has exactly the configured processes of `role`, under their indices, until it ends."""
+        return role == "rollout" and self._config.trainer.synchronous
+
+    def _taken(self, role: Role, index: int, *, now: float) -> bool:
+        member = self._registry.get(role, index)
+        if member is not None and not member.silent:
+            return True
+        kept_until, before = self._promised.get((role, index), (now, None))
+        return kept_until > now and member is before
+
+    async def _empty(self, gserver: Gserver) -> None:
+        """Let `gserver` finish or hand over its requests before it leaves."""
+        until, load = self._state.gservers.until, gserver.load
+        try:
+            await until(
+                lambda: not load.routed.requests or gserver.state is not MemberState.DRAINING,
+                timeout=self._config.limits.drain_seconds,
+            )
+            await until(lambda: not self._updating())
+            if load.routed.requests:
+                gserver.handle(MemberEvent.OVERDUE)
+            if load.routed.requests and gserver.state is MemberState.HANDING_OVER:
+                log.info("%s hands over %d requests", gserver.name, load.routed.requests)
+                await self._calls.pause(gserver, "abort")
+        except StreamRLError as error:
+            log.warning("%s is asked to leave with its requests, which start again elsewhere: %s", gserver.name, error)
+        finally:
+            gserver.handle(MemberEvent.EMPTIED)
+
+    def _remove(self, member: Member) -> None:
+        self._registry.remove(member.role, member.index)
+        self._state.changed.notify()
+        self._on_left(member)
+        log.info("%s has left the run", member.name)
 
     def _write_down(self, member: Member) -> None:
         """Add the last heartbeat of `member` to the timeline."""
@@ -381,7 +513,7 @@ class Members:
             return True  # the run waits until a gserver is started again
         return (
             member.role == "rollout"
-            and self._elastic
+            and not self._is_fixed("rollout")
             and any(
                 other.stats.get("groups_done_total", 0.0) > 0
                 for other in self._registry.of("rollout")
@@ -390,14 +522,13 @@ class Members:
         )
 
     def _fell_silent(self, member: Member) -> None:
-        self._signals.silences.notify()
+        self._state.changed.notify()
         self._on_silent(member)
 
     def _hear(self, member: Member, *, now: float) -> None:
         if self._registry.hear(member, now=now):
             log.warning("%s is heard of again", member.name)
-            self._signals.deadlines.notify()
-            self._signals.silences.notify()
+            self._state.changed.notify()
         if member.state is not MemberState.GAVE_UP:
             self._on_heard(member)
 

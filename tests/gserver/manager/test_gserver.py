@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from streamrl.gserver.manager.elastic import ASKED_TO_LEAVE
+from streamrl.gserver.manager.members import ASKED_TO_LEAVE
 from streamrl.gserver.manager.gserver import Gserver, serves
 from streamrl.gserver.manager.member_states import (
     SILENT_STATES,

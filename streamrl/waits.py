@@ -47,10 +47,9 @@ class Wakeup:
             return ready()
         return True
 
-    async def sleep(self, timeout: float | None = None) -> None:
-        """Wait until the next `notify`, at most `timeout` seconds."""
-        changed = self._changed
-        await self.until(changed.is_set, timeout=timeout)
+    async def sleep(self, timeout: float | None = None) -> bool:
+        """Wait until the next `notify`, at most `timeout` seconds; return whether it came."""
+        return await self.until(self._changed.is_set, timeout=timeout)
 
 
 @contextmanager

@@ -384,7 +384,6 @@ class Manager:
             self._client.control_keys[member.address] = control_key(self._config, self._secret, member.index)
             self._fleet.join(member)
             self._checks.start(member)
-            self._fleet.news += 1
             self._state.gservers.notify()
         elif member.role == "model_worker":
             self._trainer_machines.add(member.machine)
@@ -412,7 +411,6 @@ class Manager:
         if member.role == "rollout":
             self.ledger.renew(member.name, now=now)
         elif isinstance(member, Gserver) and member.takes_part:
-            self._fleet.news += 1
             self._fleet.measured(member, member.stats, now=now)
             if member.state in (MemberState.UNCHECKED, MemberState.SUSPECT):
                 self._checks.start(member)

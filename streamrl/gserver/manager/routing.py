@@ -32,8 +32,6 @@ class Fleet:
     """
 
     def __init__(self, *, on_capacity: Callable[[], None] = lambda: None) -> None:
-        self.news = 0
-        """Grows with every message from a gserver."""
         self._on_capacity = on_capacity
         self._gservers: dict[int, Gserver] = {}
         self._serving: dict[str, Gserver] = {}  # by address: those that take groups
@@ -77,10 +75,6 @@ class Fleet:
     def has_capacity(self) -> bool:
         """Whether a group could be routed now."""
         return len(self._with_capacity) > 0
-
-    def has_news_since(self, news: int) -> bool:
-        """Whether a gserver has sent a message since `news` was read."""
-        return self.news != news
 
     def candidates(self, version: int) -> list[Gserver]:
         """Return the gservers for a weight update to `version`: all that are not silent; visits all.

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -53,41 +52,8 @@ NOTHING = "nothing"
 FORMING_MARGIN_SECONDS = 5.0
 """Most seconds by which the manager's deadline for forming a weight group exceeds the gserver's own."""
 CALLS_PER_TURN = 8
-"""Calls that start in one turn of the event loop; a call costs about 0.3 ms of processor time."""
-
-
-class Pace:
-    """Spreads calls that are made at the same moment over turns of the event loop.
-
-    A step of an update calls every gserver, and so do regular checks. Hundreds of calls in one turn would delay the
-    replies to admissions.
-    """
-
-    def __init__(self) -> None:
-        self._left = CALLS_PER_TURN
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._next: asyncio.Handle | None = None
-
-    async def turn(self) -> None:
-        """Wait for a turn of the event loop in which a call may start, in order of arrival."""
-        loop = asyncio.get_running_loop()
-        if self._next is None:
-            self._next = loop.call_soon(self._turn_begins)
-        if self._left:
-            self._left -= 1
-            return
-        begins = loop.create_future()
-        self._waiting.append(begins)
-        await begins
-
-    def _turn_begins(self) -> None:
-        self._left = CALLS_PER_TURN
-        while self._waiting and self._left:
-            begins = self._waiting.popleft()
-            if not begins.done():  # its call may have been cancelled
-                begins.set_result(None)
-                self._left -= 1
-        self._next = asyncio.get_running_loop().call_soon(self._turn_begins) if self._waiting else None
+"""Calls that start in one turn of the event loop. A step of an update calls every gserver at once, and a call costs
+about 0.3 ms of processor time: replies to admissions would wait for hundreds of calls in one turn."""
 
 
 class WeightCalls:
@@ -99,8 +65,8 @@ class WeightCalls:
         self._request_seconds = request_seconds
         self._timeout = timeout
         self._probe_timeout = min(ANSWER_SECONDS, timeout)
-        self._background: set[asyncio.Task[None]] = set()
-        self._pace = Pace()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._starts = asyncio.Semaphore(CALLS_PER_TURN)
 
     async def close(self) -> None:
         """Cancel the calls in progress in the background."""
@@ -108,16 +74,21 @@ class WeightCalls:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
 
+    async def _turn(self) -> None:
+        """Wait for a turn of the event loop in which a call may start, in order of arrival."""
+        await self._starts.acquire()
+        asyncio.get_running_loop().call_soon(self._starts.release)
+
     # State and abilities
 
     async def info(self, gserver: Gserver) -> ServerInfo:
         """Return the abilities of the gserver. A live one replies at once."""
-        await self._pace.turn()
+        await self._turn()
         return await self._client.get(gserver.address, "/server_info", ServerInfo, timeout=self._probe_timeout)
 
     async def label(self, gserver: Gserver) -> str:
         """Return the gserver's label of its served weights: a version, as text, or another name."""
-        await self._pace.turn()
+        await self._turn()
         model = await self._client.get(gserver.address, "/model_info", ModelInfo, timeout=self._probe_timeout)
         return model.weight_version
 
@@ -137,20 +108,23 @@ class WeightCalls:
         await self._post(gserver, "/init_weights_update_group", message, timeout=self._timeout + margin)
 
     def leave_group(self, name: str, members: Iterable[Gserver]) -> None:
-        """Have `members` leave the group `name` in the background, as nothing depends on it; failures are logged."""
+        """Have `members` leave the group `name` in the background."""
+        message = DestroyWeightsUpdateGroup(group_name=name)
         for gserver in members:
-            self._in_background(self._leave_group(gserver, name))
+            call = self._post(gserver, "/destroy_weights_update_group", message)
+            self._in_background(call, f"{gserver.name} did not leave the weight group {name}")
 
-    def _in_background(self, call: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, call: Coroutine[Any, Any, None], failure: str) -> None:
+        """Make a call that nothing depends on; if it fails, log `failure` with the error."""
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            self._background.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                log.info("%s: %s", failure, error, exc_info=None if isinstance(error, StreamRLError) else error)
+
         task = asyncio.create_task(call)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
-
-    async def _leave_group(self, gserver: Gserver, name: str) -> None:
-        try:
-            await self._post(gserver, "/destroy_weights_update_group", DestroyWeightsUpdateGroup(group_name=name))
-        except StreamRLError as error:
-            log.info("%s did not leave the weight group %s: %s", gserver.name, name, error)
+        task.add_done_callback(ended)
 
     # The steps of an update
 
@@ -206,22 +180,15 @@ class WeightCalls:
         """Have the gserver unload the adapters that no request can still use.
 
         New requests name the adapter `serves` from now on. The oldest adapters beyond `MOST_OLD_ADAPTERS` are unloaded,
-        too. The calls run in the background, as nothing depends on them; failures are logged.
+        too. The calls run in the background.
         """
         now = time.monotonic()
         old = {name: min(since, now) for name, since in gserver.adapters.items() if name != serves}
         unused = sorted(old, key=old.__getitem__)[: max(0, len(old) - MOST_OLD_ADAPTERS)]
         unused += [name for name, since in old.items() if now - since > self._request_seconds and name not in unused]
         gserver.adapters = {serves: math.inf} | {name: since for name, since in old.items() if name not in unused}
-        if unused:
-            self._in_background(self._unload_adapters(gserver, unused))
-
-    async def _unload_adapters(self, gserver: Gserver, names: Sequence[str]) -> None:
-        for name in names:
-            try:
-                await self._unload_adapter(gserver, name)
-            except StreamRLError as error:
-                log.info("%s did not unload %s: %s", gserver.name, name, error)
+        for name in unused:
+            self._in_background(self._unload_adapter(gserver, name), f"{gserver.name} did not unload {name}")
 
     async def _load_adapter(self, gserver: Gserver, folder: str, name: str) -> LoadedAdapters:
         message = LoadLoraAdapter(lora_name=name, lora_path=folder)
@@ -229,7 +196,7 @@ class WeightCalls:
             gserver.address, "/load_lora_adapter", message, LoadedAdapters, timeout=self._timeout
         )
 
-    async def _unload_adapter(self, gserver: Gserver, name: str) -> None:
+    async def _unload_adapter(self, gserver: Gserver, name: str) -> None:  # SGLang handles these one after another
         message = UnloadLoraAdapter(lora_name=name)
         await self._client.post(gserver.address, "/unload_lora_adapter", message, LoadedAdapters, timeout=self._timeout)
 
@@ -298,7 +265,7 @@ class WeightCalls:
     async def _post(
         self, gserver: Gserver, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
     ) -> None:
-        await self._pace.turn()
+        await self._turn()
         outcome = await self._client.update(gserver.address, path, body, timeout=timeout or self._timeout)
         if not outcome.success:
             raise PublicationError(f"{gserver.name} refused {path}: {outcome.message or 'no reason given'}")

@@ -20,7 +20,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,7 +29,6 @@ from streamrl.errors import PublicationError, StreamRLError
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.manager.routing import Fleet
-from streamrl.gserver.manager.run_state import Wakeup
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.states import Stage
 from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate
@@ -44,6 +42,7 @@ from streamrl.transport.control import (
     PublishReply,
     Snapshot,
 )
+from streamrl.waits import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +155,7 @@ class WeightUpdates:
 
     async def resync_needed(self) -> list[str]:
         """Wait for gservers that lack the served weights while no update is in progress; return their names."""
-        await self._changed.until(lambda: not self.under_way and bool(self._lacking()), timeout=None)
+        await self._changed.until(lambda: not self.under_way and bool(self._lacking()))
         return [gserver.name for gserver in self._lacking()]
 
     def look_for_lacking(self) -> None:
@@ -252,7 +251,6 @@ class WeightUpdates:
         if version <= served:
             raise PublicationError(f"version {version} cannot be published: the gservers are at {served}")
         deadline = time.monotonic() + self._config.limits.update_seconds
-        seen = self._fleet.news
         while True:
             candidates, problem = _readers(message.weights, self._fleet.candidates(version))
             if problem and not candidates:
@@ -264,12 +262,11 @@ class WeightUpdates:
                 return live
             log.warning("weights v%d wait for a gserver: none of %d replies", version, len(candidates))
             left = deadline - time.monotonic()
-            if left <= 0 or not await self._changed.until(partial(self._fleet.has_news_since, seen), timeout=left):
+            if left <= 0 or not await self._changed.sleep(left):
                 raise PublicationError(
                     f"weights v{version} cannot be published: no gserver replied within "
                     f"{self._config.limits.update_seconds:g} s; start one, or look at the gservers' logs"
                 )
-            seen = self._fleet.news
 
     async def _responding(self, gservers: list[Gserver]) -> list[Gserver]:
         """Request the abilities of `gservers`; return those that reply and still have their place in the run."""

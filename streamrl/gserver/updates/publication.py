@@ -30,7 +30,6 @@ from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.updates.calls import WeightCalls
-from streamrl.gserver.updates.states import Stage
 from streamrl.gserver.updates.update import UpdateRecord, WeightGroup, WeightUpdate
 from streamrl.ledger import Ledger
 from streamrl.transport.control import (
@@ -102,7 +101,7 @@ class WeightUpdates:
 
     def status(self) -> dict[str, Any]:
         """Return the state of the update in progress, the counts of updates, and the record of the last one."""
-        now = self._update.status() if self._update else {"state": Stage.IDLE.value}
+        now = self._update.status() if self._update else {"state": "idle"}
         last = msgspec.to_builtins(self.last) if self.last else None
         return {**now, "completed": self.completed, "failed": self.failed, "last": last}
 

@@ -26,24 +26,6 @@ Who = TypeVar("Who", bound=Hashable)
 """A gserver."""
 
 
-class Stage(Enum):
-    """Progress of an update, in the order of the stages of a successful one."""
-
-    IDLE = "idle"
-    FORMING = "forming"
-    TRANSFERRING = "transferring"
-    WAITING_COMMIT = "waiting_commit"
-    CHECKING = "checking"
-    PAUSING = "pausing"
-    SWAPPING = "swapping"
-    RESUMING = "resuming"
-    DONE = "done"
-    ROLLED_BACK = "rolled_back"
-
-
-ORDER = {stage: place for place, stage in enumerate(Stage)}
-
-
 class UpdateStep(Enum):
     """An action of a gserver; each is one or more calls with a deadline."""
 
@@ -67,17 +49,6 @@ class UpdateStep(Enum):
     """End all requests, with the tokens generated so far."""
     RESUME = "resume"
     """Resume generation."""
-
-
-_STAGE_OF = {
-    UpdateStep.JOIN: Stage.FORMING,
-    UpdateStep.BEGIN: Stage.TRANSFERRING,
-    UpdateStep.RECEIVE: Stage.TRANSFERRING,
-    UpdateStep.VERIFY: Stage.CHECKING,
-    UpdateStep.SWAP: Stage.SWAPPING,
-    UpdateStep.CLEAR: Stage.RESUMING,
-    UpdateStep.RESUME: Stage.RESUMING,
-}
 
 
 @dataclass(frozen=True)
@@ -164,7 +135,6 @@ class _Member(Generic[Who]):
         """Remaining steps of this phase."""
         self.now: Action[Who] | None = None
         """The action in progress."""
-        self.stage = Stage.FORMING
         self.through = not plan.prepare
         """Whether nothing is left to do in this phase."""
         self.paused = False
@@ -232,15 +202,15 @@ class UpdateStates(Generic[Who]):
         return "others" if self.phase in (Phase.PREPARE, Phase.CHECK) and self._problems() else ""
 
     @property
-    def stage(self) -> Stage:
-        """The stage of the gserver furthest behind."""
+    def state(self) -> str:
+        """The present phase, the wait for the commit, or the outcome, for display."""
         if self.ended:
-            return Stage.DONE if self.done else Stage.ROLLED_BACK
-        return min((member.stage for member in self._members.values()), key=ORDER.__getitem__)
+            return "done" if self.done else "rolled_back"
+        return "waiting_commit" if self.awaits == "commit" else self.phase.value
 
-    def stages(self) -> dict[Who, Stage]:
-        """Return the stage of each gserver."""
-        return {who: member.stage for who, member in self._members.items()}
+    def steps(self) -> dict[Who, UpdateStep | None]:
+        """Return the step in progress of each gserver."""
+        return {who: member.now.step if member.now is not None else None for who, member in self._members.items()}
 
     # Events
 
@@ -330,25 +300,16 @@ class UpdateStates(Generic[Who]):
         if member.left:
             return [self._ask(member, member.left.pop(0))]
         if self.phase in (Phase.APPLY, Phase.ROLL_BACK) and member.paused:
-            ends_requests = member.mixed and member.stage is not Stage.RESUMING
-            member.left = [UpdateStep.CLEAR, UpdateStep.RESUME] if ends_requests else [UpdateStep.RESUME]
+            member.left = [UpdateStep.CLEAR, UpdateStep.RESUME] if member.mixed else [UpdateStep.RESUME]
             return [self._ask(member, member.left.pop(0))]
         member.through = True
-        if self.phase is Phase.PREPARE:
-            member.stage = Stage.WAITING_COMMIT
-        elif self.phase is Phase.APPLY:
-            member.stage = Stage.DONE
         return []
 
     def _ask(self, member: _Member[Who], step: UpdateStep) -> Action[Who]:
         if step is UpdateStep.PAUSE:
             member.paused = True
-            if self.phase is Phase.APPLY:
-                member.stage = Stage.PAUSING
         if step is member.plan.mixes:
             member.mixed = True
-        loads = self.phase is Phase.APPLY and step in (UpdateStep.RECEIVE, UpdateStep.VERIFY)
-        member.stage = Stage.SWAPPING if loads else _STAGE_OF.get(step, member.stage)
         member.now = Action(member.who, step)
         return member.now
 

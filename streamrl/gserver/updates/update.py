@@ -24,11 +24,9 @@ from streamrl.gserver.manager.gserver import Gserver, serves
 from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.states import (
-    ORDER,
     Action,
     MemberHealth,
     Serves,
-    Stage,
     UpdateStates,
     UpdateStep,
     Way,
@@ -71,8 +69,6 @@ class UpdateRecord(msgspec.Struct, kw_only=True):
     group: str
     gservers: list[int]
     begin: float
-    reached: dict[str, float] = {}
-    """Stage → time at which all gservers had reached it or a later one."""
     end: float = 0.0
     pause_seconds: float = 0.0
     """Longest pause of generation on any gserver."""
@@ -139,10 +135,10 @@ class WeightUpdate:
     def status(self) -> dict[str, Any]:
         """Return the state of the update and of each gserver in it, for display."""
         return {
-            "state": self._states.stage.value,
+            "state": self._states.state,
             "version": self.version,
             "group": self.group.name,
-            "gservers": {g.name: stage.value for g, stage in self._states.stages().items()},
+            "gservers": {g.name: step.value if step is not None else "" for g, step in self._states.steps().items()},
             "received": {g.name: buckets for g, buckets in self._received.items()},
         }
 
@@ -189,7 +185,6 @@ class WeightUpdate:
 
     def _record(self) -> None:
         """Update the record, the ledger and the gservers from the states."""
-        self._record_stage(self._states.stage)
         if self._states.done and self._ledger.policy_version < self.version:
             self._on_swapped(self.version)
         for gserver in self._states.swapped:
@@ -198,12 +193,6 @@ class WeightUpdate:
         self.record.error = self._states.reason
         if self._states.ended and not self._ended.is_set():
             self._conclude()
-
-    def _record_stage(self, stage: Stage) -> None:
-        passed = [stage] if stage is Stage.ROLLED_BACK else [s for s in Stage if ORDER[s] <= ORDER[stage]]
-        for reached in passed:
-            if reached is not Stage.IDLE:
-                self.record.reached.setdefault(reached.value, time.time())
 
     def _conclude(self) -> None:
         for gserver in self._states.evicted:
@@ -265,8 +254,8 @@ class WeightUpdate:
             log.warning("%s: requests could not be aborted: %s", gserver.name, error)
         if action.step is UpdateStep.RESUME or health is MemberHealth.LOST:
             gserver.handle(MemberEvent.UNREACHABLE)
-        stage = self._states.stages()[gserver].value
-        self._end(action, self._states.failed(action, health, f"{gserver.name} while {stage}: {error}"))
+        reason = f"{gserver.name} failed to {action.step.value}: {error}"
+        self._end(action, self._states.failed(action, health, reason))
 
     async def _call(self, step: UpdateStep, gserver: Gserver) -> None:
         match step:

@@ -105,8 +105,6 @@ async def test_an_update_reaches_everyone_in_the_order_of_the_protocol(tmp_path:
         status = await run.client.status()
         assert status.ledger.policy_version == 1
         assert status.publication["state"] == "done"
-        stages = ["transferring", "waiting_commit"]
-        assert [stage for stage in last(status)["reached"] if stage in stages] == stages
 
 
 async def test_a_server_takes_a_place_in_the_group_for_each_of_its_ranks(tmp_path: Path) -> None:
@@ -158,7 +156,7 @@ async def test_generation_goes_on_until_the_commit(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, gservers):
         begin = await begin_publication(run, 1)
         status = await run.until(lambda s: s.publication["state"] == "waiting_commit")
-        assert status.publication["gservers"] == {"gserver/0": "waiting_commit", "gserver/1": "waiting_commit"}
+        assert status.publication["gservers"] == {"gserver/0": "", "gserver/1": ""}
         assert status.ledger.policy_version == 0
         assert [gserver.counts[PAUSE] for gserver in gservers] == [0, 0]
         assert (await commit_publication(run, 1, begin.group_name)).done
@@ -266,7 +264,8 @@ async def test_a_transfer_may_take_long_as_long_as_it_goes_on(tmp_path: Path) ->
             gserver.bucket_seconds = [0.5] * 6
         begin = await begin_publication(run, 1, buckets=6)
         status = await run.until(lambda s: s.publication.get("received", {}).get("gserver/1") == 1, timeout=20)
-        assert status.publication["state"] == "transferring"
+        assert status.publication["state"] == "prepare"
+        assert status.publication["gservers"]["gserver/1"] == "receive"
         assert (await commit_publication(run, 1, begin.group_name, timeout=20)).done
         assert [gserver.counts[RECEIVE] for gserver in gservers] == [6, 6]
 

@@ -168,7 +168,7 @@ class FaultyFleet:
             else:
                 await self.start(proxy)
         await self.run.until(
-            lambda status: live_gservers(status) == set(range(GSERVERS)) and status.publication["state"] != "forming",
+            lambda status: live_gservers(status) == set(range(GSERVERS)) and status.publication["state"] != "prepare",
             timeout=PATIENCE,
         )
         status = await self.run.client.status()

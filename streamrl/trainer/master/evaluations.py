@@ -5,7 +5,6 @@ Invariant: the run waits for an evaluation only at its end, and no longer than `
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ from streamrl.config import Config
 from streamrl.records import progress
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.trainer.master.rollout_pool import RolloutPool
+from streamrl.waits import Wakeup
 
 log = logging.getLogger(__name__)
 
@@ -27,8 +27,7 @@ class EvaluationRequests:
         self._write = write
         self._newest_request: int | None = None
         self._reported: set[int] = set()
-        self._some = asyncio.Event()
-        """Set when a report arrives."""
+        self._changed = Wakeup()
         pool.on_evaluation(self._take)
 
     def begin(self, version: int, *, was_due: bool) -> None:
@@ -61,23 +60,16 @@ class EvaluationRequests:
     async def wait_for(self, version: int) -> str:
         """Wait for the report of `version`; return an addition to the reason of the run's end, empty if it arrived."""
         seconds = self._config.limits.evaluation_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                while version not in self._reported:
-                    self._some.clear()
-                    await self._some.wait()
-        except TimeoutError:
-            missed = (
-                f"the evaluation of version {version} was not finished within limits.evaluation_seconds = {seconds:g}"
-            )
-            if (status := self._pool.status().evaluation) is not None:
-                done = f"{status.prompts_done} of {status.prompts} prompts are done"
-                missed += f" ({done if status.prompts else 'no rollout worker has opened the held-out data'})"
-            log.warning("%s", missed)
-            return f"; {missed}"
-        return ""
+        if await self._changed.until(lambda: version in self._reported, timeout=seconds):
+            return ""
+        missed = f"the evaluation of version {version} was not finished within limits.evaluation_seconds = {seconds:g}"
+        if (status := self._pool.status().evaluation) is not None:
+            done = f"{status.prompts_done} of {status.prompts} prompts are done"
+            missed += f" ({done if status.prompts else 'no rollout worker has opened the held-out data'})"
+        log.warning("%s", missed)
+        return f"; {missed}"
 
     def _take(self, report: EvaluationReport) -> None:
         self._reported.add(report.policy_version)
         self._write(report)
-        self._some.set()
+        self._changed.notify()

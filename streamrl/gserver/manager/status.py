@@ -142,7 +142,7 @@ def _stats(member: Member) -> dict[str, float]:
 def render(status: Status, *, admitted: int, pause_seconds_total: float) -> bytes:
     """Return `status` and the totals in Prometheus' text format."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Metrics(_metrics(status, admitted, pause_seconds_total)))
+    registry.register(_Metrics(list(_metrics(status, admitted, pause_seconds_total))))
     return generate_latest(registry)
 
 

@@ -52,13 +52,11 @@ class RunControl:
             return f"{run.total_train_epochs} epochs are done after {step} steps"
         return None
 
-    def save_is_due(self, *, step: int, consumed: int, now: float) -> bool:
-        """Return whether a checkpoint is due; call this once after each step."""
-        return self._saves.due(epoch=consumed // self.data_rows, step=step, now=now)
-
-    def evaluation_is_due(self, *, step: int, consumed: int, now: float) -> bool:
-        """Return whether an evaluation is due; call this once after each step."""
-        return self._evaluations.due(epoch=consumed // self.data_rows, step=step, now=now)
+    def due(self, *, step: int, consumed: int, now: float) -> tuple[bool, bool]:
+        """Return whether an evaluation and a checkpoint are due; call this once after each step."""
+        epoch = consumed // self.data_rows
+        evaluate = self._evaluations.due(epoch=epoch, step=step, now=now)
+        return evaluate, self._saves.due(epoch=epoch, step=step, now=now)
 
 
 SNAPSHOT_SHARE = 0.01
@@ -77,10 +75,6 @@ class SnapshotPace:
     def due(self, step: int) -> bool:
         """Whether a snapshot is due after `step`."""
         return self._every != 0 and step >= self._next
-
-    def stop(self) -> None:
-        """Take no more snapshots."""
-        self._every = 0
 
     def taken(self, step: int, *, seconds: float, step_seconds: float) -> None:
         """Record that the snapshot after `step` took `seconds`, and the step itself `step_seconds`."""

@@ -7,7 +7,7 @@ lacks its figures, and the log has the reason.
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -65,25 +65,14 @@ def _checked(found: Any, *, known: Figures) -> dict[str, float]:
 
 def _in_daemon_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
     """Return the future result of `call`, which does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[Any] = loop.create_future()
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if result.done():  # it took too long
-            return
-        if error is not None:
-            result.set_exception(error)
-        else:
-            result.set_result(value)
+    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    result.set_running_or_notify_cancel()
 
     def run() -> None:
-        value, error = None, None
         try:
-            value = call()
-        except Exception as raised:  # it is raised where the result is awaited
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, value, error)
+            result.set_result(call())
+        except Exception as error:  # it is raised where the result is awaited
+            result.set_exception(error)
 
     threading.Thread(target=run, name="metrics.hook", daemon=True).start()
-    return result
+    return asyncio.wrap_future(result)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -157,40 +157,36 @@ class Master:
         """Write the last checkpoint and wait for the last evaluation; return an addition to the reason of the end."""
         if self.stopped:
             return await self._save_before_stop()
-        self.waiting_for = "the last checkpoint"
         # a finished run that was resumed may have made this evaluation before
         made = progress.evaluated(self._config.run_dir, policy_version=self.policy_version)
         at_end = self._config.evaluation.at_end and not made
         if at_end:
             self._evaluations.request(self.policy_version, training_over=True)
-        if self._config.trainer.save_at_end:
-            await self._checkpoints.save_final(self._history.reached(self._ledger, data=self._data))
-        unwritten = await self._checkpoints.finish()
-        self.waiting_for = ""
+        with self._waits_for("the last checkpoint"):
+            if self._config.trainer.save_at_end:
+                await self._checkpoints.save_final(self._reached())
+            unwritten = await self._checkpoints.finish()
         self._counted = await self._workers.specs()
         if at_end:
-            self.waiting_for = f"the evaluation of version {self.policy_version}"
-            waiting, *_ = await first_of(
-                self._evaluations.wait_for(self.policy_version), self._leaving.wait(), self._follow_resyncs()
-            )
+            with self._waits_for(f"the evaluation of version {self.policy_version}"):
+                waiting, *_ = await first_of(
+                    self._evaluations.wait_for(self.policy_version), self._leaving.wait(), self._follow_resyncs()
+                )
             unwritten += "; its evaluation was not waited for" if waiting.cancelled() else waiting.result()
         elif self._config.evaluation.enabled:
             self._evaluations.warn_of_unfinished()
         if sinks := self._metrics.waits_for:
-            self.waiting_for = f"{sinks} to take the last figures"
-            await asyncio.to_thread(self._metrics.close)
-        self.waiting_for = ""
+            with self._waits_for(f"{sinks} to take the last figures"):
+                await asyncio.to_thread(self._metrics.close)
         return unwritten
 
     async def _save_before_stop(self) -> str:
         """Write a checkpoint unless this version has one; return an addition to the reason of the end."""
         if self.policy_version == (self._begun.policy_version if self._begun is not None else 0):
             return ""
-        self.waiting_for = "the checkpoint before the stop"
-        await self._checkpoints.save_once(self._history.reached(self._ledger, data=self._data))
-        unwritten = await self._checkpoints.finish()
-        self.waiting_for = ""
-        return unwritten
+        with self._waits_for("the checkpoint before the stop"):
+            await self._checkpoints.save(self._reached())
+            return await self._checkpoints.finish()
 
     def write_final(self) -> None:
         """Write `final.json` for the report."""
@@ -231,22 +227,18 @@ class Master:
     async def _initialize(self) -> None:
         self.waiting_for = "model workers to connect"
         await self._workers.connected()
-        self.waiting_for = "model workers to load the models"
-        await self._workers.initialize()
-        model = await self._workers.model_config()
+        with self._waits_for("model workers to load the models"):
+            await self._workers.initialize()
+            model = await self._workers.model_config()
         log.info("model: %s", model)
         self._pool.take_model(model)
-        self.waiting_for = ""
         self._history.begin()
 
     async def _begin_counting(self) -> None:
         """Wait for the size of the data set, begin to count epochs, checkpoints and evaluations, and request the first
         evaluation if it is due."""
-        self.waiting_for = "a rollout worker to report the size of the data set"
-        with self._warned_of_the_wait():
-            data = await self._pool.data()
-        self.waiting_for = ""
-        self._data = data
+        with self._waits_for("a rollout worker to report the size of the data set"):
+            data = self._data = await self._pool.data()
         self._control = RunControl(
             self._config,
             data_rows=data.rows,
@@ -256,8 +248,24 @@ class Master:
         )
         self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
 
-    def _warned_of_the_wait(self) -> AbstractContextManager[None]:
-        return warned_of(lambda: self.waiting_for, after=self._config.limits.warning_seconds, log=log)
+    @contextmanager
+    def _waits_for(self, what: str) -> Iterator[None]:
+        """Report the wait for `what`, and log a warning if it is long."""
+        self.waiting_for = what
+        try:
+            with warned_of(lambda: self.waiting_for, after=self._config.limits.warning_seconds, log=log):
+                yield
+        finally:
+            self.waiting_for = ""
+
+    def _reached(self) -> progress.Progress:
+        """Return the progress of the run for a checkpoint."""
+        return self._history.reached(self._ledger, data=self._data)
+
+    async def _published(self) -> None:
+        """Wait for the end of the publication in progress; raises its error."""
+        if self._publication is not None:
+            await self._publication
 
     async def _prepared(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do `work` before the first step; return False if it was cancelled to leave the run."""
@@ -285,8 +293,7 @@ class Master:
             return self._stop()
         while (reason := self._end()) is None:
             await self._step()
-        if self._publication is not None:
-            await self._publication
+        await self._published()
         return reason
 
     async def _step(self) -> None:
@@ -301,25 +308,21 @@ class Master:
             save = await self._train(batch, version=version, begin=begin)
         stop = self._tell(before)
         if save or stop:
-            self.waiting_for = f"checkpoint {self.policy_version}"
-            if self._publication is not None:
-                await self._publication  # it writes the step's figures, which belong to the checkpoint
-            await self._checkpoints.save(self._history.reached(self._ledger, data=self._data))
-            self.waiting_for = ""
-        elif self._snapshots.due(self.policy_version):
+            with self._waits_for(f"checkpoint {self.policy_version}"):
+                await self._published()  # the publication writes the step's figures, which belong to the checkpoint
+                await self._checkpoints.save(self._reached())
+        elif self._snapshots.due(self.policy_version) and self._pool.reads_snapshots:
             await self._take_snapshot(step_seconds=time.time() - begin)
         if stop:
             await self._stop_collapsing()
 
     async def _take_snapshot(self, *, step_seconds: float) -> None:
-        """Take a snapshot in memory, or none any more if that is impossible; `step_seconds`: duration of the step."""
-        if self._checkpoints.memory_is_short or not self._pool.reads_snapshots:
-            self._snapshots.stop()
+        """Take a snapshot in memory, unless it has no place there; `step_seconds`: duration of the step."""
+        if self._checkpoints.memory_is_short:
             return
         began = time.monotonic()
-        if self._publication is not None:
-            await self._publication
-        await self._checkpoints.take_snapshot(self._history.reached(self._ledger, data=self._data))
+        await self._published()
+        await self._checkpoints.take_snapshot(self._reached())
         seconds = time.monotonic() - began
         self._snapshots.taken(self.policy_version, seconds=seconds, step_seconds=step_seconds)
 
@@ -335,8 +338,7 @@ class Master:
 
     async def _stop_collapsing(self) -> None:
         """Wait for the last checkpoint, then raise `TrainingError` with the cause and a remedy."""
-        if self._publication is not None:
-            await self._publication
+        await self._published()
         unwritten = await self._checkpoints.finish()
         healthy = progress.last_healthy(self._config.run_dir)
         remedy = (
@@ -367,8 +369,7 @@ class Master:
         held = self._buffer.trained_on(meta.seq for meta in batch)
         await self._workers.clear(held, come_again=False)
         end = time.time()
-        if self._publication is not None:
-            await self._publication
+        await self._published()
         figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
         figures |= task_metrics(batch, self._mixture, policy_version=version)
         self._history.rewards.append(figures["reward_mean"])
@@ -426,9 +427,7 @@ class Master:
 
     def _is_due(self, version: int) -> tuple[bool, bool]:
         """Return whether an evaluation and a checkpoint are due, by run control or by a hook."""
-        consumed, now = self._buffer.consumed, time.monotonic()
-        evaluate = self._control.evaluation_is_due(step=version, consumed=consumed, now=now)
-        save = self._control.save_is_due(step=version, consumed=consumed, now=now)
+        evaluate, save = self._control.due(step=version, consumed=self._buffer.consumed, now=time.monotonic())
         save |= self._pool.save_requested
         self._pool.save_requested = False
         return (
@@ -449,12 +448,11 @@ class Master:
             self.waiting_for = self._former.describe(selection, policy_version=version)
             return selection
 
-        with self._warned_of_the_wait():
+        with self._waits_for("groups"):
             batch, too_old = await self._buffer.take_batch(select)
             while too_old:
                 await self._drop(too_old)
                 batch, too_old = await self._buffer.take_batch(select)
-        self.waiting_for = ""
         return batch
 
     async def _drop(self, metas: Sequence[SampleMeta]) -> None:

@@ -141,7 +141,9 @@ class Checkpoints:
         """Policy version of the last checkpoint that was requested."""
 
     async def save(self, reached: Progress) -> None:
-        """Have a checkpoint written while training continues."""
+        """Have a checkpoint written while training continues, unless this version has one."""
+        if reached.policy_version == self._asked_version:
+            return
         began = time.monotonic()
         self._asked_version = reached.policy_version
         await self._ask(self._folder / f"step-{reached.policy_version:06d}", reached, final=False)
@@ -150,11 +152,6 @@ class Checkpoints:
     async def take_snapshot(self, reached: Progress) -> None:
         """Have a checkpoint written into memory (`records/snapshots.py`) while training continues."""
         await self._ask(self._memory / f"step-{reached.policy_version:06d}", reached, final=False)
-
-    async def save_once(self, reached: Progress) -> None:
-        """Have a checkpoint written, unless this version has one."""
-        if reached.policy_version != self._asked_version:
-            await self.save(reached)
 
     async def save_final(self, reached: Progress) -> None:
         """Write the run's last checkpoint. Raises the workers' error if it cannot be written.

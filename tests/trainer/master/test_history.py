@@ -45,8 +45,8 @@ def test_saves_and_evaluations_are_counted_apart() -> None:
     found = []
     for step in range(4, 9):
         position = {"step": step, "consumed": 3 * step, "now": 10.0 * step}
-        found.append((counting.save_is_due(**position), counting.evaluation_is_due(**position)))
-    saves, evaluations = zip(*found, strict=True)
+        found.append(counting.due(**position))
+    evaluations, saves = zip(*found, strict=True)
     assert saves == (True, False, True, False, True)
     assert evaluations == (True, True, False, True, False)  # 12 groups, 50 s, -, 21 groups, -
 

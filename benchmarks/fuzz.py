@@ -54,7 +54,7 @@ from fuzz_taps import Taps  # noqa: E402
 
 from streamrl import config as configuration  # noqa: E402
 from streamrl.errors import UNDECODABLE  # noqa: E402
-from streamrl.gserver.manager.http import POSTS  # noqa: E402
+from streamrl.gserver.manager.http import CALLS  # noqa: E402
 from streamrl.machine import machine_identity, process_space  # noqa: E402
 from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
 from streamrl.rollout.agents.policy import Score  # noqa: E402
@@ -445,7 +445,7 @@ def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:
     gets = [call.removeprefix("GET ") for call in ALLOWED if call.startswith("GET")]
     agents: dict[str, Any] = {path: dict[str, Any] for path in PROTOCOLS} | {"/score": Score, "/episodes": None}
     agents |= {f"/episodes/{name}{path}": body for name in ("0-0", "..", "%00") for path, body in agents.items()}
-    bodies = {path: post.body for path, post in POSTS.items()}
+    bodies = {key.removeprefix("POST "): call.message for key, call in CALLS.items() if key.startswith("POST")}
     asks = hostile.examples(hostile.values_of(Ask), count=count // 2, begin=1)
     return {
         "controller": Requests(

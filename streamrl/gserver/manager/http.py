@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -37,7 +37,6 @@ from streamrl.transport.permissions import ALLOWED, LOOKS, Permission
 log = logging.getLogger(__name__)
 
 HEALTH = "/health"
-_ANYONE = Permission(frozenset())
 
 _JSON = {"Content-Type": "application/json"}
 _encoder = msgspec.json.Encoder()
@@ -46,31 +45,65 @@ MAX_BODY_BYTES = 64 * 2**20
 """Large enough for a weight update, which names every tensor of the model."""
 
 
-class Post(NamedTuple):
-    """A call with a body."""
-
-    body: type[msgspec.Struct]
-    handler: Callable[[Manager], Callable[[Any], Awaitable[msgspec.Struct]]]
-    """Returns the method of the manager's part that carries the call out."""
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
-POSTS: Mapping[str, Post] = {
-    "/register": Post(control.Register, lambda manager: manager.members.register),
-    "/place": Post(control.AskPlace, lambda manager: manager.members.place),
-    "/drain": Post(control.Drain, lambda manager: manager.members.drain),
-    "/leave": Post(control.Leave, lambda manager: manager.members.left),
-    "/heartbeat": Post(control.Heartbeat, lambda manager: manager.members.heartbeat),
-    "/admit": Post(control.Admit, lambda manager: manager.groups.admit),
-    "/keep": Post(control.Keep, lambda manager: manager.groups.keep),
-    "/route": Post(control.AskRoute, lambda manager: manager.groups.route),
-    "/in_flight": Post(control.InFlight, lambda manager: manager.groups.in_flight),
-    "/reject": Post(control.Reject, lambda manager: manager.groups.reject),
-    "/publish/begin": Post(control.PublishBegin, lambda manager: manager.weights.begin),
-    "/publish/commit": Post(control.PublishCommit, lambda manager: manager.weights.commit),
-    "/evaluation": Post(control.HeldOutResult, lambda manager: manager.groups.held_out_result),
-    "/steer": Post(control.Steer, lambda manager: manager.steer),
-    "/finish_run": Post(control.FinishRun, lambda manager: manager.finish_run),
-    "/fail_run": Post(control.FailRun, lambda manager: manager.fail_run),
+class SilenceQuery(msgspec.Struct, frozen=True):
+    """Number of silences and returns that the caller knows."""
+
+    after: Count = 0
+
+
+class PartQuery(msgspec.Struct, frozen=True):
+    """A file of the model, and the first byte that is wanted."""
+
+    name: str = ""
+    begin: Count = 0
+
+
+class TopologyQuery(msgspec.Struct, frozen=True):
+    """The first `count` processes of `role`, and how many seconds to wait for them."""
+
+    role: control.Role
+    count: Count = 1
+    wait: Annotated[float, msgspec.Meta(ge=0)] = control.LONG_POLL_SECONDS
+
+
+class Call(NamedTuple):
+    """A call of the API."""
+
+    message: type[msgspec.Struct] | None
+    """The body of a POST, or the query of a GET; None if it has neither."""
+    handler: Callable[[Manager], Callable[..., Awaitable[msgspec.Struct | web.Response]]]
+    """Returns the function that carries the call out."""
+
+
+CALLS: Mapping[str, Call] = {
+    "POST /register": Call(control.Register, lambda manager: manager.members.register),
+    "POST /place": Call(control.AskPlace, lambda manager: manager.members.place),
+    "POST /drain": Call(control.Drain, lambda manager: manager.members.drain),
+    "POST /leave": Call(control.Leave, lambda manager: manager.members.left),
+    "POST /heartbeat": Call(control.Heartbeat, lambda manager: manager.members.heartbeat),
+    "GET /silent": Call(SilenceQuery, lambda manager: lambda query: manager.members.silence(query.after)),
+    "GET /resume_point": Call(None, lambda manager: manager.members.resume_point),
+    "GET /topology": Call(TopologyQuery, lambda manager: lambda query: _topology(manager, query)),
+    "GET /model": Call(None, lambda manager: manager.model.listing),
+    "GET /model/part": Call(PartQuery, lambda manager: lambda query: manager.model.part(query.name, query.begin)),
+    "POST /admit": Call(control.Admit, lambda manager: manager.groups.admit),
+    "POST /keep": Call(control.Keep, lambda manager: manager.groups.keep),
+    "POST /route": Call(control.AskRoute, lambda manager: manager.groups.route),
+    "POST /in_flight": Call(control.InFlight, lambda manager: manager.groups.in_flight),
+    "POST /reject": Call(control.Reject, lambda manager: manager.groups.reject),
+    "POST /evaluation": Call(control.HeldOutResult, lambda manager: manager.groups.held_out_result),
+    "POST /publish/begin": Call(control.PublishBegin, lambda manager: manager.weights.begin),
+    "POST /publish/commit": Call(control.PublishCommit, lambda manager: manager.weights.commit),
+    "GET /publish/places": Call(None, lambda manager: manager.weights.places),
+    "POST /steer": Call(control.Steer, lambda manager: manager.steer),
+    "POST /finish_run": Call(control.FinishRun, lambda manager: manager.finish_run),
+    "POST /fail_run": Call(control.FailRun, lambda manager: manager.fail_run),
+    "GET /status": Call(None, lambda manager: lambda: _status(manager)),
+    "GET /metrics": Call(None, lambda manager: lambda: _metrics(manager)),
+    f"GET {HEALTH}": Call(None, lambda manager: _health),
 }
 
 
@@ -79,42 +112,43 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
 
     `on_loopback`: whether only this machine reaches the server.
     """
-    calls = _calls(manager)
+    routes = {key: _Route(key, call, manager) for key, call in CALLS.items()}
     warnings = RateLimitedLog(log)
 
-    def check(key: str, request: web.BaseRequest) -> _RouteCall:
-        """Return the call that `request` makes; raises `PeerError` or `WireError` if its head alone is refused."""
-        route, headers = calls.get(key), request.headers
+    def check(key: str, request: web.BaseRequest) -> tuple[_Route, Member | None]:
+        """Return the call that `request` makes, and the member that makes it; None for the owner, and for any caller
+        where that is allowed. Raises `PeerError` or `WireError` if its head alone is refused."""
+        route, headers = routes.get(key), request.headers
         if not request.raw_path.startswith("/"):
             raise WireError(f"this is no request to a path: {request.raw_path[:100]!r}")
         if route is None:
-            if methods := [known.partition(" ")[0] for known in calls if known.endswith(f" {request.path}")]:
+            if methods := [known.partition(" ")[0] for known in CALLS if known.endswith(f" {request.path}")]:
                 raise PeerError(f"{key}: use {' or '.join(methods)}", status=405)
             raise PeerError(f"{key}: the manager has no such call", status=404)
         if why := hosts.forged(headers.get("Host"), headers.get("Origin")):
             raise PeerError(f"{key}: {why}", status=403)
         if request.path == HEALTH or (on_loopback and key in LOOKS):
-            return _RouteCall(request, None, route)
+            return route, None
         shown = headers.get(HEADER, "")
         caller = manager.access.caller(shown)
         if caller is None:
             warnings.warning("refused %s of a caller with %s", key, "a wrong key" if shown else "no key")
             raise PeerError(f"{key}: {_WRONG_KEY if shown else _NO_KEY}", status=401)
         if not isinstance(caller, Member):
-            return _RouteCall(request, None, route)
+            return route, None
         if caller.role not in route.allowed.roles:
             raise PeerError(
                 f"{key}: this is no call of a {caller.role}, and {caller.name} makes it (process {caller.pid} on "
                 f"{caller.host})",
                 status=403,
             )
-        return _RouteCall(request, caller, route)
+        return route, caller
 
     async def handle(request: web.BaseRequest) -> web.Response:
         key = f"{request.method} {request.path}"
         try:
-            call = check(key, request)
-            return await call.route.handler(call)
+            route, member = check(key, request)
+            return await route.carry_out(request, member)
         except WireError as error:
             return _refuse(400, str(error))
         except PeerError as error:
@@ -130,19 +164,41 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     return HttpServer(handle, most_body_bytes=MAX_BODY_BYTES)
 
 
-class _RouteCall(NamedTuple):
-    request: web.BaseRequest
-    member: Member | None
-    """The member of the run that makes the call; None: the owner, or any caller where that is allowed."""
-    route: _Route
+class _Route:
+    """One call at one manager."""
 
+    def __init__(self, key: str, call: Call, manager: Manager) -> None:
+        self.allowed = ALLOWED.get(key, Permission(frozenset()))
+        self._key = key
+        self._message = call.message
+        self._decoder = msgspec.json.Decoder(call.message)
+        self._handler = call.handler(manager)
 
-class _Route(NamedTuple):
-    handler: _Handler
-    allowed: Permission
+    async def carry_out(self, request: web.BaseRequest, member: Member | None) -> web.Response:
+        """Carry the call out for `member`, or for the owner if None."""
+        if self._message is None:
+            reply = await self._handler()
+        else:
+            message = await self._read(request)
+            if member is not None:
+                if member.gone:
+                    raise PeerError(f"{self._key}: {_WRONG_KEY}", status=401)  # lost while the body came
+                check_speaker(member, self.allowed, message)
+            reply = await self._handler(message)
+        return reply if isinstance(reply, web.Response) else _json(reply)
 
+    async def _read(self, request: web.BaseRequest) -> Any:
+        """Return the message of the call; raises `WireError` if it is malformed."""
+        assert self._message is not None
+        body = await read_body(request) if request.method == "POST" else b""
+        try:
+            if request.method == "POST":
+                return self._decoder.decode(body)
+            return msgspec.convert(dict(request.query), self._message, strict=False)
+        except UNDECODABLE as error:
+            given = body[:200] or request.query_string[:200]
+            raise WireError(f"{self._key} takes a {self._message.__name__}: {error}; it got {given!r}") from error
 
-_Handler = Callable[[_RouteCall], Awaitable[web.Response]]
 
 _NO_KEY = (
     "this call needs the run's secret: set STREAMRL_SECRET or security.secret_file where it comes from to what the "
@@ -154,95 +210,22 @@ _WRONG_KEY = (
 )
 
 
-def _calls(manager: Manager) -> dict[str, _Route]:
-    """Return the calls by method and path."""
-    members, weights = manager.members, manager.weights
-    gets: Mapping[str, Callable[[web.BaseRequest], Awaitable[msgspec.Struct]]] = {
-        "/publish/places": lambda request: weights.places(),
-        "/silent": lambda request: members.silence(_count(request, "after")),
-        "/resume_point": lambda request: members.resume_point(),
-        "/model": lambda request: manager.model.listing(),
-        "/model/part": lambda request: manager.model.part(request.query.get("name", ""), _count(request, "begin")),
-        "/topology": lambda request: members.topology(
-            _role(request), _count(request, "count", 1), wait=_number(request, "wait", control.LONG_POLL_SECONDS)
-        ),
-    }
-    handlers = {f"GET {path}": _get(call) for path, call in gets.items()}
-    handlers |= {f"POST {path}": _post(post.body, post.handler(manager)) for path, post in POSTS.items()}
-    handlers |= {"GET /status": _status(manager), "GET /metrics": _metrics(manager), f"GET {HEALTH}": _health}
-    return {key: _Route(handler, ALLOWED.get(key, _ANYONE)) for key, handler in handlers.items()}
+async def _topology(manager: Manager, query: TopologyQuery) -> control.Topology:
+    return await manager.members.topology(query.role, query.count, wait=query.wait)
 
 
-def _post(body: type[msgspec.Struct], call: Callable[[Any], Awaitable[msgspec.Struct]]) -> _Handler:
-    decoder = msgspec.json.Decoder(body)
-
-    async def handle(made: _RouteCall) -> web.Response:
-        content = await read_body(made.request)
-        if made.member is not None and made.member.gone:
-            raise PeerError(f"POST {made.request.path}: {_WRONG_KEY}", status=401)  # lost while the body came
-        try:
-            message = decoder.decode(content)
-        except UNDECODABLE as error:
-            raise WireError(
-                f"POST {made.request.path} takes a {body.__name__} as JSON: {error}; it got {content[:200]!r}"
-            ) from error
-        if made.member is not None:
-            check_speaker(made.member, made.route.allowed, message)
-        return _json(await call(message))
-
-    return handle
+async def _status(manager: Manager) -> control.Status:
+    return manager.status()
 
 
-def _get(call: Callable[[web.BaseRequest], Awaitable[msgspec.Struct]]) -> _Handler:
-    async def handle(made: _RouteCall) -> web.Response:
-        return _json(await call(made.request))
-
-    return handle
-
-
-def _status(manager: Manager) -> _Handler:
-    async def handle(made: _RouteCall) -> web.Response:
-        return _json(manager.status())
-
-    return handle
+async def _metrics(manager: Manager) -> web.Response:
+    admitted, paused = manager.admissions.admitted, manager.weights.pause_seconds_total
+    content = render(manager.status(), admitted=admitted, pause_seconds_total=paused)
+    return web.Response(body=content, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
 
-def _metrics(manager: Manager) -> _Handler:
-    async def handle(made: _RouteCall) -> web.Response:
-        admitted, paused = manager.admissions.admitted, manager.weights.pause_seconds_total
-        content = render(manager.status(), admitted=admitted, pause_seconds_total=paused)
-        return web.Response(body=content, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    return handle
-
-
-async def _health(made: _RouteCall) -> web.Response:
+async def _health() -> web.Response:
     return web.Response(body=b"")
-
-
-def _role(request: web.BaseRequest) -> control.Role:
-    role = request.query.get("role", "")
-    for known in get_args(control.Role):
-        if role == known:
-            return known  # type: ignore[no-any-return]
-    raise WireError(f"{request.path}?role={role}: role is one of {', '.join(get_args(control.Role))}")
-
-
-def _count(request: web.BaseRequest, name: str, default: int = 0) -> int:
-    return int(_number(request, name, default))
-
-
-def _number(request: web.BaseRequest, name: str, default: float) -> float:
-    text = request.query.get(name)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise WireError(f"{request.path}?{name}={text}: {name} is a number") from error
-    if not 0 <= value < 2**53:
-        raise WireError(f"{request.path}?{name}={text}: {name} is 0 or more")
-    return value
 
 
 def _refuse(status: int, message: str, *, retry_seconds: float = 0.0) -> web.Response:

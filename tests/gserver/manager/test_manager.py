@@ -484,6 +484,8 @@ async def test_malformed_bodies_are_refused(tmp_path: Path, path: str, body: byt
         ("GET", "/topology?role=king&count=1", 400),
         ("GET", "/topology?role=gserver&count=many", 400),
         ("GET", "/topology?role=gserver&count=nan", 400),
+        ("GET", "/topology?role=gserver&wait=nan", 400),
+        ("GET", "/topology?role=gserver&wait=-1", 400),
         ("GET", "/silent?after=-1", 400),
     ],
 )

@@ -1,4 +1,4 @@
-"""Membership calls: processes register, send heartbeats, query the members and the silences, learn of the end, and leave.
+"""Membership calls: processes register, send heartbeats, query the members and the silences, and leave.
 
 This module only orders the steps: the registry owns the members, and callbacks carry out the consequences of a change.
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from streamrl.gserver.manager.members import ASKED_TO_LEAVE
 from streamrl.gserver.manager.gserver import Gserver, serves
 from streamrl.gserver.manager.member_states import (
     SILENT_STATES,
@@ -18,6 +17,7 @@ from streamrl.gserver.manager.member_states import (
     MemberState,
     next_state,
 )
+from streamrl.gserver.manager.members import ASKED_TO_LEAVE
 from streamrl.gserver.manager.registry import Member
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "manager.md"

@@ -48,7 +48,7 @@ class AsyncIOSequenceBuffer:
         self._ready = ReadyGroups()
         self._changed = Wakeup()
         self.wake = self._changed.notify
-        """Wakes all waits, which check their conditions again. Called after a change in state that a condition reads."""
+        """Wakes all waits. Called after a change in state that a condition reads."""
         self.until = self._changed.until
         """Waits until a condition holds; it is checked after each change."""
         self.batch_awaited = False

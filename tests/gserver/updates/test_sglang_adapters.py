@@ -113,7 +113,7 @@ async def test_old_ones_are_unloaded_when_no_request_can_have_them(monkeypatch: 
         async def serve(version: int) -> set[str]:
             await asked.load_adapter(gserver, f"/v{version}", name=f"streamrl-v{version}")
             asked.unload_old_adapters(gserver, serves=f"streamrl-v{version}")
-            await asyncio.gather(*asked._background)
+            await asyncio.gather(*asked._background, return_exceptions=True)
             return {name.removeprefix("streamrl-") for name in peer.adapters} - {"its owner's"}
 
         assert await serve(1) == {"v1"}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import hashlib
 import os
 import shutil
@@ -23,6 +22,7 @@ import tomllib
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -107,7 +107,7 @@ class Run:
 
         Raises `ConfigError` for a wrong setting, and for a function that cannot be sent to other processes.
         """
-        tree = _tree_of(config)
+        tree = _copied(_tree_of(config))
         settings: dict[str, Any] = {
             "rollout.reward.function": reward,
             "rollout.agent.function": agent,
@@ -122,13 +122,14 @@ class Run:
         for key, value in settings.items():
             if value is not None:
                 configuration.assign(tree, key, value)
-        _check_functions_absent_twice(agent=agent, workflow=workflow)
+        if agent is not None and workflow is not None:
+            raise ConfigError("streamrl.Run: give one of agent, workflow: each makes the responses")
         for key, value in (overrides or {}).items():
             configuration.assign(tree, key, value)
         folder = Path(tree.get("run", {}).get("dir", "runs")).expanduser() / ".python"
         if data is not None:
             _set_data(tree, data, folder=folder)
-        self.config = configuration.from_dict(_with_names(tree, folder=folder.absolute()), where="streamrl.Run")
+        self.config = configuration.from_dict(_named(tree, folder=folder.absolute()), where="streamrl.Run")
         """The configuration, with the name that was asked for; a second run of a name has another folder (`dir`)."""
         self._folder = folder.absolute()
         self._resume = resume
@@ -289,15 +290,14 @@ class Run:
             finally:
                 await client.close()
 
-        return _in_thread(lambda: asyncio.run(calling()))
+        with ThreadPoolExecutor(1, thread_name_prefix="call to the controller") as thread:
+            return thread.submit(lambda: asyncio.run(calling())).result()
 
     def _check_end(self, child: _Child) -> None:
         """Raise the error of a run that has failed."""
-        code = child.code
-        if code == 0 or (self._stopped and code in (128 + signal.SIGTERM, 128 + signal.SIGINT)):
-            return
-        kind = ConfigError if code == 2 else StreamRLError
-        raise kind(child.error() or f"streamrl run {describe_exit(code)}")
+        stopped = self._stopped and child.code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
+        if child.code != 0 and not stopped:
+            raise child.failure()
 
 
 def run(config: str | Path | Mapping[str, Any] | Config | None = None, **settings: Any) -> Run:
@@ -339,11 +339,10 @@ class _Child:
         self._output: deque[str] = deque(maxlen=ERROR_LINES)
         self._reader = threading.Thread(target=_read, args=(self._process, self._output, show), daemon=True)
         self._reader.start()
-        self._reported: list[str] = []
-        self._report = threading.Condition()
-        threading.Thread(target=self._receive, args=(reports,), name="reports of the run", daemon=True).start()
+        folder, self._url = Future[str](), Future[str]()
+        threading.Thread(target=_receive, args=(reports, (folder, self._url)), name="reports", daemon=True).start()
         try:
-            self.folder = Path(self._await_report(0, START_SECONDS)).absolute()
+            self.folder = Path(self._await(folder, START_SECONDS)).absolute()
         except BaseException:
             self.end()
             raise
@@ -360,7 +359,7 @@ class _Child:
         """Wait for the controller; return its URL."""
         if not self.running:
             raise StreamRLError(f"the run in {self.folder} has ended: see `summary`, `rollouts` and `dir`")
-        return self._await_report(1, None)
+        return self._await(self._url, None)
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for the end of the process; return whether it has ended."""
@@ -376,33 +375,34 @@ class _Child:
         """Leave no process behind."""
         self._finish()
 
-    def error(self) -> str:
-        """Return the error that ended the process, as it printed it; empty if it printed none."""
+    def failure(self) -> StreamRLError:
+        """Return the error with which the process ends."""
+        self.wait(END_SECONDS)
+        kind = ConfigError if self.code == 2 else StreamRLError
+        return kind(self._printed() or f"streamrl run {describe_exit(self.code)}")
+
+    def _printed(self) -> str:
+        """Return the error that the process printed last, or the end of its output if it printed none."""
         self._reader.join(END_SECONDS)
         lines = list(self._output)
         begins = [number for number, line in enumerate(lines) if line.startswith("error: ")]
         return "".join(lines[begins[-1] :]).removeprefix("error: ").strip() if begins else "".join(lines[-20:]).strip()
 
-    def _receive(self, descriptor: int) -> None:
-        with os.fdopen(descriptor) as pipe:
-            for line in pipe:
-                with self._report:
-                    self._reported.append(line.rstrip("\n"))
-                    self._report.notify_all()
-        with self._report:
-            self._reported += ["", ""]  # nothing more comes
-            self._report.notify_all()
+    def _await(self, report: Future[str], timeout: float | None) -> str:
+        try:
+            line = report.result(timeout)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"streamrl run has not begun within {timeout:g} s: {self._printed()}") from error
+        if not line:
+            raise self.failure()
+        return line
 
-    def _await_report(self, index: int, timeout: float | None) -> str:
-        with self._report:
-            if not self._report.wait_for(lambda: len(self._reported) > index, timeout):
-                raise DeadlineExceeded(f"streamrl run has not begun within {timeout:g} s: {self.error()}")
-            found = self._reported[index]
-        if not found:
-            self.wait(END_SECONDS)
-            kind = ConfigError if self.code == 2 else StreamRLError
-            raise kind(self.error() or f"streamrl run {describe_exit(self.code)}")
-        return found
+
+def _receive(descriptor: int, reports: Sequence[Future[str]]) -> None:
+    """Complete each of `reports` with a line from the pipe; with an empty one if the process ends before."""
+    with os.fdopen(descriptor) as pipe:
+        for report in reports:
+            report.set_result(pipe.readline().rstrip("\n"))
 
 
 def _read(process: subprocess.Popen[str], output: deque[str], show: bool) -> None:
@@ -426,25 +426,6 @@ def _end(process: subprocess.Popen[str], lifeline: HeldLifeline) -> None:
     lifeline.close()
 
 
-def _in_thread(call: Callable[[], Result]) -> Result:
-    """Return the result of `call`, or raise its error, from a thread without an event loop."""
-    found: list[Result] = []
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(call())
-        except BaseException as error:  # raised below, in the caller's thread
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="call to the controller")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
-
-
 def _own_paths() -> list[str]:
     """Return the entries of `sys.path` that another interpreter of this environment lacks."""
     standard = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -454,51 +435,30 @@ def _own_paths() -> list[str]:
 # --- settings ---
 
 
-def _tree_of(config: str | Path | Mapping[str, Any] | Config | None) -> dict[str, Any]:
+def _tree_of(config: str | Path | Mapping[str, Any] | Config | None) -> Mapping[str, Any]:
     if config is None:
         return {}
     if isinstance(config, Config):
         return tomllib.loads(configuration.to_toml(config))
-    if isinstance(config, Mapping):
-        return _copied(config)
-    return configuration.read_tree(config)
+    return config if isinstance(config, Mapping) else configuration.read_tree(config)
 
 
-def _copied(tree: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy_of(value) for key, value in tree.items()}
-
-
-def _copy_of(value: Any) -> Any:
-    """Return a copy of a setting; a list of tables, such as [[tasks]], is copied with its tables."""
+def _copied(value: Any) -> Any:
+    """Return a setting, a section, or all of them, with tables and lists of its own."""
     if isinstance(value, Mapping):
-        return _copied(value)
-    if isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-        return [_copied(each) for each in value]
-    return copy.copy(value)
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
-def _check_functions_absent_twice(**given: Any) -> None:
-    if all(value is not None for value in given.values()):
-        raise ConfigError(f"streamrl.Run: give one of {', '.join(given)}: each makes the responses")
-
-
-def _with_names(tree: Mapping[str, Any], *, folder: Path, prefix: str = "") -> dict[str, Any]:
-    """Return `tree` with `module:name` in place of functions and classes."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            found[name] = _with_names(value, folder=folder, prefix=f"{key}.")
-        elif isinstance(value, list):
-            found[name] = [
-                _with_names(each, folder=folder, prefix=f"{key}.") if isinstance(each, Mapping) else each
-                for each in value
-            ]
-        elif callable(value):
-            found[name] = spec_of(value, key=key, folder=folder)
-        else:
-            found[name] = str(value) if isinstance(value, Path) else value
-    return found
+def _named(value: Any, *, folder: Path, key: str = "") -> Any:
+    """Return the settings `value` of the section `key` with `module:name` in place of functions and classes."""
+    if isinstance(value, Mapping):
+        return {name: _named(each, folder=folder, key=f"{key}.{name}" if key else name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_named(each, folder=folder, key=key) for each in value]
+    if callable(value):
+        return spec_of(value, key=key, folder=folder)
+    return str(value) if isinstance(value, Path) else value
 
 
 SOURCES = {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}

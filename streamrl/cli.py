@@ -127,22 +127,21 @@ def _add_elastic(role: Literal["gserver", "rollout"], text: str) -> None:
         resume: bool = False,
         index: int | None = None,
         advertise: str = "",
-        model_dir: Path | None = None,
     ) -> None:
         from streamrl.launch.processes import ProcessCommands
 
-        commands = ProcessCommands(config, overrides or (), manager, model_dir, advertise)
+        commands = ProcessCommands(config, overrides or (), manager, advertise, resume)
         if count is None:
             from streamrl.launch.role import run_member
 
-            raise typer.Exit(run_member(role, commands, index=index, resume=resume))
+            raise typer.Exit(run_member(role, commands, index=index))
         if index is not None:
             from streamrl.errors import ConfigError
 
             raise ConfigError(f"--index {index} is of one process; with --count {count} the controller assigns them")
         from streamrl.launch.pool import run_pool
 
-        raise typer.Exit(run_pool(role, count, commands, resume=resume))
+        raise typer.Exit(run_pool(role, count, commands))
 
 
 _add_elastic("gserver", "Start inference servers, also in the middle of a run.")
@@ -164,8 +163,8 @@ def trainer(
     from streamrl.launch.pool import run_trainer
     from streamrl.launch.processes import ProcessCommands
 
-    commands = ProcessCommands(config, overrides or (), manager, advertise=advertise)
-    raise typer.Exit(run_trainer(commands, node=node, nodes=nodes, resume=resume))
+    commands = ProcessCommands(config, overrides or (), manager, advertise, resume)
+    raise typer.Exit(run_trainer(commands, node=node, nodes=nodes))
 
 
 @command(app, hidden=True)
@@ -177,25 +176,21 @@ def model_worker(
     index: int = 0,
     resume: bool = False,
     advertise: str = "",
-    model_dir: Path | None = None,
 ) -> None:
     """Start one model worker."""
     from streamrl.launch.processes import ProcessCommands
     from streamrl.launch.role import run_member
 
-    commands = ProcessCommands(config, overrides or (), manager, model_dir, advertise)
-    raise typer.Exit(run_member("model_worker", commands, index=index, resume=resume))
+    commands = ProcessCommands(config, overrides or (), manager, advertise, resume)
+    raise typer.Exit(run_member("model_worker", commands, index=index))
 
 
 @command(app, hidden=True)
-def checkpoint(
-    config: Path, overrides: list[str] | None = None, manager: str = "", answer_fd: int | None = None
-) -> None:
+def checkpoint(config: Path, overrides: list[str] | None = None, answer_fd: int | None = None) -> None:
     """Make the folder with the run's initial weights and tokenizer, and print its path."""
     from streamrl.launch.role import run_checkpoint
 
-    code = run_checkpoint(config, overrides or (), manager_url=manager, on_ready=_answering(answer_fd, _show))
-    raise typer.Exit(code)
+    raise typer.Exit(run_checkpoint(config, overrides or (), on_ready=_answering(answer_fd, _show)))
 
 
 @command(app, hidden=True)

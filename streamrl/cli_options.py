@@ -92,7 +92,7 @@ OPTIONS: dict[str, Row] = {
     "wait": _row("Stay until the job has ended; Ctrl-C cancels it."),
     "template": _row("Your copy of the template; the original is in streamrl/launch/templates.", metavar="FILE"),
     "address": _row("Of the Ray cluster; else RAY_ADDRESS.", metavar="ADDRESS"),
-    **{name: _row("", hidden=True) for name in ("model_dir", "answer_fd", "died", "last_step", "meeting_place")},
+    **{name: _row("", hidden=True) for name in ("answer_fd", "died", "last_step", "meeting_place")},
 }
 SIZES: dict[str, Row] = {
     "model_shape": _row(

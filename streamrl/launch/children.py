@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from streamrl import essential
 from streamrl.children import GRACE_SECONDS, LIFELINE, HeldLifeline, describe_exit, reading, wait_for_group
@@ -34,14 +35,16 @@ class Child:
     def __init__(
         self,
         process: ProcessPlan,
+        handle: Any,
         *,
-        handle: asyncio.subprocess.Process,
+        pid: int,
         log_file: Path | None,
         log_begin: int = 0,
-    ):
-        """`log_begin`: bytes of the log that earlier processes have written."""
+    ) -> None:
+        """`handle`: the `asyncio.subprocess.Process`. `log_begin`: bytes of the log that earlier processes have
+        written."""
         self.process = process
-        self.pid = handle.pid
+        self.pid = pid
         self.log_file = log_file
         self._log_begin = log_begin
         self.began = time.monotonic()
@@ -112,7 +115,7 @@ class Child:
 class Children:
     """All processes of one launcher. `stop` them before the launcher ends."""
 
-    def __init__(self, *, logs: Path | None, secret: Secret | None = None) -> None:
+    def __init__(self, logs: Path | None, secret: Secret | None = None) -> None:
         """`logs`: folder for their output; None: it goes to the launcher's output. `secret`: the run's secret, which is
         handed to each process."""
         self._secret = secret
@@ -140,9 +143,31 @@ class Children:
         """Whether `next_exit` has an end of a process to return, now or later."""
         return bool(self.members) or not self._exits.empty()
 
-    async def start(self, process: ProcessPlan, command: Sequence[str]) -> Child:
-        """Start `process` with `command`; `next_exit` returns it at its end."""
-        return await self._spawn(process, command)
+    async def start(self, process: ProcessPlan, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> Child:
+        """Start `process` with `command`; `next_exit` returns it at its end. It inherits the descriptors `pass_fds`."""
+        log_file = self._logs / process.log_name if self._logs else None
+        environment = process.environment
+        with contextlib.ExitStack() as stack:
+            output = stack.enter_context(log_file.open("ab")) if log_file else None
+            begin = os.fstat(output.fileno()).st_size if output is not None else 0
+            if self._secret is not None:
+                pipe = stack.enter_context(self._secret.handed_on())
+                environment = {**environment, DESCRIPTOR: str(pipe)}
+                pass_fds = [*pass_fds, pipe]
+            handle = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **environment, LIFELINE: str(self._lifeline.descriptor)},
+                pass_fds=[self._lifeline.descriptor, *pass_fds],
+                # Its own session: Ctrl-C on the terminal reaches the launcher alone, which stops all in order.
+                start_new_session=True,
+            )
+        child = Child(process, handle, pid=handle.pid, log_file=log_file, log_begin=begin)
+        log.debug("%s started as pid %d", child.name, child.pid)
+        self._watch(child)
+        return child
 
     async def ask(self, process: ProcessPlan, command: Sequence[str], *, timeout: float) -> str:
         """Start `process` with `command`, and return the one line that it sends (`--answer-fd`).
@@ -151,7 +176,7 @@ class Children:
         """
         reader_fd, writer_fd = os.pipe()
         try:
-            child = await self._spawn(process, [*command, "--answer-fd", str(writer_fd)], pass_fds=[writer_fd])
+            child = await self.start(process, [*command, "--answer-fd", str(writer_fd)], pass_fds=[writer_fd])
         finally:
             os.close(writer_fd)
         async with reading(reader_fd) as reader:
@@ -206,31 +231,6 @@ class Children:
                 log.warning("%s did not stop within %.0f s: ended by force", child.name, grace_seconds)
                 child.signal(signal.SIGKILL)
         await asyncio.wait(ends)
-
-    async def _spawn(self, process: ProcessPlan, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> Child:
-        log_file = self._logs / process.log_name if self._logs else None
-        environment = process.environment
-        with contextlib.ExitStack() as stack:
-            output = stack.enter_context(log_file.open("ab")) if log_file else None
-            begin = os.fstat(output.fileno()).st_size if output is not None else 0
-            if self._secret is not None:
-                pipe = stack.enter_context(self._secret.handed_on())
-                environment = {**environment, DESCRIPTOR: str(pipe)}
-                pass_fds = [*pass_fds, pipe]
-            handle = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **environment, LIFELINE: str(self._lifeline.descriptor)},
-                pass_fds=[self._lifeline.descriptor, *pass_fds],
-                # Its own session: Ctrl-C on the terminal reaches the launcher alone, which stops all in order.
-                start_new_session=True,
-            )
-        child = Child(process, handle=handle, log_file=log_file, log_begin=begin)
-        log.debug("%s started as pid %d", child.name, child.pid)
-        self._watch(child)
-        return child
 
     def _watch(self, child: Child) -> None:
         self._ends[child] = essential.begin(self._see_end(child), name=f"end of {child.name}")

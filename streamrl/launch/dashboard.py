@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
-import msgspec
 from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -28,14 +27,6 @@ from streamrl.transport.control import EvaluationStatus, ProcessStatus, Status
 
 WINDOW_SECONDS = 10.0
 RATES_KEPT = 2000
-
-
-class PoolShares(msgspec.Struct, frozen=True):
-    """Shares of the generation pool's time in the last seconds; they sum to 1."""
-
-    busy: float
-    paused: float
-    idle: float
 
 
 class StatusHistory:
@@ -59,14 +50,14 @@ class StatusHistory:
         if self._servers_in_both():
             self.generated_rates.append(self._growth("tokens_generated_total"))
 
-    def pool_shares(self) -> PoolShares | None:
-        """Return the shares of the generation pool, or None before the second status of a gserver."""
+    def pool_shares(self) -> dict[str, float]:
+        """Return shares of the generation pool's time in the window; empty before the second status of a gserver."""
         servers = self._servers_in_both()
         if not servers:
-            return None
+            return {}
         busy = min(1.0, self._growth("busy_seconds_total") / len(servers))
         paused = min(1.0 - busy, self._growth("pause_seconds_total") / len(servers))
-        return PoolShares(busy=busy, paused=paused, idle=1.0 - busy - paused)
+        return {"busy": busy, "paused": paused, "idle": 1.0 - busy - paused}
 
     def _servers_in_both(self) -> list[str]:
         if len(self._seen) < 2:
@@ -331,13 +322,11 @@ def _throughput(run: RunView, history: StatusHistory) -> Panel:
 
 
 def _times(run: RunView, history: StatusHistory) -> Panel:
-    pool = history.pool_shares()
-    shares = {"busy": pool.busy, "paused": pool.paused, "idle": pool.idle} if pool else {}
     of_trainer = trainer_shares(run.steps[-1]) if run.steps else {}
     lines: list[Text] = []
-    for name, pool_shares in (("generation", shares), ("trainer", of_trainer)):
-        lines.append(Text.assemble(f"{name:<11}", _share_bar(pool_shares, 39)))
-        lines.append(_share_legend(pool_shares))
+    for name, shares in (("generation", history.pool_shares()), ("trainer", of_trainer)):
+        lines.append(Text.assemble(f"{name:<11}", _share_bar(shares, 39)))
+        lines.append(_share_legend(shares))
     return Panel(Group(*lines), title="where the time goes", height=7)
 
 

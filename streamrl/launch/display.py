@@ -20,7 +20,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from streamrl.config import Config, SecurityConfig
+from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.launch.dashboard import StatusHistory, dashboard, duration, step_line
 from streamrl.launch.files import Warnings
@@ -31,7 +31,6 @@ from streamrl.records.metrics import StepFigures
 from streamrl.records.view import RunView
 from streamrl.transport.control import Status
 from streamrl.transport.manager_client import ControlClient
-from streamrl.transport.secret import Secret
 
 log = logging.getLogger(__name__)
 
@@ -204,9 +203,8 @@ class LiveDisplay(Display):
         self._live.update(picture, refresh=True)
 
 
-async def picture_of(manager_url: str, *, secret: Secret | None, security: SecurityConfig) -> RenderableType:
-    """Return a picture of the run's present state, with rates from two statuses; `secret`: the run's, if known here."""
-    client = ControlClient(manager_url, secret=secret, timeout=10.0, security=security)
+async def picture_of(client: ControlClient) -> RenderableType:
+    """Return a picture of the run's present state, with rates from two statuses; close `client`."""
     run, history = RunView(Path()), StatusHistory(started=time.monotonic())
     try:
         for look in range(2):
@@ -220,6 +218,9 @@ async def picture_of(manager_url: str, *, secret: Secret | None, security: Secur
     return dashboard(run, history, now=time.monotonic(), height=60)
 
 
-def make_display(console: Console, *, config: Config) -> Display:
-    """Return the display for `console`; a terminal that cannot move its cursor (TERM=dumb) gets no picture."""
+def make_display(console: Console, *, config: Config, reports: int | None = None) -> Display:
+    """Return the display for `console`; a terminal that cannot move its cursor (TERM=dumb) gets no picture. `reports`:
+    descriptor of a pipe to the program that started this one."""
+    if reports is not None:
+        return ReportingDisplay(console, config=config, reports=reports)
     return (LiveDisplay if console.is_interactive else Display)(console, config=config)

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 STOPPED = "it was asked to end, by Ctrl-C or another signal"
 
 
-def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departure]:
-    """Return the departure that makes the controller write a checkpoint and end the run; empty if the configuration
+def save_and_end(config: Config, manager_url: Callable[[], str]) -> Departure | None:
+    """Return the departure that makes the controller write a checkpoint and end the run; None if the configuration
     gives it no time.
 
     `manager_url` returns an empty string while there is no controller. The work raises `StreamRLError` if the request
@@ -39,7 +39,7 @@ def save_and_end(config: Config, manager_url: Callable[[], str]) -> list[Departu
         await asyncio.sleep(seconds)
         raise DeadlineExceeded(f"limits.save_seconds = {seconds:g} have passed")
 
-    return [Departure(work, f"writing a checkpoint, for at most {seconds:g} s")] if seconds else []
+    return Departure(work, f"writing a checkpoint, for at most {seconds:g} s") if seconds else None
 
 
 @contextmanager

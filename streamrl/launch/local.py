@@ -28,7 +28,7 @@ from streamrl.children import Lifeline
 from streamrl.config import Config
 from streamrl.errors import ConfigError, StreamRLError
 from streamrl.launch.children import Children
-from streamrl.launch.display import Display, ReportingDisplay, make_display
+from streamrl.launch.display import Display, make_display
 from streamrl.launch.ending import ending_written, reported, save_and_end
 from streamrl.launch.files import keep_in_order
 from streamrl.launch.process import run_until_stopped, set_up_logging
@@ -75,9 +75,11 @@ def run_here(
     reports: int | None = None,
 ) -> int:
     """Claim the folder of a run, or find the one to resume; carry out the run, and show its report; return the exit
-    code. `reports`: descriptor of a pipe to the program that started this one (`ReportingDisplay`).
+    code: 0: finished; 130: stopped by Ctrl-C, after a checkpoint that the first Ctrl-C requests.
 
-    Raises as `run_locally` does, and `ConfigError` for a run that cannot begin.
+    `page`: show the run in a browser, too. `reports`: descriptor of a pipe to the program that started this one
+    (`ReportingDisplay`). In all cases no process of the run is left. Raises `ConfigError` if the run cannot begin,
+    `ProcessDied` if it failed, `RunStopped` if another process stopped it.
     """
     set_up_logging("run")
     asked = configuration.load(config_file, overrides)
@@ -86,33 +88,17 @@ def run_here(
     config = run_folder(asked, overrides, console, resume=resume)
     again = resume_words(["streamrl", "run"], config_file, overrides, config.run_dir)
     with reported(config.run_dir, console, again=again):
-        if reports is None:
-            return run_locally(config, display=make_display(console, config=config), page=page)
-        return run_locally(config, display=ReportingDisplay(console, config=config, reports=reports), page=page)
-
-
-def run_locally(config: Config, *, display: Display, page: bool = False) -> int:
-    """Carry out the run in `config.run_dir` (claimed before); return the exit code.
-
-    0: finished; 130: stopped by Ctrl-C, after a checkpoint that the first Ctrl-C requests. Raises `ProcessDied` if the
-    run failed, `RunStopped` if another process stopped it. In all cases no process of the run is left. `page`: show the
-    run in a browser, too.
-    """
-    avoid_broken_instructions()  # once, here: the run's processes inherit the result
-    gpus = visible_gpus()
-    config = fitted(config, gpus=gpus)
-    launcher = Launcher(config, processes=plan(config, gpus=gpus), display=display, page=page)
-    return run_until_stopped(
-        launcher.run,
-        lifeline=Lifeline.from_environment(),  # of a Python program that started this one
-        before_force=launcher.kill,
-        on_first_signal=launcher.departures,
-    )
-
-
-def of_this_machine(logs: Path, secret: Secret) -> Children:
-    """Return the keeper of the processes of a run that is all on this machine."""
-    return Children(logs=logs, secret=secret)
+        display = make_display(console, config=config, reports=reports)
+        avoid_broken_instructions()  # once, here: the run's processes inherit the result
+        gpus = visible_gpus()
+        config = fitted(config, gpus=gpus)
+        launcher = Launcher(config, processes=plan(config, gpus=gpus), display=display, page=page)
+        return run_until_stopped(
+            launcher.run,
+            lifeline=Lifeline.from_environment(),  # of a Python program that started this one
+            before_force=launcher.kill,
+            departure=launcher.departure,
+        )
 
 
 class Launcher:
@@ -124,7 +110,7 @@ class Launcher:
         *,
         processes: Sequence[ProcessPlan],
         display: Display,
-        children: Callable[[Path, Secret], Children] = of_this_machine,
+        children: Callable[[Path, Secret], Children] = Children,
         one_disk: bool = True,
         page: bool = False,
     ) -> None:
@@ -140,7 +126,7 @@ class Launcher:
         self._make_children = children
         self._one_disk = one_disk
         self._children: Children | None = None
-        self.departures = save_and_end(config, lambda: self.manager_url)
+        self.departure = save_and_end(config, lambda: self.manager_url)
         """Handler of the first Ctrl-C."""
 
     @property
@@ -206,8 +192,7 @@ class Launcher:
         if self._one_disk:
             self._display.note(f"preparing the model {config.model.path}")
             preparing = helper("checkpoint", config)
-            folder = await children.ask(preparing, commands.of(preparing), timeout=CHECKPOINT_SECONDS)
-            commands.model_dir = Path(folder)
+            await children.ask(preparing, commands.of(preparing), timeout=CHECKPOINT_SECONDS)
         self._display.note("starting the controller")
         controller = self._plan[0]
         timeout = config.limits.start_seconds

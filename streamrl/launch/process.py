@@ -19,7 +19,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NamedTuple
 
 import uvloop
@@ -41,16 +41,24 @@ EXIT_FAILED = 1
 EXIT_BAD_CONFIG = 2
 EXIT_PLACE_TAKEN = 3
 
-Component = Callable[[], Coroutine[Any, Any, None]]
+Work = Callable[[], Coroutine[Any, Any, None]]
 
 
 class Departure(NamedTuple):
     """An orderly end that the first signal starts; the component then ends by itself."""
 
-    work: Component
+    work: Work
     """If it raises, the component is cancelled."""
     announcement: str
     """Description for the log."""
+
+
+class Component(NamedTuple):
+    """The work of a process."""
+
+    work: Work
+    departure: Departure | None = None
+    """Not used in a process that a launcher started: the launcher decides about its end."""
 
 
 class _Output(io.RawIOBase):
@@ -144,12 +152,8 @@ def allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def run_component(
-    prepare: Callable[[], Component], *, lifeline: Lifeline | None = None, on_first_signal: Sequence[Departure] = ()
-) -> int:
+def run_component(prepare: Callable[[], Component]) -> int:
     """Run the component that `prepare` returns to its end; return the exit code, and log the reason if it is not 0.
-
-    `on_first_signal` has at most one departure, which `prepare` may add.
 
     1: an error (logged with a traceback unless it is a `StreamRLError`); 2: a configuration that cannot work;
     3: another live process has this one's index; 69: the run has gone back to a checkpoint that this process does not
@@ -158,7 +162,7 @@ def run_component(
     Afterwards the process ends within `GRACE_SECONDS`, whether its threads end or not.
     """
     allow_many_connections()
-    code = _code_of(prepare, lifeline=lifeline, on_first_signal=on_first_signal)
+    code = _code_of(prepare)
     threading.Thread(target=_end_despite_threads, args=(code,), name="end", daemon=True).start()
     return code
 
@@ -175,11 +179,11 @@ def _end_despite_threads(code: int) -> None:
         os._exit(code)
 
 
-def _code_of(
-    prepare: Callable[[], Component], *, lifeline: Lifeline | None, on_first_signal: Sequence[Departure]
-) -> int:
+def _code_of(prepare: Callable[[], Component]) -> int:
+    lifeline = Lifeline.from_environment()
     try:
-        return run_until_stopped(prepare(), lifeline=lifeline, on_first_signal=on_first_signal)
+        work, departure = prepare()
+        return run_until_stopped(work, lifeline=lifeline, departure=departure if lifeline is None else None)
     except ConfigError as error:
         log.error("%s", error)
         return EXIT_BAD_CONFIG
@@ -203,20 +207,20 @@ def _code_of(
 
 
 def run_until_stopped(
-    component: Component,
+    work: Work,
     *,
     lifeline: Lifeline | None = None,
     before_force: Callable[[], None] | None = None,
-    on_first_signal: Sequence[Departure] = (),
+    departure: Departure | None = None,
 ) -> int:
-    """Run `component` in a new event loop until it ends (0) or is stopped by signal n (128 + n).
+    """Run `work` in a new event loop until it ends (0) or is stopped by signal n (128 + n).
 
-    `before_force` is called when a second signal demands the end at once. `on_first_signal` has at most one departure.
-    A `RunStopped` that follows a departure counts as stopped by the signal. Raises the exceptions of `component`, and
-    `EssentialFailed` if essential background work fails.
+    `before_force` is called when a second signal demands the end at once. A `RunStopped` that follows the `departure`
+    counts as stopped by the signal. Raises the exceptions of `work`, and `EssentialFailed` if essential background work
+    fails.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_stopped(component, lifeline, before_force, on_first_signal))
+        return runner.run(_until_stopped(work, lifeline, before_force, departure))
 
 
 def _leaves(group: ExceptionGroup[Any]) -> Iterator[Exception]:
@@ -228,16 +232,13 @@ def _leaves(group: ExceptionGroup[Any]) -> Iterator[Exception]:
 
 
 async def _until_stopped(
-    component: Component,
-    lifeline: Lifeline | None,
-    before_force: Callable[[], None] | None,
-    on_first_signal: Sequence[Departure],
+    work: Work, lifeline: Lifeline | None, before_force: Callable[[], None] | None, departure: Departure | None
 ) -> int:
     loop = asyncio.get_running_loop()
 
     async def until_essential_work_fails() -> None:
         async with ends_with_its_work():
-            await component()
+            await work()
 
     task = loop.create_task(until_essential_work_fails(), name="component")
     received: list[signal.Signals] = []
@@ -256,9 +257,9 @@ async def _until_stopped(
     def stop(number: signal.Signals) -> None:
         nonlocal stopping
         received.append(number)
-        if on_first_signal and not leaving and not stopping:
-            log.info("%s: %s; once more to stop at once", number.name, on_first_signal[0].announcement)
-            leaving.append(loop.create_task(leave(on_first_signal[0])))
+        if departure is not None and not leaving and not stopping:
+            log.info("%s: %s; once more to stop at once", number.name, departure.announcement)
+            leaving.append(loop.create_task(leave(departure)))
         elif not stopping:
             stopping = True
             log.info("%s: stopping; once more to end by force", number.name)

@@ -310,9 +310,9 @@ class ProcessCommands(msgspec.Struct):
     overrides: Sequence[str] = ()
     manager_url: str = ""
     """URL of the controller; empty until it has been started."""
-    model_dir: Path | None = None
-    """Folder of the model with which processes begin; None: each makes or fetches its own."""
     advertise: str = ""
+    resume: bool = False
+    """Whether processes begin from the same checkpoint as the controller."""
 
     def of(self, process: ProcessPlan, *, died: str = "") -> list[str]:
         """Return the command line of `process`. `died`: how the process before it died; empty if there was none.
@@ -323,18 +323,13 @@ class ProcessCommands(msgspec.Struct):
         role = process.role
         words = [sys.executable, "-m", "streamrl", role.replace("_", "-"), str(self.config_file), *self.overrides]
         if role == "controller":
-            return (
-                [*words, "--resume", "--port", str(urlsplit(self.manager_url).port), "--died", died] if died else words
-            )
-        if self.manager_url:
-            words += ["--manager", self.manager_url]
+            previous = ["--resume", "--port", str(urlsplit(self.manager_url).port), "--died", died]
+            return [*words, *previous] if died else words
         if role == "checkpoint":
             return words
-        words += ["--index", str(process.index)]
-        if died and role == "model_worker":
+        words += ["--manager", self.manager_url, "--index", str(process.index)]
+        if self.resume or (died and role == "model_worker"):
             words.append("--resume")
-        elif self.model_dir is not None:
-            words += ["--model-dir", str(self.model_dir)]
         return [*words, "--advertise", self.advertise] if self.advertise else words
 
 

@@ -15,8 +15,8 @@ import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from streamrl.config import Config
 from streamrl.errors import ConfigError, DeadlineExceeded, ProcessDied
 from streamrl.launch.children import Child, Children
 from streamrl.launch.clusters import Needs, needs
-from streamrl.launch.display import Display, make_display
+from streamrl.launch.display import make_display
 from streamrl.launch.ending import reported, save_and_end
 from streamrl.launch.local import Launcher
 from streamrl.launch.process import run_until_stopped, set_up_logging
@@ -208,30 +208,21 @@ def missing(
 class KeptChild(Child):
     """A process that an actor runs."""
 
-    def __init__(self, process: ProcessPlan, *, actor: Any, pid: int, log_file: Path) -> None:
-        self.process = process
-        self.pid = pid
-        self.log_file = log_file
-        self.began = time.monotonic()
-        self.exit_code = None
-        self.ended = asyncio.Event()
-        self.ended_because = ""
-        self._actor = actor
-        self._end: ProcessEnd | None = None
+    _end: ProcessEnd | None = None
 
     def signal(self, number: signal.Signals) -> None:
         if self.exit_code is None:
-            self._actor.signal.remote(int(number))
+            self._handle.signal.remote(int(number))
 
     async def wait(self) -> int:
         """Wait for the end of the process, or of its actor; then release the actor."""
         try:
-            self._end = msgspec.json.decode(await self._actor.ended.remote(), type=ProcessEnd)
+            self._end = msgspec.json.decode(await self._handle.ended.remote(), type=ProcessEnd)
             self.exit_code = self._end.exit_code
         except RayError as error:
             self.ended_because = f"Ray lost its actor ({_first_line(error)})"
             self.exit_code = -signal.SIGKILL
-        ray.kill(self._actor)
+        ray.kill(self._handle)
         self.ended.set()
         return self.exit_code
 
@@ -249,19 +240,21 @@ class KeptChildren(Children):
     """The processes of a run with their actors in `places`."""
 
     def __init__(self, config: Config, places: PlacementGroups, logs: Path, secret: Secret) -> None:
-        super().__init__(logs=logs, secret=secret)
+        super().__init__(logs, secret)
         self._patience = config.limits.start_seconds
         self._places = places
         self._folder = logs
         settings = configuration.to_toml(config)
         self._arguments = (os.getcwd(), str(config.run_dir / configuration.CONFIG_FILE), settings, secret.revealed)
 
-    async def start(self, process: ProcessPlan, command: Sequence[str]) -> Child:
-        """Start `process` on the node of its actor.
+    async def start(self, process: ProcessPlan, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> Child:
+        """Start `process` on the node of its actor; a helper is started on the launcher's machine.
 
         Until Ray has noticed that a node is gone, it may place the actor there, so an actor that is lost at once is
         replaced. Raises `ProcessDied` if none comes up.
         """
+        if not process.is_member:
+            return await super().start(process, command, pass_fds=pass_fds)
         retry = Retry(f"to start an actor for {process.name}", patience=self._patience)
         while True:
             actor = self._places.actor(process, *self._arguments)
@@ -275,7 +268,7 @@ class KeptChildren(Children):
                     raise lost from error
 
     async def ask(self, process: ProcessPlan, command: Sequence[str], *, timeout: float) -> str:
-        """Start `process` and return its line, as on one machine; a helper is started on the launcher's machine."""
+        """Start `process` and return its line, as on one machine."""
         if not process.is_member:
             return await super().ask(process, command, timeout=timeout)
         actor = self._places.actor(process, *self._arguments)
@@ -299,28 +292,29 @@ class KeptChildren(Children):
         return waiting.result()
 
     def _kept(self, process: ProcessPlan, actor: Any, pid: int) -> Child:
-        child = KeptChild(process, actor=actor, pid=pid, log_file=self._folder / process.log_name)
+        child = KeptChild(process, actor, pid=pid, log_file=self._folder / process.log_name)
         self._watch(child)
         return child
 
 
 def run_there(config_file: Path, overrides: Sequence[str], console: Console, *, address: str, resume: bool) -> int:
     """Claim the folder of a run, or find the one to resume; carry out the run on the Ray cluster at `address`, and show
-    its report; return the exit code."""
+    its report; return the exit code.
+
+    After the death of a model worker or the controller the run is restarted from its latest checkpoint, at most
+    `restarts.number` times. Raises as `run_here` does, and `DeadlineExceeded` if the cluster has no room.
+    """
     set_up_logging("ray")
     config = run_folder(configuration.load(config_file, overrides), overrides, console, resume=resume)
     again = resume_words(["streamrl", "launch", "ray"], config_file, overrides, config.run_dir)
-    with reported(config.run_dir, console, again=again):
-        return run_on_ray(config, address=address, display=lambda made: make_display(console, config=made))
+    with reported(config.run_dir, console, again=again), _connected(address):
+        run = _RestartingRun(config, console)
+        return run_until_stopped(run.run, departure=run.departure)
 
 
-def run_on_ray(config: Config, *, address: str, display: Callable[[Config], Display]) -> int:
-    """Carry out the run in `config.run_dir` (claimed before) on the Ray cluster at `address`; return the exit code.
-
-    As `run_locally`, but after the death of a model worker or the controller the run is restarted from its latest
-    checkpoint, at most `restarts.number` times. Raises `ConfigError` if there is no such cluster, `DeadlineExceeded` if
-    it has no room.
-    """
+@contextmanager
+def _connected(address: str) -> Iterator[None]:
+    """Connect to the Ray cluster at `address`; raises `ConfigError` if there is none."""
     where = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
     host, _, port = where.rpartition(":")
     try:
@@ -332,8 +326,7 @@ def run_on_ray(config: Config, *, address: str, display: Callable[[Config], Disp
             f"there is no Ray cluster at {where!r} ({error}); start one with `ray start --head`, or give --address"
         ) from error
     try:
-        run = _RestartingRun(config, display=display)
-        return run_until_stopped(run.run, on_first_signal=run.departures)
+        yield
     finally:
         ray.shutdown()
 
@@ -358,11 +351,11 @@ def table(config: Config) -> Table:
 class _RestartingRun:
     """A run that is restarted as often as `restarts.number` allows."""
 
-    def __init__(self, config: Config, *, display: Callable[[Config], Display]) -> None:
+    def __init__(self, config: Config, console: Console) -> None:
         self._config = config
-        self._display = display
+        self._console = console
         self._launcher: Launcher | None = None
-        self.departures = save_and_end(config, lambda: self._launcher.manager_url if self._launcher else "")
+        self.departure = save_and_end(config, lambda: self._launcher.manager_url if self._launcher else "")
         """Handler of the first Ctrl-C."""
 
     async def run(self) -> None:
@@ -375,7 +368,7 @@ class _RestartingRun:
                 self._launcher = Launcher(
                     config,
                     processes=processes,
-                    display=self._display(config),
+                    display=make_display(self._console, config=config),
                     children=partial(KeptChildren, config, places),
                     one_disk=False,
                 )

@@ -16,28 +16,27 @@ from streamrl.transport.secret import Secret, of_run_at, read_file
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+STATUS_SECONDS = 10.0
 DRAIN_SECONDS = 5.0
 """Longest time for the controller to accept that a process leaves."""
 
 
-def access(
-    manager_url: str, secret_file: Path | None, config_file: Path | None
-) -> tuple[Secret | None, SecurityConfig]:
-    """Return the secret of the run with the controller at `manager_url`, or None if this machine does not have it, and
-    the settings of its connections."""
+def _client(manager_url: str, secret_file: Path | None, config_file: Path | None, *, timeout: float) -> ControlClient:
+    """Return a client of the controller at `manager_url`, without a secret if this machine does not have the run's."""
     config = None if config_file is None else configuration.load(config_file)
-    security = configuration.SecurityConfig() if config is None else config.security
     if secret_file is not None:
-        return read_file(secret_file, setting="--secret-file"), security
-    return of_run_at(manager_url, config), security
+        secret: Secret | None = read_file(secret_file, setting="--secret-file")
+    else:
+        secret = of_run_at(manager_url, config)
+    security = SecurityConfig() if config is None else config.security
+    return ControlClient(manager_url, secret=secret, timeout=timeout, security=security)
 
 
 def status(manager_url: str, *, secret_file: Path | None, config_file: Path | None) -> RenderableType:
     """Return a picture of the run's present state."""
     from streamrl.launch.display import picture_of
 
-    secret, security = access(manager_url, secret_file, config_file)
-    return asyncio.run(picture_of(manager_url, secret=secret, security=security))
+    return asyncio.run(picture_of(_client(manager_url, secret_file, config_file, timeout=STATUS_SECONDS)))
 
 
 def drain(manager_url: str, process: str, *, secret_file: Path | None, config_file: Path | None) -> None:
@@ -46,8 +45,7 @@ def drain(manager_url: str, process: str, *, secret_file: Path | None, config_fi
     role, slash, number = process.partition("/")
     if role not in get_args(Role) or not slash or not number.isdecimal():
         raise ConfigError(f"{process!r} names no process; write it as gserver/2 or rollout/0")
-    secret, security = access(manager_url, secret_file, config_file)
-    client = ControlClient(manager_url, secret=secret, timeout=DRAIN_SECONDS, security=security)
+    client = _client(manager_url, secret_file, config_file, timeout=DRAIN_SECONDS)
     asyncio.run(drained(client, cast(Role, role), int(number)))
 
 

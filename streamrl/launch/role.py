@@ -12,11 +12,11 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from streamrl import config as configuration
-from streamrl.children import Lifeline
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.importing import load_object, without_garbage_collection
@@ -88,35 +88,29 @@ def refuse_another_run(config: Config) -> None:
 # --- the process ---
 
 
-def run_member(role: MemberRole, commands: ProcessCommands, *, index: int | None, resume: bool) -> int:
+def run_member(role: MemberRole, commands: ProcessCommands, *, index: int | None) -> int:
     """Run a process that joins the controller at `commands.manager_url`; return its exit code.
 
-    `index`: None if the controller shall assign one. `resume`: it continues from the same checkpoint as the controller.
-    If no launcher started it, the first signal makes a gserver or rollout worker leave the run without loss.
+    `index`: None if the controller shall assign one. If no launcher started it, the first signal makes a gserver or
+    rollout worker leave the run without loss.
     """
     set_up_logging(role if index is None else f"{role}/{index}")
-    lifeline, url, advertise = Lifeline.from_environment(), commands.manager_url, commands.advertise
-    on_first_signal: list[Departure] = []
+    url, advertise = commands.manager_url, commands.advertise
 
     def prepare() -> Component:
         config = configuration.load(commands.config_file, commands.overrides)
         await_secret(url, config)
-        if resume:
+        if commands.resume:
             config = asyncio.run(resumed_there(config, manager_url=url, needed=role == "model_worker"))
         number = _assigned(role, config, url) if index is None else index
-        if lifeline is None and role != "model_worker":
-            on_first_signal.append(_departure(role, number, config, url))
         serve = _component(role, config)
         reach = reach_towards(url, advertise=advertise, patience=config.limits.start_seconds)
         use_interface_of(reach.local)  # before the component makes a process group
-        folder = commands.model_dir or _model_folder(config, manager_url=url)
+        folder = fetched_model(config, manager_url=url) if is_elsewhere(config) else _load("checkpoint")(config)
+        work = partial(serve, config, manager_url=url, index=number, model_dir=folder, advertise=advertise)
+        return Component(work, None if role == "model_worker" else _departure(role, number, config, url))
 
-        async def run() -> None:
-            await serve(config, manager_url=url, index=number, model_dir=folder, advertise=advertise)
-
-        return run
-
-    return run_component(prepare, lifeline=lifeline, on_first_signal=on_first_signal)
+    return run_component(prepare)
 
 
 def _assigned(role: MemberRole, config: Config, manager_url: str) -> int:
@@ -163,8 +157,6 @@ def run_controller(
     Without a launcher, the first signal makes the run write a checkpoint and end.
     """
     set_up_logging("controller/0")
-    lifeline = Lifeline.from_environment()
-    on_first_signal: list[Departure] = []
     urls: list[str] = []
     begun = ExitStack()
     """Closed at the end of a run that has begun."""
@@ -176,8 +168,6 @@ def run_controller(
         check_installed(config.metrics.sinks)
         if not resume:
             refuse_another_run(config)
-        if lifeline is None:
-            on_first_signal.extend(save_and_end(config, lambda: next(iter(urls), "")))
         serve = _component("controller", config)
 
         def listening(url: str) -> None:
@@ -195,9 +185,9 @@ def run_controller(
             with begun:
                 await serve(config, host=at, port=listens, advertise=advertise, died=died, on_ready=listening)
 
-        return run
+        return Component(run, save_and_end(config, lambda: next(iter(urls), "")))
 
-    return run_component(prepare, lifeline=lifeline, on_first_signal=on_first_signal)
+    return run_component(prepare)
 
 
 def _keep_settings(config: Config, config_file: Path) -> None:
@@ -208,25 +198,20 @@ def _keep_settings(config: Config, config_file: Path) -> None:
         kept.write_text(configuration.to_toml(config))
 
 
-def run_checkpoint(
-    config_file: Path, overrides: Sequence[str], *, manager_url: str, on_ready: Callable[[str], None]
-) -> int:
-    """Make the run's model folder and report its path with `on_ready`; return the exit code.
-
-    `manager_url`: the controller from which to fetch files that this host does not have; empty: none.
-    """
+def run_checkpoint(config_file: Path, overrides: Sequence[str], *, on_ready: Callable[[str], None]) -> int:
+    """Make the run's model folder and report its path with `on_ready`; return the exit code."""
     set_up_logging("checkpoint")
 
     def prepare() -> Component:
         avoid_broken_instructions()
-        folder = _model_folder(configuration.load(config_file, overrides), manager_url=manager_url)
+        folder: Path = _load("checkpoint")(configuration.load(config_file, overrides))
 
         async def report() -> None:
             on_ready(str(folder))
 
-        return report
+        return Component(report)
 
-    return run_component(prepare, lifeline=Lifeline.from_environment())
+    return run_component(prepare)
 
 
 def run_replay_rank(config_file: Path, *, run_dir: Path, index: int, last_step: int, meeting_place: Path) -> int:
@@ -237,27 +222,17 @@ def run_replay_rank(config_file: Path, *, run_dir: Path, index: int, last_step: 
         config = configuration.load(config_file)
         serve = _component("replay_rank", config)
         use_interface_of(LOCAL.local)
+        return Component(
+            partial(serve, config, run_dir=run_dir, index=index, last_step=last_step, meeting_place=meeting_place)
+        )
 
-        async def run() -> None:
-            await serve(config, run_dir=run_dir, index=index, last_step=last_step, meeting_place=meeting_place)
-
-        return run
-
-    return run_component(prepare, lifeline=Lifeline.from_environment())
+    return run_component(prepare)
 
 
 def answer(descriptor: int, line: str) -> None:
     """Send the launcher one line."""
     with os.fdopen(descriptor, "w") as pipe:
         pipe.write(f"{line}\n")
-
-
-def _model_folder(config: Config, *, manager_url: str) -> Path:
-    """Return the folder with the run's initial weights and tokenizer; it is made or fetched if it does not exist."""
-    if manager_url and is_elsewhere(config):
-        return fetched_model(config, manager_url=manager_url)
-    folder: Path = _load("checkpoint")(config)
-    return folder
 
 
 def _component(role: str, config: Config) -> Callable[..., Any]:

@@ -19,18 +19,21 @@ import math
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Literal, cast
+
+import msgspec
 
 from streamrl import essential
 from streamrl.children import EXIT_GONE_BACK
 from streamrl.config import Config
 from streamrl.errors import ProcessDied, RunStopped, StreamRLError
 from streamrl.launch.children import Child, Children
-from streamrl.launch.process import EXIT_FAILED
+from streamrl.launch.process import EXIT_FAILED, EXIT_PLACE_TAKEN
 from streamrl.launch.processes import PlanRole, ProcessCommands, ProcessPlan
+from streamrl.launch.role import place_of
 from streamrl.retry import Retry
-from streamrl.transport.control import FinishRun, Leave, ProcessStatus, Status
+from streamrl.transport.control import FinishRun, Leave, ProcessStatus, Role, Status
 from streamrl.transport.manager_client import ControlClient
 
 log = logging.getLogger(__name__)
@@ -121,12 +124,10 @@ class Supervisor:
         part: Literal["run", "trainer", "pool"],
         goes_back: bool = True,
         note: Callable[[str], None] = log.warning,
-        renew: Callable[[Child], Awaitable[ProcessPlan]] | None = None,
     ) -> None:
         """`part`: the part of the run that the launcher has. The run ends if a process of "run" or "trainer" cannot be
         replaced; it continues without gservers and rollout workers of a "pool". `goes_back`: whether a controller or
-        model worker is replaced, and continues from the latest checkpoint. `note` shows a restart to the user. `renew`
-        is called before the restart of a child, and returns the process to start."""
+        model worker is replaced, and continues from the latest checkpoint. `note` shows a restart to the user."""
         self._config = config
         self._children = children
         self._commands = commands
@@ -134,7 +135,6 @@ class Supervisor:
         self._part = part
         self._goes_back = goes_back
         self._note = note
-        self._renew = renew
         limits = config.restarts
         self._restarts = Restarts(most=limits.number, window=limits.window_seconds, delay=limits.delay_seconds)
         self._joined: set[str] = set()
@@ -280,12 +280,25 @@ class Supervisor:
 
         async def start_again() -> None:
             await asyncio.sleep(delay)
-            process = child.process if self._renew is None else await self._renew(child)
-            await self.start(process, died=child.reason())
+            await self.start(await self._renumbered(child), died=child.reason())
 
         task = essential.begin(start_again(), name=f"restart of {child.name}")
         self._coming[task] = "" if rests else child.name
         task.add_done_callback(self._coming.pop)
+
+    async def _renumbered(self, child: Child) -> ProcessPlan:
+        """Return the process to start in the place of `child`.
+
+        In a pool, it gets a new index if another process has the index of `child`: a restarted controller may have
+        assigned that index before this process joined it.
+        """
+        if self._part == "pool" and child.exit_code == EXIT_PLACE_TAKEN:
+            try:
+                index = await place_of(self._client, self._config, cast(Role, child.role))
+                return msgspec.structs.replace(child.process, index=index)
+            except StreamRLError as error:
+                log.warning("there is no new index for %s: %s", child.name, error)
+        return child.process
 
     def _end_model_workers(self) -> None:
         """Kill the model workers of a dead controller: those that hang would not notice the next one."""

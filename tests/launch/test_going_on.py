@@ -10,9 +10,6 @@ import pytest
 
 from streamrl.config import Config, load, to_toml
 from streamrl.errors import ConfigError, PeerError
-from streamrl.launch.children import Children
-from streamrl.launch.pool import PoolShare
-from streamrl.launch.processes import ProcessCommands, ProcessPlan
 from streamrl.launch.role import resumed_there
 from streamrl.records import lineage as lineages
 from streamrl.records import progress, snapshots
@@ -176,37 +173,3 @@ async def test_all_but_model_workers_join_whatever_they_were_in_before(tmp_path:
             assert lineage not in ("", "0123456789abcdef")
             again = msgspec.structs.replace(message, joined_before=lineage)
             assert (await client.register(again, patience=5.0)).lineage == lineage
-
-
-async def test_a_pool_begins_where_the_run_does_each_time_that_it_starts_a_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The checkpoint of before may have been removed by the trainer of a run that was begun again."""
-    config = small_config(tmp_path, limits={"start_seconds": 0.2})
-    file = file_of(config, tmp_path)
-    older, newer = written(config, 4), written(config, 8)
-    children = Children(logs=None)
-    commands = ProcessCommands(file)
-    part = PoolShare(config, commands, role="gserver", count=1, resume=True)
-    part.children = children
-    asked: list[list[str]] = []
-    begun: list[list[str]] = []
-
-    async def make_folder(process: ProcessPlan, words: list[str], *, timeout: float) -> str:
-        asked.append(words[5:-2])
-        return str(tmp_path)
-
-    monkeypatch.setattr(children, "ask", make_folder)
-    gserver = await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["true"])
-    for folder in (older, older, newer):
-        async with managed(going_on(config, folder)) as run:
-            commands.manager_url = run.url
-            await part.renewed(gserver)
-            begun.append(list(commands.overrides))
-    await part.renewed(gserver)
-    begun.append(list(commands.overrides))
-    assert begun == [[f"run.resume_from={folder}"] for folder in (older, older, newer, newer)]
-    assert asked == [begun[0], begun[2]]
-    assert "gserver/0 begins from the same checkpoint as before" in caplog.text, "the controller is gone"
-    await children.stop()
-    children.close()

@@ -16,12 +16,12 @@ import msgspec
 import psutil
 import pytest
 
-from streamrl.config import Config, load
-from streamrl.errors import PeerError, ProcessDied, StreamRLError
+from streamrl.config import load
+from streamrl.errors import PeerError, StreamRLError
 from streamrl.launch.children import Children
 from streamrl.launch.pool import PoolShare
 from streamrl.launch.process import EXIT_PLACE_TAKEN
-from streamrl.launch.processes import ProcessCommands, ProcessPlan, helper
+from streamrl.launch.processes import ProcessCommands, ProcessPlan
 from streamrl.launch.supervisor import Supervisor
 from streamrl.records import lineage as lineages
 from streamrl.records.metrics import StepReport
@@ -71,17 +71,16 @@ def told(controller: Command) -> set[str]:
     return set(re.findall(r"--manager (http://127\.0\.0\.1:\d+)\b", controller.output))
 
 
-def member(start: Start, role: str, config: str, url: str, folder: Path) -> Command:
-    return start(role, config, "--manager", url, "--model-dir", str(folder))
+def member(start: Start, role: str, config: str, url: str) -> Command:
+    return start(role, config, "--manager", url)
 
 
 def test_a_run_of_pools(start: Start, tmp_path: Path) -> None:
     config = configuration(tmp_path, "finish")
     controller, url = start_controller(start, config, "run.seed=5")
     assert f"  streamrl trainer {config} run.seed=5 --manager {url}" in controller.output
-    others = [member(start, role, config, url, tmp_path) for role in ("gserver", "rollout")]
-    trainer = start("trainer", config, "--manager", url)
-    for process in (trainer, *others):
+    others = [member(start, role, config, url) for role in ("gserver", "rollout", "trainer")]
+    for process in others:
         process.ends_well(seconds=PATIENCE)
     assert "run trial" in controller.ends_well(seconds=PATIENCE)
 
@@ -124,37 +123,31 @@ def test_a_pool_starts_several_and_again_those_that_die(start: Start, tmp_path: 
     starts = tmp_path / "runs" / "trial" / "gserver-starts.txt"
     until(lambda: starts.exists() and len(starts.read_text().split()) >= 3, "another start", seconds=PATIENCE)
     assert "and it is restarted (1 of 5, in 0.1 s)" in pool.output
-    worker = member(start, "rollout", config, url, tmp_path)
-    trainer = start("trainer", config, "--manager", url)
+    worker, trainer = (member(start, role, config, url) for role in ("rollout", "trainer"))
     for process in (trainer, controller, worker, pool):
         process.ends_well(seconds=PATIENCE)
     assert "gserver/0 has left the run" in pool.output
     assert "gserver/1 has left the run" in pool.output
 
 
-def part_of(folder: Path, *overrides: str, client: object = None, children: Children | None = None) -> PoolShare:
+def part_of(folder: Path, *overrides: str, children: Children, client: object = None) -> PoolShare:
     """A pool of gservers that runs `children`, and whose controller answers as `client`."""
     config = load(configuration(folder, "wait"), list(overrides))
-    commands = ProcessCommands(folder, manager_url="http://127.0.0.1:1", model_dir=folder)
-    part = PoolShare(config, commands, role="gserver", count=1)
+    commands = ProcessCommands(folder, manager_url="http://127.0.0.1:1")
+    part = PoolShare(config, commands, role="gserver", planned=none)
     part.children, part.client = children, cast(ControlClient, cast(Any, client))
-    if children is not None:
-        part.supervisor = Supervisor(config, children, commands, part.client, part="pool", renew=part.renewed)
+    part.supervisor = Supervisor(config, children, commands, part.client, part="pool")
     return part
+
+
+async def none(client: ControlClient) -> list[ProcessPlan]:
+    return []
 
 
 async def test_a_pool_that_has_started_none_yet_cannot_be_left_in_order(tmp_path: Path) -> None:
     children = Children(logs=None)
-    part = part_of(tmp_path, children=children)
-    checkpoint = helper("checkpoint", Config())
-    model = asyncio.create_task(children.ask(checkpoint, ["sh", "-c", "sleep 60"], timeout=60.0))
-    while not children.running:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
     with pytest.raises(StreamRLError, match="no gserver is running here"):
-        await part.leave()
-    await children.stop()
-    with pytest.raises(ProcessDied):
-        await model
+        await part_of(tmp_path, children=children, client=_Run()).leave()
     children.close()
 
 

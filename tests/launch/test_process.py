@@ -15,11 +15,10 @@ ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import asyncio, sys
 from streamrl.errors import ConfigError, ModelError, PeerError, StreamRLError
-from streamrl.children import Lifeline
-from streamrl.launch.process import Departure, run_component, set_up_logging
+from streamrl.launch.process import Component, Departure, run_component, set_up_logging
 set_up_logging("trial/0")
 def go(component):
-    sys.exit(run_component(lambda: component, lifeline=Lifeline.from_environment()))
+    sys.exit(run_component(lambda: Component(component)))
 """
 WAITS = """
 async def component():
@@ -215,7 +214,7 @@ async def component():
         print("cleaned up", flush=True)
 async def leave():
     raise LookupError("a bug")
-sys.exit(run_component(lambda: component, on_first_signal=[Departure(leave, "saving")]))
+sys.exit(run_component(lambda: Component(component, Departure(leave, "saving"))))
 """
     )
     until_ready(process)
@@ -244,7 +243,7 @@ async def leave():
     await asyncio.sleep({seconds})
     left.set()
     await asyncio.Event().wait()
-sys.exit(run_component(lambda: component, on_first_signal=[Departure(leave, "saving")]))
+sys.exit(run_component(lambda: Component(component, Departure(leave, "saving"))))
 """
 
 

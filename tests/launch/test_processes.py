@@ -177,21 +177,19 @@ def test_servers_elsewhere_take_no_gpu_here() -> None:
 
 def test_command_is_the_one_to_type() -> None:
     (worker,) = [p for p in plan(config()) if p.role == "model_worker"]
-    words = ProcessCommands(Path("c.toml"), (), "http://m:1", Path("d")).of(worker)
-    assert words[1:] == [
-        "-m", "streamrl", "model-worker", "c.toml", "--manager", "http://m:1", "--index", "0", "--model-dir", "d",
-    ]  # fmt: skip
+    words = ProcessCommands(Path("c.toml"), (), "http://m:1").of(worker)
     assert words[0] == sys.executable
+    assert words[1:] == ["-m", "streamrl", "model-worker", "c.toml", "--manager", "http://m:1", "--index", "0"]
 
 
 def test_a_replacement_begins_from_the_latest_checkpoint() -> None:
-    commands = ProcessCommands(Path("c.toml"), (), "http://m:1", Path("d"))
+    commands = ProcessCommands(Path("c.toml"), (), "http://m:1")
     words = {process.role: commands.of(process, died="it died")[5:] for process in plan(config())}
     assert words == {
         "controller": ["--resume", "--port", "1", "--died", "it died"],
-        "gserver": ["--manager", "http://m:1", "--index", "0", "--model-dir", "d"],
+        "gserver": ["--manager", "http://m:1", "--index", "0"],
         "model_worker": ["--manager", "http://m:1", "--index", "0", "--resume"],
-        "rollout": ["--manager", "http://m:1", "--index", "0", "--model-dir", "d"],
+        "rollout": ["--manager", "http://m:1", "--index", "0"],
     }
 
 
@@ -344,8 +342,8 @@ def test_a_pool_has_the_numbers_that_the_manager_gave() -> None:
     pool = plan_pool(sglang(), "gserver", indices=[3, 5], gpus=["0", "1"])
     assert [(p.name, list(p.gpus)) for p in pool] == [("gserver/3", ["0"]), ("gserver/5", ["1"])]
     workers = plan_pool(config(), "rollout", indices=[4])
-    words = ProcessCommands(Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9").of(workers[0])
-    assert words[-4:] == ["--index", "4", "--advertise", "10.0.0.9"]
+    commands = ProcessCommands(Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9", resume=True)
+    assert commands.of(workers[0])[-5:] == ["--index", "4", "--resume", "--advertise", "10.0.0.9"]
 
 
 def test_a_run_that_is_done_is_gone_on_with_only_if_its_last_evaluation_is_missing(tmp_path: Path) -> None:

@@ -230,12 +230,12 @@ async def contract(
     """A run with `count` gservers of `engine`, which serve; `joins`: URLs of the SGLang servers that they join, which
     ask for a key; `tensor_parallel`: ranks of each that is started."""
     config = contract_config(engine, folder, pause_mode, joins=joins, count=count, tensor_parallel=tensor_parallel)
-    model_dir = ensure_checkpoint(config, cache=folder / "cache")
+    model_dir = ensure_checkpoint(config)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     async with managed(config) as run, AsyncExitStack() as stack:
 
         def start(index: int) -> Awaitable[Command]:
-            return stack.enter_async_context(gserver_process(run, folder, model_dir, index))
+            return stack.enter_async_context(gserver_process(run, folder, index))
 
         processes = [await start(index) for index in range(count)]
         ended = [asyncio.create_task(process.ended()) for process in processes]
@@ -287,11 +287,11 @@ def publisher_for(config: Config, control: ControlClient, way: Way) -> Publisher
 
 
 @asynccontextmanager
-async def gserver_process(run: Run, folder: Path, model_dir: Path, index: int) -> AsyncIterator[Command]:
+async def gserver_process(run: Run, folder: Path, index: int) -> AsyncIterator[Command]:
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(run.config))
     process = start_command(
-        ["gserver", str(file), "--manager", run.url, "--index", str(index), "--model-dir", str(model_dir)],
+        ["gserver", str(file), "--manager", run.url, "--index", str(index)],
         variables={"STREAMRL_LOG": "DEBUG"},
         shown=True,
     )

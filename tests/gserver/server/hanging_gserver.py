@@ -13,7 +13,7 @@ from pathlib import Path
 import aiohttp
 
 from streamrl.gserver.server.process import running
-from streamrl.launch.process import run_component
+from streamrl.launch.process import Component, run_component
 from tests.gserver.serving import config_of
 
 BUCKET = "/update_weights_from_distributed"
@@ -49,4 +49,4 @@ def say(word: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_component(lambda: lambda: main(Path(sys.argv[1]))))
+    sys.exit(run_component(lambda: Component(lambda: main(Path(sys.argv[1])))))

@@ -36,12 +36,11 @@ TIMEOUT = 5.0
 
 
 @asynccontextmanager
-async def gserver_processes(run: Run, folder: Path, model_dir: Path) -> AsyncIterator[list[Command]]:
+async def gserver_processes(run: Run, folder: Path) -> AsyncIterator[list[Command]]:
     file = folder / "config.toml"
     file.write_text(configuration.to_toml(run.config))
-    options = ("--manager", run.url, "--model-dir", str(model_dir))
     indices = range(run.config.gserver.count)
-    commands = (["gserver", str(file), *options, "--index", str(index)] for index in indices)
+    commands = (["gserver", str(file), "--manager", run.url, "--index", str(index)] for index in indices)
     processes = [start_command(command, shown=True) for command in commands]
     try:
         yield processes
@@ -84,7 +83,7 @@ async def test_adapters_are_published_like_weights_and_requests_keep_theirs(tmp_
     lora = LoraConfig(rank=2)
     config = tiny_config(tmp_path)
     config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, lora=lora))
-    model_dir = ensure_checkpoint(config, cache=tmp_path / "cache")
+    model_dir = ensure_checkpoint(config)
     base = [(name, tuple(weight.shape)) for name, weight in load_file(model_dir / "model.safetensors").items()]
     specs = adapter_specs(base, lora)
 
@@ -99,7 +98,7 @@ async def test_adapters_are_published_like_weights_and_requests_keep_theirs(tmp_
         )
         return Publisher(client=control, config=chosen, carriers=carriers, in_thread=asyncio.to_thread)
 
-    async with managed(config) as run, gserver_processes(run, tmp_path, model_dir) as processes:
+    async with managed(config) as run, gserver_processes(run, tmp_path) as processes:
         client = GenerationClient(timeout=60.0, key=generation_key(config, run.secret))
         control = KillingClient(run.url, secret=run.secret)
         status = await run.until(lambda s: live_gservers(s) == {0, 1}, timeout=60.0)

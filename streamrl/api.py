@@ -284,11 +284,8 @@ class Run:
         url = child.url()
 
         async def calling() -> Result:
-            client = ControlClient.of(self.config, url, timeout=CALL_SECONDS)
-            try:
+            async with ControlClient.of(self.config, url, timeout=CALL_SECONDS) as client:
                 return await call(client)
-            finally:
-                await client.close()
 
         with ThreadPoolExecutor(1, thread_name_prefix="call to the controller") as thread:
             return thread.submit(lambda: asyncio.run(calling())).result()

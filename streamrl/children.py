@@ -15,7 +15,8 @@ import os
 import signal
 import threading
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 
 log = logging.getLogger(__name__)
@@ -114,9 +115,8 @@ class Lifeline:
     def __init__(self, descriptor: int, *, grace_seconds: float = GRACE_SECONDS) -> None:
         self._descriptor = descriptor
         self._grace = grace_seconds
-        self._cut = False
-        self._on_cut: Callable[[], None] | None = None
-        self._lock = threading.Lock()
+        self.cut: Future[None] = Future()
+        """Done once the launcher is gone; its callbacks run on the lifeline's thread."""
         # A thread, not the event loop: a hanging loop must not keep the process alive.
         threading.Thread(target=self._watch, name="lifeline", daemon=True).start()
 
@@ -126,23 +126,11 @@ class Lifeline:
         descriptor = os.environ.pop(LIFELINE, None)
         return cls(int(descriptor)) if descriptor is not None else None
 
-    def on_cut(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, on the lifeline's thread, when the launcher is gone."""
-        with self._lock:
-            self._on_cut = callback
-            cut = self._cut
-        if cut:
-            callback()
-
     def _watch(self) -> None:
         while os.read(self._descriptor, 1):
             pass
-        with self._lock:
-            self._cut = True
-            callback = self._on_cut
         log.error("the launcher is gone; stopping")
-        if callback is not None:
-            callback()
+        self.cut.set_result(None)
         threading.Event().wait(self._grace)
         end_at_once(EXIT_ORPHANED)
 

@@ -168,12 +168,10 @@ def dashboard(
 def plan_table(processes: Sequence[ProcessPlan]) -> Table:
     """Return a table of the processes that a configuration would start, one row for each role and device."""
     table = Table()
-    for heading in ("role", "count", "threads each", "device", "address"):
+    for heading in ("role", "count", "threads each", "device"):
         table.add_column(heading, justify="right" if heading in ("count", "threads each") else "left")
-    for (role, threads, device, address), count in Counter(
-        (p.role, p.threads, p.device, p.address) for p in processes
-    ).items():
-        table.add_row(role, str(count), str(threads), device, address)
+    for (role, threads, device), count in Counter((p.role, p.threads, p.device) for p in processes).items():
+        table.add_row(role, str(count), str(threads), device)
     return table
 
 

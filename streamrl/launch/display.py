@@ -71,18 +71,17 @@ class Display:
 
     async def follow(self, manager_url: str) -> None:
         """Show the run's state until cancelled."""
-        client = ControlClient.of(self._config, manager_url, timeout=10.0)
         try:
-            while True:
-                try:
-                    self._take(await client.status())
-                except StreamRLError as error:  # the supervisor finds the reason; there is just nothing new to show
-                    log.debug("no state from the controller: %s", error)
-                await asyncio.sleep(INTERVAL_SECONDS)
+            async with ControlClient.of(self._config, manager_url, timeout=10.0) as client:
+                while True:
+                    try:
+                        self._take(await client.status())
+                    except StreamRLError as error:  # the supervisor finds the reason; there is just nothing new to show
+                        log.debug("no state from the controller: %s", error)
+                    await asyncio.sleep(INTERVAL_SECONDS)
         finally:
             self._run.refresh()
             self._show_records()
-            await client.close()
 
     def _take(self, status: Status) -> None:
         self._run.refresh()
@@ -206,15 +205,13 @@ class LiveDisplay(Display):
 async def picture_of(client: ControlClient) -> RenderableType:
     """Return a picture of the run's present state, with rates from two statuses; close `client`."""
     run, history = RunView(Path()), StatusHistory(started=time.monotonic())
-    try:
+    async with client:
         for look in range(2):
             await asyncio.sleep(look * 1.5 * INTERVAL_SECONDS)
             status = await client.status()
             history.add(status, now=time.monotonic())
             if status.last_step is not None:
                 run.add_step(status.last_step)
-    finally:
-        await client.close()
     return dashboard(run, history, now=time.monotonic(), height=60)
 
 

@@ -32,7 +32,7 @@ from streamrl.launch.display import Display, make_display
 from streamrl.launch.ending import ending_written, reported, save_and_end
 from streamrl.launch.files import keep_in_order
 from streamrl.launch.process import run_until_stopped, set_up_logging
-from streamrl.launch.processes import ProcessCommands, ProcessPlan, fitted, helper, plan, visible_gpus
+from streamrl.launch.processes import ProcessCommands, ProcessPlan, fitted, plan, visible_gpus
 from streamrl.launch.run_folders import resume_words, run_folder
 from streamrl.launch.supervisor import STATUS_SECONDS, Supervisor
 from streamrl.launch.user_functions import check_functions
@@ -167,21 +167,18 @@ class Launcher:
         showing = asyncio.create_task(self._show_page(children), name="the start of the page")
         try:
             await self._start_controller(children)
-            client = ControlClient.of(self._config, self.manager_url, timeout=STATUS_SECONDS)
-            supervisor = Supervisor(
-                self._config,
-                children,
-                self._commands,
-                client,
-                part="run",
-                goes_back=self._one_disk,
-                note=self._display.note,
-            )
-            try:
+            async with ControlClient.of(self._config, self.manager_url, timeout=STATUS_SECONDS) as client:
+                supervisor = Supervisor(
+                    self._config,
+                    children,
+                    self._commands,
+                    client,
+                    part="run",
+                    goes_back=self._one_disk,
+                    note=self._display.note,
+                )
                 await self._start_others(supervisor)
                 await self._watch(supervisor)
-            finally:
-                await client.close()
         finally:
             showing.cancel()
             await asyncio.gather(showing, return_exceptions=True)
@@ -191,7 +188,7 @@ class Launcher:
         config, commands = self._config, self._commands
         if self._one_disk:
             self._display.note(f"preparing the model {config.model.path}")
-            preparing = helper("checkpoint", config)
+            preparing = ProcessPlan("checkpoint", 0, threads=config.trainer.threads)
             await children.ask(preparing, commands.of(preparing), timeout=CHECKPOINT_SECONDS)
         self._display.note("starting the controller")
         controller = self._plan[0]
@@ -228,7 +225,7 @@ class Launcher:
             return
         words = [sys.executable, "-m", "streamrl", "page", str(self._config.run_dir)]
         try:
-            url = await children.ask(helper("page", self._config), words, timeout=PAGE_SECONDS)
+            url = await children.ask(ProcessPlan("page", 0, threads=1), words, timeout=PAGE_SECONDS)
         except (StreamRLError, OSError) as error:
             self._display.note(f"the run is not shown in a browser: {error}")
         else:

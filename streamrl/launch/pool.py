@@ -97,16 +97,15 @@ class PoolShare:
         url = self._commands.manager_url
         await asyncio.to_thread(await_secret, url, self._config)
         self.children = Children(logs=None, secret=of_run_at(url, self._config))
-        self.client = ControlClient.of(self._config, url, timeout=STATUS_SECONDS)
         part: Literal["trainer", "pool"] = "trainer" if self._role == "model_worker" else "pool"
         try:
-            self.supervisor = Supervisor(self._config, self.children, self._commands, self.client, part=part)
-            for process in await self._planned(self.client):
-                await self.supervisor.start(process)
-            await self.supervisor.until_over()
+            async with ControlClient.of(self._config, url, timeout=STATUS_SECONDS) as self.client:
+                self.supervisor = Supervisor(self._config, self.children, self._commands, self.client, part=part)
+                for process in await self._planned(self.client):
+                    await self.supervisor.start(process)
+                await self.supervisor.until_over()
         finally:
             await self.children.stop()
-            await self.client.close()
             self.children.close()
 
     async def leave(self) -> None:

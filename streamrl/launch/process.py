@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import uvloop
@@ -270,14 +271,14 @@ async def _until_stopped(
                 before_force()
             end_at_once(128 + number)
 
-    def launcher_gone() -> None:
+    def launcher_gone(cut: Future[None]) -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(task.cancel)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
     if lifeline is not None:
-        lifeline.on_cut(launcher_gone)
+        lifeline.cut.add_done_callback(launcher_gone)
     try:
         await task
     except asyncio.CancelledError:

@@ -10,7 +10,7 @@ import ctypes
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Literal, get_args
@@ -21,7 +21,6 @@ import msgspec
 from streamrl.config import Config
 from streamrl.errors import ConfigError
 from streamrl.machine import GPUS_OF_WINDOWS
-from streamrl.transport.addresses import is_wildcard, url_of
 
 DEVICES = Path("/dev")
 DEALT_SHARE = 0.8
@@ -59,12 +58,10 @@ class ProcessPlan(msgspec.Struct, frozen=True):
     """Number within its role, from 0."""
     threads: int
     """CPU threads of its tensor operations."""
-    device: str
+    device: str = "-"
     """For people: `cpu`, `cuda`, or `-` if it computes no model."""
-    gpus: Sequence[str]
+    gpus: Sequence[str] = ()
     """Entries of CUDA_VISIBLE_DEVICES if this process gets GPUs of its own; empty: it sees all of them."""
-    address: str
-    """For people: the address at which it listens."""
 
     @property
     def name(self) -> str:
@@ -86,11 +83,6 @@ class ProcessPlan(msgspec.Struct, frozen=True):
         """Variables that must be in its environment before it starts."""
         variables = thread_environment(self.threads)
         return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else variables
-
-
-def helper(role: HelperRole, config: Config) -> ProcessPlan:
-    """Return the plan of a helper process."""
-    return ProcessPlan(role=role, index=0, threads=threads_of(role, config), device="-", gpus=(), address="-")
 
 
 def thread_environment(threads: int) -> dict[str, str]:
@@ -118,12 +110,11 @@ def plan(config: Config, *, gpus: Sequence[str] = ()) -> list[ProcessPlan]:
     If there are several `gpus` (entries of CUDA_VISIBLE_DEVICES), gservers and model workers take turns.
     """
     planner = _Planner(config, gpus)
-    port = str(config.run.port) if config.run.port else "free port"
     return [
-        planner.one("controller", 0, address=url_of(config.run.host, port)),
-        *planner.gservers(range(config.gserver.count)),
-        *planner.model_workers(range(config.trainer.workers)),
-        *(planner.one("rollout", index) for index in range(config.rollout.workers)),
+        planner.one("controller", 0),
+        *planner.several("gserver", range(config.gserver.count)),
+        *planner.several("model_worker", range(config.trainer.workers)),
+        *planner.several("rollout", range(config.rollout.workers)),
     ]
 
 
@@ -191,17 +182,14 @@ def plan_trainer(config: Config, *, share: TrainerShare, gpus: Sequence[str] = (
     if share.nodes == 1:
         return [process for process in plan(config, gpus=gpus) if process.role == "model_worker"]
     planner = _Planner(config, share.of(gpus), of_machine=gpus)
-    return list(planner.model_workers(share.ranks(config.trainer.workers)))
+    return planner.several("model_worker", share.ranks(config.trainer.workers))
 
 
 def plan_pool(
     config: Config, role: MemberRole, *, indices: Sequence[int], gpus: Sequence[str] = ()
 ) -> list[ProcessPlan]:
     """Return gservers or rollout workers that have machines of their own."""
-    planner = _Planner(config, gpus)
-    if role == "gserver":
-        return list(planner.gservers(indices))
-    return [planner.one(role, index) for index in indices]
+    return _Planner(config, gpus).several(role, indices)
 
 
 class _Planner:
@@ -214,19 +202,14 @@ class _Planner:
         self._are_dealt = len(of_machine or gpus) > 1
         self._device = _device(config, gpus)
         self._taken = 0
+        self._ranks: dict[PlanRole, int] = {"gserver": _ranks_of_a_gserver(config), "model_worker": 1}
+        """Number of GPUs that a process can use."""
 
-    def gservers(self, indices: Iterable[int]) -> Iterator[ProcessPlan]:
-        ranks = _ranks_of_a_gserver(self._config)
-        for index in indices:
-            yield self.one("gserver", index, address=self._shown("http"), ranks=ranks)
+    def several(self, role: PlanRole, indices: Iterable[int]) -> list[ProcessPlan]:
+        return [self.one(role, index) for index in indices]
 
-    def model_workers(self, indices: Iterable[int]) -> Iterator[ProcessPlan]:
-        for index in indices:
-            yield self.one("model_worker", index, address=self._shown("tcp"), ranks=1)
-
-    def one(self, role: PlanRole, index: int, *, address: str = "-", ranks: int = 0) -> ProcessPlan:
-        """Return the plan of one process; `ranks`: number of GPUs that it can use."""
-        gpus, own = self._gpus, list[str]()
+    def one(self, role: PlanRole, index: int) -> ProcessPlan:
+        gpus, own, ranks = self._gpus, list[str](), self._ranks.get(role, 0)
         if self._device == "cuda" and self._are_dealt:
             own = [gpus[(self._taken + rank) % len(gpus)] for rank in range(ranks)]
         self._taken += ranks
@@ -236,12 +219,7 @@ class _Planner:
             threads=threads_of(role, self._config),
             device=(f"cuda (GPU {', '.join(own)})" if own else self._device) if ranks else "-",
             gpus=own,
-            address=address,
         )
-
-    def _shown(self, scheme: str) -> str:
-        controller = self._config.run.host
-        return url_of("own address" if is_wildcard(controller) else controller, "free port", scheme=scheme)
 
 
 def fitted(config: Config, *, gpus: Sequence[str]) -> Config:

@@ -52,7 +52,5 @@ def drain(manager_url: str, process: str, *, secret_file: Path | None, config_fi
 async def drained(client: ControlClient, role: Role, index: int) -> None:
     """Request that a process be drained, and close `client`. Raises `StreamRLError` if the controller has no such
     member or is unreachable."""
-    try:
+    async with client:
         await client.drain(Drain(role=role, index=index))
-    finally:
-        await client.close()

@@ -52,11 +52,8 @@ async def resumed_there(config: Config, *, manager_url: str, needed: bool) -> Co
     checkpoint is one of the run's own, or the one in `run.resume_from` until the run has written one. A process without
     a copy of it begins with the model, or, if `needed`, raises `ConfigError`. Also raises `StreamRLError`.
     """
-    client = ControlClient.of(config, manager_url)
-    try:
+    async with ControlClient.of(config, manager_url) as client:
         point = await client.resume_point(patience=config.limits.start_seconds)
-    finally:
-        await client.close()
     if not point.checkpoint:
         return config
     named = [Path(config.run.resume_from)] if config.run.resume_from is not None else []
@@ -117,11 +114,8 @@ def _assigned(role: MemberRole, config: Config, manager_url: str) -> int:
     """Return the index that the controller assigns to this process."""
 
     async def ask() -> int:
-        client = ControlClient.of(config, manager_url)
-        try:
+        async with ControlClient.of(config, manager_url) as client:
             return await place_of(client, config, role)
-        finally:
-            await client.close()
 
     index = asyncio.run(ask())
     set_up_logging(f"{role}/{index}")

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Coroutine
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from urllib.parse import quote, urlsplit, urlunsplit
 
 import aiohttp
@@ -72,7 +72,8 @@ def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Me
 
 
 class ControlClient:
-    """Calls the manager. A process has one client; `close` it at the end. `control.py` describes the calls."""
+    """Calls the manager. A process has one client; `close` it at the end, or use `async with`. `control.py` describes the
+    calls."""
 
     def __init__(
         self,
@@ -115,6 +116,12 @@ class ControlClient:
         """Close all connections."""
         if self._session is not None:
             await self._session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
 
     async def register(self, message: control.Register, *, patience: float) -> control.RegisterReply:
         """Join the run; keep trying for `patience` seconds until the manager is there.

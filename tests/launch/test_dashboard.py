@@ -18,7 +18,6 @@ from streamrl.launch.dashboard import (
     StatusHistory,
     dashboard,
     duration,
-    plan_table,
     seconds_per_step,
     sparkline,
     step_line,
@@ -186,12 +185,6 @@ def test_step_line() -> None:
     assert line.startswith("step 7/100  reward 0.3")
     assert "wait 0.40 s" in line
     assert "age 0.8 (max 3)" in line
-
-
-def test_plan_table() -> None:
-    text = "\n".join(drawn(plan_table(plan(from_dict({"gserver": {"count": 3, "threads": 2}})))))
-    assert "gserver" in text
-    assert "http://127.0.0.1:free port" in text
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(1, 80))

@@ -179,7 +179,7 @@ async def test_a_process_that_has_not_joined_does_not_keep_the_others_from_leavi
     children, run = Children(logs=None), _Run()
     part = part_of(tmp_path, client=run, children=children)
     for index in range(3):
-        await children.start(ProcessPlan("gserver", index, 1, "cpu", (), ""), ["sh", "-c", "sleep 60"])
+        await children.start(ProcessPlan("gserver", index, 1), ["sh", "-c", "sleep 60"])
     await part.leave()
     assert run.drained == [0, 2]
     assert (await children.next_exit()).name == "gserver/1"
@@ -194,7 +194,7 @@ async def test_a_process_that_breaks_when_the_run_is_over_is_not_the_pools_failu
 ) -> None:
     children = Children(logs=None)
     part = part_of(tmp_path, client=_Run("finished"), children=children)
-    await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["sh", "-c", "kill -SEGV $$"])
+    await children.start(ProcessPlan("gserver", 0, 1), ["sh", "-c", "kill -SEGV $$"])
     assert part.supervisor is not None
     await part.supervisor.until_over()
     assert "gserver/0 was ended by SIGSEGV when the run was over" in caplog.text
@@ -214,7 +214,7 @@ async def test_a_process_whose_index_another_has_is_restarted_with_a_new_one(
 
     assert part.supervisor is not None
     monkeypatch.setattr(part.supervisor, "start", start)
-    await start(ProcessPlan("gserver", 4, 1, "cpu", ("0",), ""))
+    await start(ProcessPlan("gserver", 4, 1, "cpu", ["0"]))
     await part.supervisor.until_over()
     assert started == [4, 4, 5]
     children.close()

@@ -206,7 +206,7 @@ async def test_a_controller_without_a_node_is_named(
     monkeypatch.setattr("streamrl.launch.ray.PLACE_WARNING_SECONDS", 0.01)
     actor = _Actor()
     children = KeptChildren(Config(), cast(Any, actor), tmp_path, Secret.make())
-    controller = ProcessPlan("controller", 0, 1, "-", (), "")
+    controller = ProcessPlan("controller", 0, 1)
     waiting = asyncio.create_task(children.ask(controller, ["python"], timeout=5.0))
     await asyncio.sleep(0.2)
     assert "controller/0 waits for Ray to find a node for its actor" in caplog.text

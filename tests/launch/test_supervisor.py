@@ -68,7 +68,7 @@ class _GoneController(_FailedRun):
 
 async def test_why_a_run_failed_is_known_when_its_controller_has_left_before_the_others() -> None:
     children, client = Children(logs=None), _GoneController()
-    worker = await children.start(ProcessPlan("model_worker", 0, 1, "-", (), ""), ["sh", "-c", "exec sleep 60"])
+    worker = await children.start(ProcessPlan("model_worker", 0, 1), ["sh", "-c", "exec sleep 60"])
     waiting = asyncio.create_task(supervisor(children, client).until_over())
     await client.asked.wait()
     worker.signal(signal.SIGTERM)
@@ -79,7 +79,7 @@ async def test_why_a_run_failed_is_known_when_its_controller_has_left_before_the
 
 
 async def test_who_said_nothing_is_not_given_the_words_of_an_earlier_start(tmp_path: Path) -> None:
-    plan = ProcessPlan("gserver", 0, 1, "-", (), "")
+    plan = ProcessPlan("gserver", 0, 1)
     log_file = tmp_path / plan.log_name
     log_file.write_text("12:00:00 ERROR   gserver/0 is said of the day before\n")
     children = Children(logs=tmp_path)
@@ -112,9 +112,9 @@ async def test_whoever_breaks_when_the_run_is_over_does_not_make_it_fail(
 ) -> None:
     children = Children(logs=None)
     client = _FinishedRun()
-    broken = await children.start(ProcessPlan(role, 0, 1, "cpu", (), ""), ["sh", "-c", "kill -SEGV $$"])
+    broken = await children.start(ProcessPlan(role, 0, 1), ["sh", "-c", "kill -SEGV $$"])
     await broken.ended.wait()
-    await children.start(ProcessPlan("controller", 0, 1, "-", (), ""), ["sh", "-c", "exit 0"])
+    await children.start(ProcessPlan("controller", 0, 1), ["sh", "-c", "exit 0"])
     await supervisor(children, client).until_over()
     assert f"{role}/0 was ended by SIGSEGV when the run was over" in caplog.text
     children.close()
@@ -123,7 +123,7 @@ async def test_whoever_breaks_when_the_run_is_over_does_not_make_it_fail(
 async def test_a_controller_that_breaks_when_the_run_is_over_makes_it_fail() -> None:
     children = Children(logs=None)
     client = _FinishedRun()
-    await children.start(ProcessPlan("controller", 0, 1, "-", (), ""), ["sh", "-c", "exit 1"])
+    await children.start(ProcessPlan("controller", 0, 1), ["sh", "-c", "exit 1"])
     with pytest.raises(ProcessDied):
         await supervisor(children, client).until_over()
     children.close()
@@ -132,7 +132,7 @@ async def test_a_controller_that_breaks_when_the_run_is_over_makes_it_fail() -> 
 async def test_one_that_was_killed_is_to_blame_before_those_that_lost_it() -> None:
     """The other rank tells what a broken connection did to it, and may tell that first, or end first."""
     children, client = Children(logs=None), _FailedRun()
-    workers = [ProcessPlan("model_worker", index, 1, "cpu", (), "") for index in range(2)]
+    workers = [ProcessPlan("model_worker", index, 1) for index in range(2)]
     started = [
         await children.start(worker, ["sh", "-c", do])
         for worker, do in zip(workers, ("kill -9 $$", "exit 1"), strict=True)
@@ -155,7 +155,7 @@ class _OtherTrainer(_FailedRun):
 
 async def test_a_trainer_ends_when_another_one_has_its_place_and_the_run_continues() -> None:
     children, client = Children(logs=None), _OtherTrainer()
-    await children.start(ProcessPlan("model_worker", 0, 1, "cpu", (), ""), ["sh", "-c", "exit 69"])
+    await children.start(ProcessPlan("model_worker", 0, 1), ["sh", "-c", "exit 69"])
     with pytest.raises(StreamRLError, match=r"model_worker/0 .* process 202 on here has taken its place; this trainer"):
         await supervisor(children, client).until_over()
     assert client.told == [], "it is no failure of the run"
@@ -178,7 +178,7 @@ class _RunOfOne(_FailedRun):
 @pytest.mark.parametrize("joined", [True, False])
 async def test_a_process_of_a_new_trainer_ends_the_run_only_if_it_has_joined(joined: bool) -> None:
     children, client = Children(logs=None), _RunOfOne()
-    worker = ProcessPlan("model_worker", 1 if joined else 2, 1, "cpu", (), "")
+    worker = ProcessPlan("model_worker", 1 if joined else 2, 1)
     client.pid = (await children.start(worker, ["sh", "-c", "exit 1"])).pid
     with pytest.raises(ProcessDied) as died:
         await supervisor(children, client, part="trainer").until_over()
@@ -203,7 +203,7 @@ class _Interrupted(_FailedRun):
 async def test_a_process_that_is_soon_heard_again_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_processes, "GRACE_SECONDS", 0.01)
     children = Children(logs=None)
-    child = await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["sh", "-c", "sleep 60"])
+    child = await children.start(ProcessPlan("gserver", 0, 1), ["sh", "-c", "sleep 60"])
     await supervisor(children, _Interrupted(child.pid))._watch_silence()
     await asyncio.sleep(0.1)
     assert child.exit_code is None
@@ -228,7 +228,7 @@ async def test_a_silent_process_that_was_drained_before_its_end_is_replaced(monk
     """Its end is not that of a process that never joined the run, which would end the run."""
     monkeypatch.setattr(supervision, "RETURN_SECONDS", 0.0)
     children = Children(logs=None)
-    child = await children.start(ProcessPlan("gserver", 0, 1, "cpu", (), ""), ["sh", "-c", "sleep 60"])
+    child = await children.start(ProcessPlan("gserver", 0, 1), ["sh", "-c", "sleep 60"])
     watcher = supervisor(children, _Silent(child.pid))
     watching = asyncio.create_task(watcher._watch_silence())
     ended = await children.next_exit()

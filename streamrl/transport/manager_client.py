@@ -72,8 +72,10 @@ def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Me
 
 
 class ControlClient:
-    """Calls the manager. A process has one client; `close` it at the end, or use `async with`. `control.py` describes the
-    calls."""
+    """Calls the manager. A process has one client; `close` it at the end, or use `async with`.
+
+    `control.py` describes the calls.
+    """
 
     def __init__(
         self,

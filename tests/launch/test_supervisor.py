@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import AsyncIterator
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Literal, cast
@@ -17,7 +18,7 @@ from streamrl.config import Config
 from streamrl.errors import PeerLost, ProcessDied, StreamRLError
 from streamrl.launch import children as child_processes
 from streamrl.launch import supervisor as supervision
-from streamrl.launch.children import Children
+from streamrl.launch.children import Child, Children
 from streamrl.launch.processes import PlanRole, ProcessCommands, ProcessPlan
 from streamrl.launch.supervisor import LONGEST_DELAY_SECONDS, Restarts, Supervisor
 from streamrl.transport.control import FinishRun, Silence, SilentProcess, Status
@@ -25,211 +26,165 @@ from streamrl.transport.manager_client import ControlClient
 from tests.launch.statuses import status
 
 ROUNDING = 1e-6
+OVER = Silence(changes=0, processes=[], over=True)
+FAILED = status(1, state="failed", message="model_worker/1: RuntimeError: Connection closed by peer")
+FINISHED = status(1, state="finished", message="all steps are done")
+RUNNING = status(1, state="running")
 
 
-def supervisor(children: Children, client: object, *, part: Literal["run", "trainer", "pool"] = "run") -> Supervisor:
-    return Supervisor(
-        Config(), children, ProcessCommands(Path("c.toml")), cast(ControlClient, cast(Any, client)), part=part
-    )
+class _Controller:
+    """A client of a controller that returns `state`, and these replies to requests for the silent processes."""
 
-
-class _FailedRun:
-    """A client of the controller of a run that a model worker has reported as failed."""
-
-    def __init__(self) -> None:
+    def __init__(self, state: Status | None, *silences: Silence) -> None:
+        self.state = state
+        """None: it does not reply."""
+        self.asked = asyncio.Event()
         self.told: list[str] = []
+        """Reports of failures."""
+        self._silences = list(silences)
 
     async def status(self) -> Status:
-        return status(1, state="failed", message="model_worker/1: RuntimeError: Connection closed by peer")
+        self.asked.set()
+        if self.state is None:
+            raise PeerLost("the controller cannot be reached")
+        return self.state
 
-    async def silence(self, after: int) -> None:
-        await asyncio.Event().wait()
+    async def silence(self, after: int) -> Silence:
+        if not self._silences:
+            await asyncio.Event().wait()
+        return self._silences.pop(0)
 
     async def finish_run(self, message: FinishRun, *, patience: float) -> None:
         self.told.append(message.error)
 
 
-class _GoneController(_FailedRun):
-    """It said that the run is over, and why, and left before any of the run's processes did."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked = asyncio.Event()
-
-    async def silence(self, after: int) -> Silence:  # type: ignore[override]
-        return Silence(changes=0, processes=[], over=True)
-
-    async def status(self) -> Status:
-        if self.asked.is_set():
-            raise PeerLost("the controller cannot be reached")
-        self.asked.set()
-        return await super().status()
+@pytest.fixture
+async def children() -> AsyncIterator[Children]:
+    started = Children(logs=None)
+    yield started
+    await started.stop()
+    started.close()
 
 
-async def test_why_a_run_failed_is_known_when_its_controller_has_left_before_the_others() -> None:
-    children, client = Children(logs=None), _GoneController()
-    worker = await children.start(ProcessPlan("model_worker", 0, 1), ["sh", "-c", "exec sleep 60"])
-    waiting = asyncio.create_task(supervisor(children, client).until_over())
+async def start(children: Children, name: str, script: str) -> Child:
+    role, _, index = name.partition("/")
+    return await children.start(ProcessPlan(cast(PlanRole, role), int(index), 1), ["sh", "-c", script])
+
+
+def supervisor(
+    children: Children, client: _Controller, *, part: Literal["run", "trainer", "pool"] = "run"
+) -> Supervisor:
+    return Supervisor(
+        Config(), children, ProcessCommands(Path("c.toml")), cast(ControlClient, cast(Any, client)), part=part
+    )
+
+
+async def died(watcher: Supervisor) -> str:
+    """The reason with which the run fails."""
+    with pytest.raises(ProcessDied) as error:
+        await watcher.until_over()
+    return error.value.reason
+
+
+async def test_why_a_run_failed_is_known_when_its_controller_has_left_before_the_others(children: Children) -> None:
+    client = _Controller(FAILED, OVER)
+    worker = await start(children, "model_worker/0", "exec sleep 60")
+    waiting = asyncio.create_task(died(supervisor(children, client)))
     await client.asked.wait()
+    client.state = None
     worker.signal(signal.SIGTERM)
-    with pytest.raises(ProcessDied) as died:
-        await waiting
-    assert died.value.reason == "model_worker/1: RuntimeError: Connection closed by peer"
-    children.close()
+    assert await waiting == "model_worker/1: RuntimeError: Connection closed by peer"
 
 
 async def test_who_said_nothing_is_not_given_the_words_of_an_earlier_start(tmp_path: Path) -> None:
-    plan = ProcessPlan("gserver", 0, 1)
-    log_file = tmp_path / plan.log_name
+    log_file = tmp_path / "gserver-0.log"
     log_file.write_text("12:00:00 ERROR   gserver/0 is said of the day before\n")
     children = Children(logs=tmp_path)
-    try:
-        await children.start(plan, ["sh", "-c", "exit 1"])
-        silent = await children.next_exit()
-        ended = f"gserver/0 (pid {silent.pid}) ended with exit code 1"
-        assert silent.obituary() == f"{ended}; it wrote nothing to {log_file}"
-        await children.start(plan, ["sh", "-c", "echo out of memory; exit 1"])
-        said = await children.next_exit()
-        assert said.obituary().splitlines()[1:] == ["  out of memory"]
-    finally:
-        await children.stop()
-        children.close()
-
-
-class _FinishedRun(_FailedRun):
-    """A client of the controller of a run that is over, and is well."""
-
-    async def status(self) -> Status:
-        return status(1, state="finished", message="all steps are done")
-
-    async def silence(self, after: int) -> Silence:  # type: ignore[override]
-        return Silence(changes=0, processes=[], over=True)
+    await start(children, "gserver/0", "exit 1")
+    silent = await children.next_exit()
+    ended = f"gserver/0 (pid {silent.pid}) ended with exit code 1"
+    assert silent.obituary() == f"{ended}; it wrote nothing to {log_file}"
+    await start(children, "gserver/0", "echo out of memory; exit 1")
+    said = await children.next_exit()
+    assert said.obituary().splitlines()[1:] == ["  out of memory"]
+    children.close()
 
 
 @pytest.mark.parametrize("role", ["model_worker", "gserver"])
 async def test_whoever_breaks_when_the_run_is_over_does_not_make_it_fail(
-    role: PlanRole, caplog: pytest.LogCaptureFixture
+    role: str, children: Children, caplog: pytest.LogCaptureFixture
 ) -> None:
-    children = Children(logs=None)
-    client = _FinishedRun()
-    broken = await children.start(ProcessPlan(role, 0, 1), ["sh", "-c", "kill -SEGV $$"])
+    broken = await start(children, f"{role}/0", "kill -SEGV $$")
     await broken.ended.wait()
-    await children.start(ProcessPlan("controller", 0, 1), ["sh", "-c", "exit 0"])
-    await supervisor(children, client).until_over()
+    await start(children, "controller/0", "exit 0")
+    await supervisor(children, _Controller(FINISHED, OVER)).until_over()
     assert f"{role}/0 was ended by SIGSEGV when the run was over" in caplog.text
-    children.close()
 
 
-async def test_a_controller_that_breaks_when_the_run_is_over_makes_it_fail() -> None:
-    children = Children(logs=None)
-    client = _FinishedRun()
-    await children.start(ProcessPlan("controller", 0, 1), ["sh", "-c", "exit 1"])
-    with pytest.raises(ProcessDied):
-        await supervisor(children, client).until_over()
-    children.close()
+async def test_a_controller_that_breaks_when_the_run_is_over_makes_it_fail(children: Children) -> None:
+    await start(children, "controller/0", "exit 1")
+    assert "controller/0" in await died(supervisor(children, _Controller(FINISHED, OVER)))
 
 
-async def test_one_that_was_killed_is_to_blame_before_those_that_lost_it() -> None:
+async def test_one_that_was_killed_is_to_blame_before_those_that_lost_it(children: Children) -> None:
     """The other rank tells what a broken connection did to it, and may tell that first, or end first."""
-    children, client = Children(logs=None), _FailedRun()
-    workers = [ProcessPlan("model_worker", index, 1) for index in range(2)]
+    client = _Controller(FAILED)
     started = [
-        await children.start(worker, ["sh", "-c", do])
-        for worker, do in zip(workers, ("kill -9 $$", "exit 1"), strict=True)
+        await start(children, f"model_worker/{index}", script) for index, script in enumerate(("kill -9 $$", "exit 1"))
     ]
     await asyncio.gather(*(child.ended.wait() for child in started))
-    with pytest.raises(ProcessDied) as died:
-        await supervisor(children, client).until_over()
+    reason = await died(supervisor(children, client))
     killed = f"model_worker/0 (pid {started[0].pid}) was ended by SIGKILL (out of memory?)"
-    assert died.value.reason == f"{killed}; then model_worker/1: RuntimeError: Connection closed by peer"
-    assert client.told == [died.value.reason]
-    children.close()
+    assert reason == f"{killed}; then model_worker/1: RuntimeError: Connection closed by peer"
+    assert client.told == [reason]
 
 
-class _OtherTrainer(_FailedRun):
-    """A client of the controller of a run in which another host has a place of this trainer's."""
-
-    async def status(self) -> Status:
-        return status(1, state="running")
-
-
-async def test_a_trainer_ends_when_another_one_has_its_place_and_the_run_continues() -> None:
-    children, client = Children(logs=None), _OtherTrainer()
-    await children.start(ProcessPlan("model_worker", 0, 1), ["sh", "-c", "exit 69"])
+async def test_a_trainer_ends_when_another_one_has_its_place_and_the_run_continues(children: Children) -> None:
+    client = _Controller(RUNNING)
+    await start(children, "model_worker/0", "exit 69")
     with pytest.raises(StreamRLError, match=r"model_worker/0 .* process 202 on here has taken its place; this trainer"):
         await supervisor(children, client).until_over()
     assert client.told == [], "it is no failure of the run"
-    children.close()
-
-
-class _RunOfOne(_FailedRun):
-    """A client of the controller of a run in which model_worker/1 has joined as the process `pid`."""
-
-    pid = 0
-
-    async def status(self) -> Status:
-        running = status(1, state="running")
-        worker = msgspec.structs.replace(
-            running.processes[0], role="model_worker", index=1, pid=self.pid, host=gethostname()
-        )
-        return msgspec.structs.replace(running, processes=[worker])
 
 
 @pytest.mark.parametrize("joined", [True, False])
-async def test_a_process_of_a_new_trainer_ends_the_run_only_if_it_has_joined(joined: bool) -> None:
-    children, client = Children(logs=None), _RunOfOne()
-    worker = ProcessPlan("model_worker", 1 if joined else 2, 1)
-    client.pid = (await children.start(worker, ["sh", "-c", "exit 1"])).pid
-    with pytest.raises(ProcessDied) as died:
-        await supervisor(children, client, part="trainer").until_over()
-    assert client.told == ([died.value.reason] if joined else [])
-    children.close()
+async def test_a_process_of_a_new_trainer_ends_the_run_only_if_it_has_joined(joined: bool, children: Children) -> None:
+    """model_worker/1 is in the run."""
+    child = await start(children, f"model_worker/{1 if joined else 2}", "exit 1")
+    changes = {"role": "model_worker", "index": 1, "pid": child.pid, "host": gethostname()}
+    member = msgspec.structs.replace(RUNNING.processes[0], **changes)
+    client = _Controller(msgspec.structs.replace(RUNNING, processes=[member]))
+    reason = await died(supervisor(children, client, part="trainer"))
+    assert client.told == ([reason] if joined else [])
 
 
-class _Interrupted(_FailedRun):
-    """A client of a controller that a launcher reaches again before the process `pid` does."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__()
-        self._silent = [SilentProcess("gserver", 0, pid, "here")]
-
-    async def silence(self, after: int) -> Silence:  # type: ignore[override]
-        if after == 0:
-            return Silence(changes=1, processes=self._silent, over=False)
-        await asyncio.sleep(0.2)
-        return Silence(changes=2, processes=[], over=after == 2)
+def silence(*silent: Child) -> Silence:
+    processes = [SilentProcess("gserver", child.process.index, child.pid, "here") for child in silent]
+    return Silence(changes=1, processes=processes, over=False)
 
 
-async def test_a_process_that_is_soon_heard_again_is_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_process_that_is_soon_heard_again_is_not_disturbed(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher may reach a controller again before the process does."""
     monkeypatch.setattr(child_processes, "GRACE_SECONDS", 0.01)
-    children = Children(logs=None)
-    child = await children.start(ProcessPlan("gserver", 0, 1), ["sh", "-c", "sleep 60"])
-    await supervisor(children, _Interrupted(child.pid))._watch_silence()
-    await asyncio.sleep(0.1)
+    monkeypatch.setattr(supervision, "RETURN_SECONDS", 0.1)
+    child = await start(children, "gserver/0", "sleep 60")
+    watcher = supervisor(children, _Controller(RUNNING, silence(child), silence()))
+    watching = asyncio.create_task(watcher._watch_silence())
+    await asyncio.wait([watching], timeout=0.3)
     assert child.exit_code is None
-    await children.stop()
-    children.close()
+    watching.cancel()
+    await asyncio.wait([watching])
 
 
-class _Silent(_FailedRun):
-    """A client of a controller that reports the process `pid` as silent, and then that it has left the run."""
-
-    def __init__(self, pid: int) -> None:
-        super().__init__()
-        self._silent = [SilentProcess("gserver", 0, pid, "here")]
-
-    async def silence(self, after: int) -> Silence:  # type: ignore[override]
-        if after:
-            await asyncio.Event().wait()
-        return Silence(changes=1, processes=self._silent, over=False)
-
-
-async def test_a_silent_process_that_was_drained_before_its_end_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_process_that_was_drained_before_its_end_is_replaced(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its end is not that of a process that never joined the run, which would end the run."""
     monkeypatch.setattr(supervision, "RETURN_SECONDS", 0.0)
-    children = Children(logs=None)
-    child = await children.start(ProcessPlan("gserver", 0, 1), ["sh", "-c", "sleep 60"])
-    watcher = supervisor(children, _Silent(child.pid))
+    child = await start(children, "gserver/0", "sleep 60")
+    watcher = supervisor(children, _Controller(RUNNING, silence(child)))
     watching = asyncio.create_task(watcher._watch_silence())
     ended = await children.next_exit()
     assert not await watcher._was_last(ended, status(1, gservers=0))
@@ -237,7 +192,6 @@ async def test_a_silent_process_that_was_drained_before_its_end_is_replaced(monk
     watcher.replace_none()
     watching.cancel()
     await asyncio.wait([watching])
-    children.close()
 
 
 def test_each_waits_twice_as_long_until_there_were_too_many() -> None:

@@ -11,11 +11,9 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
-import pytest
 
 from streamrl import config as configuration
 from streamrl.config import Config
-from streamrl.gserver.manager import core
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.process import ManagerService, managing
 from streamrl.machine import machine_identity, process_space
@@ -62,12 +60,6 @@ def small_config(folder: Path, **sections: dict[str, Any]) -> Config:
     for name, section in sections.items():
         tree[name] = tree.get(name, {}) | section
     return configuration.from_dict(tree)
-
-
-def limit_trainer_patience(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Have managers wait no longer than `seconds` (or a lease) for a process of the trainer that is silent."""
-    defaults = core.Manager.__init__.__kwdefaults__
-    monkeypatch.setattr(core.Manager.__init__, "__kwdefaults__", defaults | {"trainer_patience_seconds": seconds})
 
 
 class Run:

@@ -31,6 +31,7 @@ from streamrl.ledger import Group, Ledger
 from streamrl.records.lineage import Lineage
 from streamrl.records.progress import Progress
 from streamrl.transport.control import (
+    LONG_POLL_SECONDS,
     Admission,
     Admit,
     AdmitReply,
@@ -237,7 +238,6 @@ class GroupCalls:
         members: Members,
         state: RunState,
         live_workers: Callable[[], int],
-        long_poll_seconds: float,
     ) -> None:
         self._data = DataFacts(rows=0)
         self._held_out_data = DataFacts(rows=0)
@@ -252,7 +252,6 @@ class GroupCalls:
         self._members = members
         self._state = state
         self._live_workers = live_workers
-        self._long_poll = long_poll_seconds
         self._admitting = False
         self._training_over = False
         self._paused = False
@@ -337,7 +336,7 @@ class GroupCalls:
         found = self._admissions.given(name, ticket)
         if found is None and count and not self._state.over:
             queue = self._state.held_out if held_out else self._state.admissions
-            found = await queue.find(attempt, timeout=self._long_poll)
+            found = await queue.find(attempt, timeout=LONG_POLL_SECONDS)
             self._state.held_out.wake()  # a group that has begun, or no longer waits, leaves a place or a turn
         if self._state.over:
             self._members.tell_over(member)
@@ -373,7 +372,7 @@ class GroupCalls:
         if choice is None:
             if check is not None:
                 await asyncio.wait({check})
-            choice = await self._state.routes.find(lambda: choose(""), timeout=self._long_poll)
+            choice = await self._state.routes.find(lambda: choose(""), timeout=LONG_POLL_SECONDS)
         return RouteReply(gserver="" if choice is None or self._state.over else choice.address)
 
     async def in_flight(self, message: InFlight) -> InFlightReply:

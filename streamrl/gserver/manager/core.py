@@ -29,7 +29,7 @@ from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.row_sampler import RowSampler
 from streamrl.gserver.manager.run_state import RunState
-from streamrl.gserver.manager.status import build_status, waits_for_members
+from streamrl.gserver.manager.status import ledger_status, process_status, waits_for, waits_for_members
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.gserver.updates.publication import WeightUpdates
 from streamrl.gserver.updates.update import UpdateRecord
@@ -42,7 +42,6 @@ from streamrl.records.lineage import Lineage, record_kept
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import PublicationEntry, Timeline
 from streamrl.transport.control import (
-    LONG_POLL_SECONDS,
     DataFacts,
     Done,
     FailRun,
@@ -61,8 +60,6 @@ from streamrl.transport.secret import Secret
 
 log = logging.getLogger(__name__)
 
-TRAINER_PATIENCE_SECONDS = 60.0
-"""Lower bound, in seconds; a process of the trainer that is silent for longer ends the run, as nothing else would."""
 STANDSTILL_SECONDS = 1.0
 """Lateness for a deadline, in seconds, that shows that this process or its machine stood still and received nothing."""
 
@@ -78,8 +75,6 @@ class Manager:
         timeline: Timeline,
         secret: Secret,
         open_to_others: bool = False,
-        long_poll_seconds: float = LONG_POLL_SECONDS,
-        trainer_patience_seconds: float = TRAINER_PATIENCE_SECONDS,
     ) -> None:
         lease = config.limits.silence_seconds
         self._config = config
@@ -138,7 +133,6 @@ class Manager:
             config=config,
             registry=self._registry,
             access=self.access,
-            trainer_patience_seconds=trainer_patience_seconds,
             state=state,
             timeline=timeline,
             ledger=self.ledger,
@@ -149,7 +143,6 @@ class Manager:
             on_silent=self._fell_silent,
             on_left=lambda member: self._take_back_held_out(member, lost=False),
             on_died=self._worker_died,
-            long_poll_seconds=long_poll_seconds,
             open_to_others=open_to_others,
         )
         self.evaluations = Evaluations(config.evaluation, fleet=self._fleet)
@@ -164,7 +157,6 @@ class Manager:
             members=self.members,
             state=state,
             live_workers=lambda: self._registry.live("rollout"),
-            long_poll_seconds=long_poll_seconds,
         )
         self._death: asyncio.Future[str] | None = None
         """Description of the death of a model worker of this lineage, once one has died."""
@@ -331,20 +323,18 @@ class Manager:
 
     def status(self) -> Status:
         """Return the content of /status."""
-        return build_status(
-            config=self._config,
-            state=self._state,
-            registry=self._registry,
-            fleet=self._fleet,
-            ledger=self.ledger,
+        state, registry, now = self._state, self._registry, time.monotonic()
+        return Status(
+            run=self._config.run.name,
+            state=state.name,
+            message=waits_for(self._config, state, registry, self._fleet, self.ledger),
+            ledger=ledger_status(self.ledger, given_up=self.admissions.given_up),
+            processes=[process_status(member, now=now) for member in registry.everyone()],
             last_step=self._last_step,
             publication=self.weights.status(),
             data_rows=self.groups.data_rows,
-            waiting=len(self._state.admissions) + len(self._state.routes),
-            given_up=self.admissions.given_up,
             evaluation=self.evaluations.status() if self._config.evaluation.enabled else None,
             model=self._architecture,
-            now=time.monotonic(),
         )
 
     async def watch(self) -> None:

@@ -233,6 +233,11 @@ class Gserver(Member):
         self.on_change(self)
 
     @property
+    def stages_weights(self) -> bool:
+        """Whether it can receive new weights separately from the served ones."""
+        return self._info is not None and self._info.staged_weight_update
+
+    @property
     def ranks(self) -> int:
         """Number of ranks that it has in a weight group."""
         return self._info.tp_size if self._info is not None else 1

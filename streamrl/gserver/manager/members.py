@@ -40,6 +40,7 @@ from streamrl.records.lineage import Lineage
 from streamrl.records.timeline import HeartbeatEntry, Timeline
 from streamrl.transport.addresses import host_of, is_loopback
 from streamrl.transport.control import (
+    LONG_POLL_SECONDS,
     AskPlace,
     Done,
     Drain,
@@ -60,6 +61,8 @@ from streamrl.transport.manager_client import GONE_BACK, PLACE_TAKEN
 
 log = logging.getLogger(__name__)
 
+TRAINER_PATIENCE_SECONDS = 60.0
+"""Lower bound, in seconds; a process of the trainer that is silent for longer ends the run, as nothing else would."""
 ASKED_TO_LEAVE = (MemberState.DRAINING, MemberState.HANDING_OVER, MemberState.LEAVING)
 """States in which a further `drain` changes nothing."""
 
@@ -68,7 +71,7 @@ class Members:
     """The membership calls of a run.
 
     A process counts as silent when it has sent nothing for a lease (`limits.silence_seconds`), a process of the trainer
-    not before `trainer_patience_seconds`.
+    not before `TRAINER_PATIENCE_SECONDS`.
 
     `open_to_others`: whether other machines can reach the manager; every member must then be reachable from them.
 
@@ -83,7 +86,6 @@ class Members:
         config: Config,
         registry: Registry,
         access: Access,
-        trainer_patience_seconds: float,
         state: RunState,
         timeline: Timeline,
         ledger: Ledger,
@@ -94,7 +96,6 @@ class Members:
         on_silent: Callable[[Member], None],
         on_left: Callable[[Member], None],
         on_died: Callable[[str], None],
-        long_poll_seconds: float,
         open_to_others: bool = False,
     ) -> None:
         self._config = config
@@ -115,7 +116,6 @@ class Members:
         self._registry = registry
         self._access = access
         self._lease = config.limits.silence_seconds
-        self._trainer_patience = max(self._lease, trainer_patience_seconds)
         self._state = state
         self._timeline = timeline
         self._ledger = ledger
@@ -126,7 +126,6 @@ class Members:
         self._updating = updating
         self._on_left = on_left
         self._on_died = on_died
-        self._long_poll = long_poll_seconds
 
     async def register(self, message: Register) -> RegisterReply:
         """Enter a process. A repeated registration, after a lost reply or an unknown membership, changes nothing.
@@ -210,7 +209,7 @@ class Members:
         `after`."""
         registry = self._registry
         await self._state.changed.until(
-            lambda: registry.silence_changes != after or self._state.over, timeout=self._long_poll
+            lambda: registry.silence_changes != after or self._state.over, timeout=LONG_POLL_SECONDS
         )
         silent = [*registry.silent(), *self._without_successor()]
         return Silence(
@@ -225,7 +224,7 @@ class Members:
         def complete() -> bool:
             return all(self._registry.get(role, index) is not None for index in range(count))
 
-        await self._state.changed.until(lambda: complete() or self._state.over, timeout=min(wait, self._long_poll))
+        await self._state.changed.until(lambda: complete() or self._state.over, timeout=min(wait, LONG_POLL_SECONDS))
         peers = [Peer(m.role, m.index, m.address) for m in self._registry.of(role) if m.index < count]
         return Topology(complete=complete(), peers=peers)
 
@@ -439,15 +438,9 @@ class Members:
 
     def _record(self, message: Register, *, now: float) -> Member:
         """Return a new record of the process that registers."""
-        sender: dict[str, Any] = {
-            "pid": message.pid,
-            "host": message.host,
-            "machine": message.machine,
-            "process_space": message.process_space,
-            "gpu": message.gpu,
-            "process": message.process,
-        }
-        patiences = {"controller": math.inf, "model_worker": self._trainer_patience}
+        names = ("pid", "host", "machine", "process_space", "gpu", "process")
+        sender: dict[str, Any] = {name: getattr(message, name) for name in names}
+        patiences = {"controller": math.inf, "model_worker": max(self._lease, TRAINER_PATIENCE_SECONDS)}
         patience = patiences.get(message.role, self._lease)
         if message.role == "gserver":
             return Gserver(message.index, message.address, **sender, now=now, patience=patience)

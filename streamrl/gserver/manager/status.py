@@ -1,17 +1,16 @@
-"""Presentation of the run: the `Status` of /status with a description of any wait, and the figures for Prometheus at
+"""Presentation of the run: the parts of /status, with a description of any wait, and the figures for Prometheus at
 /metrics, which are derived from the same `Status`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from streamrl.architecture import Architecture
 from streamrl.config import Config
 from streamrl.gserver.manager.gserver import Gserver
 from streamrl.gserver.manager.member_states import MemberState
@@ -20,8 +19,7 @@ from streamrl.gserver.manager.routing import Fleet
 from streamrl.gserver.manager.run_state import RunState
 from streamrl.ledger import Ledger
 from streamrl.records.evaluation import scalars
-from streamrl.records.metrics import StepReport
-from streamrl.transport.control import EvaluationStatus, LedgerStatus, ProcessStatus, Role, Status
+from streamrl.transport.control import LedgerStatus, ProcessStatus, Role, Status
 
 _STATUS_WORDS: dict[MemberState, Literal["live", "silent", "evicted", "draining"]] = {
     MemberState.UNCHECKED: "evicted",
@@ -56,57 +54,11 @@ def waits_for_members(registry: Registry, config: Config) -> str:
     return ", ".join(missing)
 
 
-def build_status(
-    *,
-    config: Config,
-    state: RunState,
-    registry: Registry,
-    fleet: Fleet,
-    ledger: Ledger,
-    last_step: StepReport | None,
-    publication: dict[str, Any],
-    data_rows: int,
-    waiting: int,
-    given_up: int,
-    evaluation: EvaluationStatus | None,
-    model: Architecture | None,
-    now: float,
-) -> Status:
-    """Return the content of /status.
-
-    `waiting`: number of calls that wait for room or for a gserver; `given_up`: number of prompts that were given up
-    after repeated deaths of their workers; `now`: on the registry's clock.
-    """
-    return Status(
-        run=config.run.name,
-        state=state.name,
-        message=state.message if state.over else _waits_for(config, state, registry, fleet, ledger, waiting=waiting),
-        ledger=LedgerStatus(
-            policy_version=ledger.policy_version,
-            max_staleness=ledger.max_staleness,
-            next_seq=ledger.next_seq,
-            accepted=ledger.accepted,
-            trained=ledger.trained,
-            running=ledger.running,
-            returned=ledger.returned,
-            rejected=len(ledger.rejected),
-            dropped=ledger.dropped,
-            expired=ledger.expired,
-            room=ledger.room,
-            given_up=given_up,
-        ),
-        processes=[_process(member, now=now) for member in registry.everyone()],
-        last_step=last_step,
-        publication=publication,
-        data_rows=data_rows,
-        evaluation=evaluation,
-        model=model,
-    )
-
-
-def _waits_for(
-    config: Config, state: RunState, registry: Registry, fleet: Fleet, ledger: Ledger, *, waiting: int
-) -> str:
+def waits_for(config: Config, state: RunState, registry: Registry, fleet: Fleet, ledger: Ledger) -> str:
+    """Return what the run waits for, or why it is over."""
+    if state.over:
+        return state.message
+    waiting = len(state.admissions) + len(state.routes)
     reasons = []
     if state.name == "joining":
         reasons.append(f"waits for {waits_for_members(registry, config)} to join")
@@ -120,7 +72,27 @@ def _waits_for(
     return "; ".join(reasons)
 
 
-def _process(member: Member, *, now: float) -> ProcessStatus:
+def ledger_status(ledger: Ledger, *, given_up: int) -> LedgerStatus:
+    """Return the ledger's part of /status; `given_up`: prompts that were given up after deaths of their workers."""
+    return LedgerStatus(
+        policy_version=ledger.policy_version,
+        max_staleness=ledger.max_staleness,
+        next_seq=ledger.next_seq,
+        accepted=ledger.accepted,
+        trained=ledger.trained,
+        running=ledger.running,
+        returned=ledger.returned,
+        rejected=len(ledger.rejected),
+        dropped=ledger.dropped,
+        expired=ledger.expired,
+        room=ledger.room,
+        given_up=given_up,
+    )
+
+
+def process_status(member: Member, *, now: float) -> ProcessStatus:
+    """Return a member's part of /status; `now`: on the registry's clock."""
+    stats = {**member.stats, "groups_in_flight": len(member.routes)} if isinstance(member, Gserver) else member.stats
     return ProcessStatus(
         role=member.role,
         index=member.index,
@@ -128,15 +100,11 @@ def _process(member: Member, *, now: float) -> ProcessStatus:
         pid=member.pid,
         host=member.host,
         silent_seconds=member.last_heard.seconds(now=now),
-        stats=_stats(member),
+        stats=stats,
         waiting_for=member.waiting_for,
         state=_STATUS_WORDS[member.state],
         failure=member.failure,
     )
-
-
-def _stats(member: Member) -> dict[str, float]:
-    return {**member.stats, "groups_in_flight": len(member.routes)} if isinstance(member, Gserver) else member.stats
 
 
 def render(status: Status, *, admitted: int, pause_seconds_total: float) -> bytes:

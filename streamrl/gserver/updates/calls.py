@@ -207,7 +207,7 @@ class WeightCalls:
         """
         if not trained:
             return
-        if gserver.info is not None and gserver.info.staged_weight_update:
+        if gserver.stages_weights:
             message = WeightsChecker(action="staged")
             found = await self._client.post(
                 gserver.address, "/weights_checker", message, StagedSums, timeout=self._timeout

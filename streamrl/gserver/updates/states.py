@@ -135,8 +135,6 @@ class _Member(Generic[Who]):
         """Remaining steps of this phase."""
         self.now: Action[Who] | None = None
         """The action in progress."""
-        self.through = not plan.prepare
-        """Whether nothing is left to do in this phase."""
         self.paused = False
         self.mixed = False
         self.swapped = False
@@ -144,6 +142,11 @@ class _Member(Generic[Who]):
         self.problem = ""
         """Why it failed; empty if it did not."""
         self.serves: Serves | None = None
+
+    @property
+    def through(self) -> bool:
+        """Whether nothing is left to do in this phase."""
+        return self.now is None and not self.left
 
 
 class UpdateStates(Generic[Who]):
@@ -302,7 +305,6 @@ class UpdateStates(Generic[Who]):
         if self.phase in (Phase.APPLY, Phase.ROLL_BACK) and member.paused:
             member.left = [UpdateStep.CLEAR, UpdateStep.RESUME] if member.mixed else [UpdateStep.RESUME]
             return [self._ask(member, member.left.pop(0))]
-        member.through = True
         return []
 
     def _ask(self, member: _Member[Who], step: UpdateStep) -> Action[Who]:
@@ -320,10 +322,7 @@ class UpdateStates(Generic[Who]):
             member.health = MemberHealth.LOST
         elif self.phase is Phase.APPLY and what == "new":  # only the reply to the swap was lost
             member.swapped, member.mixed, member.problem, member.health = True, False, "", MemberHealth.FINE
-        if self.phase is Phase.ROLL_BACK:
-            member.through = True
-            return self._go_on([])
-        return self._go_on(self._next(member))
+        return self._go_on([] if self.phase is Phase.ROLL_BACK else self._next(member))
 
     def _go_on(self, actions: list[Action[Who]]) -> list[Action[Who]]:
         """Enter the next phase if all gservers have finished this one; return its first actions, or else `actions`."""
@@ -345,7 +344,7 @@ class UpdateStates(Generic[Who]):
     def _enter(self, phase: Phase, steps: Callable[[_Member[Who]], Iterable[UpdateStep]]) -> list[Action[Who]]:
         self.phase = phase
         for member in self._members.values():
-            member.left, member.through = list(steps(member)), False
+            member.left = list(steps(member))
         return self._go_on([action for member in self._members.values() for action in self._next(member)])
 
     def _applied(self) -> list[Action[Who]]:
@@ -362,7 +361,7 @@ class UpdateStates(Generic[Who]):
         self.reason = reason
         self.phase = Phase.ROLL_BACK
         for member in self._members.values():
-            member.left, member.through = [], False
+            member.left = []
         return [self._ask(member, UpdateStep.ASK) for member in self._members.values()]
 
     def _rolled_back(self) -> list[Action[Who]]:
@@ -381,7 +380,7 @@ class UpdateStates(Generic[Who]):
 
     def _resume_only(self, member: _Member[Who]) -> list[Action[Who]]:
         """Drop the remaining steps of `member`; resume it if it is paused."""
-        member.now, member.left, member.through = None, [], not member.paused
+        member.now, member.left = None, []
         return self._next(member) if member.paused else []
 
     def _problems(self) -> list[str]:

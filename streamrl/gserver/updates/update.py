@@ -115,7 +115,7 @@ class WeightUpdate:
             {
                 gserver: plan_for(
                     way=_way(weights),
-                    staged=stages_weights(gserver),
+                    staged=gserver.stages_weights,
                     joined=joined,
                     verified=config.weights.checksum,
                     cut=config.weights.pause_mode == "abort",
@@ -270,12 +270,13 @@ class WeightUpdate:
             case UpdateStep.PAUSE:
                 self._paused_at[gserver] = time.monotonic()
                 await self._calls.pause(gserver, self._pause_mode)
-                if self._pause_mode == "abort" and self._writes_over(gserver):
+                writes_over = not gserver.stages_weights and _way(self._weights) != "adapter"
+                if self._pause_mode == "abort" and writes_over:
                     # SGLang has replied to its requests, but may still run them, and would not flush its cache.
                     await self._calls.pause(gserver, "retract")
             case UpdateStep.MARK:
                 await self._calls.name(gserver, MIXED_WEIGHTS)
-            case UpdateStep.SWAP if stages_weights(gserver):
+            case UpdateStep.SWAP if gserver.stages_weights:
                 await self._calls.end(gserver)
             case UpdateStep.SWAP:
                 if isinstance(self._weights, Broadcast):
@@ -301,46 +302,27 @@ class WeightUpdate:
         await self._calls.join_group(gserver, message)
 
     async def _receive(self, gserver: Gserver) -> None:
-        if isinstance(self._weights, Snapshot):
-            await self._load(gserver, self._weights)
-            return
-        buckets = self._weights.buckets
-        for number, bucket in enumerate(buckets, start=1):
-            flush = self._flushes(gserver) and number == len(buckets)
-            label = self._staged_label(gserver)
-            await self._calls.receive(gserver, bucket, group=self.group.name, label=label, flush_cache=flush)
-            self._received[gserver] = number
-
-    def _staged_label(self, gserver: Gserver) -> str | None:
-        """Return the label for staged weights after the swap; None if `gserver` stages none."""
-        return self._label(self.version) if stages_weights(gserver) else None
+        """Have `gserver` receive the weights into its stage or, without one, over the served weights."""
+        weights, staged = self._weights, gserver.stages_weights
+        label = self._label(self.version) if staged else None
+        # SGLang refuses to flush its cache while requests stay in place. A gserver with a stage drops outdated entries.
+        flush = not staged and self._pause_mode != "in_place"
+        if isinstance(weights, Broadcast):
+            for number, bucket in enumerate(weights.buckets, start=1):
+                last = number == len(weights.buckets)
+                await self._calls.receive(
+                    gserver, bucket, group=self.group.name, label=label, flush_cache=flush and last
+                )
+                self._received[gserver] = number
+        elif weights.adapter and not staged:
+            await self._calls.load_adapter(gserver, weights.folder, name=_adapter(self.version))
+        else:
+            if not staged:
+                await self._calls.wait_until_idle(gserver)  # SGLang's front end breaks down when two loads overlap
+            await self._calls.load(gserver, weights.folder, label=label, flush_cache=flush)
 
     def _label(self, version: int) -> str:
         return self._ledger.lineage.label(version)
-
-    async def _load(self, gserver: Gserver, files: Snapshot) -> None:
-        if files.adapter and not stages_weights(gserver):
-            await self._calls.load_adapter(gserver, files.folder, name=_adapter(self.version))
-            return
-        if not stages_weights(gserver):
-            await self._calls.wait_until_idle(gserver)  # SGLang's front end breaks down when two loads overlap
-        await self._calls.load(
-            gserver,
-            files.folder,
-            label=self._staged_label(gserver),
-            flush_cache=self._flushes(gserver),
-        )
-
-    def _flushes(self, gserver: Gserver) -> bool:
-        """Whether to request that `gserver` flush its cache.
-
-        SGLang refuses that while requests stay in place; a gserver that stages weights drops outdated entries itself.
-        """
-        return not stages_weights(gserver) and self._pause_mode != "in_place"
-
-    def _writes_over(self, gserver: Gserver) -> bool:
-        """Whether `gserver` writes new weights over those that it serves."""
-        return not stages_weights(gserver) and _way(self._weights) != "adapter"
 
     def _meaning(self, label: str) -> Serves:
         """Return whether `label` stands for the old weights, the new ones, or others."""
@@ -359,11 +341,6 @@ def _adapter(version: int) -> str:
     name = adapter_name(version)
     assert name is not None, "the first version that is published is 1"
     return name
-
-
-def stages_weights(gserver: Gserver) -> bool:
-    """Whether `gserver` can receive new weights separately from the served ones."""
-    return gserver.info is not None and gserver.info.staged_weight_update
 
 
 def _health_of(error: Exception) -> MemberHealth:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import PeerError, StreamRLError
-from streamrl.gserver.manager import process
+from streamrl.gserver.manager import members, process
 from streamrl.transport.control import Admit
 from streamrl.transport.manager_client import GONE_BACK
-from tests.gserver.harness import Run, keep_beating, limit_trainer_patience, managed, small_config
+from tests.gserver.harness import Run, keep_beating, managed, small_config
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ async def test_the_silence_of_a_model_worker_counts_as_its_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its machine is gone without a word, and the trainer waits for groups that would have come to it."""
-    limit_trainer_patience(monkeypatch, 2.0)
+    monkeypatch.setattr(members, "TRAINER_PATIENCE_SECONDS", 2.0)
     config = small_config(tmp_path, trainer={"data_parallel": 2}, limits={"silence_seconds": 2.0})
     async with managed(config) as run:
         beating = asyncio.create_task(keep_beating(run, "gserver", "rollout", "model_worker"))

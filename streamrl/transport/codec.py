@@ -1,8 +1,7 @@
 """A `TrajectoryGroup` as the frames of one message: a small msgpack header, then the raw arrays.
 
-Each array has a frame of its own and is never copied, unless the group is small: then a frame costs more than copying
-its content, and `FramePacker` puts all arrays into one frame. A received array uses the message's own memory and is
-read-only. Invariant: the groups that `decode` returns keep every rule of `streamrl.types`, so code behind the stream
+Each array has a frame of its own and is never copied, unless the group is small: then the socket sends all arrays in
+one frame. A received array uses the message's own memory and is read-only. Invariant: the groups that `decode` returns keep every rule of `streamrl.types`, so code behind the stream
 does not check again.
 """
 
@@ -19,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from streamrl.errors import WireError
-from streamrl.transport.session import COPIED_BELOW, Frame
+from streamrl.transport.session import Frame
 from streamrl.types import ARRAY_FIELDS, LARGEST_REWARD, NO_EXPERT, NO_VERSION, GroupFacts, TrajectoryGroup
 
 ARRAYS: dict[str, str] = {field.name: field.dtype for field in ARRAY_FIELDS}
@@ -113,23 +112,6 @@ def encode(group: TrajectoryGroup, *, max_group_bytes: int, permit: str = "") ->
         raise WireError(f"group {group.seq}: a header of {len(head)} bytes, more than {MAX_HEADER_BYTES}")
     _check_size(arrays, max_group_bytes, where=f"group {group.seq}")
     return [head, *arrays]
-
-
-class FramePacker:
-    """Packs the arrays of small groups into one frame, in memory that it reuses."""
-
-    def __init__(self) -> None:
-        self._memory = memoryview(bytearray(COPIED_BELOW))
-
-    def pack(self, arrays: Sequence[Frame]) -> Sequence[Frame]:
-        """Return the frames `arrays`; small ones are merged into one frame that is valid until the next call."""
-        if not arrays or sum(map(len, arrays)) >= COPIED_BELOW:
-            return arrays
-        end = 0
-        for array in arrays:
-            start, end = end, end + len(array)
-            self._memory[start:end] = array
-        return [self._memory[:end]]
 
 
 def decode(header: GroupHeader, frames: Sequence[Frame], *, limits: Limits, sender: str) -> TrajectoryGroup:

@@ -29,8 +29,6 @@ from streamrl.transport.secret import Secret
 MAC_BYTES = 16
 LONGEST_INDEX = 9
 """Digits of the number of a process within its role."""
-REMEMBERED = 65536
-"""Routing ids that a receiver remembers as verified."""
 
 
 class CurveKeys(NamedTuple):
@@ -111,18 +109,13 @@ class Verifier:
     def __init__(self, keys: ReceiverKeys) -> None:
         self._keys = keys
         self._roles = MAY_SEND_TO[keys.role]
-        self._known: dict[bytes, Identity] = {}
         self._latest: dict[str, Identity] = {}
 
     def sender(self, routing_id: bytes) -> Identity:
         """Return the sender with `routing_id`.
 
         Raises `UnknownSender` if the credential is missing, invalid, superseded, or not valid for this receiver."""
-        found = self._known.get(routing_id)
-        if found is None:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            found = self._known[routing_id] = self._latest_of(self._read(routing_id))
+        found = self._latest_of(self._read(routing_id))
         if found.superseded:
             raise UnknownSender(f"a process that was {found.name}: another process has taken its place")
         return found

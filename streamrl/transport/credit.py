@@ -18,21 +18,25 @@ group finds no free place, it queues as if it had been offered.
 from __future__ import annotations
 
 import heapq
+from typing import Generic, TypeVar
 
 from streamrl.transport.liveness import LastHeard, next_silence
 
 
-class CreditBook:
-    """The reservations and offers of one head; a sender is identified by bytes, and times are in seconds."""
+Sender = TypeVar("Sender")
+
+
+class CreditBook(Generic[Sender]):
+    """The reservations and offers of one head; times are in seconds."""
 
     def __init__(self, *, capacity: int, silence_seconds: float) -> None:
         self.capacity = capacity
         self.silence_seconds = silence_seconds
-        self._reserved: dict[int, bytes] = {}
-        self._waiting: dict[int, dict[bytes, None]] = {}
+        self._reserved: dict[int, Sender] = {}
+        self._waiting: dict[int, dict[Sender, None]] = {}
         self._order: list[int] = []  # heap: every seq that waits without reservation, possibly others
         self._ordered: set[int] = set()  # members of the heap
-        self._heard: dict[bytes, LastHeard] = {}
+        self._heard: dict[Sender, LastHeard] = {}
 
     @property
     def reserved(self) -> int:
@@ -52,7 +56,7 @@ class CreditBook:
             return 0
         return (self.capacity - stored - len(self._reserved)) // (2 * max(1, len(self._heard)))
 
-    def hear(self, sender: bytes, *, now: float) -> bool:
+    def hear(self, sender: Sender, *, now: float) -> bool:
         """Note a message of `sender`; return whether it was unknown or silent, so that none of its offers is noted."""
         if sender in self._heard:
             self._heard[sender].hear(now=now)
@@ -60,7 +64,7 @@ class CreditBook:
         self._heard[sender] = LastHeard(now=now, patience=self.silence_seconds)
         return True
 
-    def offer(self, sender: bytes, seq: int) -> bool:
+    def offer(self, sender: Sender, seq: int) -> bool:
         """Note that `sender` has `seq` in hand; return whether a place is reserved for it already, so it may send."""
         if self._reserved.get(seq) == sender:
             return True
@@ -68,7 +72,7 @@ class CreditBook:
         self._queue(seq)
         return False
 
-    def withdraw(self, sender: bytes, seq: int) -> None:
+    def withdraw(self, sender: Sender, seq: int) -> None:
         """Forget the offer and the reservation: `sender` no longer has `seq`, or its group was refused."""
         if self._reserved.get(seq) == sender:
             self._release(seq)
@@ -82,14 +86,14 @@ class CreditBook:
         """Whether a group that arrived may be stored: a place is reserved for it, or one is free."""
         return seq in self._reserved or stored + len(self._reserved) < self.capacity
 
-    def note_stored(self, seq: int) -> list[bytes]:
+    def note_stored(self, seq: int) -> list[Sender]:
         """Note that `seq` is stored; return the other senders that offered it and need not send it any more."""
         self._reserved.pop(seq, None)
         return list(self._waiting.pop(seq, ()))
 
-    def grant(self, *, stored: int) -> list[tuple[bytes, int]]:
+    def grant(self, *, stored: int) -> list[tuple[Sender, int]]:
         """Reserve the free places, lowest sequence number first; return the (sender, seq) pairs to send now."""
-        grants: list[tuple[bytes, int]] = []
+        grants: list[tuple[Sender, int]] = []
         while self._order and stored + len(self._reserved) < self.capacity:
             seq = heapq.heappop(self._order)
             self._ordered.remove(seq)
@@ -102,7 +106,7 @@ class CreditBook:
             grants.append((sender, seq))
         return grants
 
-    def forget_silent(self, *, now: float) -> dict[bytes, int]:
+    def forget_silent(self, *, now: float) -> dict[Sender, int]:
         """Forget the senders that were silent for too long; return how many reservations each of them had."""
         silent = {sender: 0 for sender, heard in self._heard.items() if heard.is_silent(now=now)}
         if not silent:

@@ -8,7 +8,6 @@ silence are decided in those modules.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 
@@ -19,21 +18,12 @@ class LastHeard:
 
     def __init__(self, *, now: float, patience: float) -> None:
         self.at = now
-        """Time of the last message; -inf if the connection has ended since, or there was no message yet."""
+        """Time of the last message."""
         self.patience = patience
 
     def hear(self, *, now: float) -> None:
         """Note a message of the peer."""
         self.at = now
-
-    def end(self) -> None:
-        """Note that its connection has ended: the peer is silent at once, until its next message."""
-        self.at = -math.inf
-
-    @property
-    def ended(self) -> bool:
-        """Whether its connection has ended and no message has come since, or none ever came."""
-        return self.at == -math.inf
 
     @property
     def silent_at(self) -> float:

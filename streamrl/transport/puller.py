@@ -12,7 +12,6 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -25,8 +24,7 @@ from streamrl.transport import codec
 from streamrl.transport.credentials import Identity, ReceiverKeys
 from streamrl.transport.credit import CreditBook
 from streamrl.transport.push_pull import UNREADABLE, Ask, Refusal, Reply
-from streamrl.transport.session import MessageSession
-from streamrl.transport.sockets import Arrival, ServerSocket
+from streamrl.transport.sockets import Arrival, Connection, ServerSocket
 from streamrl.types import TrajectoryGroup
 
 log = logging.getLogger(__name__)
@@ -68,21 +66,6 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Ask | codec.GroupHeader)
 
 
-class _Sender:
-    """A pusher that has sent something, from one socket."""
-
-    def __init__(self, route: bytes, identity: Identity, session: MessageSession) -> None:
-        self.route = route
-        self.identity = identity
-        self.session = session
-        self.reply = Reply()
-        """The reply that is sent at the end of this batch."""
-
-    @property
-    def name(self) -> str:
-        return self.identity.name
-
-
 class GroupPuller:
     """Receives groups and stores them in `sink`, from `start` to `close`."""
 
@@ -103,10 +86,9 @@ class GroupPuller:
         self._keys = keys
         self._limits = limits
         self._sink = sink
-        self._book = CreditBook(capacity=sink.capacity_groups, silence_seconds=silence_seconds)
-        self._senders: dict[bytes, _Sender] = {}
-        self._heard: dict[bytes, _Sender] = {}
-        """Pushers to which a reply is due."""
+        self._book = CreditBook[Connection](capacity=sink.capacity_groups, silence_seconds=silence_seconds)
+        self._due: dict[Connection, Reply] = {}
+        """The replies that are sent at the end of this batch."""
         self._warnings = RateLimitedLog(log)
         self._closing = False
         self._wake_receiver, self._wake_sender = socket.socketpair()
@@ -176,8 +158,8 @@ class GroupPuller:
                     self._wake_receiver.recv(4096)
             self._receive_batch()
             self._forget_silent()
-            for route, seq in self._book.grant(stored=len(self._sink)):
-                self._reply(route).send.append(seq)
+            for pusher, seq in self._book.grant(stored=len(self._sink)):
+                self._reply(pusher).send.append(seq)
             self._send_replies()
 
     def _until_next_silence(self) -> int | None:
@@ -193,112 +175,100 @@ class GroupPuller:
             if arrival is None:
                 return
             now = time.monotonic()
-            sender = self._sender(arrival)
-            if self._book.hear(sender.route, now=now):
-                sender.reply.offer_again = True
-            if sender.session.receive(arrival.packet):
-                self._handle(sender, arrival)
+            reply = self._reply(arrival.connection)
+            if self._book.hear(arrival.connection, now=now):
+                reply.offer_again = True
+            if arrival.message is not None:
+                self._handle(arrival.message, arrival)
             if now > end:
                 return
 
-    def _sender(self, arrival: Arrival) -> _Sender:
-        sender = self._senders.get(arrival.route)
-        if sender is None:
-            session = MessageSession(partial(self._server.send, arrival.route))
-            sender = self._senders[arrival.route] = _Sender(arrival.route, arrival.sender, session)
-        self._heard[arrival.route] = sender
-        return sender
+    def _reply(self, pusher: Connection) -> Reply:
+        """Return the reply that is due to this pusher."""
+        return self._due.setdefault(pusher, Reply())
 
-    def _reply(self, route: bytes) -> Reply:
-        """Return the reply that is due to the pusher with this route."""
-        sender = self._heard[route] = self._senders[route]
-        return sender.reply
-
-    def _handle(self, sender: _Sender, arrival: Arrival) -> None:
+    def _handle(self, content: msgspec.Raw, arrival: Arrival) -> None:
+        pusher = arrival.connection
         try:
-            message = _decoder.decode(arrival.packet.message)
+            message = _decoder.decode(content)
         except Exception as error:  # tolerance point: no message may end the stream, whichever error it causes
             reason = f"a message that is neither an Ask nor a GroupHeader: {error or type(error).__name__}"
-            self._refuse(sender, UNREADABLE, reason)
+            self._refuse(pusher, UNREADABLE, reason)
             return
         if isinstance(message, Ask):
-            self._handle_ask(sender, message)
+            self._handle_ask(pusher, message)
             return
         try:
             if arrival.excess:
-                raise WireError(f"group {message.seq} from {sender.name}: {arrival.excess}")
-            self._handle_group(sender, message, arrival.frames)
+                raise WireError(f"group {message.seq} from {pusher.sender.name}: {arrival.excess}")
+            self._handle_group(pusher, message, arrival.frames)
         except Exception as error:  # tolerance point: see above
-            self._book.withdraw(sender.route, message.seq)
-            self._refuse(sender, message.seq, str(error) or type(error).__name__)
+            self._book.withdraw(pusher, message.seq)
+            self._refuse(pusher, message.seq, str(error) or type(error).__name__)
 
-    def _handle_ask(self, sender: _Sender, ask: Ask) -> None:
+    def _handle_ask(self, pusher: Connection, ask: Ask) -> None:
         for seq in ask.withdrawn:
-            self._book.withdraw(sender.route, seq)
+            self._book.withdraw(pusher, seq)
         if len(ask.permits) != len(ask.offered):
-            self._refuse(sender, UNREADABLE, f"{len(ask.permits)} permits for {len(ask.offered)} groups")
+            self._refuse(pusher, UNREADABLE, f"{len(ask.permits)} permits for {len(ask.offered)} groups")
             return
         for seq, permit in zip(ask.offered, ask.permits, strict=True):
             try:
-                self._check_lease(sender, seq, permit)
-                self._limits.check_seq(seq, where=f"group {seq} from {sender.name}")
+                self._check_lease(pusher.sender, seq, permit)
+                self._limits.check_seq(seq, where=f"group {seq} from {pusher.sender.name}")
             except WireError as error:
-                self._refuse(sender, seq, str(error))
+                self._refuse(pusher, seq, str(error))
                 continue
             if self._sink.knows(seq):
-                sender.reply.stored.append(seq)
-            elif self._book.offer(sender.route, seq):
-                sender.reply.send.append(seq)
+                self._reply(pusher).stored.append(seq)
+            elif self._book.offer(pusher, seq):
+                self._reply(pusher).send.append(seq)
 
-    def _handle_group(self, sender: _Sender, header: codec.GroupHeader, frames: list[memoryview]) -> None:
+    def _handle_group(self, pusher: Connection, header: codec.GroupHeader, frames: list[memoryview]) -> None:
         """Store a group, or note it as offered if there is no place for it. Raises `WireError`."""
-        self._check_lease(sender, header.seq, header.permit)
-        if header.worker != sender.name:
-            raise WireError(f"group {header.seq} of {header.worker[:40]!r} comes from {sender.name}")
-        group = codec.decode(header, frames, limits=self._limits, sender=sender.name)
+        name = pusher.sender.name
+        self._check_lease(pusher.sender, header.seq, header.permit)
+        if header.worker != name:
+            raise WireError(f"group {header.seq} of {header.worker[:40]!r} comes from {name}")
+        group = codec.decode(header, frames, limits=self._limits, sender=name)
         full = not self._book.admits(group.seq, stored=len(self._sink)) and not self._sink.knows(group.seq)
         if full or not self._sink.offer(group):
-            self._book.offer(sender.route, group.seq)  # not offered before, or its reservation had expired
+            self._book.offer(pusher, group.seq)  # not offered before, or its reservation had expired
             return
-        for route in (sender.route, *self._book.note_stored(group.seq)):
-            self._reply(route).stored.append(group.seq)
+        for owner in (pusher, *self._book.note_stored(group.seq)):
+            self._reply(owner).stored.append(group.seq)
 
-    def _check_lease(self, sender: _Sender, seq: int, permit: str) -> None:
+    def _check_lease(self, sender: Identity, seq: int, permit: str) -> None:
         if not self._keys.permits(seq, sender.name, permit):
             raise WireError(f"group {seq} was not leased to {sender.name}")
 
-    def _refuse(self, sender: _Sender, seq: int, reason: str) -> None:
+    def _refuse(self, pusher: Connection, seq: int, reason: str) -> None:
         self._sink.count_refused()
         reason = reason[:LONGEST_REASON]  # it may quote the message
-        self._warnings.warning("refused a message from %s: %s", sender.name, reason)
-        sender.reply.refused.append(Refusal(seq, reason))
+        self._warnings.warning("refused a message from %s: %s", pusher.sender.name, reason)
+        self._reply(pusher).refused.append(Refusal(seq, reason))
 
     def _forget_silent(self) -> None:
         now = time.monotonic()
         due = self._book.next_silence()
         if due is None or now < due:
             return
-        for route, places in self._book.forget_silent(now=now).items():
-            sender = self._senders[route]
+        for pusher, places in self._book.forget_silent(now=now).items():
             if places:
                 log.warning(
                     "%s was granted %d places and has been silent for %.0f s: others may have them",
-                    *(sender.name, places, self._book.silence_seconds),
+                    *(pusher.sender.name, places, self._book.silence_seconds),
                 )
-            if sender.identity.superseded:
-                del self._senders[route]
 
     def _send_replies(self) -> None:
         """Send each pusher that has sent something one message with all news for it; if there is none, a beat."""
         stored = len(self._sink)
         taken, capacity = stored + self._book.reserved, self._book.capacity
         eager = self._book.eager(stored=stored)
-        for sender in self._heard.values():
-            reply = sender.reply
-            if not (reply.send or reply.stored or reply.refused or reply.offer_again):
-                sender.session.beat()
-                continue
-            reply.taken, reply.capacity, reply.eager = taken, capacity, eager
-            sender.session.send(_encoder.encode(reply))
-            sender.reply = Reply()
-        self._heard.clear()
+        for pusher, reply in self._due.items():
+            if reply.send or reply.stored or reply.refused or reply.offer_again:
+                reply.taken, reply.capacity, reply.eager = taken, capacity, eager
+                pusher.session.send(_encoder.encode(reply))
+            else:
+                pusher.session.beat()
+        self._due.clear()

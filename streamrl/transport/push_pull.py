@@ -33,7 +33,7 @@ from streamrl import essential
 from streamrl.errors import UNDECODABLE, PeerLost, StreamRLError, WireError
 from streamrl.transport import codec
 from streamrl.transport.control import Credential, Peer
-from streamrl.transport.session import Frame, MessageSession, Packet
+from streamrl.transport.session import Frame
 from streamrl.transport.sockets import ClientSocket
 from streamrl.types import TrajectoryGroup
 
@@ -166,15 +166,13 @@ class _Link:
         self._pending: dict[int, _Pending] = {}  # the oldest first
         self._offered: list[int] = []
         self._withdrawn: list[int] = []
-        self._heard = self._warned = -math.inf
+        self._warned = -math.inf
         self._reply = Reply()
         """The head's last reply."""
         self._under_way = 0
         """Number of pending groups that were sent."""
         self._flushing: asyncio.Handle | None = None
-        self._packer = codec.FramePacker()
         self._socket = socket
-        self._session = MessageSession(self._transmit)
         self._tasks = [
             essential.begin(self._receive(), name=f"receiving of the replies of {head}"),
             essential.begin(self._watch(beat_seconds), name=f"beats for {head}"),
@@ -211,9 +209,6 @@ class _Link:
         self._fail(PeerLost, f"the pusher was closed before {self._head} stored it")
         return self._tasks
 
-    def _transmit(self, packet: Packet, arrays: Sequence[Frame]) -> None:
-        self._socket.send(packet, self._packer.pack(arrays))
-
     def _offer(self, seqs: Iterable[int]) -> None:
         self._offered.extend(seqs)
         self._flush_soon()
@@ -232,16 +227,14 @@ class _Link:
             permits = [self._pending[seq].permit for seq in offered]
             ask = Ask(offered=offered, permits=permits, withdrawn=self._withdrawn[:SEQS_PER_ASK])
             del self._offered[:SEQS_PER_ASK], self._withdrawn[:SEQS_PER_ASK]
-            self._session.send(_encoder.encode(ask))
+            self._socket.session.send(_encoder.encode(ask))
 
     async def _receive(self) -> None:
         while True:
             await self._socket.arrived()
             try:
-                for packet in self._socket.packets():
-                    self._heard = time.monotonic()
-                    if self._session.receive(packet):
-                        self._handle(packet.message)
+                for message in self._socket.messages():
+                    self._handle(message)
             except PeerLost as rejected:
                 self._fail(WireError, f"{self._head}: {rejected}")
 
@@ -278,7 +271,7 @@ class _Link:
     def _send(self, item: _Pending) -> None:
         self._under_way += not item.sent
         item.sent = True
-        self._session.send(item.header, item.arrays)
+        self._socket.session.send(item.header, item.arrays)
 
     def _fail(self, kind: type[StreamRLError], reason: str) -> None:
         """Fail all pending groups."""
@@ -292,7 +285,7 @@ class _Link:
             await asyncio.sleep(beat_seconds)
             if not self._pending:
                 continue
-            self._session.beat()
+            self._socket.session.beat()
             now = time.monotonic()
             seq, oldest = next(iter(self._pending.items()))
             if min(now - oldest.started, now - self._warned) >= self._warn_seconds:
@@ -303,12 +296,13 @@ class _Link:
                 )
 
     def _awaited(self, now: float) -> str:
-        if now - self._heard < SILENT_SECONDS:
+        heard_at = self._socket.heard_at
+        if now - heard_at < SILENT_SECONDS:
             return (
                 f"credit of {self._head}: {self._reply.taken} of {self._reply.capacity} places taken there, "
                 f"{len(self._pending)} groups wait here"
             )
-        silence = "has not replied yet" if self._heard < 0 else f"is silent for {now - self._heard:.0f} s"
+        silence = "has not replied yet" if heard_at < 0 else f"is silent for {now - heard_at:.0f} s"
         return f"{self._head}, which {silence} (is its port open to this machine?): {len(self._pending)} groups"
 
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -28,8 +28,7 @@ from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport.control import Credential, Peer
 from streamrl.transport.credentials import Identity, ReceiverKeys
 from streamrl.transport.liveness import LastHeard
-from streamrl.transport.session import MessageSession, Packet
-from streamrl.transport.sockets import Arrival, ClientSocket, Readable, ServerSocket
+from streamrl.transport.sockets import ClientSocket, Connection, ServerSocket
 from streamrl.waits import warned_of
 
 log = logging.getLogger(__name__)
@@ -94,30 +93,36 @@ class _Request:
 
     def __init__(self, workers: Collection[int], call: str) -> None:
         """`call`: the name of the call's type."""
-        loop = asyncio.get_running_loop()
         self.call = call
-        self.results: dict[int, asyncio.Future[msgspec.Raw]] = {worker: loop.create_future() for worker in workers}
+        self.missing = set(workers)
+        """Workers that have not replied."""
+        self.results: dict[int, msgspec.Raw] = {}
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self, worker: int, result: msgspec.Raw) -> None:
+        self.results[worker] = result
+        self.missing.remove(worker)
+        if not self.missing and not self.done.done():
+            self.done.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        for future in self.results.values():
-            if not future.done():
-                future.set_exception(error)
-                future.exception()  # only one failure is raised; mark the request's other failures as retrieved
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 class _Worker:
     """A worker that has connected."""
 
-    def __init__(self, route: bytes, session: MessageSession, *, now: float) -> None:
-        self.route = route
-        self.session = session
-        self.heard = LastHeard(now=now, patience=SILENCE_SECONDS)
-        self.unreachable_since: float | None = None
-        """When sending to it failed first, as its connection has ended; None if it is connected."""
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.heard = LastHeard(now=time.monotonic(), patience=SILENCE_SECONDS)
 
-    @property
-    def lives(self) -> bool:
-        return not self.heard.is_silent(now=time.monotonic())
+    def loss(self) -> str:
+        """Return how it was lost; empty if it lives."""
+        now, ended_at = time.monotonic(), self.connection.ended_at
+        if ended_at is not None and now - ended_at >= RETURN_SECONDS:
+            return GONE
+        return f"has been silent for {self.heard.seconds(now=now):.0f} s" if self.heard.is_silent(now=now) else ""
 
 
 class Requests(Protocol):
@@ -155,7 +160,6 @@ class RequestChannel(Generic[Notice]):
             keys, host=host, announced=announced, encrypted=encrypted, most_packet_bytes=LARGEST_MESSAGE
         )
         self.endpoint = self._server.endpoint
-        self._readable = Readable(self._server.socket)
         self._number_of = number_of
         self._name_of = name_of
         self._notices = msgspec.msgpack.Decoder(notice_type)
@@ -164,8 +168,8 @@ class RequestChannel(Generic[Notice]):
         self._last_request = 0
         self._pending: dict[int, _Request] = {}
         self._workers: dict[int, _Worker] = {}
-        self._joined = asyncio.Condition()
-        """Notified when a worker connects or returns."""
+        self._heard = asyncio.Condition()
+        """Notified of each packet of a worker."""
         self._tasks = [
             essential.begin(self._receive(), name="the master's receiving of messages"),
             essential.begin(self._watch(), name="the master's watch over workers"),
@@ -181,9 +185,9 @@ class RequestChannel(Generic[Notice]):
             return ", ".join(self._name_of(worker) for worker in sorted(workers - self._workers.keys()))
 
         try:
-            async with asyncio.timeout(patience), self._joined:
+            async with asyncio.timeout(patience), self._heard:
                 with warned_of(lambda: f"{missing()} to connect to the controller", after=warn_after, log=log):
-                    await self._joined.wait_for(lambda: workers <= self._workers.keys())
+                    await self._heard.wait_for(lambda: workers <= self._workers.keys())
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{missing()} did not connect to the controller within {patience:.0f} s; look at the logs there, or "
@@ -195,8 +199,8 @@ class RequestChannel(Generic[Notice]):
 
         Raises `DeadlineExceeded` after `patience` seconds."""
         try:
-            async with asyncio.timeout(patience), self._joined:
-                await self._joined.wait_for(lambda: any(map(self._lives, workers)))
+            async with asyncio.timeout(patience), self._heard:
+                await self._heard.wait_for(lambda: any(map(self._lives, workers)))
         except TimeoutError as error:
             names = ", ".join(map(self._name_of, workers))
             raise DeadlineExceeded(
@@ -209,9 +213,8 @@ class RequestChannel(Generic[Notice]):
         while True:
             await asyncio.sleep(BEAT_SECONDS / 2)
             for worker in workers:
-                if worker in self._workers and not self._lives(worker):
-                    seconds = self._workers[worker].heard.seconds(now=time.monotonic())
-                    return f"{self._name_of(worker)} was not heard for {seconds:.0f} s, or its connection ended"
+                if worker in self._workers and (loss := self._workers[worker].loss()):
+                    return f"{self._name_of(worker)} {loss}"
 
     async def call(self, worker: int, call: Any, reply: type[Result], *, timeout: float) -> Result:
         """Have one worker carry out `call`; raises as `request` does."""
@@ -231,14 +234,14 @@ class RequestChannel(Generic[Notice]):
             self._send(worker, WorkerCall(number, _raw(call)))
         try:
             async with asyncio.timeout(timeout):
-                results = dict(zip(calls, await asyncio.gather(*request.results.values()), strict=True))
+                await request.done
         except TimeoutError as error:
-            late = ", ".join(self._name_of(w) for w, future in request.results.items() if not _has_result(future))
+            late = ", ".join(self._name_of(worker) for worker in calls if worker in request.missing)
             raise DeadlineExceeded(f"{late} did not finish {request.call} within {timeout:.0f} s") from error
         finally:
             del self._pending[number]
         try:
-            return {worker: msgspec.msgpack.decode(result, type=reply) for worker, result in results.items()}
+            return {worker: msgspec.msgpack.decode(request.results[worker], type=reply) for worker in calls}
         except UNDECODABLE as error:
             raise WireError(f"the reply to {request.call} cannot be decoded: {error}") from error
 
@@ -247,33 +250,29 @@ class RequestChannel(Generic[Notice]):
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._readable.close()
         self._server.close()
 
     async def _receive(self) -> None:
         while True:
-            await self._readable.wait()
+            await self._server.arrived()
             while (arrival := self._server.receive()) is not None:
-                await self._handle(self._number_of(arrival.sender), arrival)
+                number = self._number_of(arrival.connection.sender)
+                await self._hear(number, arrival.connection)
+                if arrival.message is not None:
+                    self._process(number, arrival.message)
 
-    async def _handle(self, number: int, arrival: Arrival) -> None:
-        lived = self._lives(number)
+    async def _hear(self, number: int, connection: Connection) -> None:
         worker = self._workers.get(number)
-        if worker is None or worker.route != arrival.route:
+        if worker is None or worker.connection is not connection:
             self._lose(number, "was restarted")
-            session = MessageSession(partial(self._transmit, number, arrival.route))
-            worker = self._workers[number] = _Worker(arrival.route, session, now=time.monotonic())
+            worker = self._workers[number] = _Worker(connection)
         worker.heard.hear(now=time.monotonic())
-        worker.unreachable_since = None
-        if not lived:
-            async with self._joined:
-                self._joined.notify_all()
-        if worker.session.receive(arrival.packet):
-            self._process(number, arrival.packet)
+        async with self._heard:
+            self._heard.notify_all()
 
-    def _process(self, worker: int, packet: Packet) -> None:
+    def _process(self, worker: int, content: msgspec.Raw) -> None:
         try:
-            message = _from_workers.decode(packet.message)
+            message = _from_workers.decode(content)
             notice = self._notices.decode(message.notice) if isinstance(message, NoticeMessage) else None
         except Exception as error:  # tolerance point: no message may end the receiver, whichever error it causes
             text = f"{type(error).__name__}: {error}"[:200]
@@ -284,11 +283,10 @@ class RequestChannel(Generic[Notice]):
             self._on_notice(worker, notice)
             return
         request = self._pending.get(message.request)
-        future = request.results.get(worker) if request is not None else None
-        if request is None or future is None or future.done():
+        if request is None or worker not in request.missing:
             return
         if isinstance(message, ReplyMessage):
-            future.set_result(message.result)
+            request.take(worker, message.result)
         else:
             request.fail(PeerError(f"{self._name_of(worker)} failed in {request.call}: {message.text}"))
 
@@ -297,39 +295,25 @@ class RequestChannel(Generic[Notice]):
         while True:
             await asyncio.sleep(BEAT_SECONDS)
             for number, worker in self._workers.items():
-                worker.session.beat()
-                now, since = time.monotonic(), worker.unreachable_since
-                if worker.heard.ended:
-                    continue
-                if since is not None and now - since >= RETURN_SECONDS:
-                    worker.heard.end()
-                    self._lose(number, GONE)
-                elif worker.heard.is_silent(now=now):
-                    self._lose(number, f"has been silent for {worker.heard.seconds(now=now):.0f} s")
+                worker.connection.session.beat()
+                if loss := worker.loss():
+                    self._lose(number, loss)
 
     def _lives(self, worker: int) -> bool:
-        return worker in self._workers and self._workers[worker].lives
+        return worker in self._workers and not self._workers[worker].loss()
 
     def _lose(self, worker: int, how: str) -> None:
         """Fail the requests that wait for `worker`."""
         for request in self._pending.values():
-            future = request.results.get(worker)
-            if future is not None and not future.done():
+            if worker in request.missing:
                 request.fail(PeerLost(f"{self._name_of(worker)} {how}"))
 
     def _send(self, worker: int, message: WorkerCall) -> None:
         """Send a message; drop it if the worker has never connected."""
         if (known := self._workers.get(worker)) is not None:
-            known.session.send(_encode(message))
-            if known.heard.ended:
-                self._lose(worker, GONE)
-
-    def _transmit(self, number: int, route: bytes, packet: Packet, _: object) -> None:
-        reached = self._server.send(route, packet)
-        self._readable.look_again()
-        worker = self._workers[number]
-        if not reached and worker.unreachable_since is None:
-            worker.unreachable_since = time.monotonic()
+            known.connection.session.send(_encode(message))
+            if loss := known.loss():
+                self._lose(worker, loss)
 
 
 class ReplyChannel(Generic[Call]):
@@ -340,34 +324,30 @@ class ReplyChannel(Generic[Call]):
         self._address = master.address
         self._socket = ClientSocket(master.address, credential)
         self._calls = msgspec.msgpack.Decoder(call_type)
-        self._session = MessageSession(self._socket.send)
         self._received: asyncio.Queue[tuple[int, Call]] = asyncio.Queue()
-        self._welcomed = False
-        """Whether a packet of the master has arrived."""
         self._beating = essential.begin(self._beat(), name="beats for the master")
 
     async def receive(self) -> tuple[int, Call]:
         """Return the number of the next request, and the call, in the order that all workers share.
 
         Raises `PeerLost` when the master rejects this process, or sends nothing at all."""
-        if not self._welcomed:
+        if not self._is_welcomed:
             await self._until_welcomed()
         while self._received.empty():
-            await self._socket.arrived()
-            self._take_packets()
+            await self._take_arrived()
         return self._received.get_nowait()
 
     def reply(self, request: int, result: msgspec.Struct) -> None:
         """Send the master the result of a call."""
-        self._session.send(_encode(ReplyMessage(request, _raw(result))))
+        self._socket.session.send(_encode(ReplyMessage(request, _raw(result))))
 
     def fail(self, request: int, text: str) -> None:
         """Send the master the error text of a failed call: a traceback if the error was unexpected."""
-        self._session.send(_encode(ErrorMessage(request, text)))
+        self._socket.session.send(_encode(ErrorMessage(request, text)))
 
     def notify(self, notice: msgspec.Struct) -> None:
         """Send the master a notice, which it processes once and after all earlier ones, while `receive` is running."""
-        self._session.send(_encode(NoticeMessage(_raw(notice))))
+        self._socket.session.send(_encode(NoticeMessage(_raw(notice))))
 
     async def close(self) -> None:
         """Stop the beats, and close the socket."""
@@ -375,13 +355,16 @@ class ReplyChannel(Generic[Call]):
         await asyncio.gather(self._beating, return_exceptions=True)
         self._socket.close()
 
-    def _take_packets(self) -> None:
-        for packet in self._socket.packets():
-            self._welcomed = True
-            if not self._session.receive(packet):
-                continue
+    @property
+    def _is_welcomed(self) -> bool:
+        """Whether a packet of the master has arrived."""
+        return self._socket.heard_at > -math.inf
+
+    async def _take_arrived(self) -> None:
+        await self._socket.arrived()
+        for content in self._socket.messages():
             try:
-                message = _calls.decode(packet.message)
+                message = _calls.decode(content)
                 self._received.put_nowait((message.request, self._calls.decode(message.call)))
             except Exception as error:  # tolerance point: as in `RequestChannel`
                 log.warning("a call cannot be decoded: %s", f"{type(error).__name__}: {error}"[:200])
@@ -391,9 +374,8 @@ class ReplyChannel(Generic[Call]):
         try:
             async with asyncio.timeout(WELCOME_SECONDS):
                 with warned_of(lambda: f"the master at {self._address} to answer", after=5.0, log=log):
-                    while not self._welcomed:
-                        await self._socket.arrived()
-                        self._take_packets()
+                    while not self._is_welcomed:
+                        await self._take_arrived()
         except TimeoutError as error:
             raise PeerLost(
                 f"the master at {self._address} has not replied for {WELCOME_SECONDS:.0f} s: it cannot be reached "
@@ -403,9 +385,5 @@ class ReplyChannel(Generic[Call]):
 
     async def _beat(self) -> None:
         while True:
-            self._session.beat()
+            self._socket.session.beat()
             await asyncio.sleep(BEAT_SECONDS)
-
-
-def _has_result(future: asyncio.Future[msgspec.Raw]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None

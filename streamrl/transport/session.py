@@ -62,22 +62,17 @@ class MessageSession:
     def __init__(self, send: Callable[[Packet, Sequence[Frame]], object]) -> None:
         """`send` sends a packet and the frames that follow it; it may lose them."""
         self._send = send
-        self._unconfirmed: dict[int, _Message] = {}
+        self.unconfirmed: dict[int, _Message] = {}
         """Sent messages that the other end may not have processed, by place, oldest first."""
         self._sent = 0
         self._processed = 0
         self._attempt = 0
         self._lost: int | None = None
 
-    @property
-    def unconfirmed(self) -> int:
-        """Number of sent messages that the other end may not have processed."""
-        return len(self._unconfirmed)
-
     def send(self, body: bytes, frames: Sequence[Frame] = ()) -> None:
         """Send a message. `frames` must not change until the other end has confirmed it."""
         self._sent += 1
-        message = self._unconfirmed[self._sent] = _Message(msgspec.Raw(body), frames)
+        message = self.unconfirmed[self._sent] = _Message(msgspec.Raw(body), frames)
         self._send_message(self._sent, message)
 
     def beat(self) -> None:
@@ -90,7 +85,7 @@ class MessageSession:
         self._confirm(packet.processed)
         if packet.lost == self._attempt:
             self._attempt += 1
-            for place, message in self._unconfirmed.items():
+            for place, message in self.unconfirmed.items():
                 self._send_message(place, message)
         following = self._processed + 1
         if packet.place < following:
@@ -109,5 +104,5 @@ class MessageSession:
         self._send(Packet(place, self._processed, self._attempt, self._lost, message.body), message.frames)
 
     def _confirm(self, place: int) -> None:
-        while self._unconfirmed and (first := next(iter(self._unconfirmed))) <= place:
-            del self._unconfirmed[first]
+        while self.unconfirmed and (first := next(iter(self.unconfirmed))) <= place:
+            del self.unconfirmed[first]

@@ -1,5 +1,6 @@
-"""The ZMQ sockets of the run, with authentication: `ServerSocket` at a receiver, `ClientSocket` at a sender.
+"""The ZMQ sockets of the run: `ServerSocket` at a receiver, `ClientSocket` at a sender.
 
+Both authenticate the sender, and carry messages over a session (`session.py`), so each message is processed once.
 Addresses begin with `curve://` if the receiver encrypts its connections, else with `tcp://`.
 """
 
@@ -7,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -22,7 +25,7 @@ from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport.addresses import address_of, host_of, url_of
 from streamrl.transport.control import Credential
 from streamrl.transport.credentials import Identity, ReceiverKeys, UnknownSender, Verifier, claimed_name
-from streamrl.transport.session import COPIED_BELOW, Frame, Packet, Rejection
+from streamrl.transport.session import COPIED_BELOW, Frame, MessageSession, Packet, Rejection
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +44,30 @@ _packets = msgspec.msgpack.Decoder(Packet)
 _replies = msgspec.msgpack.Decoder(Packet | Rejection)
 
 
+class Connection:
+    """A server's connection to one socket of a sender."""
+
+    def __init__(self, sender: Identity, transmit: Callable[[Packet], bool]) -> None:
+        """`transmit` returns whether the connection still exists."""
+        self.sender = sender
+        self.ended_at: float | None = None
+        """When sending failed first, because the connection has ended; None if it is connected."""
+        self._transmit = transmit
+        self.session = MessageSession(self._send)
+
+    def _send(self, packet: Packet, _: Sequence[Frame]) -> None:
+        if not self._transmit(packet) and self.ended_at is None:
+            self.ended_at = time.monotonic()
+
+
 class Arrival(NamedTuple):
     """A packet that has arrived at a server socket."""
 
-    route: bytes
-    """Routing id of the sender's socket: where replies go."""
-    sender: Identity
-    packet: Packet
+    connection: Connection
+    message: msgspec.Raw | None
+    """The message that is to be processed now; None if there is none, as in a beat."""
     frames: list[memoryview]
-    """The frames after the packet; none if they exceed a limit."""
+    """The frames of the message; none if they exceed a limit."""
     excess: str
     """Why `frames` was dropped; empty if it was not."""
 
@@ -90,6 +108,8 @@ class ServerSocket:
         self._verifier = Verifier(keys)
         self._most_packet_bytes, self._most_frames, self._most_bytes = most_packet_bytes, most_frames, most_bytes
         self._rejected = RateLimitedLog(log)
+        self._connections: dict[bytes, Connection] = {}
+        self._readable: Readable | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: ThreadAuthenticator | None = None
         self.socket = self._context.socket(zmq.ROUTER)
@@ -108,6 +128,12 @@ class ServerSocket:
             raise
         self.endpoint = url_of(announced or host, bound, scheme=CURVE if encrypted else "tcp")
 
+    async def arrived(self) -> None:
+        """Wait until packets may have arrived, on the running event loop."""
+        if self._readable is None:
+            self._readable = Readable(self.socket)
+        await self._readable.wait()
+
     def receive(self) -> Arrival | None:
         """Return the next packet of a known sender; None if none has arrived. Reject the packets of others."""
         while True:
@@ -117,26 +143,37 @@ class ServerSocket:
                 return None
             first, frames, excess = self._frames()
             try:
-                sender = self._verifier.sender(route)
+                connection = self._connection(route)
                 packet = self._packet(first)
             except UnknownSender as unknown:
                 self._rejected.warning("refused a message of %s", unknown)
-                self._send(route, [_encoder.encode(Rejection(f"messages of {unknown} are refused"))])
+                self._send(route, Rejection(f"messages of {unknown} are refused"))
             except Exception as error:  # tolerance point: no message may end the receiver, whichever error it causes
                 self._rejected.warning("refused a message of %s that is no packet: %s", claimed_name(route), error)
             else:
-                return Arrival(route, sender, packet, frames, excess)
-
-    def send(self, route: bytes, packet: Packet, frames: Sequence[Frame] = ()) -> bool:
-        """Send a packet; return False if the connection has ended."""
-        return self._send(route, [_encoder.encode(packet), *frames])
+                connection.ended_at = None
+                is_due = connection.session.receive(packet)
+                return Arrival(connection, packet.message if is_due else None, frames, excess)
 
     def close(self) -> None:
         """Close the socket; it may be closed already."""
+        if self._readable is not None:
+            self._readable.close()
+            self._readable = None
         self.socket.close()
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()
+
+    def _connection(self, route: bytes) -> Connection:
+        """Return the connection with this routing id. Raises `UnknownSender`."""
+        found = self._connections.get(route)
+        if found is None or found.sender.superseded:
+            sender = self._verifier.sender(route)
+            found = Connection(sender, lambda packet: self._send(route, packet))
+            self._connections = {r: known for r, known in self._connections.items() if not known.sender.superseded}
+            self._connections[route] = found
+        return found
 
     def _packet(self, content: memoryview) -> Packet:
         if len(content) > self._most_packet_bytes:
@@ -169,15 +206,19 @@ class ServerSocket:
             return first.buffer, frames, ""
         return first.buffer, [], f"{count} frames of {size} bytes, more than {self._most_frames} or {self._most_bytes}"
 
-    def _send(self, route: bytes, frames: Sequence[Frame]) -> bool:
+    def _send(self, route: bytes, packet: Packet | Rejection) -> bool:
+        """Send a packet; return False if the connection has ended."""
         try:
-            self.socket.send_multipart([route, *frames], _NOW)
+            self.socket.send_multipart([route, _encoder.encode(packet)], _NOW)
         except zmq.Again:  # the sender does not read
             return True
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
             return False
+        finally:
+            if self._readable is not None:
+                self._readable.look_again()
         return True
 
 
@@ -202,13 +243,17 @@ class ClientSocket:
         self._address = address
         self._refused = RateLimitedLog(log)
         self._readable = Readable(self.socket)
+        self._packer = FramePacker()
+        self.session = MessageSession(self._transmit)
+        self.heard_at = -math.inf
+        """When the last packet of the server arrived; -inf if none has."""
 
     async def arrived(self) -> None:
         """Wait until packets may have arrived."""
         await self._readable.wait()
 
-    def packets(self) -> Iterator[Packet]:
-        """Yield the packets that have arrived. Raises `PeerLost` if the server rejects this process."""
+    def messages(self) -> Iterator[msgspec.Raw]:
+        """Yield the messages that have arrived. Raises `PeerLost` if the server rejects this process."""
         while True:
             try:
                 content = self.socket.recv(_NOW)
@@ -221,13 +266,14 @@ class ClientSocket:
                 continue
             if isinstance(reply, Rejection):
                 raise PeerLost(reply.reason)
-            yield reply
+            self.heard_at = time.monotonic()
+            if self.session.receive(reply):
+                yield reply.message
 
-    def send(self, packet: Packet, frames: Sequence[Frame] = ()) -> None:
-        """Send a packet, and the frames that follow it."""
+    def _transmit(self, packet: Packet, frames: Sequence[Frame]) -> None:
         if self.socket.closed:
             return
-        parts = [_encoder.encode(packet), *frames]
+        parts = [_encoder.encode(packet), *self._packer.pack(frames)]
         try:
             for part in parts[:-1]:
                 self.socket.send(part, _NOW_MORE, copy=len(part) < COPIED_BELOW)
@@ -243,6 +289,23 @@ class ClientSocket:
         if not self.socket.closed:
             self._readable.close()
             self.socket.close()
+
+
+class FramePacker:
+    """Packs small frames into one, in memory that it reuses: a frame costs more than copying its content."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(bytearray(COPIED_BELOW))
+
+    def pack(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """Return the frames; small ones are merged into one frame that is valid until the next call."""
+        if not frames or sum(map(len, frames)) >= COPIED_BELOW:
+            return frames
+        end = 0
+        for frame in frames:
+            start, end = end, end + len(frame)
+            self._memory[start:end] = frame
+        return [self._memory[:end]]
 
 
 class Readable:

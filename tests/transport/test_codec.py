@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from streamrl.errors import WireError
 from streamrl.transport import codec
 from streamrl.transport.session import Frame
+from streamrl.transport.sockets import FramePacker
 from streamrl.types import LARGEST_REWARD, NO_VERSION, TrajectoryGroup
 from tests.groups import groups, make_group
 
@@ -41,7 +42,7 @@ def assert_equal(one: TrajectoryGroup, other: TrajectoryGroup) -> None:
             assert mine == theirs
 
 
-PACKER = codec.FramePacker()
+PACKER = FramePacker()
 
 
 def packed(group: TrajectoryGroup) -> list[Frame]:

@@ -25,6 +25,7 @@ from streamrl.transport.control import Credential
 from streamrl.transport.puller import PACKET_BYTES, GroupPuller
 from streamrl.transport.push_pull import UNREADABLE, Ask, GroupPusher, Reply
 from streamrl.transport.session import Frame, Packet, Rejection
+from streamrl.transport.sockets import FramePacker
 from streamrl.types import SampleMeta, TrajectoryGroup
 from tests import hostile
 from tests.credentials import OTHER_SECRET, LeasedPusher, credential_of, keys_of, peer_at, permit_for
@@ -283,7 +284,7 @@ def ask(*offered: int, withdrawn: Sequence[int] = ()) -> bytes:
 
 
 HEADER = bytes(frames_of(make_group(1))[0])
-TOGETHER = bytes(codec.FramePacker().pack(frames_of(make_group(1))[1:])[0])
+TOGETHER = bytes(FramePacker().pack(frames_of(make_group(1))[1:])[0])
 FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
 
 
@@ -343,7 +344,7 @@ async def test_the_limit_is_one_of_the_whole_message(frames: int, size: int, mon
     with head() as opened, raw_peer(opened) as peer:
         puller = opened.puller
         handle = puller._handle
-        monkeypatch.setattr(puller, "_handle", lambda *message: [kept.append(len(message[1].frames)), handle(*message)])
+        monkeypatch.setattr(puller, "_handle", lambda content, arrival: [kept.append(len(arrival.frames)), handle(content, arrival)])
         (refusal,) = peer.reply_to(HEADER, *[bytes(size)] * frames).refused
         assert refusal.seq == 1
         assert f"{frames} frames of {frames * size} bytes, more than {codec.MOST_FRAMES} or {LIMIT}" in refusal.reason
@@ -446,8 +447,8 @@ async def test_every_group_arrives_once_though_packets_of_the_head_are_lost(monk
     dice = random.Random(1)
     with head(capacity=8, keep=False) as opened:
         server = opened.puller._server
-        send = server.send
-        monkeypatch.setattr(server, "send", lambda *packet: dice.random() < 0.4 or send(*packet))
+        send = server._send
+        monkeypatch.setattr(server, "_send", lambda *packet: dice.random() < 0.4 or send(*packet))
         async with pusher_to(opened, beat=0.05) as one, pusher_to(opened, worker="rollout/1", beat=0.05) as other:
             mine = [one.push(make_group(seq)) for seq in range(0, 60)]
             theirs = [other.push(make_group(seq)) for seq in range(40, 100)]  # 20 are made twice

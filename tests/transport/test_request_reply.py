@@ -372,7 +372,7 @@ async def test_every_message_arrives_once_and_in_order_though_connections_break(
             else:
                 with pytest.raises(PeerError, match="it broke"):
                     await asking
-        await until(lambda: len(m.notices) >= len(said) and not end._session.unconfirmed and len(begun) >= 8)
+        await until(lambda: len(m.notices) >= len(said) and not end._socket.session.unconfirmed and len(begun) >= 8)
         assert [notice.text for _, notice in m.notices] == said
         calls = [Double(0), Double(1), Double(2), Fail()]
         assert begun == [call for pair in zip([Double(1)] * 4, calls, strict=True) for call in pair]
@@ -389,7 +389,7 @@ async def test_notices_of_a_restarted_worker_are_processed_from_its_first_one_on
         for joins, start in enumerate(("first", "second"), start=1):
             async with worker(m, 0, joins=joins) as end:
                 end.notify(News(start))
-                await until(lambda: not end._session.unconfirmed)
+                await until(lambda: not end._socket.session.unconfirmed)
         assert [notice.text for _, notice in m.notices] == ["first", "second"]
 
 

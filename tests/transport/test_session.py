@@ -68,7 +68,7 @@ class Connection(RuleBasedStateMachine):
             self.beat(1)
             self.drain()
         assert self.processed == self.sent
-        assert [session.unconfirmed for session in self.sessions] == [0, 0]
+        assert not any(session.unconfirmed for session in self.sessions)
 
 
 TestSession = Connection.TestCase

@@ -66,9 +66,9 @@ from streamrl.transport.keys import bearer  # noqa: E402
 from streamrl.transport.manager_client import ControlClient  # noqa: E402
 from streamrl.transport.permissions import ALLOWED, GENERATION_CALLS, LOOKS  # noqa: E402
 from streamrl.transport.push_pull import Ask, Reply  # noqa: E402
+from streamrl.transport.request_reply import FIRST_ROLLOUT_WORKER  # noqa: E402
 from streamrl.transport.secret import VARIABLE, Secret  # noqa: E402
 from streamrl.transport.session import Packet, Rejection  # noqa: E402
-from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER  # noqa: E402
 from tests import hostile  # noqa: E402
 from tests.gserver.installed import sglang_python  # noqa: E402
 from tests.hostile import Request  # noqa: E402
@@ -628,7 +628,7 @@ class ZmqFuzz:
 
     def until_read(self) -> None:
         """Wait until a head has read everything."""
-        offer = packet_of(1, msgspec.msgpack.encode(Ask(offered=[LAST], permits=["0" * 32], withdrawn=[])))
+        offer = packet_of(1, msgspec.msgpack.encode(Ask(offered=[(LAST, "0" * 32)], withdrawn=[])))
         deadline = time.monotonic() + ANSWER_SECONDS
         while not self.take():
             if time.monotonic() > deadline:

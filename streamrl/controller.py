@@ -30,9 +30,8 @@ from streamrl.transport.addresses import Listening
 from streamrl.transport.control import Heartbeat, Register
 from streamrl.transport.credentials import ReceiverKeys
 from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
-from streamrl.transport.request_reply import RequestChannel
+from streamrl.transport.request_reply import FIRST_ROLLOUT_WORKER, RequestChannel, name_on_channel
 from streamrl.transport.secret import encrypts
-from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER, name_on_channel, number_on_channel
 from streamrl.waits import first_of
 
 log = logging.getLogger(__name__)
@@ -238,8 +237,6 @@ def _channel(
         announced=listening.announced,
         notice_type=StorageNotice,
         on_notice=note,
-        name_of=name_on_channel,
-        number_of=number_on_channel,
     )
 
 

@@ -1,6 +1,7 @@
-"""The controller's HTTP API: the messages of its calls. `manager_client.py` has the client.
+"""The messages of the controller's HTTP API.
 
 One address, the controller's URL, is enough to join a run. The owner, with the run's secret, may make every call,
+<<<<<<< HEAD
 and joins with it; each role has a token for its own calls.
 
 | call | by | meaning |
@@ -28,6 +29,10 @@ and joins with it; each role has a token for its own calls.
 | POST /fail_run | rollout | stops the run because of an error in the worker |
 | GET /status, /metrics | all | the run's state as JSON; figures for Prometheus |
 | GET /health | anyone | 200 while the controller lives |
+=======
+and joins with it; each role has a token for its own calls. `permissions.py` has the table of the calls, and
+`manager_client.py` the client.
+>>>>>>> ded5adaa (Keep one table of the controller's calls and their callers)
 """
 
 from __future__ import annotations
@@ -212,10 +217,8 @@ class Peer(msgspec.Struct, frozen=True):
 class Topology(msgspec.Struct, frozen=True):
     """The registered processes of a role."""
 
-    complete: bool
-    """Whether as many processes as requested are registered."""
     peers: list[Peer]
-    """By index."""
+    """By index; fewer than requested if the others are not registered."""
 
 
 class FinishRun(msgspec.Struct, frozen=True):

@@ -22,7 +22,6 @@ from typing import Generic, TypeVar
 
 from streamrl.transport.liveness import LastHeard, next_silence
 
-
 Sender = TypeVar("Sender")
 
 

@@ -131,20 +131,10 @@ class ControlClient:
         If another process has the number, wait for its end; raise `PeerError` (423) if it is still alive after the time
         in which a dead one would have been detected. Later calls use the token from the reply.
         """
-        what = f"registering with the manager at {self.url} (is it running there, and its port open?)"
         given_up_at = None
         while True:
             try:
-                reply = await self._patiently(
-                    "POST",
-                    "/register",
-                    message,
-                    control.RegisterReply,
-                    what=what,
-                    patience=patience,
-                    again=(),
-                    joins=True,
-                )
+                reply = await self._join("POST", "/register", message, control.RegisterReply, patience=patience)
                 break
             except PeerError as error:
                 now = time.monotonic()
@@ -162,24 +152,17 @@ class ControlClient:
 
         Keep trying for `patience` seconds until the manager is there.
         """
-        what = f"asking the manager at {self.url} for a place (is it running there?)"
-        place = await self._patiently(
-            "POST", "/place", message, control.IndexReservation, what=what, patience=patience, again=(), joins=True
-        )
-        return place.index
+        return (await self._join("POST", "/place", message, control.IndexReservation, patience=patience)).index
 
     async def resume_point(self, *, patience: float) -> control.ResumePoint:
         """Return the checkpoint that the run resumes from; keep trying for `patience` seconds while the manager is
         missing, or belongs to a run that is over."""
-        what = f"asking the manager at {self.url} for the run's checkpoint (is it running there?)"
-        return await self._patiently("GET", "/resume_point", None, control.ResumePoint, what=what, patience=patience)
+        again = (HTTPStatus.CONFLICT,)
+        return await self._join("GET", "/resume_point", None, control.ResumePoint, patience=patience, again=again)
 
     async def model(self, *, patience: float) -> control.ModelListing:
         """Return the files of the run's model; keep trying for `patience` seconds until the manager is there."""
-        what = f"asking the manager at {self.url} for the model (is it running there?)"
-        return await self._patiently(
-            "GET", "/model", None, control.ModelListing, what=what, patience=patience, again=()
-        )
+        return await self._join("GET", "/model", None, control.ModelListing, patience=patience)
 
     async def model_part(self, name: str, begin: int) -> control.ModelPart:
         """Return bytes of a file of the model, starting at byte `begin`."""
@@ -197,7 +180,7 @@ class ControlClient:
             wait = min(control.LONG_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
             path = f"/topology?role={role}&count={count}&wait={wait:.3f}"
             reply = await self._patiently("GET", path, None, control.Topology)
-            if reply.complete:
+            if len(reply.peers) == count:
                 return reply.peers
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(
@@ -263,6 +246,20 @@ class ControlClient:
         """HTTP errors that may pass: a restarted controller knows its members again after they register again."""
         return (HTTPStatus.CONFLICT, UNKNOWN) if self.token else (HTTPStatus.CONFLICT,)
 
+    async def _join(
+        self,
+        method: str,
+        path: str,
+        body: msgspec.Struct | None,
+        reply: type[Reply],
+        *,
+        patience: float,
+        again: Collection[int] = (),
+    ) -> Reply:
+        """Make a call of a process that is about to join, as the owner, even if it was a member before."""
+        what = f"{method} {path} at the manager at {self.url} (is it running there, and its port open?)"
+        return await self._patiently(method, path, body, reply, what=what, patience=patience, again=again, joins=True)
+
     async def _patiently(
         self,
         method: str,
@@ -311,7 +308,7 @@ class ControlClient:
         timeout: float | None = None,
         joins: bool = False,
     ) -> Reply:
-        """Make a call once. `joins`: as the owner, even if this process was a member before."""
+        """Make a call once; `joins`: with the run's secret in place of the token."""
         if self._session is None:
             self._session = http.new_session(self._tls, connect_seconds=CONNECT_SECONDS)
         return await http.call(

@@ -3,52 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from streamrl.transport.control import Role
 
 OWNER = "the run's owner"
 """The caller that presents the key derived from the run's secret."""
-_EVERYONE: Set[Role] = frozenset(get_args(Role))
-_NOBODY: Set[Role] = frozenset()
+_ALL: Set[Role] = frozenset(get_args(Role))
+_OWNER_ALONE: Set[Role] = frozenset()
+_ROLLOUT: Set[Role] = frozenset({"rollout"})
+_MODEL_WORKER: Set[Role] = frozenset({"model_worker"})
 
-
-class Permission(NamedTuple):
-    """The roles that may make a call, in addition to the owner."""
-
-    roles: Set[Role]
-    speaker: str = ""
-    """Where the call names its sender: `role` stands for the fields role and index; any other value is the name of the
-    field that holds the sender's index, and the sender's role is the caller's."""
-
-
-ALLOWED: Mapping[str, Permission] = {
-    "POST /register": Permission(_NOBODY),
-    "GET /resume_point": Permission(_NOBODY),
-    "POST /place": Permission(_NOBODY),
-    "POST /drain": Permission(_NOBODY),
-    "POST /leave": Permission(frozenset({"gserver", "rollout"}), "role"),
-    "POST /heartbeat": Permission(_EVERYONE, "role"),
-    "GET /silent": Permission(_NOBODY),
-    "GET /model": Permission(_EVERYONE),
-    "GET /model/part": Permission(_EVERYONE),
-    "GET /topology": Permission(frozenset({"rollout", "model_worker"})),
-    "POST /admit": Permission(frozenset({"rollout"}), "worker"),
-    "POST /keep": Permission(frozenset({"rollout"}), "worker"),
-    "POST /route": Permission(frozenset({"rollout"}), "worker"),
-    "POST /in_flight": Permission(frozenset({"rollout"}), "worker"),
-    "POST /reject": Permission(frozenset({"rollout"}), "worker"),
-    "POST /fail_run": Permission(frozenset({"rollout"}), "worker"),
-    "POST /evaluation": Permission(frozenset({"rollout"}), "worker"),
-    "POST /publish/begin": Permission(frozenset({"model_worker"})),
-    "POST /publish/commit": Permission(frozenset({"model_worker"})),
-    "GET /publish/places": Permission(frozenset({"model_worker"})),
-    "POST /steer": Permission(_NOBODY),
-    "POST /finish_run": Permission(_NOBODY),
-    "GET /status": Permission(_EVERYONE),
-    "GET /metrics": Permission(_EVERYONE),
+ALLOWED: Mapping[str, Set[Role]] = {
+    # a process joins; rejected if its configuration differs
+    "POST /register": _OWNER_ALONE,
+    # the checkpoint that the run resumes from
+    "GET /resume_point": _OWNER_ALONE,
+    # a number for a process that joins a running run
+    "POST /place": _OWNER_ALONE,
+    # a gserver or rollout worker finishes and leaves; the controller saves and ends the run
+    "POST /drain": _OWNER_ALONE,
+    # the process has left
+    "POST /leave": frozenset({"gserver", "rollout"}),
+    # a sign of life, with figures; the reply contains whether to stop
+    "POST /heartbeat": _ALL,
+    # the silent processes, once their set has changed more than n times
+    "GET /silent": _OWNER_ALONE,
+    # the files of the model, for a host that does not have it, and bytes of one of these files
+    "GET /model": _ALL,
+    "GET /model/part": _ALL,
+    # waits until the named processes are registered; their addresses
+    "GET /topology": frozenset({"rollout", "model_worker"}),
+    # after the run went back to a checkpoint: the groups in hand that the worker may finish
+    "POST /keep": _ROLLOUT,
+    # waits for room in the ledger, or for a held-out prompt; sequence numbers and gservers
+    "POST /admit": _ROLLOUT,
+    # another gserver for a group whose gserver failed
+    "POST /route": _ROLLOUT,
+    # how many requests of the worker's groups still run
+    "POST /in_flight": _ROLLOUT,
+    # a group is given up
+    "POST /reject": _ROLLOUT,
+    # the result of a held-out prompt
+    "POST /evaluation": _ROLLOUT,
+    # stops the run because of an error in the worker
+    "POST /fail_run": _ROLLOUT,
+    # the two ends of a weight update
+    "POST /publish/begin": _MODEL_WORKER,
+    "POST /publish/commit": _MODEL_WORKER,
+    # on which machines and GPUs the gservers are
+    "GET /publish/places": _MODEL_WORKER,
+    # changes the staleness, pauses admission, requests a checkpoint
+    "POST /steer": _OWNER_ALONE,
+    # the run is over; every process receives `stop` with its next heartbeat
+    "POST /finish_run": _OWNER_ALONE,
+    # the run's state as JSON, and figures for Prometheus
+    "GET /status": _ALL,
+    "GET /metrics": _ALL,
 }
-"""Permissions of every call except GET /health, which any caller may make."""
+"""The controller's calls, and the roles that may make them in addition to the owner. Any caller may make GET /health:
+it returns 200 while the controller lives."""
 LOOKS = frozenset({"GET /status", "GET /metrics"})
 """Read-only calls that reveal no secret: on a loopback address any caller may make them."""
 MAY_SEND_TO: Mapping[Role, frozenset[Role]] = {

@@ -209,10 +209,7 @@ class GroupPuller:
     def _handle_ask(self, pusher: Connection, ask: Ask) -> None:
         for seq in ask.withdrawn:
             self._book.withdraw(pusher, seq)
-        if len(ask.permits) != len(ask.offered):
-            self._refuse(pusher, UNREADABLE, f"{len(ask.permits)} permits for {len(ask.offered)} groups")
-            return
-        for seq, permit in zip(ask.offered, ask.permits, strict=True):
+        for seq, permit in ask.offered:
             try:
                 self._check_lease(pusher.sender, seq, permit)
                 self._limits.check_seq(seq, where=f"group {seq} from {pusher.sender.name}")

@@ -49,17 +49,14 @@ UNREADABLE = -1
 """`Refusal.seq` of a message without a readable sequence number."""
 
 Seq = Annotated[int, msgspec.Meta(ge=0)]
-AskedSeqs = Annotated[list[Seq], msgspec.Meta(max_length=SEQS_PER_ASK)]
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """From a pusher: the groups that it offers or withdraws."""
 
-    offered: AskedSeqs
-    """Groups in hand that wait for a credit or an acknowledgement."""
-    permits: Annotated[list[str], msgspec.Meta(max_length=SEQS_PER_ASK)]
-    """For each offered group, the proof that it was leased to the pusher."""
-    withdrawn: AskedSeqs
+    offered: Annotated[list[tuple[Seq, str]], msgspec.Meta(max_length=SEQS_PER_ASK)]
+    """Groups in hand that wait for a credit or an acknowledgement, each with its permit."""
+    withdrawn: Annotated[list[Seq], msgspec.Meta(max_length=SEQS_PER_ASK)]
     """Groups no longer in hand."""
 
 
@@ -223,9 +220,9 @@ class _Link:
             self._flushing.cancel()
             self._flushing = None
         while self._offered or self._withdrawn:
-            offered = [seq for seq in self._offered[:SEQS_PER_ASK] if seq in self._pending]
-            permits = [self._pending[seq].permit for seq in offered]
-            ask = Ask(offered=offered, permits=permits, withdrawn=self._withdrawn[:SEQS_PER_ASK])
+            waiting = [seq for seq in self._offered[:SEQS_PER_ASK] if seq in self._pending]
+            offered = [(seq, self._pending[seq].permit) for seq in waiting]
+            ask = Ask(offered=offered, withdrawn=self._withdrawn[:SEQS_PER_ASK])
             del self._offered[:SEQS_PER_ASK], self._withdrawn[:SEQS_PER_ASK]
             self._socket.session.send(_encoder.encode(ask))
 

@@ -51,6 +51,22 @@ WELCOME_SECONDS = 60.0
 """A worker gives up if the master sends nothing for this long. The master's beats come every `BEAT_SECONDS`."""
 
 
+FIRST_ROLLOUT_WORKER = 1_000_000
+"""Number of rollout worker 0 on the channel. Model workers have their own numbers."""
+
+
+def number_on_channel(sender: Identity) -> int:
+    """Return the number of `sender` on the channel; `name_on_channel` is the inverse."""
+    return sender.index + (FIRST_ROLLOUT_WORKER if sender.role == "rollout" else 0)
+
+
+def name_on_channel(worker: int) -> str:
+    """Return the name of the process with the number `worker` on the channel, for example `rollout/0`."""
+    if worker >= FIRST_ROLLOUT_WORKER:
+        return f"rollout/{worker - FIRST_ROLLOUT_WORKER}"
+    return f"model_worker/{worker}"
+
+
 class WorkerCall(msgspec.Struct, frozen=True):
     """From the master: carry out a call."""
 
@@ -147,21 +163,16 @@ class RequestChannel(Generic[Notice]):
         host: str,
         notice_type: type[Notice],
         on_notice: Callable[[int, Notice], None],
-        name_of: Callable[[int], str] = "model_worker/{}".format,
         announced: str = "",
         encrypted: bool = False,
-        number_of: Callable[[Identity], int] = lambda sender: sender.index,
     ) -> None:
         """Listen at `host` on any free port; `announced`, `encrypted`: as in `ServerSocket`.
 
-        `on_notice` is called with the worker's number and each of its notices; `name_of` returns a worker's name for
-        messages, `number_of` the number of a worker from its verified credential."""
+        `on_notice` is called with the worker's number and each of its notices."""
         self._server = ServerSocket(
             keys, host=host, announced=announced, encrypted=encrypted, most_packet_bytes=LARGEST_MESSAGE
         )
         self.endpoint = self._server.endpoint
-        self._number_of = number_of
-        self._name_of = name_of
         self._notices = msgspec.msgpack.Decoder(notice_type)
         self._on_notice = on_notice
         self._warnings = RateLimitedLog(log)
@@ -182,7 +193,7 @@ class RequestChannel(Generic[Notice]):
         `patience` seconds."""
 
         def missing() -> str:
-            return ", ".join(self._name_of(worker) for worker in sorted(workers - self._workers.keys()))
+            return ", ".join(name_on_channel(worker) for worker in sorted(workers - self._workers.keys()))
 
         try:
             async with asyncio.timeout(patience), self._heard:
@@ -202,7 +213,7 @@ class RequestChannel(Generic[Notice]):
             async with asyncio.timeout(patience), self._heard:
                 await self._heard.wait_for(lambda: any(map(self._lives, workers)))
         except TimeoutError as error:
-            names = ", ".join(map(self._name_of, workers))
+            names = ", ".join(map(name_on_channel, workers))
             raise DeadlineExceeded(
                 f"no message from {names} within {patience:.0f} s; look at the logs there"
             ) from error
@@ -214,7 +225,7 @@ class RequestChannel(Generic[Notice]):
             await asyncio.sleep(BEAT_SECONDS / 2)
             for worker in workers:
                 if worker in self._workers and (loss := self._workers[worker].loss()):
-                    return f"{self._name_of(worker)} {loss}"
+                    return f"{name_on_channel(worker)} {loss}"
 
     async def call(self, worker: int, call: Any, reply: type[Result], *, timeout: float) -> Result:
         """Have one worker carry out `call`; raises as `request` does."""
@@ -236,7 +247,7 @@ class RequestChannel(Generic[Notice]):
             async with asyncio.timeout(timeout):
                 await request.done
         except TimeoutError as error:
-            late = ", ".join(self._name_of(worker) for worker in calls if worker in request.missing)
+            late = ", ".join(name_on_channel(worker) for worker in calls if worker in request.missing)
             raise DeadlineExceeded(f"{late} did not finish {request.call} within {timeout:.0f} s") from error
         finally:
             del self._pending[number]
@@ -256,7 +267,7 @@ class RequestChannel(Generic[Notice]):
         while True:
             await self._server.arrived()
             while (arrival := self._server.receive()) is not None:
-                number = self._number_of(arrival.connection.sender)
+                number = number_on_channel(arrival.connection.sender)
                 await self._hear(number, arrival.connection)
                 if arrival.message is not None:
                     self._process(number, arrival.message)
@@ -276,7 +287,7 @@ class RequestChannel(Generic[Notice]):
             notice = self._notices.decode(message.notice) if isinstance(message, NoticeMessage) else None
         except Exception as error:  # tolerance point: no message may end the receiver, whichever error it causes
             text = f"{type(error).__name__}: {error}"[:200]
-            self._warnings.warning("the master refused a message of %s: %s", self._name_of(worker), text)
+            self._warnings.warning("the master refused a message of %s: %s", name_on_channel(worker), text)
             return
         if isinstance(message, NoticeMessage):
             assert notice is not None
@@ -288,7 +299,7 @@ class RequestChannel(Generic[Notice]):
         if isinstance(message, ReplyMessage):
             request.take(worker, message.result)
         else:
-            request.fail(PeerError(f"{self._name_of(worker)} failed in {request.call}: {message.text}"))
+            request.fail(PeerError(f"{name_on_channel(worker)} failed in {request.call}: {message.text}"))
 
     async def _watch(self) -> None:
         """Send beats to the workers, and fail the requests of workers that are lost or silent."""
@@ -306,7 +317,7 @@ class RequestChannel(Generic[Notice]):
         """Fail the requests that wait for `worker`."""
         for request in self._pending.values():
             if worker in request.missing:
-                request.fail(PeerLost(f"{self._name_of(worker)} {how}"))
+                request.fail(PeerLost(f"{name_on_channel(worker)} {how}"))
 
     def _send(self, worker: int, message: WorkerCall) -> None:
         """Send a message; drop it if the worker has never connected."""

@@ -9,11 +9,6 @@ from __future__ import annotations
 
 import msgspec
 
-from streamrl.transport.credentials import Identity
-
-FIRST_ROLLOUT_WORKER = 1_000_000
-"""Number of rollout worker 0 on the channel; worker i has this number plus i."""
-
 
 class GenerateGroups(msgspec.Struct, frozen=True, tag=True):
     """The MFC `actor_gen`."""
@@ -43,15 +38,3 @@ class ScoreGroupsReply(msgspec.Struct, frozen=True):
 
     seqs: list[int]
     """Sequence numbers of the groups that are stored with the trainer, by this call or before."""
-
-
-def number_on_channel(sender: Identity) -> int:
-    """Return the number of `sender` on the channel; `name_on_channel` is the inverse."""
-    return sender.index + (FIRST_ROLLOUT_WORKER if sender.role == "rollout" else 0)
-
-
-def name_on_channel(worker: int) -> str:
-    """Return the name of the process with the number `worker` on the channel, for example `rollout/0`."""
-    if worker >= FIRST_ROLLOUT_WORKER:
-        return f"rollout/{worker - FIRST_ROLLOUT_WORKER}"
-    return f"model_worker/{worker}"

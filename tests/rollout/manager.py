@@ -161,7 +161,7 @@ async def managing(*, heads: list[str], gserver: str) -> AsyncIterator[Manager]:
 
     async def topology(request: web.Request) -> web.Response:
         peers = [Peer("model_worker", i, head) for i, head in enumerate(manager.heads)]
-        return web.Response(body=msgspec.json.encode(Topology(complete=True, peers=peers)))
+        return web.Response(body=msgspec.json.encode(Topology(peers)))
 
     add("/register", Register, manager.register)
     add("/heartbeat", Heartbeat, manager.heartbeat)

@@ -10,15 +10,12 @@ import pytest
 from streamrl.config import from_dict
 from streamrl.rollout.synchronous import SynchronousRollout
 from streamrl.transport.control import Admission
-from streamrl.transport.request_reply import RequestChannel
+from streamrl.transport.request_reply import FIRST_ROLLOUT_WORKER, RequestChannel
 from streamrl.transport.synchronous import (
-    FIRST_ROLLOUT_WORKER,
     GenerateGroups,
     GenerateGroupsReply,
     ScoreGroups,
     ScoreGroupsReply,
-    name_on_channel,
-    number_on_channel,
 )
 from tests.credentials import credential_of, keys_of, peer_at
 
@@ -63,8 +60,6 @@ async def synchronous(worker):
         host="127.0.0.1",
         notice_type=ScoreGroupsReply,
         on_notice=lambda *_: None,
-        name_of=name_on_channel,
-        number_of=number_on_channel,
     )
     config = from_dict({"rollout": {"group_size": SIBLINGS}})
     rollout = SynchronousRollout(

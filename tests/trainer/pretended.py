@@ -53,12 +53,12 @@ from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.process import Master
 from streamrl.transport.control import DataFacts, Scores
+from streamrl.transport.request_reply import name_on_channel
 from streamrl.transport.synchronous import (
     GenerateGroups,
     GenerateGroupsReply,
     ScoreGroups,
     ScoreGroupsReply,
-    name_on_channel,
 )
 from streamrl.types import NO_VERSION, TrajectoryGroup
 from tests.evaluations import make_report

@@ -31,6 +31,7 @@ from streamrl.transport.control import (
     HeldOutResult,
     InFlight,
     InFlightReply,
+    Peer,
     PublishBegin,
     PublishBeginReply,
     PublishCommit,
@@ -198,7 +199,7 @@ CALLS: dict[str, Callable[[ControlClient], Awaitable[object]]] = {
 REPLIES: dict[str, msgspec.Struct] = {
     "/in_flight": InFlightReply(pause_seconds=0.02),
     "/route": RouteReply(gserver="http://h"),
-    "/topology": Topology(complete=True, peers=[]),
+    "/topology": Topology([Peer("controller", 0, "tcp://c")]),
     "/publish/begin": PublishBeginReply(group_name="group", world_size=2),
     "/publish/commit": PublishReply(done=True, error="", pause_seconds=0.0, evicted=[]),
 }

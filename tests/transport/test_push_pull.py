@@ -279,8 +279,7 @@ def frames_of(group: TrajectoryGroup) -> list[Frame]:
 
 
 def ask(*offered: int, withdrawn: Sequence[int] = ()) -> bytes:
-    permits = [permit_for(seq) for seq in offered]
-    return msgspec.msgpack.encode(Ask(offered=list(offered), permits=permits, withdrawn=list(withdrawn)))
+    return msgspec.msgpack.encode(Ask([(seq, permit_for(seq)) for seq in offered], list(withdrawn)))
 
 
 HEADER = bytes(frames_of(make_group(1))[0])
@@ -292,7 +291,7 @@ FRAMES = [getattr(make_group(1), name).tobytes() for name in codec.ARRAYS]
     ("frames", "seq", "says"),
     [
         ([msgspec.msgpack.encode("garbage"), *FRAMES], UNREADABLE, "neither an Ask nor a GroupHeader"),
-        ([msgspec.msgpack.encode({"type": "ask", "offered": [-1], "withdrawn": []})], UNREADABLE, ">= 0"),
+        ([msgspec.msgpack.encode({"type": "ask", "offered": [[-1, ""]], "withdrawn": []})], UNREADABLE, ">= 0"),
         ([ask(*[0] * 5000)], UNREADABLE, "length"),
         ([HEADER], 1, "frames of [] bytes"),
         ([HEADER, *FRAMES[:-1]], 1, "frames of [8, 8, 8, 48, 48, 48, 12] bytes"),
@@ -344,7 +343,9 @@ async def test_the_limit_is_one_of_the_whole_message(frames: int, size: int, mon
     with head() as opened, raw_peer(opened) as peer:
         puller = opened.puller
         handle = puller._handle
-        monkeypatch.setattr(puller, "_handle", lambda content, arrival: [kept.append(len(arrival.frames)), handle(content, arrival)])
+        monkeypatch.setattr(
+            puller, "_handle", lambda content, arrival: [kept.append(len(arrival.frames)), handle(content, arrival)]
+        )
         (refusal,) = peer.reply_to(HEADER, *[bytes(size)] * frames).refused
         assert refusal.seq == 1
         assert f"{frames} frames of {frames * size} bytes, more than {codec.MOST_FRAMES} or {LIMIT}" in refusal.reason
@@ -551,7 +552,7 @@ async def test_a_group_that_was_leased_to_nobody_or_to_another_is_refused_by_nam
         for permit in ("", "0" * 32, permit_for(8), permit_for(7, "rollout/1")):
             (refusal,) = peer.reply_to(*codec.encode(make_group(7), max_group_bytes=LIMIT, permit=permit)).refused
             assert (refusal.seq, refusal.reason) == (7, "group 7 was not leased to rollout/0")
-            asked = msgspec.msgpack.encode(Ask(offered=[7, 8], permits=[permit, permit], withdrawn=[]))
+            asked = msgspec.msgpack.encode(Ask(offered=[(7, permit), (8, permit)], withdrawn=[]))
             assert 7 in [refusal.seq for refusal in peer.reply_to(asked).refused]
         other = msgspec.structs.replace(make_group(7), worker="rollout/1")
         (refusal,) = peer.reply_to(*frames_of(other)).refused

@@ -18,7 +18,7 @@ from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.records.lineage import Lineage
 from streamrl.transport.control import RegisterReply
 from streamrl.transport.credentials import ReceiverKeys
-from streamrl.transport.permissions import MAY_SEND_TO, OWNER, Permission
+from streamrl.transport.permissions import MAY_SEND_TO, OWNER
 from streamrl.transport.secret import Secret
 
 
@@ -73,14 +73,15 @@ class Access:
         return OWNER if hmac.compare_digest(token.encode(errors="replace"), self._shown) else None
 
 
-def check_speaker(member: Member, allowed: Permission, message: msgspec.Struct) -> None:
-    """Raise `PeerError` (403) if `message` names another sender than `member`, which sent it."""
-    if not allowed.speaker:
-        return
-    if allowed.speaker == "role":
+def check_speaker(member: Member, message: msgspec.Struct) -> None:
+    """Raise `PeerError` (403) if `message` names another sender than `member`, which sent it.
+
+    A message names its sender in `worker`, the index of a rollout worker, or in `role` and `index`."""
+    said = member.name
+    if hasattr(message, "worker"):
+        said = f"rollout/{message.worker}"
+    elif hasattr(message, "role"):
         said = f"{message.role}/{message.index}"  # type: ignore[attr-defined]
-    else:
-        said = f"{member.role}/{getattr(message, allowed.speaker)}"
     if said != member.name:
         who = f"{member.name} (process {member.pid} on {member.host})"
         raise PeerError(f"{who} speaks in the name of {said}", status=403)

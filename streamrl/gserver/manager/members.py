@@ -226,7 +226,7 @@ class Members:
 
         await self._state.changed.until(lambda: complete() or self._state.over, timeout=min(wait, LONG_POLL_SECONDS))
         peers = [Peer(m.role, m.index, m.address) for m in self._registry.of(role) if m.index < count]
-        return Topology(complete=complete(), peers=peers)
+        return Topology(peers)
 
     async def place(self, message: AskPlace) -> IndexReservation:
         """Reserve an index beyond the configured ones, which belong to the processes that the run was planned with.

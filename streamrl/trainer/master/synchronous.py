@@ -17,9 +17,8 @@ from streamrl.errors import PeerLost
 from streamrl.trainer.graph import Graph
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.figures import Span
-from streamrl.transport.request_reply import Requests
+from streamrl.transport.request_reply import FIRST_ROLLOUT_WORKER, Requests
 from streamrl.transport.synchronous import (
-    FIRST_ROLLOUT_WORKER,
     GenerateGroups,
     GenerateGroupsReply,
     RolloutCall,

@@ -20,7 +20,7 @@ from streamrl.config import from_dict
 from streamrl.errors import PeerError, PeerLost, first_error
 from streamrl.records import progress, snapshots
 from streamrl.trainer.graph import downstream
-from streamrl.transport.synchronous import FIRST_ROLLOUT_WORKER
+from streamrl.transport.request_reply import FIRST_ROLLOUT_WORKER
 from tests.trainer.pretended import Script, clock, make_group, pretended, virtually, whole_run
 
 

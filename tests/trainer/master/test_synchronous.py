@@ -23,8 +23,6 @@ from streamrl.transport.synchronous import (
     RolloutCall,
     ScoreGroups,
     ScoreGroupsReply,
-    name_on_channel,
-    number_on_channel,
 )
 from streamrl.types import SampleMeta
 from tests.credentials import credential_of, keys_of, peer_at
@@ -128,8 +126,6 @@ async def master_of(config, ledger=None):
         host="127.0.0.1",
         notice_type=ScoreGroupsReply,
         on_notice=lambda *_: None,
-        name_of=name_on_channel,
-        number_of=number_on_channel,
     )
     try:
         generation = SynchronousGeneration(graph_of(config), channel=channel, buffer=buffer, config=config)

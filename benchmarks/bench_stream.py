@@ -92,7 +92,7 @@ def receiver(control: Connection, groups: Any, done: Any, encrypted: bool) -> No
     arrivals = Arrivals()
     dataset = StreamDataset(rank=0, capacity_groups=4 * WINDOW, on_stored=arrivals.put)
     limits = codec.Limits(max_group_bytes=MAX_GROUP_BYTES)
-    ingress = GroupPuller(dataset, keys=KEYS, host="127.0.0.1", limits=limits, encrypted=encrypted)
+    ingress = GroupPuller(dataset, keys=KEYS, limits=limits, encrypted=encrypted)
     ingress.start()
     control.send((ingress.endpoint, bare.get_string(zmq.LAST_ENDPOINT), pyobj.get_string(zmq.LAST_ENDPOINT)))
     while (order := control.recv()) is not None:

@@ -26,7 +26,7 @@ from streamrl.records import lineage as lineages
 from streamrl.records import progress, snapshots
 from streamrl.trainer.calls import StorageNotice
 from streamrl.trainer.master.process import Master
-from streamrl.transport.addresses import Listening
+from streamrl.transport.addresses import Reach
 from streamrl.transport.control import Heartbeat, Register
 from streamrl.transport.credentials import ReceiverKeys
 from streamrl.transport.membership import MACHINE_SECONDS, machine_seconds, processor_seconds
@@ -110,8 +110,8 @@ class _ControlledRun:
     def __init__(self, config: Config, serving: ManagerService) -> None:
         self._config = config
         self._manager = serving.manager
-        self._listening = serving.reach.listening
-        self._encrypted = encrypts(config, self._listening.at)
+        self._reach = serving.reach
+        self._encrypted = encrypts(config, self._reach.local)
         self._master: Master | None = None
         self._leaving = False
 
@@ -208,7 +208,7 @@ class _ControlledRun:
         """Return the channel of the lineage that begins with `config`; the controller registers itself, with the
         channel's address, with its own manager."""
         channel = _channel(
-            stored, self._listening, keys=self._manager.access.receivers["controller"], encrypted=self._encrypted
+            stored, self._reach, keys=self._manager.access.receivers["controller"], encrypted=self._encrypted
         )
         stack.push_async_callback(channel.close)
         self._manager.enter(_registration(config, channel.endpoint))
@@ -220,7 +220,7 @@ async def _ended(task: asyncio.Task[str]) -> None:
 
 
 def _channel(
-    stored: asyncio.Queue[StorageNotice], listening: Listening, *, keys: ReceiverKeys, encrypted: bool
+    stored: asyncio.Queue[StorageNotice], reach: Reach, *, keys: ReceiverKeys, encrypted: bool
 ) -> RequestChannel[StorageNotice]:
     """Return the channel to model workers and, in a synchronous graph, rollout workers."""
 
@@ -233,8 +233,7 @@ def _channel(
     return RequestChannel(
         keys=keys,
         encrypted=encrypted,
-        host=listening.at,
-        announced=listening.announced,
+        reach=reach,
         notice_type=StorageNotice,
         on_notice=note,
     )

@@ -350,12 +350,12 @@ def network() -> Iterator[DoctorLine]:
 
 def _ports() -> DoctorLine:
     try:
-        return _line("ports", _free_port(LOOPBACK.at))
+        return _line("ports", _free_port(LOOPBACK.local))
     except OSError as error:
         with suppress(OSError):
-            found = f"{_free_port(LOOPBACK_IPV6.at)}; nothing can listen at {LOOPBACK.at}"
+            found = f"{_free_port(LOOPBACK_IPV6.local)}; nothing can listen at {LOOPBACK.local}"
             return _line("ports", found, 'set run.host = "::1"')
-        found = f"nothing can listen at {LOOPBACK.at}: {error.strerror or error}"
+        found = f"nothing can listen at {LOOPBACK.local}: {error.strerror or error}"
         return _line("ports", found, "every run needs it: look at the sandbox's or container's rules", needed=True)
 
 

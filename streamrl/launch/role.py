@@ -28,7 +28,7 @@ from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress, snapshots
 from streamrl.records.metrics import METRICS_FILE
 from streamrl.records.sinks import check_installed
-from streamrl.transport.addresses import LOCAL, reach_towards, use_interface_of
+from streamrl.transport.addresses import LOOPBACK, reach_towards, use_interface_of
 from streamrl.transport.control import AskPlace, Role
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.model_files import fetched_model, is_elsewhere
@@ -215,7 +215,7 @@ def run_replay_rank(config_file: Path, *, run_dir: Path, index: int, last_step: 
     def prepare() -> Component:
         config = configuration.load(config_file)
         serve = _component("replay_rank", config)
-        use_interface_of(LOCAL.local)
+        use_interface_of(LOOPBACK.local)
         return Component(
             partial(serve, config, run_dir=run_dir, index=index, last_step=last_step, meeting_place=meeting_place)
         )

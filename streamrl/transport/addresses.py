@@ -34,34 +34,15 @@ RESOLVE_SECONDS = 1.0
 """Delay between two attempts to resolve the manager's name."""
 
 
-class Listening(NamedTuple):
-    """Where one socket listens."""
-
-    at: str
-    """The address where it listens; a wildcard address stands for all addresses of the machine."""
-    announced: str
-    """The address that is given to other processes."""
-
-
-LOOPBACK = Listening("127.0.0.1", "127.0.0.1")
-"""For servers that only this machine reaches."""
-LOOPBACK_IPV6 = Listening("::1", "::1")
-"""The same on a machine that may have no IPv4 address at all."""
-
-
 class Reach(NamedTuple):
     """How others reach this process."""
 
     announced: str
+    """The address that is given to other processes."""
     local: str
     """An address of this machine. The process listens there, and process groups meet at its interface."""
     told: bool = False
     """Whether `announced` was given by `--advertise`."""
-
-    @property
-    def listening(self) -> Listening:
-        """The address at which the sockets of this process listen, and the one that it announces."""
-        return Listening(at=self.local, announced=self.announced)
 
     @property
     def loopback(self) -> bool:
@@ -71,11 +52,13 @@ class Reach(NamedTuple):
     @property
     def of_this_machine(self) -> Reach:
         """Return how only processes of this machine reach this one: a loopback address of the same IP version."""
-        return Reach(*(LOOPBACK_IPV6 if ":" in self.local else LOOPBACK))
+        return LOOPBACK_IPV6 if ":" in self.local else LOOPBACK
 
 
-LOCAL = Reach(*LOOPBACK)
+LOOPBACK = Reach("127.0.0.1", "127.0.0.1")
 """For a process that communicates only with processes of its machine."""
+LOOPBACK_IPV6 = Reach("::1", "::1")
+"""The same on a machine that may have no IPv4 address at all."""
 
 
 def reach_towards(manager_url: str, *, advertise: str = "", patience: float = 0.0) -> Reach:
@@ -109,7 +92,7 @@ def reach_of_manager(host: str, *, advertise: str = "") -> Reach:
         return _reach(host, advertise)
     kinds = {"0.0.0.0": [socket.AF_INET], "*": [socket.AF_INET, socket.AF_INET6]}.get(host, [socket.AF_INET6])
     found = (address for kind in kinds for address in _towards_others(kind))
-    return _reach(next(found, (LOOPBACK_IPV6 if ":" in host else LOOPBACK).at), advertise)
+    return _reach(next(found, (LOOPBACK_IPV6 if ":" in host else LOOPBACK).local), advertise)
 
 
 def source_address(host: str) -> str:

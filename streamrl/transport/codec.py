@@ -1,8 +1,8 @@
 """A `TrajectoryGroup` as the frames of one message: a small msgpack header, then the raw arrays.
 
 Each array has a frame of its own and is never copied, unless the group is small: then the socket sends all arrays in
-one frame. A received array uses the message's own memory and is read-only. Invariant: the groups that `decode` returns keep every rule of `streamrl.types`, so code behind the stream
-does not check again.
+one frame. A received array uses the message's own memory and is read-only. Invariant: the groups that `decode` returns
+keep every rule of `streamrl.types`, so code behind the stream does not check again.
 """
 
 from __future__ import annotations

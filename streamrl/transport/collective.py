@@ -32,7 +32,7 @@ from streamrl.checksum import LineSums, checksums, copy_and_sum, dtype_name, lin
 from streamrl.config import Config, WeightsConfig
 from streamrl.device import SideStream
 from streamrl.errors import DeadlineExceeded, PublicationError
-from streamrl.transport.addresses import LOOPBACK, Listening, meeting_interface
+from streamrl.transport.addresses import LOOPBACK, Reach, meeting_interface
 from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
 from streamrl.transport.group_sockets import closed_after_forming, open_for_good, open_while_forming
 
@@ -326,7 +326,7 @@ class Broadcaster:
         self,
         config: Config,
         *,
-        listening: Listening = LOOPBACK,
+        listening: Reach = LOOPBACK,
         backend: Literal["gloo", "nccl"],
         dtype: torch.dtype,
         device: torch.device,
@@ -359,7 +359,7 @@ class Broadcaster:
     def announce(self) -> Broadcast:
         """Return the buckets, and the address at which gservers meet the publisher."""
         if self._store is None:
-            self._store = open_store(self._listening.at)
+            self._store = open_store(self._listening.local)
         dtype = dtype_name(self.dtype)
         return Broadcast(
             buckets=[

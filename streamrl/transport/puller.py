@@ -21,6 +21,7 @@ from streamrl import essential
 from streamrl.errors import WireError
 from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport import codec
+from streamrl.transport.addresses import LOOPBACK, Reach
 from streamrl.transport.credentials import Identity, ReceiverKeys
 from streamrl.transport.credit import CreditBook
 from streamrl.transport.push_pull import UNREADABLE, Ask, Refusal, Reply
@@ -74,11 +75,10 @@ class GroupPuller:
         sink: GroupSink,
         *,
         keys: ReceiverKeys,
-        host: str,
-        port: int = 0,
         limits: codec.Limits,
         silence_seconds: float = SILENCE_SECONDS,
-        announced: str = "",
+        reach: Reach = LOOPBACK,
+        port: int = 0,
         encrypted: bool = False,
     ) -> None:
         """`limits`: groups beyond them are rejected. `silence_seconds`: a pusher that is silent for this long loses its
@@ -96,9 +96,8 @@ class GroupPuller:
         self._wake_sender.setblocking(False)
         self._server = ServerSocket(
             keys,
-            host=host,
+            reach=reach,
             port=port,
-            announced=announced,
             encrypted=encrypted,
             most_packet_bytes=PACKET_BYTES,
             most_frames=codec.MOST_FRAMES,

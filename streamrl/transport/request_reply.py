@@ -25,6 +25,7 @@ import msgspec
 from streamrl import essential
 from streamrl.errors import UNDECODABLE, DeadlineExceeded, PeerError, PeerLost, WireError
 from streamrl.rate_limited_log import RateLimitedLog
+from streamrl.transport.addresses import LOOPBACK, Reach
 from streamrl.transport.control import Credential, Peer
 from streamrl.transport.credentials import Identity, ReceiverKeys
 from streamrl.transport.liveness import LastHeard
@@ -160,18 +161,15 @@ class RequestChannel(Generic[Notice]):
         self,
         *,
         keys: ReceiverKeys,
-        host: str,
         notice_type: type[Notice],
         on_notice: Callable[[int, Notice], None],
-        announced: str = "",
+        reach: Reach = LOOPBACK,
         encrypted: bool = False,
     ) -> None:
-        """Listen at `host` on any free port; `announced`, `encrypted`: as in `ServerSocket`.
+        """Listen on any free port; `reach`, `encrypted`: as in `ServerSocket`.
 
         `on_notice` is called with the worker's number and each of its notices."""
-        self._server = ServerSocket(
-            keys, host=host, announced=announced, encrypted=encrypted, most_packet_bytes=LARGEST_MESSAGE
-        )
+        self._server = ServerSocket(keys, reach=reach, encrypted=encrypted, most_packet_bytes=LARGEST_MESSAGE)
         self.endpoint = self._server.endpoint
         self._notices = msgspec.msgpack.Decoder(notice_type)
         self._on_notice = on_notice

@@ -22,7 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from streamrl.errors import UNDECODABLE, ConfigError, PeerLost, WireError
 from streamrl.rate_limited_log import RateLimitedLog
-from streamrl.transport.addresses import address_of, host_of, url_of
+from streamrl.transport.addresses import LOOPBACK, Reach, address_of, host_of, url_of
 from streamrl.transport.control import Credential
 from streamrl.transport.credentials import Identity, ReceiverKeys, UnknownSender, Verifier, claimed_name
 from streamrl.transport.session import COPIED_BELOW, Frame, MessageSession, Packet, Rejection
@@ -92,18 +92,17 @@ class ServerSocket:
         self,
         keys: ReceiverKeys,
         *,
-        host: str,
+        reach: Reach = LOOPBACK,
         port: int = 0,
-        announced: str = "",
         encrypted: bool = False,
         most_packet_bytes: int,
         most_frames: int = 0,
         most_bytes: int = 0,
     ) -> None:
-        """`port` 0: any free one. `announced`: the address for senders, if it is not `host`. `most_packet_bytes`: limit
-        of a packet; `most_frames`, `most_bytes`: limits of the frames that follow it, together.
+        """`port` 0: any free one. `most_packet_bytes`: limit of a packet; `most_frames`, `most_bytes`: limits of the
+        frames that follow it, together.
 
-        Raises `ConfigError` if `host` has no address, `zmq.ZMQError` if the port is in use.
+        Raises `ConfigError` if `reach.local` has no address, `zmq.ZMQError` if the port is in use.
         """
         self._verifier = Verifier(keys)
         self._most_packet_bytes, self._most_frames, self._most_bytes = most_packet_bytes, most_frames, most_bytes
@@ -122,11 +121,11 @@ class ServerSocket:
         if encrypted:
             self._encrypt(keys)
         try:
-            bound = _bind(self.socket, host, port)
+            bound = _bind(self.socket, reach.local, port)
         except BaseException:
             self.close()
             raise
-        self.endpoint = url_of(announced or host, bound, scheme=CURVE if encrypted else "tcp")
+        self.endpoint = url_of(reach.announced, bound, scheme=CURVE if encrypted else "tcp")
 
     async def arrived(self) -> None:
         """Wait until packets may have arrived, on the running event loop."""

@@ -57,7 +57,6 @@ class Worker:
 async def synchronous(worker):
     channel = RequestChannel(
         keys=keys_of("controller"),
-        host="127.0.0.1",
         notice_type=ScoreGroupsReply,
         on_notice=lambda *_: None,
     )

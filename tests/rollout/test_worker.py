@@ -61,7 +61,7 @@ class Trainer:
             for rank in range(2)
         ]
         self.ingresses = [
-            GroupPuller(dataset, keys=keys_of("model_worker"), host="127.0.0.1", limits=Limits(max_group_bytes=1 << 20))
+            GroupPuller(dataset, keys=keys_of("model_worker"), limits=Limits(max_group_bytes=1 << 20))
             for dataset in self.datasets
         ]
         for ingress in self.ingresses:

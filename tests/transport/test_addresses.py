@@ -14,10 +14,8 @@ from streamrl.errors import ConfigError, PeerLost
 from streamrl.transport import addresses
 from streamrl.transport.addresses import (
     GLOO_INTERFACE,
-    LOCAL,
     LOOPBACK,
     NCCL_INTERFACE,
-    Listening,
     Reach,
     host_of,
     interface_of,
@@ -44,7 +42,6 @@ OWN = [
 def test_a_process_is_reached_where_it_reaches_the_manager_from(address: str) -> None:
     reach = reach_towards(f"http://{address}:7000")
     assert reach == Reach(announced=address, local=address)
-    assert reach.listening == Listening(address, address)
 
 
 def test_of_a_name_with_addresses_of_both_kinds_the_one_counts_at_which_zmq_can_listen(
@@ -57,7 +54,7 @@ def test_of_a_name_with_addresses_of_both_kinds_the_one_counts_at_which_zmq_can_
         return [found for one in hosts for found in numeric(one, *arguments, **options)]
 
     monkeypatch.setattr(socket, "getaddrinfo", both)
-    assert reach_towards("http://localhost:7000") == LOCAL
+    assert reach_towards("http://localhost:7000") == LOOPBACK
 
 
 @pytest.mark.parametrize("everywhere", ["0.0.0.0", "::", "*"])
@@ -71,7 +68,6 @@ def test_a_wildcard_is_never_announced(everywhere: str) -> None:
 def test_advertise_replaces_the_announced_address() -> None:
     elsewhere = reach_towards("http://127.0.0.1:1", advertise="198.51.100.9")
     assert elsewhere == Reach(announced="198.51.100.9", local="127.0.0.1", told=True), "not an address of this machine"
-    assert elsewhere.listening == Listening("127.0.0.1", "198.51.100.9")
     assert reach_towards("http://127.0.0.1:1", advertise="127.0.0.3").local == "127.0.0.3"
     named = reach_towards("http://127.0.0.1:1", advertise=socket.gethostname())
     assert named.local == "127.0.0.1", "what a machine's own name stands for there need not lead to others"
@@ -89,7 +85,7 @@ def test_an_ipv6_address_may_be_given_as_a_url_has_it() -> None:
 
 def test_what_only_this_machine_reaches_is_at_a_loopback_address_of_the_kind_that_it_has() -> None:
     assert Reach(announced="fd00::7", local="fd00::7").of_this_machine == Reach("::1", "::1")
-    assert Reach(announced="node7", local="10.0.0.7", told=True).of_this_machine == LOCAL
+    assert Reach(announced="node7", local="10.0.0.7", told=True).of_this_machine == LOOPBACK
 
 
 def test_a_manager_at_all_addresses_of_a_kind_tells_one_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +146,6 @@ def test_addresses_of_both_families() -> None:
     assert url_of("::1", 80) == "http://[::1]:80"
     assert url_of("10.0.0.1", 80, scheme="tcp") == "tcp://10.0.0.1:80"
     assert [host_of(text) for text in ("tcp://[::1]:80", "http://a:1/b", "")] == ["::1", "a", ""]
-    assert LOCAL.listening == LOOPBACK
 
 
 def test_torch_is_not_loaded_for_it() -> None:

@@ -21,11 +21,12 @@ import zmq
 from streamrl.errors import PeerLost, WireError
 from streamrl.stream_dataset import StreamDataset
 from streamrl.transport import codec
+from streamrl.transport.addresses import Reach
 from streamrl.transport.control import Credential
 from streamrl.transport.puller import PACKET_BYTES, GroupPuller
 from streamrl.transport.push_pull import UNREADABLE, Ask, GroupPusher, Reply
 from streamrl.transport.session import Frame, Packet, Rejection
-from streamrl.transport.sockets import FramePacker
+from streamrl.transport.sockets import Arrival, FramePacker
 from streamrl.types import SampleMeta, TrajectoryGroup
 from tests import hostile
 from tests.credentials import OTHER_SECRET, LeasedPusher, credential_of, keys_of, peer_at, permit_for
@@ -59,7 +60,7 @@ class Head:
             self.dataset,
             keys=keys_of("model_worker"),
             encrypted=encrypted,
-            host=host,
+            reach=Reach(host, host),
             limits=codec.Limits(max_group_bytes=LIMIT, vocab_size=1000),
             silence_seconds=silence,
             port=port,
@@ -341,11 +342,13 @@ async def test_the_limit_is_one_of_the_whole_message(frames: int, size: int, mon
     """And frames beyond it are not kept while the rest is read."""
     kept: list[int] = []
     with head() as opened, raw_peer(opened) as peer:
-        puller = opened.puller
-        handle = puller._handle
-        monkeypatch.setattr(
-            puller, "_handle", lambda content, arrival: [kept.append(len(arrival.frames)), handle(content, arrival)]
-        )
+        handle = opened.puller._handle
+
+        def noting(content: msgspec.Raw, arrival: Arrival) -> None:
+            kept.append(len(arrival.frames))
+            handle(content, arrival)
+
+        monkeypatch.setattr(opened.puller, "_handle", noting)
         (refusal,) = peer.reply_to(HEADER, *[bytes(size)] * frames).refused
         assert refusal.seq == 1
         assert f"{frames} frames of {frames * size} bytes, more than {codec.MOST_FRAMES} or {LIMIT}" in refusal.reason

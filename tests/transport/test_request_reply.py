@@ -13,6 +13,7 @@ import zmq.asyncio
 
 from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
 from streamrl.transport import request_reply
+from streamrl.transport.addresses import Reach
 from streamrl.transport.request_reply import ReplyChannel, RequestChannel
 from streamrl.transport.session import Packet
 from tests import hostile
@@ -66,7 +67,9 @@ async def master(host="127.0.0.1", **settings):
         if notice == News("last"):
             heard.set()
 
-    channel = RequestChannel(keys=keys_of("controller"), host=host, notice_type=News, on_notice=hear, **settings)
+    channel = RequestChannel(
+        keys=keys_of("controller"), reach=Reach(host, host), notice_type=News, on_notice=hear, **settings
+    )
     channel.notices, channel.heard = notices, heard
     try:
         yield channel

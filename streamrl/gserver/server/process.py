@@ -21,7 +21,7 @@ from streamrl.gserver.server.serving import GserverLaunch
 from streamrl.importing import load_object
 from streamrl.models import weights_fingerprint
 from streamrl.records import progress
-from streamrl.transport.addresses import LOOPBACK, Listening, reach_towards
+from streamrl.transport.addresses import LOOPBACK, Reach, reach_towards
 from streamrl.transport.keys import GserverKeys
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.membership import Membership
@@ -38,7 +38,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     `advertise`: the address by which others reach this process; if empty, the one from which it reaches the manager.
     """
     reach = reach_towards(manager_url, advertise=advertise)
-    listening = reach.listening
+    listening = reach
     secret = of_run_at(manager_url, config)
     if secret is None:
         raise ConfigError(
@@ -102,7 +102,7 @@ def running(
     *,
     index: int,
     model_dir: Path,
-    listening: Listening = LOOPBACK,
+    listening: Reach = LOOPBACK,
     keys: GserverKeys = NO_KEYS,
     secret: Secret | None = None,
 ) -> AbstractAsyncContextManager[tuple[ServedEngine, str]]:

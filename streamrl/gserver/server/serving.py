@@ -18,7 +18,7 @@ from streamrl.gserver.server.http import Server
 from streamrl.limits import CLOSE_SECONDS
 from streamrl.records import progress
 from streamrl.records.lineage import label_of
-from streamrl.transport.addresses import LOOPBACK, Listening, url_of
+from streamrl.transport.addresses import LOOPBACK, Reach, url_of
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION
 from streamrl.transport.http import Hosts
 from streamrl.transport.keys import GserverKeys
@@ -34,7 +34,7 @@ class GserverLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The gserver's index."""
     model_dir: Path
     """The checkpoint that it serves first."""
-    listening: Listening = LOOPBACK
+    listening: Reach = LOOPBACK
     keys: GserverKeys = GserverKeys()
     """The keys that callers must present."""
     secret: Secret | None = None
@@ -53,7 +53,7 @@ class GserverLaunch(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def encryption(self) -> Secret | None:
         """The secret if connections are encrypted."""
-        return self.secret if self.secret is not None and encrypts(self.config, self.listening.at) else None
+        return self.secret if self.secret is not None and encrypts(self.config, self.listening.local) else None
 
     @property
     def seed(self) -> int:
@@ -92,7 +92,7 @@ async def behind_http(engine: Engine, launch: GserverLaunch, *, text: Text) -> A
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, listening.at, 0, ssl_context=tls)
+            site = web.TCPSite(runner, listening.local, 0, ssl_context=tls)
             await site.start()
             scheme = "http" if tls is None else "https"
             yield engine, url_of(listening.announced, runner.addresses[0][1], scheme=scheme)

@@ -56,7 +56,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Start parameters of a server, in addition to its section of the configuration."""
 
     model_dir: Path
-    host: str = LOOPBACK.at
+    host: str = LOOPBACK.local
     """Address at which it listens."""
     port: int
     device: str

@@ -22,7 +22,7 @@ from streamrl.config import GserverConfig, LimitsConfig, LoraConfig, SecurityCon
 from streamrl.gserver.server.child import ChildServer, ServerProcess
 from streamrl.gserver.server.monitor import monitoring
 from streamrl.gserver.sglang.command import SGLANG, Launch, command, environment
-from streamrl.transport.addresses import LOOPBACK, Listening, url_of
+from streamrl.transport.addresses import LOOPBACK, Reach, url_of
 from streamrl.transport.keys import GserverKeys
 from streamrl.transport.secret import Secret
 from streamrl.transport.tls import certificate_files, client_context
@@ -35,7 +35,7 @@ async def sglang_server(
     settings: GserverConfig,
     limits: LimitsConfig,
     *,
-    listening: Listening = LOOPBACK,
+    listening: Reach = LOOPBACK,
     index: int,
     model_dir: Path,
     device: str,
@@ -59,11 +59,11 @@ async def sglang_server(
     certificate = tls = None
     if encryption is not None:
         certificate, tls = stack.enter_context(certificate_files(*encryption)), client_context(*encryption)
-    reserved = stack.enter_context(reserved_port(listening.at))
+    reserved = stack.enter_context(reserved_port(listening.local))
     launch = Launch(
         certificate=certificate,
         model_dir=model_dir,
-        host=listening.at,
+        host=listening.local,
         port=reserved.getsockname()[1],
         device=device,
         dtype=dtype,
@@ -93,7 +93,7 @@ async def sglang_server(
     try:
         async with monitoring(
             SGLANG,
-            url_of(listening.at, launch.port, scheme=scheme),
+            url_of(listening.local, launch.port, scheme=scheme),
             key=keys.generation,
             tls=tls,
             stuck_seconds=limits.stuck_seconds,

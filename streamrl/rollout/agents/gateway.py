@@ -39,7 +39,7 @@ from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePie
 from streamrl.rollout.agents.policy import EpisodeRequest, Lease, Score
 from streamrl.rollout.agents.protocols import anthropic, chat, common, completions, inference, responses
 from streamrl.rollout.agents.protocols.common import Api, CheckedRequest
-from streamrl.transport.addresses import LOOPBACK, Listening, url_of
+from streamrl.transport.addresses import LOOPBACK, Reach, url_of
 from streamrl.transport.http import Hosts
 from streamrl.transport.keys import HEADER, admits
 
@@ -216,7 +216,7 @@ class Gateway:
         vocab_size: int = 2**31,
         leases: Leases | None = None,
         lease_key: str = "",
-        listening: Listening = LOOPBACK,
+        listening: Reach = LOOPBACK,
         port: int = 0,
         hosts: Hosts | None = None,
         tls: ssl.SSLContext | None = None,
@@ -257,7 +257,7 @@ class Gateway:
     async def start(self) -> str:
         """Start to listen, and return the server's URL, without an episode's id."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._listening.at, self._port, ssl_context=self._tls).start()
+        await web.TCPSite(self._runner, self._listening.local, self._port, ssl_context=self._tls).start()
         self._port = self._runner.addresses[0][1]
         return url_of(self._listening.announced, self._port, scheme="http" if self._tls is None else "https")
 

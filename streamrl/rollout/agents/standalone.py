@@ -34,7 +34,7 @@ from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generator, GroupRoute, policy_version_of
 from streamrl.rollout.process import PATIENCE_REQUESTS
 from streamrl.rollout.workflows import Sampler, Session
-from streamrl.transport.addresses import Listening, is_loopback
+from streamrl.transport.addresses import Reach, is_loopback
 from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import read_key
 from streamrl.transport.vllm import VllmGenerationClient
@@ -242,7 +242,7 @@ async def serve(
     engine: Literal["sglang", "vllm"] = "sglang",
     folder: Path,
     parquet_every: int,
-    listening: Listening,
+    listening: Reach,
     port: int,
     key: str,
     on_ready: Callable[[str, str], None],
@@ -305,9 +305,9 @@ async def serve(
         await versions.watch()
 
 
-def required_key(key: str, listening: Listening) -> str:
+def required_key(key: str, listening: Reach) -> str:
     """Return `key`; if it is empty and other machines can connect, a random one."""
-    return key or ("" if is_loopback(listening.at) else secrets.token_urlsafe(24))
+    return key or ("" if is_loopback(listening.local) else secrets.token_urlsafe(24))
 
 
 async def _first_look(versions: ServedVersions) -> None:

@@ -43,7 +43,7 @@ from streamrl.rollout.generation import OnTokens
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.workflows import Session
 from streamrl.stop_strings import before_stop
-from streamrl.transport.addresses import LOOPBACK, Listening, is_loopback
+from streamrl.transport.addresses import LOOPBACK, Reach, is_loopback
 from streamrl.transport.http import Hosts
 from streamrl.types import Prompt, Trajectory
 
@@ -564,7 +564,7 @@ async def open_agents(
     model_dir: Path,
     renderer: Renderer,
     at_exit: AsyncExitStack,
-    listening: Listening = LOOPBACK,
+    listening: Reach = LOOPBACK,
     port: int = 0,
     leases: Leases | None = None,
     lease_key: str = "",
@@ -578,9 +578,9 @@ async def open_agents(
     `leases`, `lease_key`, `routes`, `stored` and `tls`: as of `Gateway`. Raises `ConfigError` if other machines could
     take episodes without a key.
     """
-    if leases is not None and not is_loopback(listening.at) and not lease_key:
+    if leases is not None and not is_loopback(listening.local) and not lease_key:
         raise ConfigError(
-            f"agents are served at {listening.at}, which is open to others: rollout.agent needs an api_key_env, or "
+            f"agents are served at {listening.local}, which is open to others: rollout.agent needs an api_key_env, or "
             "anyone may take episodes"
         )
     own = config.rollout.sampling

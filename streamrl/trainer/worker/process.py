@@ -62,7 +62,7 @@ from streamrl.trainer.worker.computation import ACTOR, Computation
 from streamrl.trainer.worker.data import DataManager, WorkerData
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.trainer.worker.weight_source import WeightSource
-from streamrl.transport.addresses import LOCAL, LOOPBACK, Listening, Reach, reach_towards
+from streamrl.transport.addresses import LOOPBACK, Reach, reach_towards
 from streamrl.transport.codec import Limits
 from streamrl.transport.collective import allocate_as_sglang, backend_for, join_world, open_store
 from streamrl.transport.credentials import ReceiverKeys
@@ -111,7 +111,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
                 dataset,
                 model_dir=model_dir,
                 policy_version=version,
-                listening=reach.listening,
+                reach=reach,
                 keys=client.receiver_keys("model_worker"),
             )
             stack.callback(door.puller.close)
@@ -169,7 +169,7 @@ class GroupReceiver:
         model_dir: Path,
         policy_version: int,
         keys: ReceiverKeys,
-        listening: Listening = LOOPBACK,
+        reach: Reach = LOOPBACK,
     ) -> None:
         routes, experts = routing_of(model_dir) or (0, 0)
         self._ahead = config.staleness.max_staleness + 1
@@ -177,9 +177,8 @@ class GroupReceiver:
         self.puller = GroupPuller(
             dataset,
             keys=keys,
-            encrypted=encrypts(config, listening.at),
-            host=listening.at,
-            announced=listening.announced,
+            encrypted=encrypts(config, reach.local),
+            reach=reach,
             limits=Limits(
                 max_group_bytes=config.limits.group_bytes,
                 fewest_siblings=config.rollout.fewest_siblings,
@@ -236,7 +235,7 @@ class ModelWorker:
         dataset: StreamDataset,
         door: GroupReceiver | None,
         client: ControlClient,
-        reach: Reach = LOCAL,
+        reach: Reach = LOOPBACK,
     ) -> None:
         """`door`: the entrance to the data set, if this worker is a data-parallel head; `reach`: how others reach this
         process."""
@@ -405,7 +404,7 @@ class ModelWorker:
                 backend=carried_by,
                 dtype=dtype,
                 device=self._device,
-                listening=self._reach.listening,
+                listening=self._reach,
                 numbers=sum(math.prod(shape) for _, shape in self._source.specs()),
                 gpu=gpu_identity(self._device),
                 gpu_memory=lambda: torch.cuda.mem_get_info(self._device)[0],

@@ -25,7 +25,7 @@ from streamrl.trainer.calls import PublicationReply
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
 from streamrl.trainer.worker.weight_memory import SETS, WeightMemory
 from streamrl.trainer.worker.weight_source import WeightSource
-from streamrl.transport.addresses import Listening
+from streamrl.transport.addresses import Reach
 from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import (
     Broadcast,
@@ -219,7 +219,7 @@ class Publisher:
 def carriers_for(
     config: Config,
     *,
-    listening: Listening,
+    listening: Reach,
     backend: Literal["gloo", "nccl"],
     dtype: torch.dtype,
     device: torch.device,

@@ -23,7 +23,7 @@ from streamrl.gserver.embedded.engine import EmbeddedEngine
 from streamrl.gserver.server.process import running
 from streamrl.rollout.agents import standalone
 from streamrl.rollout.agents.finished import EpisodeRecord, groups_of
-from streamrl.transport.addresses import LOOPBACK, Listening
+from streamrl.transport.addresses import LOOPBACK, Reach
 
 SETTINGS: dict[str, Any] = {
     "model": {"path": "scratch", "scratch": {"alphabet": "0123456789?", "hidden_size": 32, "layers": 1}},
@@ -195,7 +195,7 @@ async def test_the_key_opens_episodes_and_hands_out_finished_ones(tmp_path: Path
 def test_a_key_is_made_where_others_can_connect() -> None:
     assert standalone.required_key("", LOOPBACK) == ""
     assert standalone.required_key(KEY, LOOPBACK) == KEY
-    elsewhere = Listening("192.0.2.1", "192.0.2.1")
+    elsewhere = Reach("192.0.2.1", "192.0.2.1")
     assert len(standalone.required_key("", elsewhere)) >= 32
     assert standalone.required_key("", elsewhere) != standalone.required_key("", elsewhere)
 

@@ -123,7 +123,6 @@ async def master_of(config, ledger=None):
     buffer = AsyncIOSequenceBuffer(graph_of(config), ledger)
     channel = RequestChannel(
         keys=keys_of("controller"),
-        host="127.0.0.1",
         notice_type=ScoreGroupsReply,
         on_notice=lambda *_: None,
     )

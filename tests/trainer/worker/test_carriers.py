@@ -14,7 +14,7 @@ from streamrl.machine import machine_identity
 from streamrl.trainer.worker.publisher import Carrier, carriers_for
 from streamrl.trainer.worker.weight_files import WeightFiles
 from streamrl.trainer.worker.weight_memory import WeightMemory
-from streamrl.transport.addresses import LOCAL
+from streamrl.transport.addresses import LOOPBACK
 from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import GserverPlaces
 
@@ -36,7 +36,7 @@ def carrier(
 ) -> Carrier:
     """What brings weights to gservers on `machines` and `gpus`."""
     config = configuration.from_dict({"model": MODEL, "run": {"dir": str(folder)}} | sections)
-    listening = LOCAL.listening
+    listening = LOOPBACK
     carriers = carriers_for(
         config,
         listening=listening,
@@ -123,7 +123,7 @@ def test_room_on_the_gpu_is_looked_for_when_weights_are_ready_and_until_they_hav
     config = configuration.from_dict({"model": MODEL, "run": {"dir": str(tmp_path)}})
     carriers = carriers_for(
         config,
-        listening=LOCAL.listening,
+        listening=LOOPBACK,
         backend="gloo",
         dtype=torch.float32,
         device=torch.device("cuda", 0),

@@ -73,7 +73,6 @@ async def test_calls_and_groups_reach_a_worker_with_the_keys_that_the_controller
     async with managed(config) as run:
         channel = RequestChannel(
             keys=run.client.receiver_keys("controller"),
-            host="127.0.0.1",
             encrypted=True,
             notice_type=StorageNotice,
             on_notice=lambda worker, notice: stored.put_nowait((worker, notice)),

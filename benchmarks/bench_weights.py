@@ -166,7 +166,7 @@ class Point:
         self._bare = 0
         carriers = carriers_for(
             config,
-            listening=LOOPBACK,
+            reach=LOOPBACK,
             backend=backend_for(config.weights, device),
             dtype=self.dtype,
             device=device,

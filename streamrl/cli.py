@@ -253,7 +253,7 @@ def gateway(
         engine=engine,
         folder=episodes,
         parquet_every=parquet_every,
-        listening=reach_of_manager(host, advertise=advertise),
+        reach=reach_of_manager(host, advertise=advertise),
         port=port,
         key=read_key(token_env, setting="--token-env"),
         on_ready=show_url,

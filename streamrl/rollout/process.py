@@ -207,7 +207,7 @@ async def _open_workflow(config: Config, *, joined: RunConnection, chat: ChatTok
         model_dir=model_dir,
         renderer=renderer,
         at_exit=joined.at_exit,
-        listening=joined.reach if agent.remote else joined.reach.of_this_machine,
+        reach=joined.reach if agent.remote else joined.reach.of_this_machine,
         port=agent.port + joined.membership.index if agent.port else 0,  # each worker of one machine needs its own port
         leases=agents if isinstance(agents, RemoteAgents) else None,
         lease_key=read_key(agent.api_key_env, setting="rollout.agent.api_key_env"),

@@ -326,16 +326,16 @@ class Broadcaster:
         self,
         config: Config,
         *,
-        listening: Reach = LOOPBACK,
+        reach: Reach = LOOPBACK,
         backend: Literal["gloo", "nccl"],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`listening`: where the gservers meet the publisher."""
+        """`reach`: where the gservers meet the publisher."""
         self.dtype = dtype
         self._config = config.weights
         self._timeout = config.limits.update_seconds
-        self._listening = listening
+        self._reach = reach
         self._backend: Literal["gloo", "nccl"] = backend
         self._device = device if backend == "nccl" else torch.device("cpu")
         """Device from which weights are sent."""
@@ -359,14 +359,14 @@ class Broadcaster:
     def announce(self) -> Broadcast:
         """Return the buckets, and the address at which gservers meet the publisher."""
         if self._store is None:
-            self._store = open_store(self._listening.local)
+            self._store = open_store(self._reach.local)
         dtype = dtype_name(self.dtype)
         return Broadcast(
             buckets=[
                 [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
                 for bucket in self._buckets
             ],
-            address=self._listening.announced,
+            address=self._reach.announced,
             port=self._store.port,
             backend=self._backend,
             group_name=self._group_name,
@@ -406,7 +406,7 @@ class Broadcaster:
         self._leave()
         with open_while_forming(self._store.port):
             self._group = form_group(
-                address=self._listening.announced,
+                address=self._reach.announced,
                 port=self._store.port,
                 rank=0,
                 world_size=begin.world_size,

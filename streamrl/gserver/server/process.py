@@ -38,7 +38,6 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
     `advertise`: the address by which others reach this process; if empty, the one from which it reaches the manager.
     """
     reach = reach_towards(manager_url, advertise=advertise)
-    listening = reach
     secret = of_run_at(manager_url, config)
     if secret is None:
         raise ConfigError(
@@ -50,7 +49,7 @@ async def serve(config: Config, *, manager_url: str, index: int = 0, model_dir: 
         keys = GserverKeys.of(config, secret, index)
         async with (
             first_weights(config, index=index, model_dir=model_dir) as first,
-            running(config, index=index, model_dir=first, listening=listening, keys=keys, secret=secret) as served,
+            running(config, index=index, model_dir=first, reach=reach, keys=keys, secret=secret) as served,
         ):
             engine, url = served
             membership = Membership(
@@ -102,7 +101,7 @@ def running(
     *,
     index: int,
     model_dir: Path,
-    listening: Reach = LOOPBACK,
+    reach: Reach = LOOPBACK,
     keys: GserverKeys = NO_KEYS,
     secret: Secret | None = None,
 ) -> AbstractAsyncContextManager[tuple[ServedEngine, str]]:
@@ -110,9 +109,7 @@ def running(
 
     Arguments as in `GserverLaunch`.
     """
-    launch = GserverLaunch(
-        config=config, index=index, model_dir=model_dir, listening=listening, keys=keys, secret=secret
-    )
+    launch = GserverLaunch(config=config, index=index, model_dir=model_dir, reach=reach, keys=keys, secret=secret)
     engine = config.gserver.engine
     serve = load_object(config.gserver.traits.serve, key=f"the start of the engine {engine}")
     return cast(AbstractAsyncContextManager[tuple[ServedEngine, str]], serve(launch))

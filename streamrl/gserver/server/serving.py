@@ -34,7 +34,7 @@ class GserverLaunch(msgspec.Struct, frozen=True, kw_only=True):
     """The gserver's index."""
     model_dir: Path
     """The checkpoint that it serves first."""
-    listening: Reach = LOOPBACK
+    reach: Reach = LOOPBACK
     keys: GserverKeys = GserverKeys()
     """The keys that callers must present."""
     secret: Secret | None = None
@@ -53,7 +53,7 @@ class GserverLaunch(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def encryption(self) -> Secret | None:
         """The secret if connections are encrypted."""
-        return self.secret if self.secret is not None and encrypts(self.config, self.listening.local) else None
+        return self.secret if self.secret is not None and encrypts(self.config, self.reach.local) else None
 
     @property
     def seed(self) -> int:
@@ -79,23 +79,23 @@ class GserverLaunch(msgspec.Struct, frozen=True, kw_only=True):
 @asynccontextmanager
 async def behind_http(engine: Engine, launch: GserverLaunch, *, text: Text) -> AsyncIterator[tuple[Engine, str]]:
     """Start `engine`; yield it, and the URL of its HTTP server."""
-    config, listening, encryption = launch.config, launch.listening, launch.encryption
+    config, reach, encryption = launch.config, launch.reach, launch.encryption
     tls = server_context(encryption, config.security) if encryption is not None else None
     server = Server(engine, text=text)
     await engine.start()
     try:
         runner = web.AppRunner(
-            server.application(keys=launch.keys, hosts=Hosts([listening.announced, *config.security.host_names])),
+            server.application(keys=launch.keys, hosts=Hosts([reach.announced, *config.security.host_names])),
             handler_cancellation=True,
             access_log=None,
             shutdown_timeout=CLOSE_SECONDS,
         )
         await runner.setup()
         try:
-            site = web.TCPSite(runner, listening.local, 0, ssl_context=tls)
+            site = web.TCPSite(runner, reach.local, 0, ssl_context=tls)
             await site.start()
             scheme = "http" if tls is None else "https"
-            yield engine, url_of(listening.announced, runner.addresses[0][1], scheme=scheme)
+            yield engine, url_of(reach.announced, runner.addresses[0][1], scheme=scheme)
         finally:
             await asyncio.shield(runner.cleanup())
     finally:

@@ -35,7 +35,7 @@ async def sglang_server(
     settings: GserverConfig,
     limits: LimitsConfig,
     *,
-    listening: Reach = LOOPBACK,
+    reach: Reach = LOOPBACK,
     index: int,
     model_dir: Path,
     device: str,
@@ -51,7 +51,7 @@ async def sglang_server(
 ) -> AsyncIterator[ChildServer]:
     """Start a server, wait until it replies, and end it when the context ends.
 
-    Arguments as in `Launch`; `listening`: the address at which it listens, and the one announced to others; `index`:
+    Arguments as in `Launch`; `reach`: the address at which it listens, and the one announced to others; `index`:
     the gserver's; `keys`: the keys that callers must present; `encryption`: for TLS, the material of its certificate.
     Raises the errors of `until_ready`, and `ModelError` if SGLang cannot be started.
     """
@@ -59,11 +59,11 @@ async def sglang_server(
     certificate = tls = None
     if encryption is not None:
         certificate, tls = stack.enter_context(certificate_files(*encryption)), client_context(*encryption)
-    reserved = stack.enter_context(reserved_port(listening.local))
+    reserved = stack.enter_context(reserved_port(reach.local))
     launch = Launch(
         certificate=certificate,
         model_dir=model_dir,
-        host=listening.local,
+        host=reach.local,
         port=reserved.getsockname()[1],
         device=device,
         dtype=dtype,
@@ -93,13 +93,13 @@ async def sglang_server(
     try:
         async with monitoring(
             SGLANG,
-            url_of(listening.local, launch.port, scheme=scheme),
+            url_of(reach.local, launch.port, scheme=scheme),
             key=keys.generation,
             tls=tls,
             stuck_seconds=limits.stuck_seconds,
             update_seconds=limits.update_seconds,
         ) as monitor:
-            server = ChildServer(process, monitor, url=url_of(listening.announced, launch.port, scheme=scheme))
+            server = ChildServer(process, monitor, url=url_of(reach.announced, launch.port, scheme=scheme))
             began = time.monotonic()
             await server.until_ready(timeout=limits.start_seconds)
             log.info("SGLang (pid %d) is ready after %.0f s", process.pid, time.monotonic() - began)

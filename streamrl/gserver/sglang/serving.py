@@ -55,7 +55,7 @@ async def serve(launch: GserverLaunch) -> AsyncIterator[tuple[ServedEngine, str]
     async with sglang_server(
         config.gserver,
         config.limits,
-        listening=launch.listening,
+        reach=launch.reach,
         encryption=(encryption, config.security) if encryption is not None else None,
         index=index,
         model_dir=model_dir,

@@ -216,7 +216,7 @@ class Gateway:
         vocab_size: int = 2**31,
         leases: Leases | None = None,
         lease_key: str = "",
-        listening: Reach = LOOPBACK,
+        reach: Reach = LOOPBACK,
         port: int = 0,
         hosts: Hosts | None = None,
         tls: ssl.SSLContext | None = None,
@@ -236,7 +236,7 @@ class Gateway:
         self._leases = leases
         self._lease_key = lease_key
         self._stored = stored
-        self._listening = listening
+        self._reach = reach
         self._tls = tls
         self._port = port
         self._concurrent_requests = concurrent_requests
@@ -257,9 +257,9 @@ class Gateway:
     async def start(self) -> str:
         """Start to listen, and return the server's URL, without an episode's id."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._listening.local, self._port, ssl_context=self._tls).start()
+        await web.TCPSite(self._runner, self._reach.local, self._port, ssl_context=self._tls).start()
         self._port = self._runner.addresses[0][1]
-        return url_of(self._listening.announced, self._port, scheme="http" if self._tls is None else "https")
+        return url_of(self._reach.announced, self._port, scheme="http" if self._tls is None else "https")
 
     async def close(self) -> None:
         """Stop listening and cancel running generations."""

@@ -242,7 +242,7 @@ async def serve(
     engine: Literal["sglang", "vllm"] = "sglang",
     folder: Path,
     parquet_every: int,
-    listening: Reach,
+    reach: Reach,
     port: int,
     key: str,
     on_ready: Callable[[str, str], None],
@@ -250,7 +250,7 @@ async def serve(
     """Serve agents with the policy at `servers` until cancelled; store finished episodes in `folder`.
 
     `engine`: the API of the servers; gservers of streamrl have SGLang's.
-    `key`: required to open episodes and to take finished ones; if it is empty and other machines reach `listening`, a
+    `key`: required to open episodes and to take finished ones; if it is empty and other machines reach this one, a
     random one is made. `on_ready` is called with the URL and the key.
     """
     agent = config.rollout.agent
@@ -259,7 +259,7 @@ async def serve(
             'the gateway alone needs rollout.agent.scored_by = "agent", and weights.lora = "merged" if the policy '
             "has an adapter"
         )
-    key = required_key(key, listening)
+    key = required_key(key, reach)
     remote = msgspec.structs.replace(agent, remote=True, function="", command=[], verifiers="")
     config = msgspec.structs.replace(config, rollout=msgspec.structs.replace(config.rollout, agent=remote))
     model_dir = ensure_checkpoint(config)
@@ -293,7 +293,7 @@ async def serve(
             model_dir=model_dir,
             renderer=renderer_of(chat, name=agent.renderer),
             at_exit=at_exit,
-            listening=listening,
+            reach=reach,
             port=port,
             leases=capture,
             lease_key=key,
@@ -305,9 +305,9 @@ async def serve(
         await versions.watch()
 
 
-def required_key(key: str, listening: Reach) -> str:
+def required_key(key: str, reach: Reach) -> str:
     """Return `key`; if it is empty and other machines can connect, a random one."""
-    return key or ("" if is_loopback(listening.local) else secrets.token_urlsafe(24))
+    return key or ("" if is_loopback(reach.local) else secrets.token_urlsafe(24))
 
 
 async def _first_look(versions: ServedVersions) -> None:

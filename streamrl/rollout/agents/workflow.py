@@ -564,7 +564,7 @@ async def open_agents(
     model_dir: Path,
     renderer: Renderer,
     at_exit: AsyncExitStack,
-    listening: Reach = LOOPBACK,
+    reach: Reach = LOOPBACK,
     port: int = 0,
     leases: Leases | None = None,
     lease_key: str = "",
@@ -578,9 +578,9 @@ async def open_agents(
     `leases`, `lease_key`, `routes`, `stored` and `tls`: as of `Gateway`. Raises `ConfigError` if other machines could
     take episodes without a key.
     """
-    if leases is not None and not is_loopback(listening.local) and not lease_key:
+    if leases is not None and not is_loopback(reach.local) and not lease_key:
         raise ConfigError(
-            f"agents are served at {listening.local}, which is open to others: rollout.agent needs an api_key_env, or "
+            f"agents are served at {reach.local}, which is open to others: rollout.agent needs an api_key_env, or "
             "anyone may take episodes"
         )
     own = config.rollout.sampling
@@ -592,9 +592,9 @@ async def open_agents(
         vocab_size=vocab_size(model_dir),
         leases=leases,
         lease_key=lease_key,
-        listening=listening,
+        reach=reach,
         port=port,
-        hosts=Hosts([listening.announced, *config.security.host_names]),
+        hosts=Hosts([reach.announced, *config.security.host_names]),
         tls=tls,
         routes=routes,
         stored=stored,

@@ -404,7 +404,7 @@ class ModelWorker:
                 backend=carried_by,
                 dtype=dtype,
                 device=self._device,
-                listening=self._reach,
+                reach=self._reach,
                 numbers=sum(math.prod(shape) for _, shape in self._source.specs()),
                 gpu=gpu_identity(self._device),
                 gpu_memory=lambda: torch.cuda.mem_get_info(self._device)[0],

@@ -219,7 +219,7 @@ class Publisher:
 def carriers_for(
     config: Config,
     *,
-    listening: Reach,
+    reach: Reach,
     backend: Literal["gloo", "nccl"],
     dtype: torch.dtype,
     device: torch.device,
@@ -227,7 +227,7 @@ def carriers_for(
     gpu: str = "",
     gpu_memory: Callable[[], int] = lambda: 0,
 ) -> Carriers:
-    """Return the carriers that `weights.mode` names. `listening` and `backend` are for a broadcast; `numbers`: the
+    """Return the carriers that `weights.mode` names. `reach` and `backend` are for a broadcast; `numbers`: the
     total number of elements of all weights; `gpu`: the `gpu_identity` of `device`; `gpu_memory` returns the number of
     free bytes on it."""
     weights = config.weights
@@ -250,7 +250,7 @@ def carriers_for(
         if device.type != "cuda":
             raise ConfigError(f'weights.mode = "cuda_ipc" needs a trainer on a GPU, and it is on {device}')
         return Carriers(in_gpu_memory())
-    broadcaster = Broadcaster(config, listening=listening, backend=backend, dtype=dtype, device=device)
+    broadcaster = Broadcaster(config, reach=reach, backend=backend, dtype=dtype, device=device)
     if weights.mode == "collective":
         return Carriers(broadcaster)
     if gpu:

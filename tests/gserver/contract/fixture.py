@@ -280,7 +280,7 @@ def publisher_for(config: Config, control: ControlClient, way: Way) -> Publisher
         client=control,
         config=config,
         carriers=carriers_for(
-            config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
+            config, reach=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
         ),
         in_thread=asyncio.to_thread,
     )

@@ -94,7 +94,7 @@ async def test_adapters_are_published_like_weights_and_requests_keep_theirs(tmp_
     def publisher(control: ControlClient, mode: str) -> Publisher:
         chosen = configuration.overridden(config, [f"weights.mode={mode}"])
         carriers = carriers_for(
-            chosen, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
+            chosen, reach=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
         )
         return Publisher(client=control, config=chosen, carriers=carriers, in_thread=asyncio.to_thread)
 

@@ -44,7 +44,7 @@ async def publishing(
             await run.register("gserver", index, address=gserver.url, pid=100 + index)
         await run.until_live(*range(len(gservers)))
         carriers = carriers_for(
-            config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
+            config, reach=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
         )
         publisher = Publisher(client=run.client, config=config, carriers=carriers, in_thread=asyncio.to_thread)
         for gserver in gservers:

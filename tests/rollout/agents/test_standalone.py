@@ -87,7 +87,7 @@ async def gateway(
             servers=servers,
             folder=folder,
             parquet_every=0,
-            listening=LOOPBACK,
+            reach=LOOPBACK,
             port=0,
             key=key,
             on_ready=lambda url, key: ready.set_result((url, key)),

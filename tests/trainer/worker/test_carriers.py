@@ -36,10 +36,9 @@ def carrier(
 ) -> Carrier:
     """What brings weights to gservers on `machines` and `gpus`."""
     config = configuration.from_dict({"model": MODEL, "run": {"dir": str(folder)}} | sections)
-    listening = LOOPBACK
     carriers = carriers_for(
         config,
-        listening=listening,
+        reach=LOOPBACK,
         backend="gloo",
         dtype=torch.float32,
         device=device,
@@ -123,7 +122,7 @@ def test_room_on_the_gpu_is_looked_for_when_weights_are_ready_and_until_they_hav
     config = configuration.from_dict({"model": MODEL, "run": {"dir": str(tmp_path)}})
     carriers = carriers_for(
         config,
-        listening=LOOPBACK,
+        reach=LOOPBACK,
         backend="gloo",
         dtype=torch.float32,
         device=torch.device("cuda", 0),

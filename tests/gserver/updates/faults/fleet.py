@@ -76,7 +76,7 @@ class FaultyFleet:
             client=self.control,
             config=config,
             carriers=carriers_for(
-                config, listening=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
+                config, reach=LOOPBACK, backend="gloo", dtype=torch.float32, device=torch.device("cpu"), numbers=0
             ),
             in_thread=asyncio.to_thread,
         )

@@ -48,8 +48,9 @@ from streamrl.gserver.server.process import serve
 from streamrl.models import ensure_checkpoint
 from streamrl.safetensors_files import TensorFiles
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
+from streamrl.trainer.worker.weight_broadcast import backend_for
 from streamrl.transport.addresses import LOOPBACK
-from streamrl.transport.collective import backend_for, broadcast, destroy_group, form_group, open_store
+from streamrl.transport.collective import broadcasts, destroy_group, form_group, open_store
 from streamrl.transport.generation import GenerateRequest, GenerationClient, SamplingParams
 from streamrl.transport.keys import generation_key
 from streamrl.transport.manager_client import ControlClient
@@ -122,10 +123,10 @@ def bare_broadcast(order: dict[str, Any], *, rank: int, store: Any = None) -> fl
         place = place if place + size <= len(memory) else 0
         tensors.append(memory[place : place + size])
         place += size
-    broadcast(memory[:1], group, what="a first byte, when all are there")
+    list(broadcasts([("a first byte, when all are there", memory[:1])], group))
     began = time.perf_counter()
     for tensor in tensors:
-        broadcast(tensor, group, what="bare bytes")
+        list(broadcasts([("bare bytes", tensor)], group))
     seconds = time.perf_counter() - began
     destroy_group(group)
     return seconds

@@ -1,26 +1,21 @@
-"""Process groups across programs without a common launcher, and the broadcast of weights in them.
+"""Process groups across programs without a common launcher, and broadcasts in them.
 
 Groups are formed like SGLang's weight-update group (at a TCP store on rank 0, prefixed with the group's name), so that
 either side may be SGLang. The publisher meets the gservers this way, and so do the model workers among themselves.
-
-`Broadcaster` sends weights as rank 0 of such a group, from the publisher to the gservers. It owns the group, and the
-store at which the group meets. A weight is sent from its own memory, or from a buffer if it has to be converted first.
-While some weights are in flight, the next one is converted and its checksum computed.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,13 +23,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from streamrl.checksum import LineSums, checksums, copy_and_sum, dtype_name, line_sums
-from streamrl.config import Config, WeightsConfig
-from streamrl.device import SideStream
 from streamrl.errors import DeadlineExceeded, PublicationError
-from streamrl.transport.addresses import LOOPBACK, Reach, meeting_interface
-from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
-from streamrl.transport.group_sockets import closed_after_forming, open_for_good, open_while_forming
+from streamrl.transport.addresses import meeting_interface
+from streamrl.transport.group_sockets import closed_after_forming, open_for_good
 
 NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 NCCL_MEMORY = "NCCL_CUMEM_ENABLE"
@@ -190,12 +181,6 @@ def destroy_group(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
-def broadcast(tensor: Tensor, group: Any, *, what: str) -> None:
-    """Broadcast `tensor` from rank 0 in place; raises `PublicationError` on failure."""
-    for _ in broadcasts([(what, tensor)], group):
-        pass
-
-
 def broadcasts(
     tensors: Iterable[tuple[str, Tensor]],
     group: Any,
@@ -301,169 +286,3 @@ def _failing(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PublicationError(f"broadcast of {name} failed: {error}") from error
-
-
-Bucket = Sequence[tuple[str, tuple[int, ...]]]
-"""Names and shapes."""
-
-
-class Weights(Protocol):
-    """All weights of a model, in one order."""
-
-    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return the Hugging Face name and shape of each weight."""
-
-    def weights(self) -> Generator[tuple[str, Tensor]]:
-        """Yield each weight with its name; close the generator if it is not exhausted, because sending failed."""
-
-
-class Broadcaster:
-    """A `Carrier` (`trainer/worker/publisher.py`) that broadcasts weights."""
-
-    reads_once = False
-
-    def __init__(
-        self,
-        config: Config,
-        *,
-        reach: Reach = LOOPBACK,
-        backend: Literal["gloo", "nccl"],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """`reach`: where the gservers meet the publisher."""
-        self.dtype = dtype
-        self._config = config.weights
-        self._timeout = config.limits.update_seconds
-        self._reach = reach
-        self._backend: Literal["gloo", "nccl"] = backend
-        self._device = device if backend == "nccl" else torch.device("cpu")
-        """Device from which weights are sent."""
-        self._watched_seconds = self._timeout if backend == "nccl" else None
-        self._beside = SideStream(device)
-        self._store: Any = None
-        self._group: Any = None
-        self._group_name = ""
-        self._weights: Weights
-        self._buckets: list[list[tuple[str, tuple[int, ...]]]] = []
-        self.sent_bytes = 0
-        self._buffers = [torch.empty(0, dtype=dtype, device=self._device)] * AT_ONCE
-        """Used in turn: a buffer's content has been sent before its next turn."""
-
-    def prepare(self, version: int, weights: Weights) -> None:
-        """Plan the buckets for the next sending of `weights`."""
-        self._weights = weights
-        limit = int(self._config.bucket_mb * 2**20)
-        self._buckets = plan_buckets(weights.specs(), itemsize=self.dtype.itemsize, limit_bytes=limit)
-
-    def announce(self) -> Broadcast:
-        """Return the buckets, and the address at which gservers meet the publisher."""
-        if self._store is None:
-            self._store = open_store(self._reach.local)
-        dtype = dtype_name(self.dtype)
-        return Broadcast(
-            buckets=[
-                [TensorSpec(name=name, dtype=dtype, shape=list(shape)) for name, shape in bucket]
-                for bucket in self._buckets
-            ],
-            address=self._reach.announced,
-            port=self._store.port,
-            backend=self._backend,
-            group_name=self._group_name,
-        )
-
-    def send(self, begin: PublishBeginReply) -> dict[str, str]:
-        """Form the group if it is new, and send all weights; return the checksum of each weight, by name."""
-        if begin.group_name != self._group_name:
-            self._form(begin)
-        sums: dict[str, LineSums] = {}
-        with self._beside.after_computation(), closing(self._weights.weights()) as weights:
-            for bucket in self._buckets:
-                # One bucket after another: no gserver gets far ahead of a failing one.
-                contents = self._contents(bucket, weights, sums)
-                for _, content in broadcasts(contents, self._group, watched_seconds=self._watched_seconds):
-                    self.sent_bytes += content.nbytes
-            return checksums(sums)
-
-    def abort(self) -> None:
-        """Leave the group: it is unusable after an interrupted broadcast.
-
-        The store is closed, too. This frees real SGLang, which would otherwise wait half an hour for the missing rank
-        and do nothing else.
-        """
-        self._leave()
-        self._store = None
-
-    def close(self) -> None:
-        self.abort()
-
-    def _leave(self) -> None:
-        if self._group is not None:
-            destroy_group(self._group)
-            self._group, self._group_name = None, ""
-
-    def _form(self, begin: PublishBeginReply) -> None:
-        self._leave()
-        with open_while_forming(self._store.port):
-            self._group = form_group(
-                address=self._reach.announced,
-                port=self._store.port,
-                rank=0,
-                world_size=begin.world_size,
-                name=begin.group_name,
-                backend=self._backend,
-                timeout=self._timeout,
-                store=self._store,
-            )
-        self._group_name = begin.group_name
-
-    def _contents(
-        self, bucket: Bucket, weights: Iterator[tuple[str, Tensor]], sums: dict[str, LineSums]
-    ) -> Generator[tuple[str, Tensor]]:
-        """Yield names and contents of `bucket`, the next of `weights`; enter their sums into `sums`."""
-        for place, (name, shape) in enumerate(bucket):
-            weight = _next(weights, name, shape)
-            if weight.dtype == self.dtype and weight.device == self._device and weight.is_contiguous():
-                if self._config.checksum:
-                    sums[name] = line_sums(weight)
-            else:
-                source, weight = weight, self._buffer(place % AT_ONCE, weight.numel()).view(shape)
-                if self._config.checksum:
-                    sums[name] = copy_and_sum(weight, source)
-                else:
-                    weight.copy_(source)
-            yield name, weight
-
-    def _buffer(self, which: int, numbers: int) -> Tensor:
-        if self._buffers[which].numel() < numbers:
-            self._buffers[which] = torch.empty(numbers, dtype=self.dtype, device=self._device)
-        return self._buffers[which][:numbers]
-
-
-def _next(weights: Iterator[tuple[str, Tensor]], name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the next of `weights`, which must match the announced one."""
-    found, tensor = next(weights, ("nothing", torch.empty(0)))
-    if found != name or tuple(tensor.shape) != tuple(shape):
-        raise PublicationError(f"weight {found} {tuple(tensor.shape)} came where {name} {shape} was announced")
-    return tensor.detach()
-
-
-def backend_for(config: WeightsConfig, device: torch.device) -> Literal["gloo", "nccl"]:
-    """Return the backend that broadcasts weights on `device`."""
-    if config.backend != "auto":
-        return config.backend
-    return "nccl" if device.type == "cuda" else "gloo"
-
-
-def plan_buckets(specs: Bucket, *, itemsize: int, limit_bytes: int) -> list[list[tuple[str, tuple[int, ...]]]]:
-    """Cut weights in order into buckets of at most `limit_bytes`; a larger weight has a bucket of its own."""
-    buckets: list[list[tuple[str, tuple[int, ...]]]] = []
-    room = 0
-    for name, shape in specs:
-        size = math.prod(shape) * itemsize
-        if not buckets or size > room:
-            buckets.append([])
-            room = limit_bytes
-        buckets[-1].append((name, shape))
-        room -= size
-    return buckets

@@ -69,7 +69,7 @@ async def rank0() -> AsyncIterator[Rank0]:
 def _publish(commands: Connection[Any, Any]) -> None:
     from safetensors.torch import load_file
 
-    from streamrl.transport.collective import broadcast, destroy_group, form_group, open_store
+    from streamrl.transport.collective import broadcasts, destroy_group, form_group, open_store
 
     store = open_store("127.0.0.1")
     group: Any = None
@@ -95,5 +95,5 @@ def _publish(commands: Connection[Any, Any]) -> None:
             case "send":
                 weights = load_file(command["file"])
                 for name in command["names"]:
-                    broadcast(weights[name], group, what=name)
+                    list(broadcasts([(name, weights[name])], group))
                 commands.send("sent")

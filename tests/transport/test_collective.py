@@ -1,21 +1,28 @@
-"""Broadcasts between processes: all arrive, in order, and a peer that is gone is told of."""
+"""Broadcasts between processes: all arrive, in order, and a peer that is gone is reported, also without a deadline of
+the group, as with NCCL."""
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.transport.addresses import use_interface_of
 from streamrl.transport.collective import (
     AT_ONCE,
+    NCCL_ERROR_HANDLING,
     broadcasts,
     destroy_group,
     form_group,
@@ -24,12 +31,20 @@ from streamrl.transport.collective import (
 )
 from tests.forked import Forked
 
+TIMEOUT = 20.0
 SIZES = [1, 300_000, 2, 3, 1_000_000, 5, 7, 400_000, 11]
 
 
 def group(rank: int, port: int, store: Any = None) -> Any:
     return form_group(
-        address="127.0.0.1", port=port, rank=rank, world_size=2, name="few", backend="gloo", timeout=30, store=store
+        address="127.0.0.1",
+        port=port,
+        rank=rank,
+        world_size=2,
+        name="few",
+        backend="gloo",
+        timeout=TIMEOUT,
+        store=store,
     )
 
 
@@ -45,6 +60,22 @@ def receive(port: int, answers: Any) -> None:
 
 def leave(port: int, answers: Any) -> None:
     destroy_group(group(1, port))
+    answers.send("left")
+
+
+def wait_for_nothing(port: int, answers: Any) -> None:
+    joined = group(1, port)
+    tensor = torch.zeros(4)
+    began = time.monotonic()
+    try:
+        for _ in broadcasts([("a", tensor)], joined, watched_seconds=TIMEOUT):
+            answers.send(tensor.tolist())
+        for _ in broadcasts([("b", tensor)], joined, watched_seconds=0.5):
+            answers.send("something came")
+    except PublicationError as error:
+        answers.send(str(error))
+    answers.send(time.monotonic() - began)
+    destroy_group(joined)
     answers.send("left")
 
 
@@ -112,3 +143,57 @@ def test_a_group_that_does_not_form_says_where_and_with_whom(monkeypatch: pytest
     with pytest.raises(DeadlineExceeded, match="the trainer's process group: rank 1 of 2"):
         join_world(address="127.0.0.1", port=1, rank=1, world_size=2, backend="gloo", timeout=1.0)
     assert time.monotonic() - began < 60
+
+
+def test_a_broadcast_that_does_not_come_ends_by_the_watch_and_not_by_the_group() -> None:
+    with met(wait_for_nothing) as (joined, ranks):
+        for _ in broadcasts([("a", torch.ones(4))], joined):
+            pass
+        came, error, seconds, left = ranks.take(4, seconds=TIMEOUT)
+        assert came == [1.0] * 4
+        assert error == "broadcast of b failed: nothing came within 0.5 s, and the group was aborted"
+        assert 0.5 <= seconds < TIMEOUT
+        assert left == "left"  # its process would end after `TIMEOUT` only, when gloo gives up
+
+
+def test_a_group_whose_ranks_are_not_all_there_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL waits for a communicator, in the first broadcast."""
+    waits = threading.Event()
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: waits.wait(TIMEOUT))
+    with pytest.raises(PublicationError, match=r"broadcast of a failed: not all ranks of the group .* within 0\.1 s"):
+        list(broadcasts([("a", torch.zeros(4))], None, watched_seconds=0.1))
+    waits.set()
+
+
+class _Failed:
+    """Work of NCCL's that has failed: it says so to whoever gives a deadline."""
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        if timeout is not None:
+            raise RuntimeError("a remote process has gone")
+
+
+def test_work_that_has_failed_is_not_taken_for_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[Any] = []
+    monkeypatch.setattr(dist, "broadcast", lambda *_, **__: _Failed())
+    monkeypatch.setattr(c10d, "_abort_process_group", aborted.append)
+    with pytest.raises(
+        PublicationError, match="broadcast of a failed: a remote process has gone, and the group was ab"
+    ):
+        list(broadcasts([("a", torch.zeros(4))], "g", watched_seconds=5.0))
+    assert aborted == ["g"]
+
+
+def test_errors_of_a_weight_group_are_left_to_us_while_it_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setenv(NCCL_ERROR_HANDLING, "3")
+
+    def made(*_: Any, **options: Any) -> Any:
+        seen.append(os.environ[NCCL_ERROR_HANDLING])
+        raise RuntimeError("not here")
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", made)
+    with pytest.raises(PublicationError, match="not here"):
+        group(0, 1, open_store("127.0.0.1"))
+    assert seen == ["0"]
+    assert os.environ[NCCL_ERROR_HANDLING] == "3"

@@ -16,7 +16,8 @@ from torch.distributed import TCPStore
 
 from streamrl.config import Config
 from streamrl.errors import PublicationError
-from streamrl.transport.collective import Broadcaster, broadcast, destroy_group, form_group, open_store
+from streamrl.trainer.worker.weight_broadcast import Broadcaster
+from streamrl.transport.collective import broadcasts, destroy_group, form_group, open_store
 from streamrl.transport.control import PublishBeginReply
 from streamrl.transport.group_sockets import closed_after_forming, open_for_good, possible, shut
 from tests import hostile
@@ -46,7 +47,7 @@ def take_part(port: int, answers: Any) -> None:
         group = form(1, port, name)
         found = torch.zeros(3)
         answers.send(name)
-        broadcast(found, group, what=name)
+        list(broadcasts([(name, found)], group))
         answers.send(found.tolist())
         destroy_group(group)
 
@@ -83,11 +84,11 @@ def test_a_group_that_has_formed_hears_no_stranger_and_goes_on() -> None:
         assert not any(answers(port) for port in opened)
         for _ in range(CONNECTIONS):
             say(store.port, hostile.store_stream(dice))
-        broadcast(torch.tensor([1.0, 2.0, 3.0]), first, what="first")
+        list(broadcasts([("first", torch.tensor([1.0, 2.0, 3.0]))], first))
         assert ranks.take(1) == [[1.0, 2.0, 3.0]]
         destroy_group(first)
         second = form(0, store.port, "second", store=store)  # at the same store
-        broadcast(torch.tensor([4.0, 5.0, 6.0]), second, what="second")
+        list(broadcasts([("second", torch.tensor([4.0, 5.0, 6.0]))], second))
         assert ranks.take(2) == ["second", [4.0, 5.0, 6.0]]
         ranks.end()
     destroy_group(second)

@@ -61,10 +61,11 @@ from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.computation import ACTOR, Computation
 from streamrl.trainer.worker.data import DataManager, WorkerData
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
+from streamrl.trainer.worker.weight_broadcast import backend_for
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import LOOPBACK, Reach, reach_towards
 from streamrl.transport.codec import Limits
-from streamrl.transport.collective import allocate_as_sglang, backend_for, join_world, open_store
+from streamrl.transport.collective import allocate_as_sglang, join_world, open_store
 from streamrl.transport.credentials import ReceiverKeys
 from streamrl.transport.group_sockets import closed_after_forming, shut
 from streamrl.transport.manager_client import ControlClient

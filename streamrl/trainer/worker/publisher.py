@@ -1,7 +1,7 @@
 """The trainer's side of a weight update: sends the weights of a version to the gservers.
 
 The manager runs the transaction (`gserver/updates/publication.py`); a `Carrier` moves the weights, by broadcast
-(`transport/collective.py`) or through files (`weight_files.py`). `Publisher` runs on the trainer's rank 0.
+(`weight_broadcast.py`) or through files (`weight_files.py`). `Publisher` runs on the trainer's rank 0.
 
 Invariant: weights are only read here, so the next training step may compute at the same time. It must not update them
 before `on_read` was called or `publish` has returned.
@@ -22,11 +22,11 @@ from streamrl.errors import ConfigError, PublicationError
 from streamrl.lora import adapter_settings
 from streamrl.machine import GPUS_OF_WINDOWS, SHARED_MEMORY, machine_identity
 from streamrl.trainer.calls import PublicationReply
+from streamrl.trainer.worker.weight_broadcast import Broadcaster
 from streamrl.trainer.worker.weight_files import WeightFiles, has_room
 from streamrl.trainer.worker.weight_memory import SETS, WeightMemory
 from streamrl.trainer.worker.weight_source import WeightSource
 from streamrl.transport.addresses import Reach
-from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import (
     Broadcast,
     GserverPlaces,

@@ -34,7 +34,7 @@ from streamrl.errors import PublicationError
 from streamrl.lora import SETTINGS, TENSORS
 from streamrl.machine import SHARED_MEMORY, machine_identity
 from streamrl.safetensors_files import Copiers, layout
-from streamrl.transport.collective import Weights
+from streamrl.trainer.worker.weight_source import Weights
 from streamrl.transport.control import PublishBeginReply, Snapshot
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from streamrl.cuda_memory import Share, SharedWeights, WeightPlace
 from streamrl.device import SideStream
 from streamrl.machine import SHARED_MEMORY, machine_identity
 from streamrl.trainer.worker.weight_files import claim, folder_in_memory
-from streamrl.transport.collective import Weights
+from streamrl.trainer.worker.weight_source import Weights
 from streamrl.transport.control import PublishBeginReply, Snapshot
 
 SETS = 2

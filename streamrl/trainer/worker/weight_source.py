@@ -9,12 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.trainer.backends.base import WholeWeights
+
+
+class Weights(Protocol):
+    """All weights of a model, in one order."""
+
+    def specs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the Hugging Face name and shape of each weight."""
+
+    def weights(self) -> Generator[tuple[str, Tensor]]:
+        """Yield each weight with its name; close the generator if it is not exhausted, because sending failed."""
 
 
 class WeightSource:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from streamrl.config import from_dict
 from streamrl.gserver.server.receiver import ExpectedWeights, WeightReceiver
 from streamrl.trainer.backends.torch import TorchModel
+from streamrl.trainer.worker.weight_broadcast import Broadcaster
 from streamrl.trainer.worker.weight_source import WeightSource
-from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import Broadcast, PublishBeginReply
 from streamrl.transport.generation import InitWeightsUpdateGroup
 from tests.devices import DEVICE, ON_DEVICE, needs_nccl_ranks, rank_device

@@ -12,10 +12,10 @@ import torch
 from streamrl import config as configuration
 from streamrl.machine import machine_identity
 from streamrl.trainer.worker.publisher import Carrier, carriers_for
+from streamrl.trainer.worker.weight_broadcast import Broadcaster
 from streamrl.trainer.worker.weight_files import WeightFiles
 from streamrl.trainer.worker.weight_memory import WeightMemory
 from streamrl.transport.addresses import LOOPBACK
-from streamrl.transport.collective import Broadcaster
 from streamrl.transport.control import GserverPlaces
 
 MODEL = {"path": "scratch", "scratch": {"hidden_size": 64, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 32}}

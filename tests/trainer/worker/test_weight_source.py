@@ -17,8 +17,9 @@ from streamrl.config import from_dict
 from streamrl.errors import PublicationError
 from streamrl.gserver.server.receiver import ExpectedWeights, WeightReceiver
 from streamrl.trainer.layout import Layout
+from streamrl.trainer.worker.weight_broadcast import Broadcaster
 from streamrl.trainer.worker.weight_source import WeightSource
-from streamrl.transport.collective import Broadcaster, open_store
+from streamrl.transport.collective import open_store
 from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
 from streamrl.transport.generation import InitWeightsUpdateGroup, UpdateWeightsFromDistributed
 from tests.trainer.backends.reference import make_spec, save_models

@@ -24,7 +24,7 @@ from streamrl.gserver.server.child import ChildServer
 from streamrl.gserver.sglang.joined import load
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.models import ensure_checkpoint
-from streamrl.transport.collective import Broadcaster
+from streamrl.trainer.worker.weight_broadcast import Broadcaster
 from streamrl.transport.control import PublishBegin, PublishBeginReply, PublishCommit
 from streamrl.transport.generation import INITIAL_WEIGHT_VERSION, GenerationClient, PauseGeneration
 from streamrl.transport.keys import read_key

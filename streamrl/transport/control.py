@@ -1,38 +1,8 @@
 """The messages of the controller's HTTP API.
 
 One address, the controller's URL, is enough to join a run. The owner, with the run's secret, may make every call,
-<<<<<<< HEAD
-and joins with it; each role has a token for its own calls.
-
-| call | by | meaning |
-|---|---|---|
-| POST /register | owner | a process joins; rejected if its configuration differs |
-| GET /resume_point | owner | the checkpoint that the run resumes from |
-| POST /place | owner | a number for a process that joins a running run |
-| POST /drain | owner | a gserver or rollout worker finishes and leaves; the controller saves and ends the run |
-| POST /leave | gserver, rollout | the process has left |
-| POST /heartbeat | all | a sign of life, with figures; the reply contains whether to stop |
-| GET /silent | owner | the silent processes, once their set has changed more than n times |
-| GET /model | all | the files of the model, for a host that does not have it |
-| GET /model/part | all | bytes of one of these files |
-| GET /topology | rollout, model worker | waits until the named processes are registered; their addresses |
-| POST /keep | rollout | after the run went back to a checkpoint: the groups in hand that the worker may finish |
-| POST /admit | rollout | waits for room in the ledger, or for a held-out prompt; sequence numbers and gservers |
-| POST /route | rollout | another gserver for a group whose gserver failed |
-| POST /in_flight | rollout | how many requests of its groups still run |
-| POST /reject | rollout | a group is given up |
-| POST /evaluation | rollout | the result of a held-out prompt |
-| POST /publish/begin, /publish/commit | model worker | the two ends of a weight update |
-| GET /publish/places | model worker | on which machines and GPUs the gservers are |
-| POST /steer | owner | changes the staleness, pauses admission, requests a checkpoint |
-| POST /finish_run | owner | the run is over; every process receives `stop` with its next heartbeat |
-| POST /fail_run | rollout | stops the run because of an error in the worker |
-| GET /status, /metrics | all | the run's state as JSON; figures for Prometheus |
-| GET /health | anyone | 200 while the controller lives |
-=======
 and joins with it; each role has a token for its own calls. `permissions.py` has the table of the calls, and
 `manager_client.py` the client.
->>>>>>> ded5adaa (Keep one table of the controller's calls and their callers)
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def check_speaker(member: Member, message: msgspec.Struct) -> None:
     said = member.name
     if hasattr(message, "worker"):
         said = f"rollout/{message.worker}"
-    elif hasattr(message, "role"):
-        said = f"{message.role}/{message.index}"  # type: ignore[attr-defined]
+    elif hasattr(message, "role") and hasattr(message, "index"):
+        said = f"{message.role}/{message.index}"
     if said != member.name:
         who = f"{member.name} (process {member.pid} on {member.host})"
         raise PeerError(f"{who} speaks in the name of {said}", status=403)

@@ -115,7 +115,6 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     routes = {key: _Route(key, call, manager) for key, call in CALLS.items()}
     warnings = RateLimitedLog(log)
 
-<<<<<<< HEAD
     def check(key: str, request: web.BaseRequest) -> tuple[_Route, Member | None]:
         """Return the call that `request` makes, and the member that makes it; None for the owner, and for any caller
         where that is allowed. Raises `PeerError` or `WireError` if its head alone is refused."""
@@ -124,59 +123,32 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
             raise WireError(f"this is no request to a path: {request.raw_path[:100]!r}")
         if route is None:
             if methods := [known.partition(" ")[0] for known in CALLS if known.endswith(f" {request.path}")]:
-=======
-    def check(key: str, request: web.BaseRequest) -> _RouteCall:
-        """Return the call that `request` makes; raises `PeerError` or `WireError` if its head alone is refused."""
-        handler, headers = calls.get(key), request.headers
-        if not request.raw_path.startswith("/"):
-            raise WireError(f"this is no request to a path: {request.raw_path[:100]!r}")
-        if handler is None:
-            if methods := [known.partition(" ")[0] for known in calls if known.endswith(f" {request.path}")]:
->>>>>>> ded5adaa (Keep one table of the controller's calls and their callers)
                 raise PeerError(f"{key}: use {' or '.join(methods)}", status=405)
             raise PeerError(f"{key}: the manager has no such call", status=404)
         if why := hosts.forged(headers.get("Host"), headers.get("Origin")):
             raise PeerError(f"{key}: {why}", status=403)
         if request.path == HEALTH or (on_loopback and key in LOOKS):
-<<<<<<< HEAD
             return route, None
-=======
-            return _RouteCall(request, None, handler)
->>>>>>> ded5adaa (Keep one table of the controller's calls and their callers)
         shown = headers.get(HEADER, "")
         caller = manager.access.caller(shown)
         if caller is None:
             warnings.warning("refused %s of a caller with %s", key, "a wrong key" if shown else "no key")
             raise PeerError(f"{key}: {_WRONG_KEY if shown else _NO_KEY}", status=401)
         if not isinstance(caller, Member):
-<<<<<<< HEAD
             return route, None
-        if caller.role not in route.allowed.roles:
-=======
-            return _RouteCall(request, None, handler)
         if caller.role not in ALLOWED[key]:
->>>>>>> ded5adaa (Keep one table of the controller's calls and their callers)
             raise PeerError(
                 f"{key}: this is no call of a {caller.role}, and {caller.name} makes it (process {caller.pid} on "
                 f"{caller.host})",
                 status=403,
             )
-<<<<<<< HEAD
         return route, caller
-=======
-        return _RouteCall(request, caller, handler)
->>>>>>> ded5adaa (Keep one table of the controller's calls and their callers)
 
     async def handle(request: web.BaseRequest) -> web.Response:
         key = f"{request.method} {request.path}"
         try:
-<<<<<<< HEAD
             route, member = check(key, request)
             return await route.carry_out(request, member)
-=======
-            call = check(key, request)
-            return await call.handler(call)
->>>>>>> ded5adaa (Keep one table of the controller's calls and their callers)
         except WireError as error:
             return _refuse(400, str(error))
         except PeerError as error:
@@ -192,12 +164,10 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
     return HttpServer(handle, most_body_bytes=MAX_BODY_BYTES)
 
 
-<<<<<<< HEAD
 class _Route:
     """One call at one manager."""
 
     def __init__(self, key: str, call: Call, manager: Manager) -> None:
-        self.allowed = ALLOWED.get(key, Permission(frozenset()))
         self._key = key
         self._message = call.message
         self._decoder = msgspec.json.Decoder(call.message)
@@ -212,16 +182,9 @@ class _Route:
             if member is not None:
                 if member.gone:
                     raise PeerError(f"{self._key}: {_WRONG_KEY}", status=401)  # lost while the body came
-                check_speaker(member, self.allowed, message)
+                check_speaker(member, message)
             reply = await self._handler(message)
         return reply if isinstance(reply, web.Response) else _json(reply)
-=======
-class _RouteCall(NamedTuple):
-    request: web.BaseRequest
-    member: Member | None
-    """The member of the run that makes the call; None: the owner, or any caller where that is allowed."""
-    handler: _Handler
->>>>>>> ded5adaa (Keep one table of the controller's calls and their callers)
 
     async def _read(self, request: web.BaseRequest) -> Any:
         """Return the message of the call; raises `WireError` if it is malformed."""
@@ -246,51 +209,12 @@ _WRONG_KEY = (
 )
 
 
-<<<<<<< HEAD
 async def _topology(manager: Manager, query: TopologyQuery) -> control.Topology:
     return await manager.members.topology(query.role, query.count, wait=query.wait)
 
 
 async def _status(manager: Manager) -> control.Status:
     return manager.status()
-=======
-def _calls(manager: Manager) -> dict[str, _Handler]:
-    """Return the calls by method and path."""
-    members, weights = manager.members, manager.weights
-    gets: Mapping[str, Callable[[web.BaseRequest], Awaitable[msgspec.Struct]]] = {
-        "/publish/places": lambda request: weights.places(),
-        "/silent": lambda request: members.silence(_count(request, "after")),
-        "/resume_point": lambda request: members.resume_point(),
-        "/model": lambda request: manager.model.listing(),
-        "/model/part": lambda request: manager.model.part(request.query.get("name", ""), _count(request, "begin")),
-        "/topology": lambda request: members.topology(
-            _role(request), _count(request, "count", 1), wait=_number(request, "wait", control.LONG_POLL_SECONDS)
-        ),
-    }
-    handlers = {f"GET {path}": _get(call) for path, call in gets.items()}
-    handlers |= {f"POST {path}": _post(post.body, post.handler(manager)) for path, post in POSTS.items()}
-    return handlers | {"GET /status": _status(manager), "GET /metrics": _metrics(manager), f"GET {HEALTH}": _health}
-
-
-def _post(body: type[msgspec.Struct], call: Callable[[Any], Awaitable[msgspec.Struct]]) -> _Handler:
-    decoder = msgspec.json.Decoder(body)
-
-    async def handle(made: _RouteCall) -> web.Response:
-        content = await read_body(made.request)
-        if made.member is not None and made.member.gone:
-            raise PeerError(f"POST {made.request.path}: {_WRONG_KEY}", status=401)  # lost while the body came
-        try:
-            message = decoder.decode(content)
-        except UNDECODABLE as error:
-            raise WireError(
-                f"POST {made.request.path} takes a {body.__name__} as JSON: {error}; it got {content[:200]!r}"
-            ) from error
-        if made.member is not None:
-            check_speaker(made.member, message)
-        return _json(await call(message))
-
-    return handle
->>>>>>> ded5adaa (Keep one table of the controller's calls and their callers)
 
 
 async def _metrics(manager: Manager) -> web.Response:

@@ -34,9 +34,13 @@ async def status_of(run: Run, key: str, headers: dict[str, str], *, body: Any = 
             return response.status
 
 
-async def test_every_call_but_health_has_its_permission(tmp_path: Path) -> None:
-    async with managed(small_config(tmp_path)) as run:
-        assert manager_http._calls(run.manager).keys() == {"GET /health", *ALLOWED}
+def test_every_call_but_health_has_its_permission_and_names_a_rollout_worker_that_makes_it() -> None:
+    assert manager_http.CALLS.keys() == {"GET /health", *ALLOWED}
+    for key, roles in ALLOWED.items():
+        if roles == {"rollout"}:
+            message = manager_http.CALLS[key].message
+            assert message is not None
+            assert "worker" in message.__struct_fields__, key
 
 
 async def test_every_call_is_refused_to_those_whose_it_is_not(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ from streamrl.trainer.calls import (
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.layout import layout_of
 from streamrl.trainer.master.process import Master
-from streamrl.transport.control import DataFacts, Scores
+from streamrl.transport.control import DataFacts, EvaluationStatus, Scores
 from streamrl.transport.request_reply import name_on_channel
 from streamrl.transport.synchronous import (
     GenerateGroups,
@@ -491,6 +491,8 @@ class Manager(Signal):
         self.reports: list[Any] = []
         self.evaluated: list[tuple[int, bool, int]] = []
         """Each evaluation that was requested: version, whether training was over, and the version that was served."""
+        self.evaluation: EvaluationStatus | None = None
+        """As in the status."""
         self.report_evaluation: Callable[[Any], None] = lambda report: None
         self.evaluating: set[asyncio.Task[None]] = set()
         self.ledger.observers.append(self.wake)
@@ -554,7 +556,7 @@ class Manager(Signal):
         self.report_evaluation = take
 
     def status(self) -> Any:
-        return status(0)
+        return status(0, evaluation=self.evaluation)
 
 
 class Run:

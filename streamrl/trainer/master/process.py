@@ -31,7 +31,6 @@ from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.trainer.master.comparison import Comparison, MismatchWatch, response_to_compare
-from streamrl.trainer.master.evaluations import EvaluationRequests
 from streamrl.trainer.master.executor import FunctionExecutor, StepResult
 from streamrl.trainer.master.figures import (
     Span,
@@ -104,7 +103,9 @@ class Master:
         self._begun = begun
         self._metrics = MetricsWriter(config.run_dir)
         self._own_figures = OwnFigures(config.metrics)
-        self._evaluations = EvaluationRequests(config, pool=pool, write=self._take_evaluation)
+        self._evaluated: set[int] = set()
+        """Policy versions whose evaluations were reported."""
+        pool.on_evaluation(self._take_evaluation)
         self._checkpoints = Checkpoints(config, channel=channel)
         self._snapshots = SnapshotPace(config.trainer.snapshot_every_steps, step=self._history.policy_version)
         self._publication: asyncio.Task[None] | None = None
@@ -161,7 +162,7 @@ class Master:
         made = progress.evaluated(self._config.run_dir, policy_version=self.policy_version)
         at_end = self._config.evaluation.at_end and not made
         if at_end:
-            self._evaluations.request(self.policy_version, training_over=True)
+            self._pool.evaluate(self.policy_version, training_over=True)
         with self._waits_for("the last checkpoint"):
             if self._config.trainer.save_at_end:
                 await self._checkpoints.save_final(self._reached())
@@ -169,16 +170,30 @@ class Master:
         self._counted = await self._workers.specs()
         if at_end:
             with self._waits_for(f"the evaluation of version {self.policy_version}"):
-                waiting, *_ = await first_of(
-                    self._evaluations.wait_for(self.policy_version), self._leaving.wait(), self._follow_resyncs()
-                )
+                waiting, *_ = await first_of(self._last_evaluation(), self._leaving.wait(), self._follow_resyncs())
             unwritten += "; its evaluation was not waited for" if waiting.cancelled() else waiting.result()
-        elif self._config.evaluation.enabled:
-            self._evaluations.warn_of_unfinished()
+        elif (found := self._pool.status().evaluation) is not None and (task := found.waiting or found.running):
+            log.warning(
+                "the run ends before the evaluation of version %d is done: set evaluation.at_end to wait for it",
+                task.policy_version,
+            )
         if sinks := self._metrics.waits_for:
             with self._waits_for(f"{sinks} to take the last figures"):
                 await asyncio.to_thread(self._metrics.close)
         return unwritten
+
+    async def _last_evaluation(self) -> str:
+        """Wait for the report of the last version, at most `limits.evaluation_seconds`; return an addition to the
+        reason of the run's end."""
+        version, seconds = self.policy_version, self._config.limits.evaluation_seconds
+        if await self._buffer.until(lambda: version in self._evaluated, timeout=seconds):
+            return ""
+        missed = f"the evaluation of version {version} was not finished within limits.evaluation_seconds = {seconds:g}"
+        if (status := self._pool.status().evaluation) is not None:
+            done = f"{status.prompts_done} of {status.prompts} prompts are done"
+            missed += f" ({done if status.prompts else 'no rollout worker has opened the held-out data'})"
+        log.warning("%s", missed)
+        return f"; {missed}"
 
     async def _save_before_stop(self) -> str:
         """Write a checkpoint unless this version has one; return an addition to the reason of the end."""
@@ -246,7 +261,11 @@ class Master:
             consumed=self._buffer.consumed,
             now=time.monotonic(),
         )
-        self._evaluations.begin(self.policy_version, was_due=self._history.evaluation_due)
+        # a resumed run makes the evaluation of its checkpoint again if its report was lost
+        began = self._config.run.resume_from is None
+        due = self._config.evaluation.at_start if began else self._history.evaluation_due
+        if due and not progress.evaluated(self._config.run_dir, policy_version=self.policy_version):
+            self._pool.evaluate(self.policy_version, training_over=False)
 
     @contextmanager
     def _waits_for(self, what: str) -> Iterator[None]:
@@ -353,6 +372,8 @@ class Master:
 
     def _take_evaluation(self, report: EvaluationReport) -> None:
         self._metrics.write_evaluation(report)
+        self._evaluated.add(report.policy_version)
+        self._buffer.wake()
         if report.reward_mean is not None:
             self._history.watch = self._history.watch.evaluated(report.reward_mean)
 
@@ -529,7 +550,7 @@ class Master:
         self._pool.report(report)
         self._mismatch.look(report.metrics, policy_version=report.step - 1)
         if evaluate:
-            self._evaluations.request(report.step)
+            self._pool.evaluate(report.step, training_over=False)
 
     async def _follow_resyncs(self) -> None:
         """Between two steps, publish the current weights again to the gservers that lack them."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import tempfile
 from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -20,7 +20,9 @@ from streamrl.config import from_dict
 from streamrl.errors import PeerError, PeerLost, first_error
 from streamrl.records import progress, snapshots
 from streamrl.trainer.graph import downstream
+from streamrl.transport.control import EvaluationStatus, EvaluationTask
 from streamrl.transport.request_reply import FIRST_ROLLOUT_WORKER
+from tests.evaluations import make_report
 from tests.trainer.pretended import Script, clock, make_group, pretended, virtually, whole_run
 
 
@@ -207,7 +209,7 @@ def test_a_slow_publication_holds_up_the_next_update_but_not_what_comes_before_i
     for publication, inference, training in zip(publications, inferences[1:], trainings[1:], strict=False):
         assert publication.begin <= inference.begin < inference.end < publication.begin + 50.0
         assert training.begin < publication.begin + 50.0 <= training.end < publication.end
-    for one, another in pairwise(publications):
+    for one, another in itertools.pairwise(publications):
         assert one.end <= another.begin
     assert any(
         publication.begin < event.begin < event.end < publication.end
@@ -366,6 +368,39 @@ def test_an_evaluation_is_asked_for_once_the_gservers_have_the_version(tmp_path)
     assert [json.loads(line)["policy_version"] for line in written] == [0, 2, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("prompts", "done"), [(2, "1 of 2 prompts are done"), (0, "no rollout worker has opened the held-out data")]
+)
+def test_the_end_does_not_wait_for_an_evaluation_for_ever(tmp_path, caplog, prompts, done):
+    config = configured(
+        tmp_path,
+        run={"total_train_steps": 2},
+        evaluation={"every": "9 steps", "at_end": True},
+        limits={"evaluation_seconds": 50.0},
+    )
+
+    async def work():
+        async with pretended(config, Script(seconds=lasting(evaluation=51.0))) as run:
+            run.manager.evaluation = EvaluationStatus(None, None, 0, 0, None, prompts=prompts, prompts_done=1)
+            return await run.master.run() + await run.master.finish()
+
+    missed = "the evaluation of version 2 was not finished within limits.evaluation_seconds = 50"
+    assert virtually(work()) == f"2 steps are done; {missed} ({done})"
+    assert missed in caplog.text
+
+
+def test_an_evaluation_that_the_end_does_not_wait_for_is_named(tmp_path, caplog):
+    config = configured(tmp_path, run={"total_train_steps": 2}, evaluation={"every": "1 step"})
+
+    async def work():
+        async with pretended(config, Script(seconds=lasting(evaluation=51.0))) as run:
+            run.manager.evaluation = EvaluationStatus(None, EvaluationTask(2, step=2), 0, 0, None)
+            return await run.master.run() + await run.master.finish()
+
+    assert virtually(work()) == "2 steps are done"
+    assert "the run ends before the evaluation of version 2 is done: set evaluation.at_end" in caplog.text
+
+
 def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_no_other(tmp_path):
     """Most groups are given up: then an epoch may end with those, before the last ones of the batch are trained on."""
     script = Script(rejects=lambda seq: seq % 4 > 0, rows=23)
@@ -374,8 +409,9 @@ def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_
     _, run = whole_run(config, script)
     due = {version for version, _, _ in run.manager.evaluated}
     assert 1 < len(due) < 6
-    for version in range(1, 6):
-        (config.run_dir / "evaluations.jsonl").unlink(missing_ok=True)
+    for version, lost in itertools.product(range(1, 6), (True, False)):
+        kept = b"" if lost else msgspec.json.encode(make_report(version)) + b"\n"
+        (config.run_dir / "evaluations.jsonl").write_bytes(kept)
         folder = config.run_dir / "checkpoints" / f"step-{version:06d}"
         again = configured(
             tmp_path,
@@ -385,7 +421,7 @@ def test_an_evaluation_that_was_lost_is_asked_for_again_from_its_checkpoint_and_
         )
         _, resumed = whole_run(again, script)
         asked = {version for version, _, _ in resumed.manager.evaluated}
-        assert asked & {version} == due & {version}
+        assert asked & {version} == (due & {version} if lost else set())
 
 
 def test_mfcs_on_arrivals_read_each_group_once_and_batches_wait_for_them(tmp_path):
@@ -550,7 +586,7 @@ def test_late_gservers_get_the_served_weights_between_two_steps(tmp_path):
             await training
             publications = run.workers.named("Publish")
             assert len([event for event in publications if event.call.resync]) > 10
-            for one, another in pairwise(publications):
+            for one, another in itertools.pairwise(publications):
                 assert one.end <= another.begin
                 assert another.call.version == one.call.version + (not another.call.resync)
 

@@ -6,11 +6,9 @@ The processes are those of `launch.processes.plan`, as `streamrl run` starts the
 
 from __future__ import annotations
 
-import asyncio
 import re
 import shlex
-import tempfile
-from asyncio.subprocess import PIPE
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -119,28 +117,18 @@ def filled(name: str, values: Mapping[str, object], *, template: Path | None) ->
     return "\n".join(line for line in map(line_of, lines) if line is not None) + "\n"
 
 
-async def output_of(*words: str, given: str = "", seconds: float, otherwise: str) -> str:
+def output_of(*words: str, given: str = "", seconds: float, otherwise: str) -> str:
     """Run a cluster's own command, and return its output; `given`: its input.
 
     Raises `ConfigError` with the remedy `otherwise` if there is no such command, `DeadlineExceeded` after `seconds`,
     and `StreamRLError` with the command's error output if it fails.
     """
-    with tempfile.TemporaryFile() as entered:  # a pipe breaks if the command ends before it has read everything
-        entered.write(given.encode())
-        entered.seek(0)
-        try:
-            process = await asyncio.create_subprocess_exec(*words, stdin=entered, stdout=PIPE, stderr=PIPE)
-        except FileNotFoundError as error:
-            raise ConfigError(f"there is no {words[0]} on this machine: {otherwise}") from error
     try:
-        async with asyncio.timeout(seconds):
-            output, errors = await process.communicate()
-    except TimeoutError as error:
+        done = subprocess.run(words, input=given, capture_output=True, encoding="utf-8", timeout=seconds, check=False)
+    except FileNotFoundError as error:
+        raise ConfigError(f"there is no {words[0]} on this machine: {otherwise}") from error
+    except subprocess.TimeoutExpired as error:
         raise DeadlineExceeded(f"waited {seconds:.0f} s for an answer to `{shlex.join(words)}` in vain") from error
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode:
-        raise StreamRLError(f"{shlex.join(words)}: {errors.decode().strip() or f'exit code {process.returncode}'}")
-    return output.decode().strip()
+    if done.returncode:
+        raise StreamRLError(f"{shlex.join(words)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout.strip()

@@ -5,7 +5,6 @@ The manifests are `templates/kubernetes.yaml`, filled in with the values of a co
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
@@ -101,20 +100,16 @@ def apply(whole: str) -> str:
 
     set_up_logging("kubernetes")
     found = [each for each in yaml.safe_load_all(whole) if each]
-
-    async def without_known_secrets() -> str:
-        for secret in [each for each in found if VARIABLE in each.get("stringData", {})]:
-            metadata = secret["metadata"]
-            namespace = ["--namespace", metadata["namespace"]] if "namespace" in metadata else []
-            if await _kubectl("get", "secret", metadata["name"], *namespace, "--ignore-not-found", "--output=name"):
-                found.remove(secret)
-        return await _kubectl("apply", "-f", "-", given=yaml.safe_dump_all(found, sort_keys=False))
-
-    return asyncio.run(without_known_secrets())
+    for secret in [each for each in found if VARIABLE in each.get("stringData", {})]:
+        metadata = secret["metadata"]
+        namespace = ["--namespace", metadata["namespace"]] if "namespace" in metadata else []
+        if _kubectl("get", "secret", metadata["name"], *namespace, "--ignore-not-found", "--output=name"):
+            found.remove(secret)
+    return _kubectl("apply", "-f", "-", given=yaml.safe_dump_all(found, sort_keys=False))
 
 
-async def _kubectl(*words: str, given: str = "") -> str:
-    return await output_of(
+def _kubectl(*words: str, given: str = "") -> str:
+    return output_of(
         *("kubectl", *words),
         given=given,
         seconds=APPLY_SECONDS,

@@ -30,7 +30,7 @@ from streamrl.launch.processes import (
     share_of,
     visible_gpus,
 )
-from streamrl.launch.role import place_of
+from streamrl.launch.role import keep_settings, place_of
 from streamrl.launch.supervisor import STATUS_SECONDS, Supervisor
 from streamrl.transport.control import Drain
 from streamrl.transport.manager_client import ControlClient
@@ -61,8 +61,7 @@ def run_trainer(commands: ProcessCommands, *, node: int | None, nodes: int | Non
     set_up_logging("trainer" if share.nodes == 1 else f"trainer {share.node}")
 
     async def planned(client: ControlClient) -> Sequence[ProcessPlan]:
-        config.run_dir.mkdir(parents=True, exist_ok=True)
-        (config.run_dir / configuration.CONFIG_FILE).write_text(configuration.to_toml(config))
+        keep_settings(config, commands.config_file)
         return plan_trainer(config, share=share, gpus=visible_gpus())
 
     part = PoolShare(config, commands, role="model_worker", planned=planned)

@@ -169,7 +169,7 @@ def run_controller(
             if on_end is not None:
                 begun.callback(on_end, config.run_dir)
             begun.enter_context(ending_written(config.run_dir, keep_failure=True))
-            _keep_settings(config, config_file)
+            keep_settings(config, config_file)
             urls.append(url)
             on_ready(url)
 
@@ -184,7 +184,7 @@ def run_controller(
     return run_component(prepare)
 
 
-def _keep_settings(config: Config, config_file: Path) -> None:
+def keep_settings(config: Config, config_file: Path) -> None:
     """Write the configuration into the run's folder, for readers of its records, unless a launcher has done so."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     kept = config.run_dir / configuration.CONFIG_FILE

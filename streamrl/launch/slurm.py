@@ -324,6 +324,6 @@ async def until_ended(job: str) -> None:
 
 
 async def _slurm(*words: str) -> str:
-    """Run a Slurm command and return its output; raises as `said_by` does."""
+    """Run a Slurm command and return its output; raises as `output_of` does."""
     otherwise = "start this where jobs are submitted, or show the script with --dry-run and submit it there"
-    return await output_of(*words, seconds=ANSWER_SECONDS, otherwise=otherwise)
+    return await asyncio.to_thread(output_of, *words, seconds=ANSWER_SECONDS, otherwise=otherwise)

@@ -91,11 +91,9 @@ async def controller(
     _note(config, "controller")
     try:
         if action == "finish":
-            starts = 1 + (config.data.args.get("rollout") == "die-once")  # nobody is replaced once the run is over
             while (  # noqa: ASYNC110
                 not (config.run_dir / "model_worker0.pid").exists()  # the last command of some tests
                 or len(list(config.run_dir.glob("*.pid"))) < 4
-                or _starts(config, "rollout") < starts
             ):
                 await asyncio.sleep(0.05)
             state.update(state="finished", message="3 steps are done")
@@ -168,19 +166,13 @@ async def _act(config: Config, role: str, index: int) -> None:
 
 
 def _starts(config: Config, role: str) -> int:
-    """How often gservers, or rollout workers, were started."""
-    file = config.run_dir / f"{'gserver-' * (role == 'gserver')}starts.txt"
+    """How often processes of the role were started."""
+    file = config.run_dir / f"{role}-starts.txt"
     return len(file.read_text().split()) if file.exists() else 0
 
 
 def _note(config: Config, name: str) -> None:
     """Leave a file that tells this process's id."""
     (config.run_dir / f"{name}.pid").write_text(str(os.getpid()))
-    if name.startswith("rollout"):
-        with (config.run_dir / "starts.txt").open("a") as file:
-            file.write(f"{os.getpid()}\n")
-    elif name.startswith("gserver"):
-        with (config.run_dir / "gserver-starts.txt").open("a") as file:
-            file.write(f"{os.getpid()}\n")
-    elif not (config.run_dir / "starts.txt").exists():
-        (config.run_dir / "starts.txt").touch()
+    with (config.run_dir / f"{name.rstrip('0123456789')}-starts.txt").open("a") as file:
+        file.write(f"{os.getpid()}\n")

@@ -12,13 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from streamrl import config as configuration
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError
 from streamrl.launch import processes
@@ -35,12 +33,8 @@ from streamrl.launch.processes import (
     share_of,
     visible_gpus,
 )
-from streamrl.launch.run_folders import claim_run_dir, resumed
-from streamrl.records import progress
-from streamrl.records.evaluation import EVALUATIONS_FILE
-from streamrl.records.progress import Progress
+from streamrl.launch.run_folders import claim_run_dir
 from streamrl.transport import secret
-from tests.evaluations import make_report
 
 
 def config(gservers: int = 1, model_workers: int = 1, workers: int = 1, **run: object) -> Config:
@@ -229,21 +223,6 @@ class NvidiaDriver:
         return 0
 
 
-def test_run_folder_is_never_taken_twice(tmp_path: Path) -> None:
-    first = config(name="a", dir=str(tmp_path))
-    names = [claim_run_dir(first).run.name for _ in range(3)]
-    assert names == ["a", "a-2", "a-3"]
-
-
-def test_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"run\.dir"):
-        claim_run_dir(config(dir=str(tmp_path / "file")))
-    (tmp_path / "runs").symlink_to(tmp_path / "a disk that is not mounted")
-    with pytest.raises(ConfigError, match=r"run\.dir: .*runs/run cannot be made"):
-        claim_run_dir(config(dir=str(tmp_path / "runs")))
-
-
 def test_a_run_folder_is_of_one_launcher_where_it_can_be_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -338,47 +317,6 @@ def test_a_pool_has_the_numbers_that_the_manager_gave() -> None:
     workers = plan_pool(config(), "rollout", indices=[4])
     commands = ProcessCommands(Path("c.toml"), manager_url="http://m:1", advertise="10.0.0.9", resume=True)
     assert commands.of(workers[0])[-5:] == ["--index", "4", "--resume", "--advertise", "10.0.0.9"]
-
-
-def test_a_run_that_is_done_is_gone_on_with_only_if_its_last_evaluation_is_missing(tmp_path: Path) -> None:
-    """It was cut off: the last checkpoint is written before it ends."""
-
-    def asked(**evaluation: bool) -> Config:
-        return from_dict({"run": {"dir": str(tmp_path), "total_train_steps": 4}, "evaluation": {**evaluation}})
-
-    run_dir = asked().run_dir
-    folder = run_dir / "checkpoints" / "final"
-    folder.mkdir(parents=True)
-    progress.write(folder, Progress(4, trained=[], rejected=[], prompts=progress.prompts_digest(asked())))
-    with pytest.raises(ConfigError, match="is done: it made 4 steps"):
-        resumed(asked())
-    assert resumed(asked(at_end=True)).run.resume_from == str(folder)
-    (run_dir / EVALUATIONS_FILE).write_bytes(msgspec.json.encode(make_report(4)) + b"\n")
-    with pytest.raises(ConfigError, match="is done: it made 4 steps"):
-        resumed(asked(at_end=True))
-
-
-def test_a_run_goes_back_to_the_checkpoint_that_is_named_beside_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    tree = {"run": {"dir": "runs", "name": "run", "total_train_steps": 8}}
-    folders = [Path(f"runs/run/checkpoints/step-{version:06d}") for version in (2, 4)]
-    for version, folder in zip((2, 4), folders, strict=True):
-        folder.mkdir(parents=True)
-        made = Progress(version, [], [], prompts=progress.prompts_digest(from_dict(tree)), reached_at=float(version))
-        progress.write(folder, made)
-    older, latest = folders
-
-    def goes_on_from(*overrides: str, **of_file: str) -> str | None:
-        asked = from_dict({"run": tree["run"] | of_file})
-        return resumed(configuration.overridden(asked, overrides), overrides).run.resume_from
-
-    assert goes_on_from(f"run.resume_from={older}") == str(older.absolute())
-    assert goes_on_from(resume_from=str(older)) == str(latest.absolute()), "as config.toml has it from last time"
-    assert goes_on_from() == str(latest.absolute())
-    with pytest.raises(ConfigError, match=r"step-000003 is no whole checkpoint of runs/run, which has step-000002"):
-        goes_on_from("run.resume_from=runs/run/checkpoints/step-000003")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from streamrl import config as configuration
@@ -14,7 +16,9 @@ from streamrl.config import Config, from_dict, to_toml
 from streamrl.errors import ConfigError
 from streamrl.launch.run_folders import chosen_run, claim_run_dir, other_runs, resume_words, resumed
 from streamrl.records import progress
+from streamrl.records.evaluation import EVALUATIONS_FILE
 from streamrl.records.progress import Progress
+from tests.evaluations import make_report
 
 
 def asked(folder: Path, **sections: Any) -> Config:
@@ -99,3 +103,42 @@ def test_settings_that_change_the_prompts_are_named_first(tmp_path: Path, change
     with pytest.raises(ConfigError, match=said):
         chosen(asked(tmp_path, **changed))
     assert chosen(asked(tmp_path, trainer={"lr": 1.0})) == "add/step-000003"
+
+
+def test_a_run_that_is_done_is_resumed_only_if_its_last_evaluation_is_missing(tmp_path: Path) -> None:
+    """It was cut off: the last checkpoint is written before it ends."""
+    config = asked(tmp_path, evaluation={"at_end": True})
+    run_dir = started(config, at=100.0, version=8).run_dir
+    with pytest.raises(ConfigError, match="is done: it made 8 steps"):
+        chosen(asked(tmp_path))
+    assert chosen(config) == "add/step-000008"
+    (run_dir / EVALUATIONS_FILE).write_bytes(msgspec.json.encode(make_report(8)) + b"\n")
+    with pytest.raises(ConfigError, match="is done: it made 8 steps"):
+        chosen(config)
+
+
+def test_a_run_goes_back_to_the_checkpoint_that_is_named_with_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = asked(Path("runs"))
+    for version in (2, 4):
+        started(config, at=100.0, version=version)
+    checkpoints = Path("runs/add/checkpoints")
+    Path("runs/add-2/checkpoints/step-000004").rename(checkpoints / "step-000004")
+    shutil.rmtree("runs/add-2")
+    older = f"run.resume_from={checkpoints / 'step-000002'}"
+    assert chosen(config, older) == "add/step-000002"
+    of_file = configuration.overridden(config, [older])
+    assert chosen(of_file) == "add/step-000004", "as config.toml has it from last time"
+    with pytest.raises(ConfigError, match=r"step-000003 is no whole checkpoint of runs/add, which has step-000002"):
+        chosen(config, f"run.resume_from={checkpoints / 'step-000003'}")
+
+
+def test_run_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir"):
+        claim_run_dir(asked(tmp_path / "file"))
+    (tmp_path / "runs").symlink_to(tmp_path / "a disk that is not mounted")
+    with pytest.raises(ConfigError, match=r"run\.dir: .*runs/add cannot be made"):
+        claim_run_dir(asked(tmp_path / "runs"))

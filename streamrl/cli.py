@@ -262,6 +262,15 @@ def gateway(
 
 
 @command(app, POOLS)
+def vllm(config: Path, socket: Path, overrides: list[str] | None = None, *, index: int = 0) -> None:
+    """Start the vLLM server that gserver INDEX joins, with the run's flags; runs may come and go while it stays."""
+    from streamrl import config as configuration
+    from streamrl.gserver.vllm.joined import become_server
+
+    become_server(configuration.load(config, overrides or ()), socket, index=index)
+
+
+@command(app, POOLS)
 def drain(url: str, process: str, secret_file: Path | None = None, security_of: Path | None = None) -> None:
     """Have a gserver or a rollout worker finish its work and leave; the run continues."""
     from streamrl.launch import remote

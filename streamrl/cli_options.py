@@ -45,6 +45,7 @@ ARGUMENTS: dict[str, Row] = {
     "config": _row("Configuration of the run, a TOML file; or the folder of a run.", metavar="CONFIG"),
     "maybe_config": _row("Configuration of the run; not with --model-shape.", metavar="[CONFIG]"),
     "checked_config": _row("Configuration of the run.", metavar="[CONFIG]"),
+    "socket": _row("Unix socket at which it will listen, as gserver.vllm.addresses names it.", metavar="SOCKET"),
     "overrides": _row("Settings that replace values of the file, as trainer.lr=1e-5.", metavar="[KEY=VALUE]..."),
     "name": _row("The example to copy; without it: list all.", metavar="[NAME]"),
     "url": _row("URL of the controller.", metavar="URL", callback=_url),

@@ -223,25 +223,26 @@ def _server_problems(config: Config) -> list[str]:
                 problems.append(f"{where}.args: {flag} is set by streamrl (from {traits.own_flags[flag]})")
             elif why := traits.refused_flags.get(word) or traits.refused_flags.get(flag):
                 problems.append(f"{where}.args: {word}: {why}")
-    return problems + _address_problems(gserver)
+        if section.addresses:
+            problems += _joined_problems(gserver, engine)
+    return problems
 
 
-def _address_problems(gserver: GserverConfig) -> list[str]:
-    """Return the problems of servers that are joined."""
-    sglang, problems = gserver.sglang, []
-    addresses = set(sglang.addresses)
-    if not addresses:
-        return []
-    if len(addresses) != gserver.count:
-        problems.append(
-            f"gserver.sglang.addresses has {len(addresses)} different URLs for gserver.count = {gserver.count}"
-        )
-    started = {"args": bool(sglang.args), "tensor_parallel": sglang.tensor_parallel > 1}
-    return problems + [
-        f"gserver.sglang.{name}: servers that are joined (gserver.sglang.addresses) have their own flags"
-        for name, given in started.items()
-        if given
-    ]
+def _joined_problems(gserver: GserverConfig, engine: str) -> list[str]:
+    """Return the problems of servers of `engine` that are joined."""
+    where, section = f"gserver.{engine}", getattr(gserver, engine)
+    count = len(set(section.addresses))
+    problems = []
+    if count != gserver.count:
+        problems.append(f"{where}.addresses names {count} different servers for gserver.count = {gserver.count}")
+    if engine != "vllm":  # `streamrl vllm` starts servers with these settings
+        started = {"args": bool(section.args), "tensor_parallel": section.tensor_parallel > 1}
+        problems += [
+            f"{where}.{name}: servers that are joined ({where}.addresses) have their own flags"
+            for name, given in started.items()
+            if given
+        ]
+    return problems
 
 
 def _layout_problems(config: Config) -> list[str]:

@@ -364,7 +364,10 @@ class VllmConfig(Section, frozen=True):
     args: list[str] = []
     """Flags of vLLM's server, each as `--name=value`; they come after streamrl's own and replace them."""
     tensor_parallel: Positive = 1
-    """Ranks of the model in a server, each on its own GPU, or on `gserver.threads` cores."""
+    """Ranks of the model in a server that streamrl starts, each on its own GPU, or on `gserver.threads` cores."""
+    addresses: list[str] = []
+    """Unix sockets of running servers, one for each gserver, on its machine; `streamrl vllm` starts a server. streamrl
+    then starts none."""
 
 
 MAX_QUEUED = 4096
@@ -416,6 +419,11 @@ class GserverConfig(Section, frozen=True):
     def server(self) -> SglangConfig | VllmConfig | None:
         """The settings of the servers behind the gservers; None: the engine computes in the gserver."""
         return getattr(self, self.engine, None)
+
+    @property
+    def joins(self) -> list[str]:
+        """Addresses of the running servers that gservers join; empty: they start their own."""
+        return self.server.addresses if self.server is not None else []
 
     @property
     def ranks(self) -> int:

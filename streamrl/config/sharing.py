@@ -32,6 +32,7 @@ MAY_DIFFER = (
     "gserver.vllm.python",
     "gserver.vllm.args",
     "gserver.vllm.tensor_parallel",
+    "gserver.vllm.addresses",
     "gserver.sglang.python",
     "gserver.sglang.args",
     "gserver.sglang.tensor_parallel",

@@ -246,8 +246,8 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
     if config.run_dir.exists():
         found.tried.append(f"{config.run_dir} exists: a new run would take the next free number behind its name")
     if config.gserver.server is not None:
-        if config.gserver.sglang.addresses:
-            found.untried.append("the servers at gserver.sglang.addresses were not asked")
+        if config.gserver.joins:
+            found.untried.append(f"the servers at gserver.{config.gserver.engine}.addresses were not asked")
         else:
             title = config.gserver.traits.title
             with found.part(title):

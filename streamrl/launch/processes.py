@@ -275,7 +275,7 @@ def _device(config: Config, gpus: Sequence[str]) -> str:
 
 def _ranks_of_a_gserver(config: Config) -> int:
     """Return the number of ranks of a gserver process on this machine: 0 if it computes nothing here."""
-    if not config.gserver.traits.computes or config.gserver.sglang.addresses:
+    if not config.gserver.traits.computes or config.gserver.joins:
         return 0
     return config.gserver.ranks
 

@@ -86,9 +86,9 @@ def check_plannable(config: Config, *, calibrated: bool) -> None:
             f'trainer.graph = "{config.trainer.graph}": only the asynchronous graph can be planned; in another one the '
             "controller decides when to generate, and pools do not overlap as they do there"
         )
-    if config.gserver.sglang.addresses and not calibrated:
+    if config.gserver.joins and not calibrated:
         raise ConfigError(
-            "gserver.sglang.addresses names servers that run already, and a short run would leave its own weights in "
+            f"gserver.{config.gserver.engine}.addresses names servers that run already, and a short run would leave its own weights in "
             "them; give the folder of a run with --from"
         )
 

@@ -177,6 +177,23 @@ class Monitor:
             yield response
 
 
+class JoinedServer:
+    """One server that was started outside the run."""
+
+    def __init__(self, name: str, monitor: Monitor, *, url: str) -> None:
+        self.name = name
+        self.url = url
+        self._monitor = monitor
+
+    def stats(self) -> dict[str, float]:
+        """Return the server's figures from the last poll."""
+        return self._monitor.stats()
+
+    async def failed(self) -> None:
+        """Wait until it no longer replies, and raise `PeerLost`."""
+        await self._monitor.until_silent()
+
+
 class _Responder:
     """A part of a server that is polled repeatedly, and the duration of its silence."""
 

@@ -16,7 +16,7 @@ import msgspec
 
 from streamrl.config import LoraConfig
 from streamrl.errors import ConfigError, ModelError, PeerError, PeerLost
-from streamrl.gserver.server.monitor import Monitor, monitoring
+from streamrl.gserver.server.monitor import JoinedServer, monitoring
 from streamrl.gserver.sglang.command import SGLANG
 from streamrl.limits import ANSWER_SECONDS
 from streamrl.records.lineage import version_of
@@ -53,24 +53,6 @@ class Settings(msgspec.Struct, frozen=True):
     max_lora_rank: int | None = None
     lora_target_modules: list[str] | None = None
     enable_return_routed_experts: bool = False
-
-
-class JoinedServer:
-    """One server that was started outside the run."""
-
-    name = "sglang"
-
-    def __init__(self, monitor: Monitor, *, url: str) -> None:
-        self.url = url
-        self._monitor = monitor
-
-    def stats(self) -> dict[str, float]:
-        """Return SGLang's figures from the last poll."""
-        return self._monitor.stats()
-
-    async def failed(self) -> None:
-        """Wait until it no longer replies, and raise `PeerLost`."""
-        await self._monitor.until_silent()
 
 
 @asynccontextmanager
@@ -119,7 +101,7 @@ async def joined_server(
             await client.close()
         log.info("joined the SGLang server at %s; it is left running at the end", url)
         async with monitor.polling():
-            yield JoinedServer(monitor, url=url)
+            yield JoinedServer("sglang", monitor, url=url)
 
 
 async def _check_flags(

@@ -23,7 +23,7 @@ ADAPTER = "streamrl"
 
 
 class AbortRequests(msgspec.Struct, frozen=True):
-    """End these requests, with their tokens so far."""
+    """End these requests, with their tokens so far; all if none is named."""
 
     request_ids: list[str]
 
@@ -42,6 +42,18 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     lora_path: str
     load_inplace: bool = True
     """Whether it replaces a loaded adapter of this name."""
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """The model, or an adapter, which has no `max_model_len`."""
+
+    max_model_len: int | None = None
+
+
+class ServedModels(msgspec.Struct, frozen=True):
+    """Part of /v1/models; the model comes first."""
+
+    data: list[ServedModel]
 
 
 class NewVersion(msgspec.Struct, frozen=True):
@@ -75,8 +87,14 @@ class VllmClient:
             on_reply(await call(self._session, "POST", url, request, TokenReply, timeout=seconds, peer=PEER))
 
     async def abort(self, request_ids: list[str]) -> None:
-        """End the requests with their tokens so far; unknown ones are ignored."""
+        """End the requests, or all if none is named, with their tokens so far; unknown ones are ignored."""
         await self._post("/abort_requests", AbortRequests([f"generate-tokens-{name}" for name in request_ids]))
+
+    async def max_context(self) -> int:
+        """Return the longest context, in tokens."""
+        url = f"{self._url}/v1/models"
+        found = await call(self._session, "GET", url, None, ServedModels, timeout=self._timeout, peer=PEER)
+        return found.data[0].max_model_len or 0
 
     async def pause(self) -> None:
         """Stop between two steps; running requests stay as they are."""

@@ -1,8 +1,8 @@
 """vLLM behind the server's interface: a real vLLM server, and the stage for its weights.
 
 The gserver's own HTTP server takes requests and receives weights (`server/http.py`, `server/receiver.py`); this engine
-passes requests on to vLLM, which runs as a child process and listens at a Unix socket that only this user can open. An
-update is staged in a file (`stage.py`) while vLLM generates; the swap has vLLM load it between two steps. vLLM itself
+passes requests on to vLLM, which runs as a child process or did so before, and listens at a Unix socket that only this
+user can open. An update is staged in a file (`stage.py`) while vLLM generates; the swap has vLLM load it between two steps. vLLM itself
 labels each token with the version that sampled it.
 
 Requests in excess of `max_running` wait here, as do all new ones during a pause.
@@ -24,15 +24,16 @@ from streamrl.config import MAX_QUEUED
 from streamrl.errors import Refused, StreamRLError
 from streamrl.gserver.server.child import ChildServer, ServerProcess
 from streamrl.gserver.server.engine import Engine, Job, QueueFull, Text, Ticket
-from streamrl.gserver.server.monitor import monitoring
+from streamrl.gserver.server.monitor import JoinedServer, monitoring
 from streamrl.gserver.server.receiver import ExpectedWeights, StagedWeights, WeightReceiver, in_thread
 from streamrl.gserver.server.serving import GserverLaunch, behind_http
 from streamrl.gserver.vllm.client import ADAPTER, VllmClient
-from streamrl.gserver.vllm.command import VLLM, VllmLaunch, command, environment
+from streamrl.gserver.vllm.command import VLLM, command, environment
+from streamrl.gserver.vllm.joined import join, joined_socket, vllm_launch
 from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.gserver.vllm.stage import StagedFile
 from streamrl.lora import adapter_specs
-from streamrl.models import max_position, replays_routing, vocab_size
+from streamrl.models import max_position, vocab_size
 from streamrl.safetensors_files import MODEL, TensorFiles
 from streamrl.transport.generation import PauseMode
 from streamrl.transport.http import new_session
@@ -107,24 +108,14 @@ class VllmEngine:
 
     async def _start(self) -> None:
         self._stack.callback(self._stage.close)
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-vllm-")))
-        config, device, socket = self._launch.config, str(self._launch.device), folder / "socket"
-        settings, limits = config.gserver, config.limits
-        server = VllmLaunch(
-            model_dir=self._launch.model_dir,
-            socket=socket,
-            device=device,
-            dtype=dtype_name(self._dtype),
-            seed=self._launch.seed % 2**31,
-            max_context=self.max_context,
-            routed_experts=replays_routing(config, self._launch.model_dir),
-            adapter=self._lora,
-        )
-        words = command(settings, server)
-        log.info("starting vLLM: %s", " ".join(words))
-        variables = environment(settings, device=device, index=self._launch.index)
-        process = await ServerProcess.start("vLLM", words, variables)
-        self._stack.push_async_callback(process.stop)
+        limits, joins = self._launch.config.limits, self._launch.config.gserver.joins
+        process = None
+        if joins:
+            socket = joined_socket(joins, self._launch.index)
+        else:
+            folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="streamrl-vllm-"))
+            socket = Path(folder) / "socket"
+            process = await self._start_process(socket)
         watching = monitoring(
             VLLM,
             URL,
@@ -134,17 +125,30 @@ class VllmEngine:
             unix=socket,
         )
         monitor = await self._stack.enter_async_context(watching)
-        self._server = ChildServer(process, monitor, url=URL)
-        await self._server.until_ready(timeout=limits.start_seconds)
         session = await self._stack.enter_async_context(new_session(None, unix=socket))
         self._client = VllmClient(
             session, url=URL, timeout=limits.update_seconds, request_seconds=limits.request_seconds
         )
+        if process is None:
+            self._server: ChildServer | JoinedServer = JoinedServer(self.name, monitor, url=URL)
+            await join(self._client, socket, model_dir=self._launch.model_dir, max_context=self.max_context)
+        else:
+            self._server = child = ChildServer(process, monitor, url=URL)
+            await child.until_ready(timeout=limits.start_seconds)
         if self._lora is not None:
             self._sums = await in_thread(lambda: self._stage.fill(self._launch.first_adapter))
             await self._client.load_adapter(self._stage.folder)
         await self._client.name_weights(self._version)
         await self._stack.enter_async_context(monitor.polling())
+
+    async def _start_process(self, socket: Path) -> ServerProcess:
+        settings = self._launch.config.gserver
+        words = command(settings, vllm_launch(self._launch, socket))
+        log.info("starting vLLM: %s", " ".join(words))
+        variables = environment(settings, device=str(self._launch.device), index=self._launch.index)
+        process = await ServerProcess.start("vLLM", words, variables)
+        self._stack.push_async_callback(process.stop)
+        return process
 
     async def failed(self) -> None:
         await self._server.failed()

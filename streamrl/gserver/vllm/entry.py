@@ -113,10 +113,10 @@ def serve() -> None:
 
 if __name__ in ("__main__", "__mp_main__"):
     find_streamrl()
-    from streamrl.gserver.server.lifeline import STACKS_SIGNAL, hold_lifeline
+    from streamrl.gserver.server.lifeline import LIFELINE, STACKS_SIGNAL, hold_lifeline
 
     faulthandler.register(STACKS_SIGNAL)
-    if __name__ == "__main__":
+    if __name__ == "__main__" and LIFELINE in os.environ:  # else a person started it
         hold_lifeline()
     gc.disable()  # while permanent modules are imported: repeated scans of them take a third of the import time
     score_all_tokens()

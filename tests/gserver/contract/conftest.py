@@ -14,6 +14,7 @@ import pytest_asyncio
 from tests.gserver.contract.fixture import ONE_OF_EACH, Contract, contract
 from tests.gserver.installed import sglang_python, vllm_python
 from tests.gserver.running_sglang import RunningSglang
+from tests.gserver.running_vllm import RunningVllm
 
 SKIPPED = {
     "embedded": (),
@@ -38,15 +39,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def running_vllm(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningVllm]:
+    server = RunningVllm(tmp_path_factory.mktemp("vllm"))
+    yield server
+    await server.close()
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def gserver(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, running_sglang: RunningSglang
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    running_sglang: RunningSglang,
+    running_vllm: RunningVllm,
 ) -> AsyncIterator[Contract]:
-    """SGLang is started by its gserver under `in_place`, and with two ranks; else a server is joined that runs already
-    and asks for a key."""
+    """SGLang and vLLM are started by their gserver under `in_place`, and with two ranks; else a server is joined that
+    runs already."""
     engine, mode, ranks = request.param
-    joins = engine == "sglang" and mode != "in_place" and ranks == 1
-    urls = [server.url for server in await running_sglang.servers()] if joins else []
+    joins: list[str] = []
+    if mode != "in_place" and ranks == 1:
+        if engine == "sglang":
+            joins = [server.url for server in await running_sglang.servers()]
+        elif engine == "vllm":
+            joins = [str(await running_vllm.socket())]
     async with contract(
-        engine, tmp_path_factory.mktemp(engine), pause_mode=mode, joins=urls, tensor_parallel=ranks
+        engine, tmp_path_factory.mktemp(engine), pause_mode=mode, joins=joins, tensor_parallel=ranks
     ) as found:
         yield found

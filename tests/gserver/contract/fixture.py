@@ -228,7 +228,7 @@ async def contract(
     tensor_parallel: int = 1,
 ) -> AsyncIterator[Contract]:
     """A run with `count` gservers of `engine`, which serve; `joins`: URLs of the SGLang servers that they join, which
-    ask for a key; `tensor_parallel`: ranks of each that is started."""
+    ask for a key, or sockets of the vLLM servers; `tensor_parallel`: ranks of each that is started."""
     config = contract_config(engine, folder, pause_mode, joins=joins, count=count, tensor_parallel=tensor_parallel)
     model_dir = ensure_checkpoint(config)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
@@ -320,13 +320,13 @@ def contract_config(
             "max_context": MAX_CONTEXT,
             "max_running": MAX_RUNNING,
             "dtype": "float32",
-            "api_key_env": KEY_VARIABLE if joins else "",
+            "api_key_env": KEY_VARIABLE if joins and engine == "sglang" else "",
             "sglang": {
                 "python": sglang_python() or "",
-                "addresses": list(joins),
+                "addresses": list(joins) if engine == "sglang" else [],
                 "tensor_parallel": tensor_parallel,
             },
-            "vllm": {"python": vllm_python() or ""},
+            "vllm": {"python": vllm_python() or "", "addresses": list(joins) if engine == "vllm" else []},
         },
         weights={"mode": "collective", "bucket_mb": 0.05, "pause_mode": pause_mode},
         limits={"update_seconds": 30.0, "heartbeat_seconds": 0.2, "start_seconds": START_SECONDS},

@@ -184,7 +184,7 @@ async def test_newer_ones_and_builds_without_a_number_may_join(model_dir: Path, 
 @pytest.mark.parametrize(
     ("gserver", "said"),
     [
-        ({"sglang": {"addresses": ["http://a", "http://a"]}, "count": 2}, "has 1 different URLs for gserver.count = 2"),
+        ({"sglang": {"addresses": ["http://a", "http://a"]}, "count": 2}, "gserver.sglang.addresses"),
         ({"sglang": {"addresses": ["http://a"], "args": ["--x=1"]}}, "sglang.args: servers that are joined"),
         ({"sglang": {"addresses": ["http://a"], "tensor_parallel": 2}}, "tensor_parallel: servers that are joined"),
         ({"engine": "embedded", "sglang": {"tensor_parallel": 2}}, 'not with gserver.engine = "embedded"'),

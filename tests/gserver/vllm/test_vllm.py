@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import tempfile
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import aiohttp
 import msgspec
 import pytest
 import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file
 
 from streamrl.checksum import checksums, tensor_sums
@@ -15,12 +21,14 @@ from streamrl.config import GserverConfig, LoraConfig, from_dict
 from streamrl.config.engines import ENGINES
 from streamrl.errors import ConfigError
 from streamrl.gserver.server.engine import Job
+from streamrl.gserver.vllm.client import VllmClient
 from streamrl.gserver.vllm.command import VllmLaunch, command, environment
+from streamrl.gserver.vllm.joined import become_server, join, joined_socket
 from streamrl.gserver.vllm.replies import ResponseBuilder, request
 from streamrl.gserver.vllm.stage import StagedFile
 from streamrl.lora import adapter_specs
 from streamrl.transport.generation import FinishReason, SamplingParams, VersionSpan
-from streamrl.transport.vllm import TokenReply
+from streamrl.transport.vllm import GENERATE, TokenReply
 
 SHAPES = {"a.weight": (3, 5), "b.bias": (7,), "c.weight": (2, 2)}
 
@@ -128,6 +136,7 @@ def test_a_users_flags_replace_streamrls_and_gpus_are_its_own(monkeypatch: pytes
     [
         ({"weights": {"mode": "cuda_ipc"}}, "weights.mode"),
         ({"weights": {"backend": "nccl", "mode": "collective"}}, "weights.backend"),
+        ({"gserver": {"engine": "vllm", "vllm": {"addresses": ["/a", "/b"]}}}, "gserver.vllm.addresses"),
         ({"gserver": {"engine": "vllm", "deterministic": True}}, "gserver.deterministic"),
         ({"gserver": {"engine": "vllm", "vllm": {"args": ["--port=1"]}}}, "--port"),
         ({"gserver": {"engine": "vllm", "vllm": {"args": ["--trust-remote-code"]}}}, "no remote code"),
@@ -136,6 +145,64 @@ def test_a_users_flags_replace_streamrls_and_gpus_are_its_own(monkeypatch: pytes
 def test_settings_that_vllm_cannot_have_are_refused(changes: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         from_dict({"gserver": {"engine": "vllm"}} | changes)
+
+
+def test_only_a_socket_of_ones_own_is_joined(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # a socket's path is short
+    path = folder / "socket"
+    try:
+        with pytest.raises(ConfigError, match="streamrl vllm CONFIG SOCKET"):
+            joined_socket([str(path)], 0)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+            path.chmod(0o600)
+            assert joined_socket([str(path)], 0) == path
+            path.chmod(0o666)
+            with pytest.raises(ConfigError, match="chmod 600"):
+                joined_socket([str(path)], 0)
+        with pytest.raises(ConfigError, match="none for gserver/1"):
+            joined_socket([str(path)], 1)
+        with pytest.raises(ConfigError, match="is not a socket"):
+            joined_socket([str(tmp_path)], 0)
+        with pytest.raises(ConfigError, match="exists"):
+            become_server(from_dict({}), path, index=0)
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize(
+    ("room", "scores", "problem"),
+    [(8, (-0.5, -2.5), "max_context = 16"), (64, (0.0, 0.0), "sampling temperature"), (64, (-0.5, -2.5), "")],
+)
+async def test_a_server_with_other_flags_is_not_joined(
+    room: int, scores: tuple[float, float], problem: str, tmp_path: Path
+) -> None:
+    """The server is pretended: it counts what a run changes in it."""
+    answers = iter(scores)
+    loaded: list[str] = []
+
+    async def generate(request: web.Request) -> web.Response:
+        score = {"token_id": 1, "logprob": next(answers)}
+        return web.json_response({"choices": [{"token_ids": [1], "logprobs": {"content": [score]}}]})
+
+    async def load(request: web.Request) -> web.Response:
+        loaded.append((await request.json())["kwargs"]["weights_path"])
+        return web.json_response({})
+
+    async def other(request: web.Request) -> web.Response:
+        models = [{"id": "m", "max_model_len": room}]
+        return web.json_response({"data": models, "success": True})
+
+    app = web.Application()
+    app.add_routes([web.post(GENERATE, generate), web.post("/collective_rpc", load), web.route("*", "/{any:.*}", other)])
+    async with TestServer(app) as server, aiohttp.ClientSession() as session:
+        client = VllmClient(session, url=str(server.make_url("")).rstrip("/"), timeout=5.0, request_seconds=5.0)
+        if problem:
+            with pytest.raises(ConfigError, match=problem):
+                await join(client, tmp_path, model_dir=tmp_path, max_context=16)
+        else:
+            await join(client, tmp_path, model_dir=tmp_path, max_context=16)
+        assert loaded == ([] if problem else [str(tmp_path)])
 
 
 def test_every_engine_has_an_entry() -> None:

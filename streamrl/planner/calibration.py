@@ -88,8 +88,8 @@ def check_plannable(config: Config, *, calibrated: bool) -> None:
         )
     if config.gserver.joins and not calibrated:
         raise ConfigError(
-            f"gserver.{config.gserver.engine}.addresses names servers that run already, and a short run would leave its own weights in "
-            "them; give the folder of a run with --from"
+            f"gserver.{config.gserver.engine}.addresses names servers that run already, and a short run would leave "
+            "its own weights in them; give the folder of a run with --from"
         )
 
 

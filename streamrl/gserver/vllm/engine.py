@@ -2,8 +2,8 @@
 
 The gserver's own HTTP server takes requests and receives weights (`server/http.py`, `server/receiver.py`); this engine
 passes requests on to vLLM, which runs as a child process or did so before, and listens at a Unix socket that only this
-user can open. An update is staged in a file (`stage.py`) while vLLM generates; the swap has vLLM load it between two steps. vLLM itself
-labels each token with the version that sampled it.
+user can open. An update is staged in a file (`stage.py`) while vLLM generates; the swap has vLLM load it between two
+steps. vLLM itself labels each token with the version that sampled it.
 
 Requests in excess of `max_running` wait here, as do all new ones during a pause.
 """

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 START = "start it with `streamrl vllm CONFIG SOCKET`"
 OWNER_ONLY = 0o077
 """Permissions of group and others, which a socket must not have: vLLM asks nobody at a Unix socket for a key."""
-HOT = 100.0
-"""A temperature at which no token is certain."""
+HOT = 2.0
+"""The highest temperature that vLLM takes."""
 
 
 def vllm_launch(launch: GserverLaunch, socket: Path) -> VllmLaunch:
@@ -52,8 +52,10 @@ def become_server(config: Config, socket: Path, *, index: int) -> None:
     Raises `ConfigError` if there is something at `socket`, `ModelError` if vLLM's interpreter cannot be started.
     """
     if socket.exists():
-        raise ConfigError(f"{socket} exists: another server may listen there; stop it, remove the file, or name another")
-    launch = GserverLaunch(config, index, ensure_checkpoint(config))
+        raise ConfigError(
+            f"{socket} exists: another server may listen there; stop it, remove the file, or name another"
+        )
+    launch = GserverLaunch(config=config, index=index, model_dir=ensure_checkpoint(config))
     words = command(config.gserver, vllm_launch(launch, socket))
     variables = environment(config.gserver, device=str(launch.device), index=index)
     os.umask(OWNER_ONLY)
@@ -72,7 +74,9 @@ def joined_socket(addresses: Sequence[str], index: int) -> Path:
     Raises `ConfigError` if none is named for it, if there is none, or if other users may open it.
     """
     if index >= len(addresses):
-        raise ConfigError(f"gserver.vllm.addresses names {len(addresses)} servers, none for gserver/{index}: add its socket")
+        raise ConfigError(
+            f"gserver.vllm.addresses names {len(addresses)} servers, none for gserver/{index}: add its socket"
+        )
     socket = Path(addresses[index]).expanduser()
     where = f"gserver.vllm.addresses: {socket}"
     try:

@@ -194,7 +194,9 @@ async def test_a_server_with_other_flags_is_not_joined(
         return web.json_response({"data": models, "success": True})
 
     app = web.Application()
-    app.add_routes([web.post(GENERATE, generate), web.post("/collective_rpc", load), web.route("*", "/{any:.*}", other)])
+    app.add_routes(
+        [web.post(GENERATE, generate), web.post("/collective_rpc", load), web.route("*", "/{any:.*}", other)]
+    )
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
         client = VllmClient(session, url=str(server.make_url("")).rstrip("/"), timeout=5.0, request_seconds=5.0)
         if problem:

@@ -13,12 +13,10 @@ import zmq.asyncio
 
 from streamrl.errors import DeadlineExceeded, PeerError, PeerLost, WireError
 from streamrl.transport import request_reply
-from streamrl.transport.addresses import Reach
 from streamrl.transport.request_reply import ReplyChannel, RequestChannel
 from streamrl.transport.session import Packet
 from tests import hostile
 from tests.credentials import OTHER_SECRET, credential_of, keys_of, peer_at
-from tests.ipv6 import IPV6
 
 
 class Double(msgspec.Struct, tag=True):
@@ -58,7 +56,7 @@ def reply_channel(endpoint, number, call_type=Double | Fail | Hang, *, joins=1, 
 
 
 @contextlib.asynccontextmanager
-async def master(host="127.0.0.1", **settings):
+async def master(**settings):
     notices: list[tuple[int, News]] = []
     heard = asyncio.Event()
 
@@ -67,9 +65,7 @@ async def master(host="127.0.0.1", **settings):
         if notice == News("last"):
             heard.set()
 
-    channel = RequestChannel(
-        keys=keys_of("controller"), reach=Reach(host, host), notice_type=News, on_notice=hear, **settings
-    )
+    channel = RequestChannel(keys=keys_of("controller"), notice_type=News, on_notice=hear, **settings)
     channel.notices, channel.heard = notices, heard
     try:
         yield channel
@@ -91,21 +87,13 @@ async def worker(channel, number, *, joins=1):
         await end.close()
 
 
-async def test_calls_reach_their_worker_and_are_answered():
-    async with master() as m, worker(m, 0), worker(m, 1):
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_calls_reach_their_worker_and_are_answered(encrypted):
+    async with master(encrypted=encrypted) as m, worker(m, 0), worker(m, 1):
+        assert m.endpoint.startswith("curve://" if encrypted else "tcp://")
         await m.wait_for({0, 1}, patience=30)
         calls = [m.call(i % 2, Double(i), Answer, timeout=30) for i in range(50)]
         assert [a.value for a in await asyncio.gather(*calls)] == [2 * i for i in range(50)]
-
-
-@IPV6
-@pytest.mark.parametrize("host", ["::1", "::"])
-async def test_a_master_may_have_an_ipv6_address(host):
-    async with master(host) as m:
-        m.endpoint = m.endpoint.replace("[::]", "[::1]")
-        async with worker(m, 0):
-            await m.wait_for({0}, patience=30)
-            assert (await m.call(0, Double(2), Answer, timeout=30)).value == 4
 
 
 async def test_workers_see_concurrent_requests_in_one_order():
@@ -283,6 +271,7 @@ async def pretended_master():
     context = zmq.asyncio.Context()
     with context.socket(zmq.ROUTER) as router:
         router.set(zmq.LINGER, 0)
+        router.set(zmq.SNDHWM, 0)  # otherwise it drops messages that a busy machine reads late
         port = router.bind_to_random_port("tcp://127.0.0.1")
         yield router, f"tcp://127.0.0.1:{port}"
     context.term()
@@ -404,17 +393,6 @@ async def test_a_worker_without_an_answer_gives_up(monkeypatch):
         with pytest.raises(PeerLost, match="has not replied for"):
             await asyncio.wait_for(end.receive(), 30)
         await end.close()
-
-
-async def test_encrypted_calls_take_workers_of_the_run_alone():
-    async with master(encrypted=True) as m, worker(m, 0):
-        assert m.endpoint.startswith("curve://")
-        stranger = reply_channel(m.endpoint, 1, secret=OTHER_SECRET)
-        await m.wait_for({0}, patience=30)
-        assert (await m.call(0, Double(2), Answer, timeout=30)).value == 4
-        with pytest.raises(DeadlineExceeded):
-            await m.wait_for({1}, patience=0.5)
-        await stranger.close()
 
 
 async def test_a_forged_identity_is_rejected_and_changes_nothing(caplog):

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
@@ -249,25 +250,20 @@ def in_thread_on(device: torch.device, call: Callable[[], Result], *, seconds: f
     NCCL forms its communicator in a group's first operation, and blocks the caller until all ranks are there: forever,
     if one is gone. The thread is then abandoned.
     """
-    answers: list[Result] = []
-    failures: list[Exception] = []
+    outcome: Future[Result] = Future()
     stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
 
     def run() -> None:
         try:
             with stream:
-                answers.append(call())
+                outcome.set_result(call())
         except Exception as error:  # raised in the thread that waits
-            failures.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name="forms a communicator", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if failures:
-        raise failures[0]
-    if not answers:
+    threading.Thread(target=run, name="forms a communicator", daemon=True).start()
+    if not wait([outcome], seconds).done:
         raise RuntimeError(f"not all ranks of the group were there within {seconds:g} s")
-    return answers[0]
+    return outcome.result()
 
 
 def wait_for_pending(pending: list[Any]) -> None:

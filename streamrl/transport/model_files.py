@@ -27,7 +27,7 @@ SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 """Endings of a checkpoint's files that are served; pickles never are."""
 CALL_SECONDS = 60.0
 """Timeout for fetching one part."""
-TELL_SECONDS = 15.0
+LOG_SECONDS = 15.0
 """Interval at which the progress is logged."""
 
 
@@ -100,41 +100,36 @@ def fetched_model(config: Config, *, manager_url: str, cache: Path | None = None
     Raises `StreamRLError` if the manager does not have it, or cannot be reached, and `ModelError` if the fetched files
     are not a whole checkpoint.
     """
-    return asyncio.run(_fetched(config, manager_url, cache or cache_home()))
+    with asyncio.Runner() as runner:
+        client = ControlClient.of(config, manager_url, timeout=CALL_SECONDS)
+        try:
+            listing = runner.run(client.model(patience=config.limits.start_seconds))
+
+            def fetch(folder: Path) -> None:
+                log.info("fetching the model from the manager at %s: %.0f MiB", manager_url, listing.bytes / 2**20)
+                runner.run(_fetch(client, listing, folder))
+                check_checkpoint(folder)
+                if _fingerprint(folder) != listing.fingerprint:
+                    raise ModelError(
+                        f"the model that the manager at {manager_url} sent is not the one that it has; try again"
+                    )
+
+            return made((cache or cache_home()) / f"model-{listing.fingerprint}", fetch)
+        finally:
+            runner.run(client.close())
 
 
-async def _fetched(config: Config, manager_url: str, cache: Path) -> Path:
-    client = ControlClient.of(config, manager_url, timeout=CALL_SECONDS)
-    try:
-        listing = await client.model(patience=config.limits.start_seconds)
-    finally:
-        await client.close()
-
-    def fetch(folder: Path) -> None:
-        log.info("fetching the model from the manager at %s: %.0f MiB", manager_url, listing.bytes / 2**20)
-        asyncio.run(_fetch(config, manager_url, listing, folder))
-        check_checkpoint(folder)
-        if _fingerprint(folder) != listing.fingerprint:
-            raise ModelError(f"the model that the manager at {manager_url} sent is not the one that it has; try again")
-
-    return await asyncio.to_thread(made, cache / f"model-{listing.fingerprint}", fetch)
-
-
-async def _fetch(config: Config, manager_url: str, listing: ModelListing, folder: Path) -> None:
-    client = ControlClient.of(config, manager_url, timeout=CALL_SECONDS)
-    came, told = 0, time.monotonic()
-    try:
-        for file in listing.files:
-            name = Path(file.name).name  # no name from the manager leads out of this folder
-            with (folder / name).open("wb") as target:
-                while (begin := target.tell()) < file.size:
-                    part = await client.model_part(file.name, begin)
-                    if not part.content:
-                        raise ModelError(f"{file.name} of the manager's model ends at {begin} of {file.size} bytes")
-                    target.write(part.content)
-                    came += len(part.content)
-                    if time.monotonic() - told > TELL_SECONDS:
-                        told = time.monotonic()
-                        log.info("%.0f of %.0f MiB of the model have come", came / 2**20, listing.bytes / 2**20)
-    finally:
-        await client.close()
+async def _fetch(client: ControlClient, listing: ModelListing, folder: Path) -> None:
+    came, logged = 0, time.monotonic()
+    for file in listing.files:
+        name = Path(file.name).name  # no name from the manager leads out of this folder
+        with (folder / name).open("wb") as target:
+            while (begin := target.tell()) < file.size:
+                part = await client.model_part(file.name, begin)
+                if not part.content:
+                    raise ModelError(f"{file.name} of the manager's model ends at {begin} of {file.size} bytes")
+                target.write(part.content)
+                came += len(part.content)
+                if time.monotonic() - logged > LOG_SECONDS:
+                    logged = time.monotonic()
+                    log.info("%.0f of %.0f MiB of the model have come", came / 2**20, listing.bytes / 2**20)

@@ -167,11 +167,10 @@ class ServerSocket:
     def _connection(self, route: bytes) -> Connection:
         """Return the connection with this routing id. Raises `UnknownSender`."""
         found = self._connections.get(route)
-        if found is None or found.sender.superseded:
-            sender = self._verifier.sender(route)
-            found = Connection(sender, lambda packet: self._send(route, packet))
+        if found is None:
+            sender = self._verifier.sender(route)  # a later process of the same name supersedes the earlier ones
             self._connections = {r: known for r, known in self._connections.items() if not known.sender.superseded}
-            self._connections[route] = found
+            found = self._connections[route] = Connection(sender, lambda packet: self._send(route, packet))
         return found
 
     def _packet(self, content: memoryview) -> Packet:

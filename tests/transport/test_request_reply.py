@@ -194,22 +194,6 @@ async def test_a_worker_that_never_comes_is_named(caplog: pytest.LogCaptureFixtu
     assert "waiting for model_worker/0 to connect to the controller, for 0 s now" in caplog.text
 
 
-async def test_notices_arrive_and_nonsense_is_passed_over():
-    async with master() as m, worker(m, 0) as w:
-        context = zmq.asyncio.Context()
-        stranger = context.socket(zmq.DEALER)
-        stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(m.endpoint)
-        for junk in ([b"x"], [b"N", b"", b"\xff\xff"], [b"R", b"12345678", b""]):
-            await stranger.send_multipart(junk)
-        w.notify(News("stored"))
-        await m.wait_for({0}, patience=30)
-        assert (await m.call(0, Double(1), Answer, timeout=30)).value == 2
-        assert m.notices == [(0, News("stored"))]
-        stranger.close()
-        context.term()
-
-
 NEWS = msgspec.msgpack.encode({"type": "notice", "notice": News("stored")})
 DOUBLE = msgspec.msgpack.encode({"request": 1, "call": Double(3)})
 

@@ -11,6 +11,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import get_args
 
 from streamrl.gserver.manager.member_states import SILENT_STATES, MemberEvent, MemberState, next_state
@@ -24,52 +25,44 @@ TELL_LEASES = 2.0
 """Number of leases for which the address of a replaced gserver is reported, so that every live worker receives it."""
 
 
+@dataclass(eq=False)
 class Member:
     """A registered process. A gserver's record is a `Gserver` (`gserver.py`)."""
 
-    def __init__(
-        self,
-        role: Role,
-        index: int,
-        address: str = "",
-        *,
-        pid: int = 0,
-        host: str = "",
-        machine: str = "",
-        process_space: str = "",
-        gpu: str = "",
-        process: str = "",
-        now: float = 0.0,
-        patience: float = math.inf,
-    ) -> None:
-        """`host`: the host name that the process reports; `machine`, `process_space`, `gpu`, `process`: as in
-        `Register`; `patience`: seconds without a message after which it counts as silent."""
-        self.role: Role = role
-        self.state = MemberState.UNCHECKED if role == "gserver" else MemberState.SERVING
+    role: Role
+    index: int
+    address: str = ""
+    _: KW_ONLY
+    pid: int = 0
+    host: str = ""
+    """The host name that the process reports."""
+    machine: str = ""
+    process_space: str = ""
+    gpu: str = ""
+    process: str = ""
+    """This and the three before: as in `Register`."""
+    number: int = 0
+    """Ordinal of the member among all that have joined the run; 0: it has no place yet."""
+    lineage: str = ""
+    """The lineage of the run (`Access.lineage`) in which it last registered."""
+    times_back: int = 0
+    """How often it has kept groups of an earlier lineage, if it is a rollout worker."""
+    stats: dict[str, float] = field(default_factory=dict)
+    """Figures of its last heartbeat."""
+    waiting_for: str = ""
+    failure: FrequentFailure | None = None
+    end_reported: bool = False
+    """Whether a reply to it has reported the end of the run."""
+    now: InitVar[float] = 0.0
+    patience: InitVar[float] = math.inf
+    """Seconds without a message after which it counts as silent."""
+
+    def __post_init__(self, now: float, patience: float) -> None:
+        self.state = MemberState.UNCHECKED if self.role == "gserver" else MemberState.SERVING
         """Changed by `handle` alone."""
-        self.index = index
-        self.address = address
-        self.pid = pid
-        self.host = host
-        self.machine = machine
-        self.process_space = process_space
-        self.gpu = gpu
-        self.process = process
-        self.number = 0
-        """Ordinal of the member among all that have joined the run; 0: it has no place yet."""
         self.token = f"{self.name}.{secrets.token_hex(TOKEN_BYTES)}"
         """The token that it presents with each call."""
         self.last_heard = LastHeard(now=now, patience=patience)
-        self.lineage = ""
-        """The lineage of the run (`Access.lineage`) in which it last registered."""
-        self.times_back = 0
-        """How often it has kept groups of an earlier lineage, if it is a rollout worker."""
-        self.stats: dict[str, float] = {}
-        """Figures of its last heartbeat."""
-        self.waiting_for = ""
-        self.failure: FrequentFailure | None = None
-        self.end_reported = False
-        """Whether a reply to it has reported the end of the run."""
 
     @property
     def name(self) -> str:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,10 @@ from tests.gserver.harness import (
     commit_publication,
     keep_beating,
     live_gservers,
-    managed,
     publish,
-    small_config,
 )
-from tests.gserver.scripted import Fault, ScriptedGserver, scripted
+from tests.gserver.scripted import Fault, scripted
+from tests.gserver.updates.scripted_fleet import TIMEOUT, calls_of_an_update, each, fleet
 
 INIT = "/init_weights_update_group"
 BEGIN = "/begin_weight_update"
@@ -35,30 +32,7 @@ END = "/end_weight_update"
 CONTINUE = "/continue_generation"
 DESTROY = "/destroy_weights_update_group"
 
-COLLECTIVE = [INIT, BEGIN, RECEIVE]
-"""Steps that fail for all when they fail for one."""
 FAULTS: list[Fault] = ["refuse", "nonsense", "error", "stall", "die"]
-
-TIMEOUT = 1.5
-
-
-@asynccontextmanager
-async def fleet(
-    folder: Path, count: int = 2, *, staged: bool = True, timeout: float = TIMEOUT, **weights: Any
-) -> AsyncIterator[Any]:
-    config = small_config(folder, gserver={"count": count}, weights=weights, limits={"update_seconds": timeout})
-    async with managed(config) as run, scripted(count, staged=staged) as gservers:
-        for index, gserver in enumerate(gservers):
-            await run.register("gserver", index, address=gserver.url, pid=100 + index)
-        await run.register("rollout")
-        await run.until_live(*range(count))
-        for gserver in gservers:
-            gserver.calls.clear()
-        yield run, gservers
-
-
-def calls_of_an_update(gserver: ScriptedGserver) -> list[str]:
-    return [path for path in gserver.calls if path not in ("/server_info", "/model_info")]
 
 
 def last(status: Status) -> dict[str, Any]:
@@ -170,8 +144,7 @@ async def test_a_commit_that_is_sent_twice_gets_the_same_answer(tmp_path: Path) 
         assert [gserver.counts[END] for gserver in gservers] == [1, 1]
 
 
-@pytest.mark.parametrize("path", COLLECTIVE)
-@pytest.mark.parametrize("fault", FAULTS)
+@each(FAULTS, RECEIVE, INIT, BEGIN)
 async def test_a_gserver_that_fails_before_the_swap_rolls_the_update_back(
     tmp_path: Path, path: str, fault: Fault
 ) -> None:
@@ -196,8 +169,7 @@ async def test_a_gserver_that_fails_before_the_swap_rolls_the_update_back(
         assert good.counts[DESTROY] == 1
 
 
-@pytest.mark.parametrize("path", [PAUSE, END])
-@pytest.mark.parametrize("fault", FAULTS)
+@each(FAULTS, END, PAUSE)
 async def test_a_gserver_that_fails_in_the_swap_is_evicted_and_the_update_stands(
     tmp_path: Path, path: str, fault: Fault
 ) -> None:
@@ -228,8 +200,7 @@ async def test_a_swap_whose_answer_was_lost_counts(tmp_path: Path, fault: Fault)
         assert live_gservers(await run.client.status()) == {0, 1}
 
 
-@pytest.mark.parametrize("path", [PAUSE, END])
-@pytest.mark.parametrize("fault", ["refuse", "nonsense", "error", "stall"])
+@each(["refuse", "nonsense", "error", "stall"], END, PAUSE)
 async def test_a_swap_that_fails_everywhere_is_rolled_back(tmp_path: Path, path: str, fault: Fault) -> None:
     async with fleet(tmp_path) as (run, gservers):
         for gserver in gservers:

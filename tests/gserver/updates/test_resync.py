@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,10 +17,9 @@ from tests.gserver.harness import (
     commit_publication,
     keep_beating,
     live_gservers,
-    managed,
-    small_config,
 )
-from tests.gserver.scripted import Fault, ScriptedGserver, scripted
+from tests.gserver.scripted import Fault, scripted
+from tests.gserver.updates.scripted_fleet import calls_of_an_update, each, fleet
 
 BEGIN = "/begin_weight_update"
 LOAD = "/update_weights_from_disk"
@@ -32,20 +28,6 @@ PAUSE = "/pause_generation"
 NAME = "/update_weight_version"
 END = "/end_weight_update"
 CONTINUE = "/continue_generation"
-
-
-@asynccontextmanager
-async def fleet(
-    folder: Path, count: int = 2, *, staged: bool = True, timeout: float = 2.0, **weights: Any
-) -> AsyncIterator[Any]:
-    config = small_config(folder, gserver={"count": count}, weights=weights, limits={"update_seconds": timeout})
-    async with managed(config) as run, scripted(count, staged=staged) as gservers:
-        for index, gserver in enumerate(gservers):
-            await run.register("gserver", index, address=gserver.url, pid=100 + index)
-        await run.until_live(*range(count))
-        for gserver in gservers:
-            gserver.calls.clear()
-        yield run, gservers
 
 
 async def publish(
@@ -63,17 +45,13 @@ async def publish(
     return await run.client.publish_commit(message, timeout=20.0)
 
 
-def calls(gserver: ScriptedGserver) -> list[str]:
-    return [path for path in gserver.calls if path not in ("/server_info", "/model_info")]
-
-
 async def test_files_are_staged_and_compared_before_anybody_pauses(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, gservers):
         for gserver in gservers:
             gserver.sums = {"a": "1"}
         assert (await publish(run, 1, checksums={"a": "1", "ignored": "2"})).done
         for gserver in gservers:
-            assert calls(gserver) == [BEGIN, LOAD, VERIFY, PAUSE, END, CONTINUE]
+            assert calls_of_an_update(gserver) == [BEGIN, LOAD, VERIFY, PAUSE, END, CONTINUE]
             assert gserver.bodies[LOAD][0]["model_path"] == "/weights/v1"
             assert gserver.weight_version == "1"
 
@@ -82,7 +60,7 @@ async def test_one_without_a_stage_is_paused_while_it_reads(tmp_path: Path) -> N
     async with fleet(tmp_path, 1, staged=False, pause_mode="retract") as (run, (gserver,)):
         gserver.sums = {"a": "1"}
         assert (await publish(run, 1, checksums={"a": "1"})).done
-        assert calls(gserver) == [PAUSE, NAME, LOAD, VERIFY, NAME, CONTINUE]
+        assert calls_of_an_update(gserver) == [PAUSE, NAME, LOAD, VERIFY, NAME, CONTINUE]
         assert [body["new_version"] for body in gserver.bodies[NAME]] == [MIXED_WEIGHTS, "1"]
         assert gserver.bodies[LOAD][0]["weight_version"] is None
         assert gserver.calls[gserver.calls.index(LOAD) - 1] == "/server_info", "nothing that was given up is under way"
@@ -141,8 +119,7 @@ async def resync(run: Run, version: int) -> None:
         await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("fault", ["error", "nonsense", "refuse"])
-@pytest.mark.parametrize("path", [BEGIN, LOAD, PAUSE, END, CONTINUE])
+@each(["error", "nonsense", "refuse"], LOAD, BEGIN, PAUSE, END, CONTINUE)
 async def test_a_resync_that_fails_is_tried_again(tmp_path: Path, path: str, fault: Fault) -> None:
     async with fleet(tmp_path, 1) as (run, (old,)), scripted() as (late,):
         assert (await publish(run, 1)).done
@@ -156,7 +133,7 @@ async def test_a_resync_that_fails_is_tried_again(tmp_path: Path, path: str, fau
                 await asyncio.sleep(0.05)
         resyncing.cancel()
         assert late.weight_version == "1"
-        assert calls(old) == []
+        assert calls_of_an_update(old) == []
 
 
 async def test_a_faulty_gserver_does_not_keep_another_from_its_resync(tmp_path: Path) -> None:
@@ -233,7 +210,7 @@ async def test_the_publisher_is_asked_for_weights_that_only_it_has(tmp_path: Pat
         old.calls.clear()
         assert (await publish(run, 1, resync=True)).done
         assert live_gservers(await run.client.status()) == {0, 1}
-        assert calls(old) == []
+        assert calls_of_an_update(old) == []
         begin = await run.client.publish_begin(
             PublishBegin(version=1, weights=Snapshot(folder="/weights/v1"), resync=True), timeout=10.0
         )

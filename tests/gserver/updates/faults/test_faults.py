@@ -66,7 +66,7 @@ FAULTS: list[Fault] = ["error", "stop", "lost", "nonsense", "late"]
 def cases(engine: str) -> list[tuple[str, int, Fault]]:
     """Return one fault for each step, in turn, and the death of a gserver at each step.
 
-    Every fault at every call is in `test_publication.py`, with scripted gservers. Faults that take as long as a
+    Every kind of fault is in `test_publication.py`, with scripted gservers. Faults that take as long as a
     deadline does ("stop", "late") have no turn on real SGLang.
     """
     turns = FAULTS if engine == "embedded" else [fault for fault in FAULTS if fault not in ("stop", "late")]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -154,23 +155,20 @@ class _TrainingResult:
         self.folder = folder
         self.saved = saved
         """Folder for the trained weights."""
-        self._model: TorchModel | None = None
 
-    @property
+    @cached_property
     def model(self) -> TorchModel:
         """The model, which is loaded at the first use."""
-        if self._model is None:
-            spec = ModelSpec(
-                folder=self.folder,
-                head="tokens",
-                device=torch.device("cpu"),
-                dtype=torch.float32,
-                lr=1e-3,
-                optimizer=OPTIMIZER,
-                total_updates=STEPS,
-            )
-            self._model = TorchModel(spec)
-        return self._model
+        spec = ModelSpec(
+            folder=self.folder,
+            head="tokens",
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            lr=1e-3,
+            optimizer=OPTIMIZER,
+            total_updates=STEPS,
+        )
+        return TorchModel(spec)
 
     def groups(self, seed: int) -> list[TrajectoryGroup]:
         """Return two groups of trajectories that share a prompt, with random tokens."""

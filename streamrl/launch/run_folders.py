@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -23,14 +23,6 @@ from streamrl.records import progress, snapshots
 
 SAME_START_SECONDS = 1.0
 """Runs that began within this time of each other count as equally new."""
-
-
-class RunFolder(NamedTuple):
-    """A run on the disk."""
-
-    path: Path
-    began: float
-    """Unix time of its last start, which writes its config.toml."""
 
 
 def run_folder(asked: Config, overrides: Sequence[str], console: Console, *, resume: bool) -> Config:
@@ -69,12 +61,11 @@ def claim_run_dir(config: Config) -> Config:
     raise AssertionError("unreachable")
 
 
-def runs_of(config: Config) -> list[RunFolder]:
-    """Return the runs NAME, NAME-2 and so on in `run.dir`, the most recently started one first."""
+def runs_of(config: Config) -> list[Path]:
+    """Return the folders of the runs NAME, NAME-2 and so on in `run.dir`, the most recently started one first."""
     pattern = re.compile(re.escape(config.run.name) + r"(-([2-9]|[1-9]\d+))?")
     folders = [folder for folder in config.run_dir.parent.glob("*") if pattern.fullmatch(folder.name)]
-    found = [RunFolder(folder, _began(folder)) for folder in folders if folder.is_dir()]
-    return sorted(found, key=lambda run: run.began, reverse=True)
+    return sorted((folder for folder in folders if folder.is_dir()), key=_began, reverse=True)
 
 
 def chosen_run(config: Config, overrides: Sequence[str] = ()) -> Config:
@@ -87,27 +78,27 @@ def chosen_run(config: Config, overrides: Sequence[str] = ()) -> Config:
     runs = runs_of(config)
     if _sets(overrides, "run.resume_from"):
         run_dir = Path(config.run.resume_from or "").resolve().parent.parent
-        return next((_named(config, run.path.name) for run in runs if run.path.resolve() == run_dir), config)
+        return next((_named(config, run.name) for run in runs if run.resolve() == run_dir), config)
     if _sets(overrides, "run.name") or not runs:
         return config
     newest, *older = runs
-    if older and newest.began - older[0].began < SAME_START_SECONDS:
+    if older and _began(newest) - _began(older[0]) < SAME_START_SECONDS:
         raise ConfigError(
-            f"{newest.path} and {older[0].path} were started at the same time: choose the run to resume with "
-            f"run.name={newest.path.name} or run.name={older[0].path.name}"
+            f"{newest} and {older[0]} were started at the same time: choose the run to resume with "
+            f"run.name={newest.name} or run.name={older[0].name}"
         )
-    candidates = [f"run.name={run.path.name}" for run in older if progress.checkpoints(run.path)]
-    if candidates and not progress.checkpoints(newest.path):
+    candidates = [f"run.name={run.name}" for run in older if progress.checkpoints(run)]
+    if candidates and not progress.checkpoints(newest):
         raise ConfigError(
-            f"{newest.path}, the newest run of this configuration, has no checkpoint: start without --resume, or "
+            f"{newest}, the newest run of this configuration, has no checkpoint: start without --resume, or "
             f"resume an older run with {', '.join(candidates)}"
         )
-    return _named(config, newest.path.name)
+    return _named(config, newest.name)
 
 
 def other_runs(config: Config, asked: Config) -> str:
     """Return a sentence that lists the runs of the configuration `asked` without the one of `config`, or nothing."""
-    names = [f"run.name={run.path.name}" for run in runs_of(asked) if run.path.name != config.run.name]
+    names = [f"run.name={run.name}" for run in runs_of(asked) if run.name != config.run.name]
     return f"older runs of this configuration, which can be resumed with {', '.join(names)}" if names else ""
 
 
@@ -192,6 +183,7 @@ def _changed_prompts(config: Config) -> list[str]:
 
 
 def _began(folder: Path) -> float:
+    """Return the Unix time of the last start of a run, which writes its config.toml."""
     settings = folder / configuration.CONFIG_FILE
     return (settings if settings.exists() else folder).stat().st_mtime
 

@@ -130,8 +130,8 @@ def plan_run(config: Config, *, run_dir: Path | None, console: Console) -> Plan:
 def _earlier_runs(config: Config) -> list[str]:
     """Return a note on the configuration's newest run with enough steps to plan from."""
     for run in runs_of(config):
-        if count_lines(run.path / METRICS_FILE) >= FIRST_STEPS + LEAST_STEPS:
-            return [f"--from {run.path} plans from the costs of that run at once, without a short one"]
+        if count_lines(run / METRICS_FILE) >= FIRST_STEPS + LEAST_STEPS:
+            return [f"--from {run} plans from the costs of that run at once, without a short one"]
     return []
 
 

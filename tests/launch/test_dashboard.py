@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from streamrl.config import from_dict
+from streamrl.config import Config, from_dict
 from streamrl.launch.dashboard import (
     StatusHistory,
     dashboard,
@@ -28,7 +28,7 @@ from streamrl.launch.processes import plan
 from streamrl.planner.shapes import KNOWN
 from streamrl.records import progress
 from streamrl.records.collapse import Health, HealthState
-from streamrl.records.health import findings
+from streamrl.records.health import Finding, findings
 from streamrl.records.metrics import StepReport
 from streamrl.records.timeline import FrequentFailure
 from streamrl.records.view import RunView
@@ -46,45 +46,61 @@ def drawn(picture: RenderableType, *, width: int = 100, height: int = 30) -> lis
     return console.export_text().splitlines()
 
 
+def picture(
+    made: tuple[RunView, StatusHistory] | None = None,
+    *,
+    warnings: Sequence[str] = (),
+    findings: Sequence[Finding] = (),
+    config: Config | None = CONFIG,
+    **options: object,
+) -> str:
+    """The picture of a run, of `history(**options)` unless it is `made`; it fits a terminal."""
+    run, seen = made or history(**options)  # type: ignore[arg-type]
+    lines = drawn(dashboard(run, seen, now=12.0, config=config, warnings=warnings, findings=findings))
+    assert len(lines) <= 30
+    assert max(map(len, lines)) <= 100
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize("gservers", [1, 4, 20])
 @pytest.mark.parametrize("warnings", [[], ["gserver/0 slow"], ["a", "b", "c", "d" * 300]])
 def test_fits_100_by_30(gservers: int, warnings: list[str]) -> None:
-    lines = drawn(dashboard(*history(gservers=gservers), now=12.0, config=CONFIG, warnings=warnings))
-    assert len(lines) <= 30
-    assert max(map(len, lines)) <= 100
+    text = picture(gservers=gservers, warnings=warnings)
+    assert "waits for 3 of 8 groups" in text, "troubled processes come first"
+    assert "rollout/0" in text
+    assert (" more " in text) == (gservers > 1)
 
 
 def test_failed_siblings_are_counted() -> None:
-    failures = {"siblings_retried_total": 40.0, "groups_shrunk_total": 7.0}
-    shown = "".join(drawn(dashboard(*history(gservers=1, agents=failures), now=12.0, config=CONFIG)))
-    assert "shrunk 7" in shown
-    assert "siblings retried 40" in shown
-    assert "shrunk" not in "".join(drawn(dashboard(*history(gservers=1), now=12.0, config=CONFIG)))
+    text = picture(agents={"siblings_retried_total": 40.0, "groups_shrunk_total": 7.0})
+    assert "shrunk 7" in text
+    assert "siblings retried 40" in text
+    assert "shrunk" not in picture()
+
+
+AGENTS = {
+    "agent_episodes_running": 12.0,
+    "agent_episodes_total": 200.0,
+    "agent_calls_total": 460.0,
+    "agent_turns_total": 420.0,
+    "agent_trajectories_total": 220.0,
+    "agent_seconds_total": 100.0,
+    "agent_generation_seconds_total": 25.0,
+    "agent_tokens_total": 1000.0,
+    "agent_tokens_trained_total": 900.0,
+    "agent_retries_total": 0.0,
+}
 
 
 @pytest.mark.parametrize("gservers", [1, 20])
 def test_agents_have_a_line(gservers: int) -> None:
-    agents = {
-        "agent_episodes_running": 12.0,
-        "agent_episodes_total": 200.0,
-        "agent_calls_total": 460.0,
-        "agent_turns_total": 420.0,
-        "agent_trajectories_total": 220.0,
-        "agent_seconds_total": 100.0,
-        "agent_generation_seconds_total": 25.0,
-        "agent_tokens_total": 1000.0,
-        "agent_tokens_trained_total": 900.0,
-        "agent_retries_total": 0.0,
-    }
-    lines = drawn(dashboard(*history(gservers=gservers, agents=agents), now=12.0, config=CONFIG))
-    said = "agents 12  episodes 200  calls 2.3  turns 2.1  conversations 1.10  policy 25%  trained 90%"
-    assert any(said in line for line in lines)
-    assert not any("retries" in line for line in lines)
-    assert len(lines) <= 30
+    text = picture(gservers=gservers, agents=AGENTS)
+    assert "agents 12  episodes 200  calls 2.3  turns 2.1  conversations 1.10  policy 25%  trained 90%" in text
+    assert "retries" not in text
 
 
 def test_says_what_goes_on() -> None:
-    text = "\n".join(drawn(dashboard(*history(), now=12.0, config=CONFIG, warnings=["gserver/0 slow"])))
+    text = picture(warnings=["gserver/0 slow"])
     for part in (
         "addition · smollm2-135m-instruct",
         "step 37/200",
@@ -117,13 +133,10 @@ EVALUATED = EvaluationStatus(
 
 
 def test_evaluations_have_a_line() -> None:
-    picture = dashboard(*history(evaluation=EVALUATED), now=12.0, config=CONFIG, warnings=["a", "b"])
-    lines = drawn(picture)
-    assert len(lines) <= 30
-    assert any("held-out v30  reward 0.500  pass@1 0.250  pass@4 0.600" in line for line in lines)
+    text = picture(evaluation=EVALUATED, warnings=["a", "b"])
+    assert "held-out v30  reward 0.500  pass@1 0.250  pass@4 0.600" in text
     nothing_yet = msgspec.structs.replace(EVALUATED, last=None)
-    text = "\n".join(drawn(dashboard(*history(evaluation=nothing_yet), now=12.0, config=CONFIG)))
-    assert "held-out not evaluated yet  v35 is under way" in text
+    assert "held-out not evaluated yet  v35 is under way" in picture(evaluation=nothing_yet)
 
 
 @pytest.mark.parametrize(
@@ -138,29 +151,22 @@ def test_the_nearer_limit_of_steps_and_epochs(run: dict[str, int], shown: tuple[
     last = step_report(37)
     made[0].add_step(msgspec.structs.replace(last, metrics=last.metrics | {"epoch": 1.5}))
     made[1].add(status(12, step=37), now=12.0)
-    text = "\n".join(drawn(dashboard(*made, now=12.0, config=from_dict({"run": run}))))
+    text = picture(made, config=from_dict({"run": run}))
     for part in shown:
         assert part in text, text
 
 
-def test_troubled_processes_come_first() -> None:
-    text = "\n".join(drawn(dashboard(*history(gservers=20), now=12.0, config=CONFIG)))
-    assert "waits for 3 of 8 groups" in text
-    assert "rollout/0" in text
-    assert "more" in text
-
-
 def test_without_anything_yet() -> None:
     nothing, early = RunView(Path()), StatusHistory(started=0.0)
-    assert "waiting for the controller" in drawn(dashboard(nothing, early, now=0.0, config=CONFIG))[1]
+    assert "waiting for the controller" in picture((nothing, early))
     early.add(status(0, step=0, state="joining", message="1 gserver is missing"), now=0.0)
-    text = "\n".join(drawn(dashboard(nothing, early, now=0.0, config=CONFIG)))
+    text = picture((nothing, early))
     assert "joining: 1 gserver is missing" in text
     assert "no step yet" in text
 
 
 def test_without_configuration() -> None:
-    assert "step 37" in "\n".join(drawn(dashboard(*history(), now=12.0)))
+    assert "step 37" in picture(config=None)
 
 
 def test_restarted_gserver_does_not_count_backwards() -> None:
@@ -207,14 +213,11 @@ def in_trouble(step: StepReport, state: HealthState = "warning") -> StepReport:
 
 @pytest.mark.parametrize("state", ["warning", "collapsing"])
 def test_the_policys_health_has_a_line(state: HealthState) -> None:
-    text = "\n".join(drawn(dashboard(*history(), now=12.0, config=CONFIG)))
-    assert "policy healthy  sample size 0.97" in text
+    assert "policy healthy  sample size 0.97" in picture()
     made = history()
     made[0].add_step(in_trouble(step_report(38), state))
-    lines = drawn(dashboard(*made, now=12.0, config=CONFIG, warnings=["a", "b"]))
-    assert len(lines) <= 30
-    wanted = f"policy {state}  since step 31: importance ratios 0.300 away from 1 (above 0.1)"
-    assert any(wanted in line for line in lines)
+    text = picture(made, warnings=["a", "b"])
+    assert f"policy {state}  since step 31: importance ratios 0.300 away from 1 (above 0.1)" in text
 
 
 def test_a_change_of_health_is_told_once_where_there_is_no_picture() -> None:
@@ -270,9 +273,7 @@ def test_the_worst_finding_is_beside_the_last_warning() -> None:
     figures.disk_free, figures.disk_bytes = 2**20, 2**40
     found = findings(figures)
     assert [finding.topic for finding in found][:2] == ["disk", "contrast"]
-    lines = drawn(dashboard(run, seen, now=12.0, config=CONFIG, warnings=["a", "gserver/0 slow"], findings=found))
-    assert len(lines) <= 30
-    text = "\n".join(lines)
+    text = picture((run, seen), warnings=["a", "gserver/0 slow"], findings=found)
     assert "0.0 GiB are free where the run writes" in text
     assert "gserver/0 slow" in text
 

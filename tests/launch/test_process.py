@@ -268,3 +268,14 @@ def test_a_second_signal_ends_a_departure() -> None:
     output, _ = process.communicate(timeout=60)
     assert output == "cancelled\n"
     assert process.returncode == 128 + signal.SIGINT
+
+
+def test_a_launcher_decides_about_the_end_of_its_processes() -> None:
+    reader, writer = os.pipe()
+    process = start(DEPARTS.format(end="pass", seconds=600), STREAMRL_LIFELINE=str(reader))
+    until_ready(process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert output == "cancelled\n"
+    for end in (reader, writer):
+        os.close(end)

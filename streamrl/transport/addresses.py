@@ -41,8 +41,6 @@ class Reach(NamedTuple):
     """The address that is given to other processes."""
     local: str
     """An address of this machine. The process listens there, and process groups meet at its interface."""
-    told: bool = False
-    """Whether `announced` was given by `--advertise`."""
 
     @property
     def loopback(self) -> bool:
@@ -200,7 +198,7 @@ def _reach(local: str, advertise: str) -> Reach:
         return Reach(announced=local, local=local)
     if is_wildcard(advertise):
         raise ConfigError(f"--advertise {advertise}: no other process reaches it there; give one address of this host")
-    return Reach(announced=advertise, local=advertise if _is_own(advertise) else local, told=True)
+    return Reach(announced=advertise, local=advertise if _is_own(advertise) else local)
 
 
 def _towards_others(kind: socket.AddressFamily) -> Iterator[str]:

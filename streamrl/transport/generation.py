@@ -11,7 +11,7 @@ import base64
 import ssl
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -374,6 +374,12 @@ class GenerationClient:
         self._calls: dict[str, set[asyncio.Timeout]] = {}
         """URL → the time limits of the calls that are in flight there."""
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         """Close all connections."""
         if self._session is not None:
@@ -473,10 +479,6 @@ class GenerationClient:
     async def server_info(self, url: str) -> ServerInfo:
         """Return the capabilities and the capacity of the gserver at `url`."""
         return await self.get(url, "/server_info", ServerInfo)
-
-    async def checksum(self, url: str) -> Any:
-        """Return a checksum of the weights that `url` serves; equal weights give equal checksums."""
-        return await self.post(url, "/weights_checker", WeightsChecker(), dict)
 
     async def post(
         self, url: str, path: str, body: msgspec.Struct, reply: type[Reply], *, timeout: float | None = None

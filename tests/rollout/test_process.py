@@ -53,7 +53,7 @@ async def status_at(url: str, **headers: str) -> int:
 async def test_agents_elsewhere_may_ask_by_the_name_that_they_are_told(tmp_path: Path) -> None:
     config = configuration.from_dict({"model": MODEL, "rollout": {"agent": {"remote": True, "renderer": "template"}}})
     async with AsyncExitStack() as at_exit:
-        joined = joined_at(Reach(announced="rollout.example", local="127.0.0.1", told=True), at_exit)
+        joined = joined_at(Reach(announced="rollout.example", local="127.0.0.1"), at_exit)
         model_dir = ensure_checkpoint(config, cache=tmp_path)
         workflow: Any = await _open_workflow(config, joined=joined, chat=make_chat(), model_dir=model_dir)
         told = urlsplit(workflow.url)

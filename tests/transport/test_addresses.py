@@ -67,7 +67,7 @@ def test_a_wildcard_is_never_announced(everywhere: str) -> None:
 
 def test_advertise_replaces_the_announced_address() -> None:
     elsewhere = reach_towards("http://127.0.0.1:1", advertise="198.51.100.9")
-    assert elsewhere == Reach(announced="198.51.100.9", local="127.0.0.1", told=True), "not an address of this machine"
+    assert elsewhere == Reach(announced="198.51.100.9", local="127.0.0.1"), "not an address of this machine"
     assert reach_towards("http://127.0.0.1:1", advertise="127.0.0.3").local == "127.0.0.3"
     named = reach_towards("http://127.0.0.1:1", advertise=socket.gethostname())
     assert named.local == "127.0.0.1", "what a machine's own name stands for there need not lead to others"
@@ -75,7 +75,7 @@ def test_advertise_replaces_the_announced_address() -> None:
 
 @IPV6
 def test_an_ipv6_address_may_be_given_as_a_url_has_it() -> None:
-    own = Reach(announced="::1", local="::1", told=True)
+    own = Reach(announced="::1", local="::1")
     assert reach_towards("http://127.0.0.1:1", advertise="[::1]") == own
     assert reach_towards("http://127.0.0.1:1", advertise="::1") == own
     assert reach_towards("http://[::1]:7000") == Reach("::1", "::1")
@@ -85,7 +85,7 @@ def test_an_ipv6_address_may_be_given_as_a_url_has_it() -> None:
 
 def test_what_only_this_machine_reaches_is_at_a_loopback_address_of_the_kind_that_it_has() -> None:
     assert Reach(announced="fd00::7", local="fd00::7").of_this_machine == Reach("::1", "::1")
-    assert Reach(announced="node7", local="10.0.0.7", told=True).of_this_machine == LOOPBACK
+    assert Reach(announced="node7", local="10.0.0.7").of_this_machine == LOOPBACK
 
 
 def test_a_manager_at_all_addresses_of_a_kind_tells_one_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

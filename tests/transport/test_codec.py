@@ -265,11 +265,6 @@ def test_a_group_may_lack_siblings_down_to_a_limit() -> None:
             decode(*message(make_group(seqlens=(5,) * siblings)), limits=limits)
 
 
-def test_a_group_without_sampled_tokens_is_refused() -> None:
-    with pytest.raises(WireError, match="no token was sampled"):
-        decode(*message(make_group(seqlens=(3, 3), prompt_length=3)))
-
-
 def test_a_group_over_the_limit_is_refused_on_both_sides() -> None:
     group = make_group(seqlens=(500, 500))
     with pytest.raises(WireError, match=r"more than the 1000 of limits\.group_mb"):

@@ -174,11 +174,9 @@ async def test_an_admission_whose_connection_broke_is_asked_for_under_the_same_t
             return hang_up(request)
         return answer(AdmitReply(admissions=[Admission(5, "http://g")], policy_version=0, stop=False))
 
-    async with server(lossy) as url:
-        client = ControlClient(url)
+    async with server(lossy) as url, ControlClient(url) as client:
         reply = await client.admit(Admit(worker=0, count=2))
         await client.admit(Admit(worker=0, count=2))
-        await client.close()
     assert [admission.seq for admission in reply.admissions] == [5]
     first, again, third, other = [message.ticket for message in asked]
     assert first == again == third != ""
@@ -222,10 +220,8 @@ class Troubled:
 @pytest.mark.parametrize("path", CALLS)
 async def test_a_lost_call_is_made_again_and_the_log_says_which(path: str, caplog: pytest.LogCaptureFixture) -> None:
     manager = Troubled(failures=2)
-    async with server(manager.handle) as url:
-        client = ControlClient(url)
+    async with server(manager.handle) as url, ControlClient(url) as client:
         await CALLS[path](client)
-        await client.close()
     assert manager.calls == [path.removeprefix("GET ")] * 3
     assert path in caplog.text
     assert "is tried again for 120 s: the manager answered 500" in caplog.text
@@ -234,15 +230,13 @@ async def test_a_lost_call_is_made_again_and_the_log_says_which(path: str, caplo
 async def test_a_call_that_goes_on_failing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_client, "PATIENCE_SECONDS", 0.3)
     manager = Troubled(failures=1000)
-    async with server(manager.handle) as url:
-        client = ControlClient(url)
+    async with server(manager.handle) as url, ControlClient(url) as client:
         with pytest.raises(PeerError, match=r"POST /reject: the manager answered 500 .*tried again for 0 s"):
             await client.reject(REJECT)
         assert len(manager.calls) > 2
         manager.calls.clear()
         with pytest.raises(PeerError):
             await client.status()
-        await client.close()
     assert manager.calls == ["/status"], "who looks at the run wants an answer now"
 
 
@@ -257,12 +251,10 @@ async def test_a_refusal_is_final_unless_it_is_about_the_moment(status: int, cal
             return answer(http.ErrorReply(http.ErrorDetail("not registered")), status=status)
         return answer(Done())
 
-    async with server(refuse_once) as url:
-        client = ControlClient(url)
+    async with server(refuse_once) as url, ControlClient(url) as client:
         final = pytest.raises(PeerError, match=str(status)) if calls == 1 else nullcontext()
         with final:
             await client.reject(REJECT)
-        await client.close()
     assert asked == calls
 
 

@@ -31,22 +31,14 @@ from tests.transport.test_control import server
     ids=["an update", "a pause", "an abort"],
 )
 async def test_every_way_in_which_a_change_is_answered(answer: bytes, outcome: Outcome) -> None:
-    client = GenerationClient(timeout=5.0)
-    try:
-        async with server(lambda request: reply(answer)) as url:
-            assert await client.update(url, "/it") == outcome
-    finally:
-        await client.close()
+    async with server(lambda request: reply(answer)) as url, GenerationClient(timeout=5.0) as client:
+        assert await client.update(url, "/it") == outcome
 
 
 async def test_a_question_is_never_answered_with_nothing() -> None:
-    client = GenerationClient(timeout=5.0)
-    try:
-        async with server(lambda request: reply(b"")) as url:
-            with pytest.raises(WireError, match="ModelInfo"):
-                await client.model_info(url)
-    finally:
-        await client.close()
+    async with server(lambda request: reply(b"")) as url, GenerationClient(timeout=5.0) as client:
+        with pytest.raises(WireError, match="ModelInfo"):
+            await client.model_info(url)
 
 
 async def test_a_large_event_takes_time_by_its_length_alone() -> None:
@@ -64,13 +56,9 @@ async def test_a_large_event_takes_time_by_its_length_alone() -> None:
                 await response.write(content[begin : begin + 2**16])
         return response
 
-    client = GenerationClient(timeout=10.0)
     replies: dict[int, GenerateReply] = {}
-    try:
-        async with server(streamed) as url:
-            await client.generate_batch(url, [GenerateRequest(input_ids=[1])] * 2, replies.__setitem__)
-    finally:
-        await client.close()
+    async with server(streamed) as url, GenerationClient(timeout=10.0) as client:
+        await client.generate_batch(url, [GenerateRequest(input_ids=[1])] * 2, replies.__setitem__)
     assert [replies[index].output_ids for index in (0, 1)] == [[0], [1]]
     assert replies[1].meta_info.routed_experts == experts
 
@@ -95,10 +83,9 @@ async def test_events_are_found_however_they_are_cut() -> None:
 
     async with server(streamed) as url:
         for size in (1, 2, 3, 100, len(content)):
-            client = GenerationClient(timeout=20.0, key=str(size))
             replies: dict[int, GenerateReply] = {}
-            await client.generate_batch(url, [GenerateRequest(input_ids=[1])] * 3, replies.__setitem__)
-            await client.close()
+            async with GenerationClient(timeout=20.0, key=str(size)) as client:
+                await client.generate_batch(url, [GenerateRequest(input_ids=[1])] * 3, replies.__setitem__)
             assert [(index, reply.meta_info.id) for index, reply in replies.items()] == [(0, "0"), (1, "1"), (2, "2")]
 
 

@@ -107,15 +107,12 @@ async def test_a_manager_and_a_gserver_beyond_the_loopback_address_speak_tls_unl
         port = url.rpartition(":")[2]
         secret = of_run_at(url)
         for known, fails in ((secret, False), (Secret.make(), True)):
-            client = ControlClient(f"https://127.0.0.1:{port}", secret=known, timeout=5.0)
-            try:
+            async with ControlClient(f"https://127.0.0.1:{port}", secret=known, timeout=5.0) as client:
                 if fails:
                     with pytest.raises(NotOfRun, match=r"certificate .* this process has another secret, or none"):
                         await client.resume_point(patience=1000.0)
                 else:
                     assert (await client.status()).state == "joining"
-            finally:
-                await client.close()
 
 
 async def test_what_is_wrong_with_a_connection_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,12 +145,9 @@ async def test_a_gserver_speaks_tls_to_those_who_know_it(tmp_path: Path) -> None
     async with running(config, index=0, model_dir=folder, keys=keys, secret=secret) as (_, url):
         assert url.startswith("https://")
         for context, fails in ((client_context(secret, OURS), False), (client_context(Secret.make(), OURS), True)):
-            client = GenerationClient(timeout=10, key=keys.generation, tls=context)
-            try:
+            async with GenerationClient(timeout=10, key=keys.generation, tls=context) as client:
                 if fails:
                     with pytest.raises(NotOfRun, match="certificate"):
                         await client.generate(url, GenerateRequest(input_ids=[1, 2]))
                 else:
                     assert (await client.generate(url, GenerateRequest(input_ids=[1, 2]))).output_ids
-            finally:
-                await client.close()

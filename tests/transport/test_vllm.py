@@ -57,10 +57,9 @@ def request(rid: str, **params: Any) -> GenerateRequest:
 
 async def test_each_request_has_its_tokens_with_log_probabilities_and_versions() -> None:
     replies: dict[int, GenerateReply] = {}
-    async with vllm(response(5, 6), response(7, finish="length")) as (url, bodies):
-        client = VllmGenerationClient(timeout=10)
+    served = vllm(response(5, 6), response(7, finish="length"))
+    async with served as (url, bodies), VllmGenerationClient(timeout=10) as client:
         await client.generate_batch(url, [request("a", stop="x", sampling_seed=1), request("b")], replies.__setitem__)
-        await client.close()
     by_name = {body["request_id"]: body for body in bodies}
     assert by_name["a"]["token_ids"] == [1, 2]
     assert by_name["a"]["sampling_params"]["stop"] == ["x"]
@@ -73,11 +72,9 @@ async def test_each_request_has_its_tokens_with_log_probabilities_and_versions()
 
 
 async def test_a_refusal_is_an_error_of_the_peer() -> None:
-    async with vllm(response(5), None) as (url, _):
-        client = VllmGenerationClient(timeout=10)
+    async with vllm(response(5), None) as (url, _), VllmGenerationClient(timeout=10) as client:
         with pytest.raises(PeerError, match="too long"):
             await client.generate_batch(url, [request("a"), request("b")], lambda index, reply: None)
-        await client.close()
 
 
 @pytest.mark.parametrize(

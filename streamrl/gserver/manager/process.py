@@ -75,7 +75,7 @@ async def managing(config: Config, *, host: str, port: int, advertise: str = "")
         stack.push_async_callback(listener.close, patience=CLOSE_SECONDS)
         stack.push_async_callback(manager.close)
         tls = server_context(secret, config.security) if encrypts(config, host) else None
-        url = await _listen(listener, host, port, reach, tls=tls)
+        url = await _listen(listener, host, port, reach, advertised=bool(advertise), tls=tls)
         if stack.enter_context(left_for(url, secret)) is None:
             log.warning("the run's secret cannot be left in %s: processes that join by hand need it", cache_home())
         log.info("the controller of run %r listens at %s", config.run.name, url)
@@ -87,8 +87,10 @@ async def managing(config: Config, *, host: str, port: int, advertise: str = "")
             await asyncio.gather(watching, return_exceptions=True)
 
 
-async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls: ssl.SSLContext | None) -> str:
-    """Listen, and return the URL."""
+async def _listen(
+    server: HttpServer, host: str, port: int, reach: Reach, *, advertised: bool, tls: ssl.SSLContext | None
+) -> str:
+    """Listen, and return the URL, with `reach.announced` if that was given (`advertised`)."""
     try:
         address, bound = await server.listen(everywhere(reach.local) if is_wildcard(host) else host, port, tls=tls)
     except OSError as error:
@@ -102,5 +104,5 @@ async def _listen(server: HttpServer, host: str, port: int, reach: Reach, *, tls
         ) from error
     if is_loopback(address) and not is_loopback(host):
         log.warning("run.host = %r stands for %s here, which no other machine reaches: give an address", host, address)
-    told = reach.announced if reach.told or is_wildcard(host) else address
-    return url_of(told, bound, scheme="http" if tls is None else "https")
+    announced = reach.announced if advertised or is_wildcard(host) else address
+    return url_of(announced, bound, scheme="http" if tls is None else "https")

@@ -14,7 +14,14 @@ import pytest
 from streamrl.config import SamplingConfig
 from streamrl.errors import PeerError
 from streamrl.rollout.generation import Generator, GroupRoute, check_reply, token_versions
-from streamrl.transport.generation import AbortRequest, GenerationClient, PauseGeneration, PauseMode, SamplingParams
+from streamrl.transport.generation import (
+    AbortRequest,
+    GenerationClient,
+    PauseGeneration,
+    PauseMode,
+    SamplingParams,
+    WeightsChecker,
+)
 from tests.gserver.contract.fixture import (
     JOINED,
     MODES,
@@ -199,7 +206,7 @@ async def test_pause_and_continue(mode: PauseMode, gserver: Contract) -> None:
 async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contract, way: Way) -> None:
     await gserver.publish(1.0, way=way)
     before = gserver.version
-    old = await gserver.client.checksum(gserver.url)
+    old = await gserver.client.post(gserver.url, "/weights_checker", WeightsChecker(), dict)
     running = await gserver.begin(PROMPT, gserver.long)
     await gserver.publish(2.0, way=way)
     during = await running
@@ -212,7 +219,7 @@ async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contr
         assert finish.type == "length"
         assert versions == sorted(versions)
         assert set(versions) == {before, gserver.version}
-    assert await gserver.client.checksum(gserver.url) != old
+    assert await gserver.client.post(gserver.url, "/weights_checker", WeightsChecker(), dict) != old
     assert (await gserver.client.model_info(gserver.url)).weight_version == str(gserver.version)
     if gserver.pause_mode == "retract":  # the tokens before were computed again under the new weights
         swap = versions.index(gserver.version)
@@ -224,6 +231,6 @@ async def test_a_published_update_takes_effect_between_two_tokens(gserver: Contr
     assert token_versions(again.meta_info, tokens=20) == [gserver.version] * 20
 
     await gserver.publish(1.0, way=way)  # in the same weight group, if they are broadcast
-    assert await gserver.client.checksum(gserver.url) == old
+    assert await gserver.client.post(gserver.url, "/weights_checker", WeightsChecker(), dict) == old
     expected = gserver.logprobs(PROMPT, during.output_ids)[: versions.count(before)]
     assert output_logprobs(during)[: len(expected)] == pytest.approx(expected, abs=TOLERANCE)

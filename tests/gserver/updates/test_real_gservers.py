@@ -25,6 +25,7 @@ from streamrl.transport.generation import (
     GenerateRequest,
     GenerationClient,
     SamplingParams,
+    WeightsChecker,
 )
 from streamrl.transport.keys import control_key, generation_key
 from streamrl.transport.manager_client import ControlClient
@@ -112,7 +113,10 @@ async def test_adapters_are_published_like_weights_and_requests_keep_theirs(tmp_
             publishing = publisher(control, mode)
             published = await publishing.publish(version, FixedWeights(adapter(version)))
             assert published.bytes == sum(tensor.nbytes for tensor in adapter(0).values())
-            served = {(await client.checksum(url))["total"] for url in (urls if mode != "disk" else urls[:1])}
+            served = {
+                (await client.post(url, "/weights_checker", WeightsChecker(), dict))["total"]
+                for url in (urls if mode != "disk" else urls[:1])
+            }
             assert served == {weights_checksum(adapter(version)).total}
             spans = (await generating).meta_info.weight_versions
             assert spans is not None

@@ -23,7 +23,13 @@ from streamrl.rollout.generation import Generator as Responses
 from streamrl.rollout.generation import GroupRoute, token_versions, unmixed
 from streamrl.trainer.worker.publisher import Publisher, carriers_for
 from streamrl.transport.addresses import LOOPBACK
-from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams
+from streamrl.transport.generation import (
+    GenerateReply,
+    GenerateRequest,
+    GenerationClient,
+    SamplingParams,
+    WeightsChecker,
+)
 from streamrl.transport.keys import generation_key
 from streamrl.transport.manager_client import ControlClient
 from streamrl.types import Generation
@@ -183,7 +189,7 @@ class FaultyFleet:
 
     async def _check_weights(self, proxy: Proxy) -> None:
         """They are those of the version, to the bit."""
-        served = await self.client.checksum(proxy.url)
+        served = await self.client.post(proxy.url, "/weights_checker", WeightsChecker(), dict)
         if self.run.config.gserver.engine == "sglang":
             assert served["ranks"][0]["checksums"] == sglang_checksums(self.weights(self.version)), proxy.url
             return

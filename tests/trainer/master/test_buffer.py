@@ -1,15 +1,19 @@
-"""The master's buffer: readiness, waking, groups read once, and their fate."""
+"""The master's buffer: readiness, waking, groups read once, batches, and who holds what."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl.config import from_dict
 from streamrl.ledger import Selection
-from streamrl.trainer.graph import MFC, SEQUENCE_KEYS, graph_of
+from streamrl.trainer.graph import MFC, SEQUENCE_KEYS, STREAM_KEYS, Graph, graph_of
 from streamrl.trainer.layout import Layout
+from streamrl.trainer.master.batches import BatchFormer
 from streamrl.trainer.master.buffer import AsyncIOSequenceBuffer
 from streamrl.types import SampleMeta
 from tests.groups import admitted_ledger
@@ -141,3 +145,87 @@ def test_a_prompt_goes_back_only_after_workers_have_discarded_its_group():
     assert 1 in buffer
     buffer.trained_on([1])
     assert (ledger.state(1), ledger.accepted) == ("trained", 1)
+
+
+# --- batches ---
+
+
+def make_former(over_age="mask", *, minibatches=1, batch=4):
+    return BatchFormer(
+        from_dict(
+            {
+                "staleness": {"max_staleness": 2, "over_age": over_age},
+                "trainer": {"batch_groups": batch},
+                "algorithm": {"minibatches": minibatches},
+            }
+        )
+    )
+
+
+def test_wait_takes_admission_order_and_skips_what_was_given_up():
+    former, ledger = make_former("wait", batch=2), admitted_ledger()
+    buffer = AsyncIOSequenceBuffer(Graph(()), ledger)
+
+    def select(version):
+        return former.select(buffer.ready, policy_version=version, next_in_order=ledger.next_in_order)
+
+    buffer.put_batch([make_meta(seq) for seq in (1, 2, 3)])
+    selection = select(0)
+    assert (selection.batch, selection.missing) == ([], [0])
+    assert former.describe(selection, policy_version=0) == "1 of 2 groups for actor_train v0, oldest seq 0"
+    with buffer.dropping([2]):
+        pass
+    assert [ledger.reject(seq) for seq in (0, 2, 3)] == [True, True, False]  # the trainer has the last one
+    assert select(0).batch == [1, 3]
+    buffer.trained_on([1, 3])
+    assert select(1).missing == [4, 5]
+
+
+# --- holders of arrays ---
+
+LAYOUTS = [Layout(data=4), Layout(data=2, context=2), Layout(tensor=2, pipeline=2), Layout(data=2, pipeline=2)]
+
+
+def sent(plan):
+    """(seq, key, destination) → how often it is sent."""
+    return Counter(
+        (piece.seq, piece.key, destination)
+        for transfer in plan
+        for piece in transfer.pieces
+        for destination in transfer.destinations
+    )
+
+
+@given(st.sampled_from(LAYOUTS), st.sampled_from(LAYOUTS), st.lists(st.integers(0, 3), min_size=1, max_size=12))
+def test_each_worker_gets_what_it_lacks_once(layout, other, homes):
+    buffer = AsyncIOSequenceBuffer(Graph(()), admitted_ledger())
+    heads = layout.heads
+    buffer.put_batch(make_meta(seq, head=heads[home % len(heads)]) for seq, home in enumerate(homes))
+    has = {(seq, key): {heads[home % len(heads)]} for seq, home in enumerate(homes) for key in STREAM_KEYS}
+    for target, keys in ((layout, SEQUENCE_KEYS), (other, SEQUENCE_KEYS), (layout, STREAM_KEYS)):
+        shares = buffer.deal(list(range(len(homes))), target)
+        assert sorted(seq for share in shares for seq in share) == list(range(len(homes)))
+        found = sent(buffer.bring(shares, keys, target))
+        lacking = {
+            (seq, key, worker)
+            for data, share in enumerate(shares)
+            for seq in share
+            for key in keys
+            for worker in target.members(data)
+            if worker not in has[seq, key]
+        }
+        assert found == Counter(dict.fromkeys(lacking, 1))
+        for seq, key, worker in lacking:
+            has[seq, key].add(worker)
+
+
+def test_what_a_call_gave_is_with_the_heads_and_goes_with_the_group():
+    buffer = AsyncIOSequenceBuffer(Graph(()), admitted_ledger())
+    layout = Layout(data=2, tensor=2)
+    buffer.put_batch([make_meta(0, head=0), make_meta(1, head=2)])
+    buffer.amend_batch(["values"], [[0], [1]], layout)
+    plan = buffer.bring([[0], [1]], ["values"], layout)
+    assert sent(plan) == Counter({(0, "values", 1): 1, (1, "values", 3): 1})
+    with buffer.dropping([0]) as held:
+        assert held == {0: [0], 1: [0]}
+    assert buffer.trained_on([1]) == {2: [1], 3: [1]}

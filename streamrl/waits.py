@@ -18,12 +18,18 @@ async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = Non
     try:
         done, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
     for task in done:
         task.result()
     return tasks
+
+
+async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
+    """Cancel `tasks`, and wait for their ends; their errors are ignored. None stands for no task."""
+    present = [task for task in tasks if task is not None]
+    for task in present:
+        task.cancel()
+    await asyncio.gather(*present, return_exceptions=True)
 
 
 class Wakeup:

@@ -17,6 +17,7 @@ from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.updates.calls import WeightCalls
 from streamrl.ledger import Ledger
 from streamrl.limits import ANSWER_SECONDS
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +49,7 @@ class GserverChecks:
 
     async def close(self) -> None:
         """End the checks in progress."""
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*self._running.values())
 
     async def _check(self, gserver: Gserver) -> None:
         try:

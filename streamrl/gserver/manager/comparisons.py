@@ -27,6 +27,7 @@ from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
 from streamrl.transport.control import Scores
 from streamrl.transport.generation import GenerateReply, GenerateRequest, GenerationClient, SamplingParams, adapter_name
+from streamrl.waits import cancel
 
 NO_MODEL = "simulated"
 """Name of the engine that has no model."""
@@ -103,9 +104,7 @@ class Comparisons:
         self._scores.clear()
         tasks = [task for _, task in self._running.values()]
         self._running.clear()
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
     async def _score(self, gserver: Gserver, question: Question) -> None:
         began = time.monotonic()

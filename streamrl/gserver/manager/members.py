@@ -58,6 +58,7 @@ from streamrl.transport.control import (
     Topology,
 )
 from streamrl.transport.manager_client import GONE_BACK, PLACE_TAKEN
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -288,9 +289,7 @@ class Members:
 
     async def close(self) -> None:
         """Stop waiting for gservers to finish their requests."""
-        for task in self._draining:
-            task.cancel()
-        await asyncio.gather(*self._draining, return_exceptions=True)
+        await cancel(*self._draining)
 
     def caller(self, role: Role, index: int) -> Member:
         """Return the registered process that makes a call, and count the call as a sign of life.

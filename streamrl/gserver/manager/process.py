@@ -27,6 +27,7 @@ from streamrl.transport.http import Hosts, HttpServer
 from streamrl.transport.keys import generation_key
 from streamrl.transport.secret import encrypts, left_for, of_new_run
 from streamrl.transport.tls import client_context, server_context
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,7 @@ async def managing(config: Config, *, host: str, port: int, advertise: str = "")
         try:
             yield ManagerService(manager, url, reach)
         finally:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+            await cancel(watching)
 
 
 async def _listen(

@@ -40,6 +40,7 @@ from streamrl.transport.generation import (
     UpdateWeightVersion,
     WeightsChecker,
 )
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -70,9 +71,7 @@ class WeightCalls:
 
     async def close(self) -> None:
         """Cancel the calls in progress in the background."""
-        for task in self._background:
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await cancel(*self._background)
 
     async def _turn(self) -> None:
         """Wait for a turn of the event loop in which a call may start, in order of arrival."""

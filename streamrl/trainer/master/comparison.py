@@ -21,6 +21,7 @@ from streamrl.trainer.calls import ResponseReply, Sibling, TrainReply
 from streamrl.trainer.master.rollout_pool import RolloutPool
 from streamrl.transport.control import Scores
 from streamrl.types import SampleMeta
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +118,7 @@ class Comparison:
 
     async def close(self) -> None:
         """Cancel the comparison."""
-        if self._asking is not None:
-            self._asking.cancel()
-            await asyncio.gather(self._asking, return_exceptions=True)
+        await cancel(self._asking)
 
     async def _ask(self, fetching: Awaitable[ResponseReply]) -> None:
         try:

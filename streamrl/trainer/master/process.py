@@ -49,7 +49,7 @@ from streamrl.trainer.replay import recording
 from streamrl.transport.control import DataFacts
 from streamrl.transport.request_reply import Requests
 from streamrl.types import SampleMeta
-from streamrl.waits import first_of, warned_of
+from streamrl.waits import cancel, first_of, warned_of
 
 log = logging.getLogger(__name__)
 
@@ -221,9 +221,7 @@ class Master:
     async def close(self) -> None:
         """Cancel the publication and the comparison, and close the sinks."""
         self._buffer.close()
-        if self._publication is not None:
-            self._publication.cancel()
-            await asyncio.gather(self._publication, return_exceptions=True)
+        await cancel(self._publication)
         if self._comparison is not None:
             await self._comparison.close()
         if self._metrics.waits_for:

@@ -470,7 +470,7 @@ class GenerationClient:
         self, url: str, path: str, body: msgspec.Struct | None = None, *, timeout: float | None = None
     ) -> Outcome:
         """Make a call that changes the gserver, for example `/pause_generation`."""
-        return await self._call("POST", url, path, body or Empty(), Outcome, timeout, if_empty=Outcome())
+        return await self._call(url, path, body or Empty(), Outcome, timeout, if_empty=Outcome())
 
     async def model_info(self, url: str) -> ModelInfo:
         """Return the model that `url` serves, and its version."""
@@ -484,15 +484,14 @@ class GenerationClient:
         self, url: str, path: str, body: msgspec.Struct, reply: type[Reply], *, timeout: float | None = None
     ) -> Reply:
         """Make a call with a body; return its reply."""
-        return await self._call("POST", url, path, body, reply, timeout)
+        return await self._call(url, path, body, reply, timeout)
 
     async def get(self, url: str, path: str, reply: type[Reply], *, timeout: float | None = None) -> Reply:
         """Make a call without a body; return its reply."""
-        return await self._call("GET", url, path, None, reply, timeout)
+        return await self._call(url, path, None, reply, timeout)
 
     async def _call(
         self,
-        method: str,
         url: str,
         path: str,
         body: msgspec.Struct | None,
@@ -504,7 +503,6 @@ class GenerationClient:
         async with self._unless_given_up(url):
             return await http.call(
                 self._opened(),
-                method,
                 url + path,
                 body,
                 reply,

@@ -74,9 +74,13 @@ def new_session(
     )
 
 
+def method_of(body: msgspec.Struct | None) -> str:
+    """Return the HTTP method of a call with this body."""
+    return "GET" if body is None else "POST"
+
+
 async def call(
     session: aiohttp.ClientSession,
-    method: str,
     url: str,
     body: msgspec.Struct | None,
     reply: type[Reply],
@@ -87,14 +91,15 @@ async def call(
     headers: Mapping[str, str] | None = None,
     confidential: bool = False,
 ) -> Reply:
-    """Send `body` as JSON and decode the response as `reply`; return `if_empty`, if given, for an empty response.
+    """Post `body` as JSON, or get `url` without a body, and decode the response as `reply`; return `if_empty`, if
+    given, for an empty response.
 
     `headers` are added to the session's own. `peer` names the other side in errors; no error quotes a `confidential`
     response. Raises `PeerError` for a status of 400 or above, `PeerLost` if the peer cannot be reached (`NotOfRun` if
     it does not belong to the run), `DeadlineExceeded` after `timeout` seconds, `WireError` if the response is not a
     `reply`.
     """
-    async with _answered(session, method, url, body, timeout=timeout, peer=peer, headers=headers) as response:
+    async with _answered(session, url, body, timeout=timeout, peer=peer, headers=headers) as response:
         content = await response.read()
     if not content and if_empty is not None:
         return if_empty
@@ -103,13 +108,13 @@ async def call(
     except UNDECODABLE as error:
         said = "" if confidential else f"; its reply: {content[:200]!r}"
         raise WireError(
-            f"{peer} answered {method} {url} with something else than a {reply.__name__}: {error}{said}"
+            f"{peer} answered {method_of(body)} {url} with something else than a {reply.__name__}: {error}{said}"
         ) from error
 
 
 async def send(session: aiohttp.ClientSession, url: str, body: msgspec.Struct, *, timeout: float, peer: str) -> None:
     """Post `body` as JSON, and ignore the content of the response. Raises as `call` does."""
-    async with _answered(session, "POST", url, body, timeout=timeout, peer=peer, headers=None) as response:
+    async with _answered(session, url, body, timeout=timeout, peer=peer, headers=None) as response:
         await response.read()
 
 
@@ -127,7 +132,7 @@ async def follow(
     Raises as `call` does (`WireError` for a response that is not an event stream), and `PeerLost` if the response ends
     before its `[DONE]`.
     """
-    async with _answered(session, "POST", url, body, timeout=timeout, peer=peer) as response:
+    async with _answered(session, url, body, timeout=timeout, peer=peer) as response:
         if response.content_type != "text/event-stream":
             said = (await response.content.read(200))[:200]
             raise WireError(f"{peer} answered POST {url} with something else than events; its reply: {said!r}")
@@ -148,7 +153,6 @@ async def follow(
 @asynccontextmanager
 async def _answered(
     session: aiohttp.ClientSession,
-    method: str,
     url: str,
     body: msgspec.Struct | None,
     *,
@@ -157,6 +161,7 @@ async def _answered(
     headers: Mapping[str, str] | None = None,
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """Yield the response, if its status is below 400; `timeout` includes the time in which the caller reads it."""
+    method = method_of(body)
     data = _encoder.encode(body) if body is not None else None
     shown = dict(headers or ())
     if data is not None:

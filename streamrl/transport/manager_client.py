@@ -57,7 +57,7 @@ def _once(path: str, message: type[Message], reply: type[Reply]) -> Method[Messa
     """Return the method for a call that is sent once."""
 
     async def call(client: ControlClient, body: Message) -> Reply:
-        return await client._call("POST", path, body, reply)
+        return await client._call(path, body, reply)
 
     return call
 
@@ -66,7 +66,7 @@ def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Me
     """Return the method for a call that is retried until it succeeds."""
 
     async def call(client: ControlClient, body: Message) -> Reply:
-        return await client._patiently("POST", path, body, reply)
+        return await client._patiently(path, body, reply)
 
     return call
 
@@ -134,7 +134,7 @@ class ControlClient:
         given_up_at = None
         while True:
             try:
-                reply = await self._join("POST", "/register", message, control.RegisterReply, patience=patience)
+                reply = await self._join("/register", message, control.RegisterReply, patience=patience)
                 break
             except PeerError as error:
                 now = time.monotonic()
@@ -152,26 +152,26 @@ class ControlClient:
 
         Keep trying for `patience` seconds until the manager is there.
         """
-        return (await self._join("POST", "/place", message, control.IndexReservation, patience=patience)).index
+        return (await self._join("/place", message, control.IndexReservation, patience=patience)).index
 
     async def resume_point(self, *, patience: float) -> control.ResumePoint:
         """Return the checkpoint that the run resumes from; keep trying for `patience` seconds while the manager is
         missing, or belongs to a run that is over."""
         again = (HTTPStatus.CONFLICT,)
-        return await self._join("GET", "/resume_point", None, control.ResumePoint, patience=patience, again=again)
+        return await self._join("/resume_point", None, control.ResumePoint, patience=patience, again=again)
 
     async def model(self, *, patience: float) -> control.ModelListing:
         """Return the files of the run's model; keep trying for `patience` seconds until the manager is there."""
-        return await self._join("GET", "/model", None, control.ModelListing, patience=patience)
+        return await self._join("/model", None, control.ModelListing, patience=patience)
 
     async def model_part(self, name: str, begin: int) -> control.ModelPart:
         """Return bytes of a file of the model, starting at byte `begin`."""
-        return await self._patiently("GET", f"/model/part?name={quote(name)}&begin={begin}", None, control.ModelPart)
+        return await self._patiently(f"/model/part?name={quote(name)}&begin={begin}", None, control.ModelPart)
 
     async def silence(self, after: int) -> control.Silence:
         """Return the silent processes once their set has changed more than `after` times, or after a long poll."""
         timeout = control.LONG_POLL_SECONDS + self._timeout
-        return await self._call("GET", f"/silent?after={after}", None, control.Silence, timeout=timeout)
+        return await self._call(f"/silent?after={after}", None, control.Silence, timeout=timeout)
 
     async def topology(self, role: control.Role, count: int, *, patience: float) -> list[control.Peer]:
         """Return the addresses of the first `count` processes of `role`, once all have registered."""
@@ -179,7 +179,7 @@ class ControlClient:
         while True:
             wait = min(control.LONG_POLL_SECONDS, max(0.0, deadline - time.monotonic()))
             path = f"/topology?role={role}&count={count}&wait={wait:.3f}"
-            reply = await self._patiently("GET", path, None, control.Topology)
+            reply = await self._patiently(path, None, control.Topology)
             if len(reply.peers) == count:
                 return reply.peers
             if time.monotonic() >= deadline:
@@ -192,35 +192,34 @@ class ControlClient:
     async def admit(self, message: control.Admit) -> control.AdmitReply:
         """Return groups to start. Retries use the same ticket, so no group is given twice and none is lost."""
         ticketed = msgspec.structs.replace(message, ticket=uuid.uuid4().hex)
-        return await self._patiently("POST", "/admit", ticketed, control.AdmitReply)
+        return await self._patiently("/admit", ticketed, control.AdmitReply)
 
     async def gserver_places(self) -> control.GserverPlaces:
         """Return the machines and GPUs of the gservers."""
-        return await self._patiently("GET", "/publish/places", None, control.GserverPlaces)
+        return await self._patiently("/publish/places", None, control.GserverPlaces)
 
     async def publish_begin(self, message: control.PublishBegin, *, timeout: float) -> control.PublishBeginReply:
         """Begin a weight update; return how its weights are to be sent. May be retried: a second call rolls the first
         one back."""
         path, reply = "/publish/begin", control.PublishBeginReply
-        return await self._patiently("POST", path, message, reply, timeout=timeout, again=())
+        return await self._patiently(path, message, reply, timeout=timeout, again=())
 
     async def publish_commit(self, message: control.PublishCommit, *, timeout: float) -> control.PublishReply:
         """End this side of a weight update; return its result. May be retried: a second call returns the same."""
         path, reply = "/publish/commit", control.PublishReply
-        return await self._patiently("POST", path, message, reply, timeout=timeout, again=())
+        return await self._patiently(path, message, reply, timeout=timeout, again=())
 
     async def finish_run(self, message: control.FinishRun, *, patience: float | None = None) -> None:
         """End the run."""
-        await self._patiently("POST", "/finish_run", message, control.Done, patience=patience)
+        await self._patiently("/finish_run", message, control.Done, patience=patience)
 
     async def status(self) -> control.Status:
         """Return the manager's view of the run."""
-        return await self._call("GET", "/status", None, control.Status)
+        return await self._call("/status", None, control.Status)
 
     async def heartbeat(self, message: control.Heartbeat, *, patience: float = 0.0) -> control.HeartbeatReply:
         """Report that the caller is alive; retried for `patience` seconds."""
         return await self._patiently(
-            "POST",
             "/heartbeat",
             message,
             control.HeartbeatReply,
@@ -248,7 +247,6 @@ class ControlClient:
 
     async def _join(
         self,
-        method: str,
         path: str,
         body: msgspec.Struct | None,
         reply: type[Reply],
@@ -257,12 +255,11 @@ class ControlClient:
         again: Collection[int] = (),
     ) -> Reply:
         """Make a call of a process that is about to join, as the owner, even if it was a member before."""
-        what = f"{method} {path} at the manager at {self.url} (is it running there, and its port open?)"
-        return await self._patiently(method, path, body, reply, what=what, patience=patience, again=again, joins=True)
+        what = f"{http.method_of(body)} {path} at the manager at {self.url} (is it running there, and its port open?)"
+        return await self._patiently(path, body, reply, what=what, patience=patience, again=again, joins=True)
 
     async def _patiently(
         self,
-        method: str,
         path: str,
         body: msgspec.Struct | None,
         reply: type[Reply],
@@ -279,12 +276,12 @@ class ControlClient:
         Errors that may pass are retried: no connection, no reply in time, a fault of the manager, and the statuses in
         `again` (None: `_passing`). `what` names the call in the log.
         """
-        what = what or f"{method} {path}"
+        what = what or f"{http.method_of(body)} {path}"
         again = self._passing if again is None else again
         retry = Retry(what, patience=PATIENCE_SECONDS if patience is None else patience)
         while True:
             try:
-                found = await self._call(method, path, body, reply, timeout=timeout, joins=joins)
+                found = await self._call(path, body, reply, timeout=timeout, joins=joins)
             except NotOfRun:
                 raise
             except (PeerError, DeadlineExceeded) as error:
@@ -300,7 +297,6 @@ class ControlClient:
 
     async def _call(
         self,
-        method: str,
         path: str,
         body: msgspec.Struct | None,
         reply: type[Reply],
@@ -313,7 +309,6 @@ class ControlClient:
             self._session = http.new_session(self._tls, connect_seconds=CONNECT_SECONDS)
         return await http.call(
             self._session,
-            method,
             self.url + path,
             body,
             reply,

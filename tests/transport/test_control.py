@@ -77,7 +77,7 @@ def hang_up(request: web.Request) -> web.Response:
 
 async def call(url: str, *, timeout: float = 2.0) -> Done:
     async with aiohttp.ClientSession() as session:
-        return await http.call(session, "POST", url + "/it", Done(), Done, timeout=timeout, peer="the peer")
+        return await http.call(session, url + "/it", Done(), Done, timeout=timeout, peer="the peer")
 
 
 async def test_a_refusal_carries_status_and_message() -> None:

@@ -84,7 +84,7 @@ class VllmClient:
             decode = msgspec.json.Decoder(TokenReply).decode
             await follow(self._session, url, request, lambda event: on_reply(decode(event)), timeout=seconds, peer=PEER)
         else:
-            on_reply(await call(self._session, "POST", url, request, TokenReply, timeout=seconds, peer=PEER))
+            on_reply(await call(self._session, url, request, TokenReply, timeout=seconds, peer=PEER))
 
     async def abort(self, request_ids: list[str]) -> None:
         """End the requests, or all if none is named, with their tokens so far; unknown ones are ignored."""
@@ -93,7 +93,7 @@ class VllmClient:
     async def max_context(self) -> int:
         """Return the longest context, in tokens."""
         url = f"{self._url}/v1/models"
-        found = await call(self._session, "GET", url, None, ServedModels, timeout=self._timeout, peer=PEER)
+        found = await call(self._session, url, None, ServedModels, timeout=self._timeout, peer=PEER)
         return found.data[0].max_model_len or 0
 
     async def pause(self) -> None:
@@ -124,7 +124,7 @@ class VllmClient:
         """
         path = f"/reset_prefix_cache?reset_running_requests={str(running).lower()}"
         url = self._url + path
-        reply = await call(self._session, "POST", url, Empty(), CacheReset, timeout=self._timeout, peer=PEER)
+        reply = await call(self._session, url, Empty(), CacheReset, timeout=self._timeout, peer=PEER)
         return reply.success
 
     async def _post(self, path: str, body: msgspec.Struct) -> None:

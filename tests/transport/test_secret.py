@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -109,65 +110,52 @@ def test_who_joins_from_the_same_machine_finds_it_as_long_as_the_manager_is_ther
     assert of_run_at(URL) is None
 
 
+@contextmanager
+def manager(begin: Callable[[str], object], *, after: float = 0.5) -> Iterator[str]:
+    """The URL of a manager that calls `begin` with it and listens, `after` seconds from now."""
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{own.getsockname()[1]}"
+
+        def start() -> None:
+            begin(url)
+            own.listen()
+
+        later = threading.Timer(after, start)
+        later.start()
+        yield url
+        later.join()
+
+
 @pytest.mark.parametrize("after_another", [False, True], ids=["the first", "after one that was killed"])
 def test_who_is_started_before_the_manager_waits_for_its_secret(after_another: bool) -> None:
     secret = Secret.make()
-    with socket.socket() as manager, ExitStack() as stack:
-        manager.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{manager.getsockname()[1]}"
+    with ExitStack() as stack, manager(lambda url: stack.enter_context(left_for(url, secret))) as url:
         if after_another:
             Secret.make().write(module._file_of(url))
-
-        def begin() -> None:
-            stack.enter_context(left_for(url, secret))
-            manager.listen()
-
-        later = threading.Timer(0.5, begin)
-        later.start()
         await_secret(url, from_dict({}))
         found = of_run_at(url)
-        later.join()
         assert found is not None
         assert found.shown == secret.shown
 
 
 def test_who_is_started_before_the_manager_waits_for_the_file_that_it_makes(tmp_path: Path) -> None:
     config = with_file(tmp_path / "new" / "secret")
-    with socket.socket() as manager:
-        manager.bind(("127.0.0.1", 0))
-
-        def begin() -> None:
-            of_new_run(config)
-            manager.listen()
-
-        later = threading.Timer(0.5, begin)
-        later.start()
-        await_secret(f"http://127.0.0.1:{manager.getsockname()[1]}", config)
-        later.join()
+    with manager(lambda _: of_new_run(config)) as url:
+        await_secret(url, config)
         assert of_run_at(URL, config) is not None
 
 
-def test_a_manager_that_makes_no_such_file_here_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("file", ["", "secret"], ids=["in the cache", "in a file"])
+def test_a_manager_that_leaves_no_secret_here_is_not_waited_for(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LEAVING_SECONDS", 0.5)
-    config = with_file(tmp_path / "secret")
-    with socket.socket() as manager:
-        manager.bind(("127.0.0.1", 0))
-        manager.listen()
-        await_secret(f"http://127.0.0.1:{manager.getsockname()[1]}", config)
-        with pytest.raises(ConfigError, match="bring the file from the manager's machine"):
-            of_run_at(URL, config)
-
-
-def test_a_manager_that_leaves_no_secret_here_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LEAVING_SECONDS", 0.5)
-    with socket.socket() as manager:
-        manager.bind(("127.0.0.1", 0))
-        manager.listen()
+    config = with_file(tmp_path / file) if file else from_dict({})
+    with manager(lambda _: None, after=0.0) as url:
         began = time.monotonic()
-        await_secret(f"http://127.0.0.1:{manager.getsockname()[1]}", from_dict({}))
-        assert time.monotonic() - began < from_dict({}).limits.start_seconds / 2
+        await_secret(url, config)
+        assert time.monotonic() - began < config.limits.start_seconds / 2
 
 
 def test_a_child_is_given_it_by_a_pipe_and_gives_it_to_none_of_its_own() -> None:

@@ -58,9 +58,9 @@ class Counted(ControlClient):
 
     calls: ClassVar[Counter[str]] = Counter()
 
-    async def _call(self, method: str, path: str, *rest: Any, **options: Any) -> Any:
+    async def _call(self, path: str, *rest: Any, **options: Any) -> Any:
         self.calls[path.partition("?")[0]] += 1
-        return await super()._call(method, path, *rest, **options)
+        return await super()._call(path, *rest, **options)
 
 
 process.ControlClient = Counted  # type: ignore[misc]  # what `serve_until_over` calls the manager with

@@ -69,7 +69,7 @@ async def serve(
                 collecting = tasks.create_task(_collect(), name="collection of garbage")
                 beating = tasks.create_task(controlled.beat(), name="heartbeat of the controller")
                 training = tasks.create_task(controlled.train(died), name="training")
-                await serving.until_all_know_of_the_end()
+                await serving.manager.until_all_know_of_the_end()
                 await asyncio.wait({training})
                 beating.cancel()
                 collecting.cancel()

@@ -14,7 +14,7 @@ import pytest
 from streamrl.config import Config
 from streamrl.controller import serve
 from streamrl.errors import PeerLost, RunStopped, StreamRLError
-from streamrl.gserver.manager import process
+from streamrl.gserver.manager import core
 from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.records.metrics import FINAL_FILE, METRICS_FILE, StepReport
@@ -25,7 +25,7 @@ from tests.gserver.harness import Run, cancelled_at_the_end, first_result, small
 
 @pytest.fixture(autouse=True)
 def _short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(core, "LINGER_SECONDS", 0.2)
 
 
 @asynccontextmanager

@@ -199,7 +199,7 @@ async def managed(config: Config, *, host: str = "127.0.0.1") -> AsyncIterator[R
         async with managing(config, host=host, port=0) as found:
             await found.manager.begin(config, lineage=progress.begin_lineage(config))
             ready.set_result(found)
-            await found.until_all_know_of_the_end()
+            await found.manager.until_all_know_of_the_end()
         found.manager.raise_early_end()
 
     serving = asyncio.create_task(serve())

@@ -60,6 +60,10 @@ from streamrl.transport.secret import Secret
 
 log = logging.getLogger(__name__)
 
+TELL_SECONDS = 10.0
+"""Longest time, in seconds, that the manager stays after the end of the run for processes not yet informed of it."""
+LINGER_SECONDS = 1.0
+"""Time, in seconds, after the last process has been informed of the end: it may still request the final figures."""
 STANDSTILL_SECONDS = 1.0
 """Lateness for a deadline, in seconds, that shows that this process or its machine stood still and received nothing."""
 
@@ -314,12 +318,13 @@ class Manager:
         self.fail(message.error)
         return Done()
 
-    async def wait_until_told(self, *, timeout: float) -> None:
-        """Wait until the run is over and every live member is informed, at most `timeout` seconds after its end."""
-        await self._state.changed.until(lambda: self._state.over)
-        if not await self._state.changed.until(lambda: not self._registry.unaware_of_end(), timeout=timeout):
+    async def until_all_know_of_the_end(self) -> None:
+        """Wait until the run is over and every live member is informed, at most `TELL_SECONDS` after its end."""
+        await self.until_over()
+        if not await self._state.changed.until(lambda: not self._registry.unaware_of_end(), timeout=TELL_SECONDS):
             names = ", ".join(m.name for m in self._registry.unaware_of_end())
             log.warning("the manager leaves although these did not ask whether the run is over: %s", names)
+        await asyncio.sleep(LINGER_SECONDS)
 
     def status(self) -> Status:
         """Return the content of /status."""

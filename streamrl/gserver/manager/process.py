@@ -31,11 +31,6 @@ from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
-TELL_SECONDS = 10.0
-"""Longest time, in seconds, that the manager stays after the end of the run for processes not yet informed of it."""
-LINGER_SECONDS = 1.0
-"""Time, in seconds, after the last process has been informed of the end: it may still request the final figures."""
-
 
 class ManagerService(NamedTuple):
     """A listening manager."""
@@ -44,11 +39,6 @@ class ManagerService(NamedTuple):
     url: str
     reach: Reach
     """The addresses by which others reach this process."""
-
-    async def until_all_know_of_the_end(self) -> None:
-        """Wait until the run is over and every live process has been informed, at most `TELL_SECONDS` after the end."""
-        await self.manager.wait_until_told(timeout=TELL_SECONDS)
-        await asyncio.sleep(LINGER_SECONDS)
 
 
 @asynccontextmanager

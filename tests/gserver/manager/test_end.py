@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import PeerError, StreamRLError
-from streamrl.gserver.manager import members, process
+from streamrl.gserver.manager import core, members
 from streamrl.transport.control import Admit
 from streamrl.transport.manager_client import GONE_BACK
 from tests.gserver.harness import Run, keep_beating, managed, small_config
@@ -16,7 +16,7 @@ from tests.gserver.harness import Run, keep_beating, managed, small_config
 
 @pytest.fixture(autouse=True)
 def _short_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "LINGER_SECONDS", 0.2)
+    monkeypatch.setattr(core, "LINGER_SECONDS", 0.2)
 
 
 async def everyone(run: Run) -> None:

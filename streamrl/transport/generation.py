@@ -410,9 +410,8 @@ class GenerationClient:
         """
         whole: GenerateReply | None = None
 
-        def take(data: bytes) -> None:
+        def take(part: StreamPart) -> None:
             nonlocal whole
-            part = _decoded_part(url, data)
             if not part.meta_info:
                 raise WireError(f"gserver {url} streamed an empty event")
             reply = GenerateReply(text=part.text, output_ids=part.output_ids, meta_info=part.meta_info)
@@ -421,15 +420,7 @@ class GenerationClient:
             else:
                 whole = reply
 
-        async with self._unless_given_up(url):
-            await http.follow(
-                self._opened(),
-                url + "/generate",
-                msgspec.structs.replace(request, stream=True),
-                take,
-                timeout=self._timeout,
-                peer=f"gserver {url}",
-            )
+        await self._follow(url, msgspec.structs.replace(request, stream=True), take)
         if whole is None:
             raise WireError(f"gserver {url} ended a stream without a finished response")
         return whole
@@ -447,8 +438,7 @@ class GenerationClient:
             return
         unanswered = set(range(len(requests)))
 
-        def take(data: bytes) -> None:
-            part = _decoded_part(url, data)
+        def take(part: StreamPart) -> None:
             if not part.meta_info or part.meta_info.finish_reason is None:
                 return  # SGLang also sends an event for the first token
             if part.index not in unanswered:
@@ -458,10 +448,7 @@ class GenerationClient:
             unanswered.remove(part.index)
             on_reply(part.index, GenerateReply(text=part.text, output_ids=part.output_ids, meta_info=part.meta_info))
 
-        async with self._unless_given_up(url):
-            await http.follow(
-                self._opened(), url + "/generate", _batch(requests), take, timeout=self._timeout, peer=f"gserver {url}"
-            )
+        await self._follow(url, _batch(requests), take)
         if unanswered:
             answered = len(requests) - len(unanswered)
             raise WireError(f"gserver {url} answered {len(requests)} prompts with {answered} responses")
@@ -510,6 +497,17 @@ class GenerationClient:
                 peer=f"gserver {url}",
                 if_empty=if_empty,
                 headers=None if path in GENERATION_CALLS else self._control(url),
+            )
+
+    async def _follow(self, url: str, request: GenerateRequest, take: Callable[[StreamPart], None]) -> None:
+        """Pass each event of a streamed reply to `take`."""
+
+        def decode(data: bytes) -> None:
+            take(_decoded_part(url, data))
+
+        async with self._unless_given_up(url):
+            await http.follow(
+                self._opened(), url + "/generate", request, decode, timeout=self._timeout, peer=f"gserver {url}"
             )
 
     def _control(self, url: str) -> dict[str, str] | None:

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from streamrl.config import Config
 from streamrl.errors import ConfigError
-from streamrl.transport.secret import Secret
+from streamrl.transport.secret import LEAST_CHARACTERS, Secret, is_usable
 
 HEADER = "Authorization"
-LEAST_CHARACTERS = 16
 
 
 def read_key(variable: str, *, setting: str) -> str:
@@ -26,7 +25,7 @@ def read_key(variable: str, *, setting: str) -> str:
     if not variable:
         return ""
     key = os.environ.get(variable, "").strip()
-    if len(key) < LEAST_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
+    if not is_usable(key):
         raise ConfigError(
             f'{setting} = "{variable}": that environment variable holds no key '
             f"(at least {LEAST_CHARACTERS} printable characters without spaces); "
@@ -38,18 +37,19 @@ def read_key(variable: str, *, setting: str) -> str:
 def generation_key(config: Config, secret: Secret) -> str:
     """Return the key that the run's gservers require for generation: from `gserver.api_key_env`, or else derived from
     the run's secret. Raises as `read_key` does."""
-    if config.gserver.api_key_env:
-        return read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
-    return secret.key("generation").hex()
+    return _gserver_key(config, secret, "generation")
 
 
 def control_key(config: Config, secret: Secret, index: int) -> str:
     """Return the key that gserver `index` requires for calls that change it; only the manager makes such calls.
 
     Raises as `read_key` does."""
-    if config.gserver.api_key_env:
-        return read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
-    return secret.key(f"control of gserver/{index}").hex()
+    return _gserver_key(config, secret, f"control of gserver/{index}")
+
+
+def _gserver_key(config: Config, secret: Secret, purpose: str) -> str:
+    named = read_key(config.gserver.api_key_env, setting="gserver.api_key_env")
+    return named or secret.key(purpose).hex()
 
 
 class GserverKeys(NamedTuple):

@@ -47,6 +47,11 @@ _MOST_BYTES = 4096
 log = logging.getLogger(__name__)
 
 
+def is_usable(text: str) -> bool:
+    """Whether `text` may be a secret or a key: long enough, printable, without spaces."""
+    return len(text) >= LEAST_CHARACTERS and text.isascii() and text.isprintable() and " " not in text
+
+
 class Secret:
     """A secret, hidden in its printed form."""
 
@@ -54,7 +59,7 @@ class Secret:
 
     def __init__(self, text: str, *, origin: str) -> None:
         """`origin` names its source. Raises `ConfigError` if it is too short, or contains blanks."""
-        if len(text) < LEAST_CHARACTERS or not text.isascii() or not text.isprintable() or " " in text:
+        if not is_usable(text):
             raise ConfigError(
                 f"{origin} holds no secret (at least {LEAST_CHARACTERS} printable characters without spaces); "
                 "make one with: openssl rand -hex 32"

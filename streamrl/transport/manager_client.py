@@ -74,7 +74,7 @@ def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Me
 class ControlClient:
     """Calls the manager. A process has one client; `close` it at the end, or use `async with`.
 
-    `control.py` describes the calls.
+    `permissions.py` lists the calls.
     """
 
     def __init__(

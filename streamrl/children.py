@@ -112,9 +112,8 @@ class HeldLifeline:
 class Lifeline:
     """A child's end of the lifeline: watches whether the launcher that started this process still lives."""
 
-    def __init__(self, descriptor: int, *, grace_seconds: float = GRACE_SECONDS) -> None:
+    def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._grace = grace_seconds
         self.cut: Future[None] = Future()
         """Done once the launcher is gone; its callbacks run on the lifeline's thread."""
         # A thread, not the event loop: a hanging loop must not keep the process alive.
@@ -131,7 +130,7 @@ class Lifeline:
             pass
         log.error("the launcher is gone; stopping")
         self.cut.set_result(None)
-        threading.Event().wait(self._grace)
+        threading.Event().wait(GRACE_SECONDS)
         end_at_once(EXIT_ORPHANED)
 
 

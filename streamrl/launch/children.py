@@ -203,11 +203,11 @@ class Children:
             ended.append(self._exits.get_nowait())
         return ended
 
-    async def stop(self, *, grace_seconds: float = GRACE_SECONDS) -> None:
-        """Stop all processes in order: SIGTERM, and SIGKILL for those still running after `grace_seconds`."""
+    async def stop(self) -> None:
+        """Stop all processes in order: SIGTERM, and SIGKILL for those still running after `GRACE_SECONDS`."""
         for roles in STOP_ORDER:
-            await self._stop([child for child in self.running if child.role in roles], grace_seconds)
-        await self._stop(self.running, grace_seconds)
+            await self._stop([child for child in self.running if child.role in roles])
+        await self._stop(self.running)
         await asyncio.gather(*self._ends.values())
 
     def kill(self) -> None:
@@ -219,16 +219,16 @@ class Children:
         """Close the lifeline; processes that are still running end by themselves."""
         self._lifeline.close()
 
-    async def _stop(self, children: Collection[Child], grace_seconds: float) -> None:
+    async def _stop(self, children: Collection[Child]) -> None:
         for child in children:
             child.signal(signal.SIGTERM)
         ends = [self._ends[child] for child in children]
         if not ends:
             return
-        await asyncio.wait(ends, timeout=grace_seconds)
+        await asyncio.wait(ends, timeout=GRACE_SECONDS)
         for child in children:
             if child.exit_code is None:
-                log.warning("%s did not stop within %.0f s: ended by force", child.name, grace_seconds)
+                log.warning("%s did not stop within %.0f s: ended by force", child.name, GRACE_SECONDS)
                 child.signal(signal.SIGKILL)
         await asyncio.wait(ends)
 

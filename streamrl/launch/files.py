@@ -19,6 +19,8 @@ from pathlib import Path
 
 # --- tail ---
 
+LAST_BYTES = 16384
+"""Bytes of a file in which its last lines are found."""
 _BADLY = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) +(.*)$")
 
 
@@ -63,7 +65,7 @@ class Warnings:
         return list(self._kept)
 
 
-def last_lines(file: Path, count: int, *, begin: int = 0, most_bytes: int = 16384) -> list[str]:
+def last_lines(file: Path, count: int, *, begin: int = 0) -> list[str]:
     """Return the last `count` lines of `file` that are not empty; an empty list if there is no file.
 
     `begin`: bytes to skip, unless the file has become shorter since (`cut`).
@@ -71,7 +73,7 @@ def last_lines(file: Path, count: int, *, begin: int = 0, most_bytes: int = 1638
     try:
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
-            stream.seek(max(begin if begin <= size else 0, size - most_bytes))
+            stream.seek(max(begin if begin <= size else 0, size - LAST_BYTES))
             text = stream.read().decode(errors="replace")
     except FileNotFoundError:
         return []

@@ -216,23 +216,19 @@ def write(config: Config, *, folder: Path, template: Path | None = None) -> Path
     resumed run keeps its secret. Raises `ConfigError` if a file cannot be written.
     """
     try:
-        return _written(config, folder=folder, template=template)
+        if given(config) is None:
+            secret = _secret_file(config)
+            if not secret.exists():
+                Secret.make().write(secret)
+            security = msgspec.structs.replace(config.security, secret_file=str(secret))
+            config = msgspec.structs.replace(config, security=security)
+        settings, file = config.run_dir / SETTINGS, config.run_dir / SCRIPT
+        text = script(config, config_file=settings, folder=folder, template=template)
+        (config.run_dir / "logs").mkdir(exist_ok=True)
+        settings.write_text(to_toml(config))
+        file.write_text(text)
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be written ({error.strerror}), and the job needs it") from error
-
-
-def _written(config: Config, *, folder: Path, template: Path | None) -> Path:
-    if given(config) is None:
-        secret = _secret_file(config)
-        if not secret.exists():
-            Secret.make().write(secret)
-        security = msgspec.structs.replace(config.security, secret_file=str(secret))
-        config = msgspec.structs.replace(config, security=security)
-    settings, file = config.run_dir / SETTINGS, config.run_dir / SCRIPT
-    text = script(config, config_file=settings, folder=folder, template=template)
-    (config.run_dir / "logs").mkdir(exist_ok=True)
-    settings.write_text(to_toml(config))
-    file.write_text(text)
     return file
 
 

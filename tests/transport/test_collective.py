@@ -154,6 +154,7 @@ def test_a_broadcast_that_does_not_come_ends_by_the_watch_and_not_by_the_group()
         assert error == "broadcast of b failed: nothing came within 0.5 s, and the group was aborted"
         assert 0.5 <= seconds < TIMEOUT
         assert left == "left"  # its process would end after `TIMEOUT` only, when gloo gives up
+        destroy_group(joined)
 
 
 def test_a_group_whose_ranks_are_not_all_there_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

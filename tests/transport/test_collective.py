@@ -146,7 +146,9 @@ def test_a_group_that_does_not_form_says_where_and_with_whom(monkeypatch: pytest
 
 
 def test_a_broadcast_that_does_not_come_ends_by_the_watch_and_not_by_the_group() -> None:
-    with met(wait_for_nothing) as (joined, ranks):
+    store = open_store("127.0.0.1")
+    with Forked(wait_for_nothing, [(store.port,)]) as ranks:
+        joined = group(0, store.port, store)
         for _ in broadcasts([("a", torch.ones(4))], joined):
             pass
         came, error, seconds, left = ranks.take(4, seconds=TIMEOUT)

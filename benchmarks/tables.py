@@ -343,6 +343,7 @@ GPU_FIGURES = {
     "share_of_peak": "{:.0%} of the peak",
     "memory_gib": "{:.0f} GiB",
     "publish_seconds": "{:.3f} s",
+    "pause_seconds": "pause {:.4f} s",
     "share": "{:.2f} of a bare copy",
     "groups_per_second": "{:.3g} groups/s",
     "speedup": "speed-up {:.2f}",

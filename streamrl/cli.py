@@ -68,7 +68,7 @@ def examples(name: str | None = None) -> None:
     from streamrl import example_files
 
     if name is None:
-        table = Table("example", "what it trains")
+        table = Table("example", "task")
         for row in example_files.described().items():
             table.add_row(*row)
         _console().print(table)
@@ -272,11 +272,11 @@ def vllm(config: Path, socket: Path, overrides: list[str] | None = None, *, inde
 
 @command(app, POOLS)
 def drain(url: str, process: str, secret_file: Path | None = None, security_of: Path | None = None) -> None:
-    """Have a gserver or a rollout worker finish its work and leave; the run continues."""
+    """Make a gserver or a rollout worker finish its work and leave; the run continues."""
     from streamrl.launch import remote
 
     remote.drain(url, process, secret_file=secret_file, config_file=security_of)
-    _show(f"{process} is asked to leave")
+    _show(f"{process} has received the request to leave")
 
 
 @command(app, LOOK)
@@ -439,7 +439,7 @@ def page(
 
 @command(app, LOOK)
 def export(run_dir: Path, step: int | None = None, to: Path | None = None, dtype: str = "float32") -> None:
-    """Make a Hugging Face model, which other programs load, of a checkpoint."""
+    """Convert a checkpoint to a Hugging Face model, which other programs load."""
     from streamrl.launch.export import export_run
 
     _show(f"{export_run(run_dir, step=step, to=to, dtype=dtype)} is a Hugging Face model in {dtype}")
@@ -515,7 +515,7 @@ def ray(
 def kubernetes(
     config: Path, overrides: list[str] | None = None, dry_run: bool = False, template: Path | None = None
 ) -> None:
-    """Hand the run to Kubernetes (kubectl apply), or show its manifests. It continues a run of the same name."""
+    """Start the run on Kubernetes (kubectl apply), or show its manifests. It continues a run of the same name."""
     from streamrl import config as configuration
     from streamrl.launch import kubernetes as cluster
 

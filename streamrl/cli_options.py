@@ -46,7 +46,9 @@ ARGUMENTS: dict[str, Row] = {
     "maybe_config": _row("Configuration of the run; not with --model-shape.", metavar="[CONFIG]"),
     "checked_config": _row("Configuration of the run.", metavar="[CONFIG]"),
     "socket": _row("Unix socket at which it will listen, as gserver.vllm.addresses names it.", metavar="SOCKET"),
-    "overrides": _row("Settings that replace values of the file, as trainer.lr=1e-5.", metavar="[KEY=VALUE]..."),
+    "overrides": _row(
+        "Settings that replace values of the file, for example trainer.lr=1e-5.", metavar="[KEY=VALUE]..."
+    ),
     "name": _row("The example to copy; without it: list all.", metavar="[NAME]"),
     "url": _row("URL of the controller.", metavar="URL", callback=_url),
     "process": _row("For example gserver/2 or rollout/0.", metavar="ROLE/INDEX"),
@@ -62,7 +64,7 @@ OPTIONS: dict[str, Row] = {
     "node": _row("Number of this host among the hosts of the trainer, from 0; or torchrun's RANK.", min=0),
     "nodes": _row("Hosts over which the model workers are spread; or torchrun's WORLD_SIZE.", min=1),
     "advertise": _row(
-        "Address by which others reach this host; else its own towards the controller.", metavar="ADDRESS"
+        "Address by which others reach this host; else its address on the route to the controller.", metavar="ADDRESS"
     ),
     "resume": _row("Continue from the run's latest checkpoint, or begin if there is none."),
     "resume_newest": _row("Resume the newest run of CONFIG from its latest checkpoint.", flag="--resume"),
@@ -74,14 +76,14 @@ OPTIONS: dict[str, Row] = {
     "parquet_every": _row("Also write a Parquet file for each N finished episodes; 0: none.", min=0, metavar="N"),
     "secret_file": _row("File with the run's secret; without it: STREAMRL_SECRET.", metavar="FILE"),
     "security_of": _row(
-        "Configuration of the run, if it sets anything in \\[security].", metavar="CONFIG", flag="--config"
+        "Configuration of the run, if it has settings in \\[security].", metavar="CONFIG", flag="--config"
     ),
     "token_env": _row("Environment variable with the token; else a random one.", metavar="NAME"),
-    "page": _row("Show the run in a browser, too, and print its address."),
+    "page": _row("Also show the run in a browser, and print the address."),
     "everything": _row("Show all settings, also those with their default values.", flag="--all"),
     "model": _row("Compare trainer and engine with transformers on this model.", metavar="PATH"),
     "full": _row("With --model: use its weights, and not a small copy with random ones."),
-    "svg": _row("Draw it into this file, too.", metavar="FILE"),
+    "svg": _row("Also draw it into this file.", metavar="FILE"),
     "step": _row("Training step of the checkpoint; else the last one.", metavar="N"),
     "steps": _row("Replay the first N recorded steps only.", min=1, metavar="N"),
     "to": _row("A new folder for the result; else one in RUN_DIR or next to it.", metavar="DIR"),
@@ -110,15 +112,15 @@ SIZES: dict[str, Row] = {
     "mean_context": _row("Their mean length; else a quarter of --context.", min=1),
     "microbatch_tokens": _row("trainer.max_tokens_per_microbatch", min=1),
     "lora_rank": _row("Train adapters of this rank, not the weights.", min=0),
-    "critic": _row("Train a critic, too."),
-    "reference": _row("Have a reference model, too."),
+    "critic": _row("Also train a critic."),
+    "reference": _row("Also keep a reference model."),
     "data_parallel": _row("Only with this size in the trainer.", min=1),
     "tensor_parallel": _row("The same.", min=1),
     "pipeline_parallel": _row("The same.", min=1),
     "context_parallel": _row("The same.", min=1),
     "expert_parallel": _row("The same.", min=1),
-    "gservers": _row("Only with so many gservers.", min=1),
-    "gserver_tensor": _row("Only with so many GPUs for each gserver.", min=1),
+    "gservers": _row("Only with this number of gservers.", min=1),
+    "gserver_tensor": _row("Only with this number of GPUs for each gserver.", min=1),
 }
 """Options of `streamrl plan`."""
 SIZE = "With --model-shape"

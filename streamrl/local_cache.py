@@ -62,7 +62,7 @@ def remove_unused(path: Path) -> None:
             log.debug("%s stays: %s", path, error)
             return
         shutil.rmtree(leaving, ignore_errors=True)
-        log.info("removed %s, which nobody uses any more", path)
+        log.info("removed %s, which no process uses any more", path)
 
 
 def _use_of(path: Path) -> Path:

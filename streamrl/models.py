@@ -132,7 +132,7 @@ def check_tokens(folder: Path, policy: Path, *, setting: str) -> None:
         first = min(others, key=lambda token: ours[token])
         raise ModelError(
             f"{setting} = {str(folder)!r} is a model with other tokens than the policy's: {len(others)} of "
-            f"{len(ours)}, of which the first, {first!r}, is {ours[first]} here and {theirs.get(first, 'unknown')} "
+            f"{len(ours)}; the first one, {first!r}, is {ours[first]} here and {theirs.get(first, 'unknown')} "
             "there; it reads the policy's tokens, so it has to have the same tokenizer"
         )
 

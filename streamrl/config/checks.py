@@ -316,8 +316,8 @@ def _named_adapter_problems(config: Config, modules: set[str]) -> list[str]:
         )
     if config.weights.pause_mode == "retract":
         problems.append(
-            'weights.pause_mode = "retract": a request of SGLang\'s keeps its adapter; take "in_place" (it does to its '
-            f'end) or "abort" (it goes on with the new one), {otherwise}'
+            'weights.pause_mode = "retract": a request of SGLang\'s keeps its adapter; take "in_place" (it keeps it to '
+            f'its end) or "abort" (it continues with the new one), {otherwise}'
         )
     fused = {"q_proj": ("k_proj", "v_proj"), "v_proj": ("q_proj", "k_proj"), "gate_proj": ("up_proj",)}
     problems += [

@@ -247,7 +247,7 @@ def _try_machine(config: Config, gpus: Sequence[str], found: Rehearsal) -> None:
         found.tried.append(f"{config.run_dir} exists: a new run would take the next free number behind its name")
     if config.gserver.server is not None:
         if config.gserver.joins:
-            found.untried.append(f"the servers at gserver.{config.gserver.engine}.addresses were not asked")
+            found.untried.append(f"the servers at gserver.{config.gserver.engine}.addresses were not tried")
         else:
             title = config.gserver.traits.title
             with found.part(title):

@@ -153,8 +153,8 @@ def verdict(outcome: ReplayOutcome) -> str:
     if outcome.changed:
         changed = ", ".join(f"{key} = {now!r} instead of {was!r}" for key, (was, now) in outcome.changed.items())
         return (
-            f"{steps} were trained on again with {changed}. From the second step on the data are another policy's, "
-            "the recorded one's: ages are as recorded, and effective_sample_size tells how far the two have come apart"
+            f"{steps} were trained on again with {changed}. From the second step on the data come from the recorded "
+            "policy: ages are as recorded, and effective_sample_size shows the distance between the two policies"
         )
     if outcome.difference is None:
         return f"{steps}: loss, gradient norm and every other figure are the recorded ones, bit for bit"

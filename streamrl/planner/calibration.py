@@ -173,7 +173,7 @@ def read_calibration(run_dir: Path, *, planned: Config | None = None, cores: int
     records = read_run(run_dir)
     config = records.config
     if config is None:
-        raise ConfigError(f"{run_dir}: config.toml is missing or cannot be read, so nobody knows what ran there")
+        raise ConfigError(f"{run_dir}: config.toml is missing or cannot be read, so its settings are unknown")
     made, needed = len(records.steps), FIRST_STEPS + LEAST_STEPS
     if made < needed:
         raise ConfigError(
@@ -251,8 +251,8 @@ class _CalibrationReader:
         others = self._others()
         if others > NOTABLE_CORES:
             self._notes.append(
-                f"other work on the machine kept {others:.1f} of its {self._cores} cores busy: it is taken "
-                "to go on like this"
+                f"other work on the machine kept {others:.1f} of its {self._cores} cores busy: the plan "
+                "assumes that this continues"
             )
         gaps = [
             gap - step.metrics.get("wait_seconds", 0.0) - step.metrics.get("train_seconds", 0.0)
@@ -327,7 +327,7 @@ class _CalibrationReader:
         if not len(table):
             raise ConfigError(
                 f"{self._records.config.run.name if self._records.config else 'the run'}: its gservers made no tokens "
-                "between two heartbeats of timeline.jsonl; let the run go on for longer"
+                "between two heartbeats of timeline.jsonl; make a longer run"
             )
         if simulated:  # each request has its own pace, independent of other requests
             return float(table[:, 0].sum() / table[:, 1].sum()), 0.0, 0.0

@@ -507,7 +507,7 @@ def capacity_plan(
             except ModelError as error:
                 problem = str(error)
     if not found:
-        reason = problem or f"no division of {machine.gpus} GPUs has what was given"
+        reason = problem or f"no division of {machine.gpus} GPUs has the given sizes"
         raise ConfigError(f"{reason}; give fewer sizes, or others")
     fitting = [one for one in found if not one.lacking]
     if not fitting:
@@ -717,7 +717,7 @@ def shown(plan: CapacityPlan) -> RenderableType:
 def _title(plan: CapacityPlan) -> str:
     shape, machine = plan.shape, plan.machine
     roles = f", {plan.job.roles}" if str(plan.job.roles) else ""
-    active = f", of which a token meets {shape.active_parameters / 1e9:.1f}" if shape.experts else ""
+    active = f" ({shape.active_parameters / 1e9:.1f} for a token)" if shape.experts else ""
     return (
         f"{shape.name}: {shape.parameters / 1e9:.1f} billion weights{active}{roles}; {machine.gpus} GPUs of "
         f"{machine.gpu_memory_gib:g} GiB, contexts of {plan.job.context:,} tokens"

@@ -206,6 +206,6 @@ def _reported(run_dir: Path) -> Architecture:
         ) from error
     if not found.exact:
         raise ModelError(
-            f"the planner counts models of the types {', '.join(MODEL_TYPES)} only, unlike that of {run_dir}"
+            f"the planner counts models of the types {', '.join(MODEL_TYPES)} only; the model of {run_dir} has another"
         )
     return found

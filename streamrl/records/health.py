@@ -182,8 +182,8 @@ def _policy(run: RunFigures) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "entropy",
-            f"the entropy of a token is {entropy:.2g} nats, {entropy / before:.0%} of what it was at first: the policy "
-            "has stopped to explore",
+            f"the entropy of a token is {entropy:.2g} nats, {entropy / before:.0%} of its first value: the policy "
+            "no longer explores",
             [
                 f"algorithm.entropy_coef={2 * coefficient or 0.003:g} (now {coefficient:g})",
                 f"algorithm.clip_high={config.algorithm.clip_high + 0.1:.2g} (now {config.algorithm.clip_high:g})",
@@ -224,7 +224,7 @@ def _engines(run: RunFigures) -> Iterator[Finding]:
             "bad",
             "engine against trainer",
             f"{worst}{others} computes log-probabilities that are {far[worst]:.3g} nats a token away from the "
-            f"trainer's, more than {limit:g}: it may serve other weights than it says, or compute differently",
+            f"trainer's, more than {limit:g}: it may serve other weights than it reports, or compute differently",
             ["the same gserver.dtype and trainer.dtype", "a restart of the gserver"],
         )
     sampled = latest.get("sampling_diff_mean")

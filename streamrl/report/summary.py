@@ -343,8 +343,8 @@ def summary_table(summary: Summary) -> Table:
             f"{_text(s.trajectories_per_episode, '.2f')} conversations each; "
             f"{_text(s.agent_generation_share, '.0%')} of their time waited for the policy, "
             f"the rest was theirs, tools included; {_text(s.agent_trained_share, '.0%')} of the tokens trained; "
-            f"{s.agent_rewritten} calls with a rewritten history, {s.agent_rerendered} written anew by the template, "
-            f"{s.agent_drifted} answers of other tokens when tokenized anew, {s.agent_retries} retries answered",
+            f"{s.agent_rewritten} calls with a rewritten history, {s.agent_rerendered} rendered again by the template, "
+            f"{s.agent_drifted} answers with other tokens when tokenized again, {s.agent_retries} retries answered",
             last=not s.agent_metrics,
         )
     for place, (name, value) in enumerate(s.agent_metrics.items(), 1):

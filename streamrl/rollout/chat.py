@@ -52,7 +52,7 @@ class ChatTokenizer:
         if not tokenizer.chat_template:
             raise ConfigError(
                 "the tokenizer has no chat template; set model.chat_template, for example "
-                "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for a model that knows no chat"
+                "\"{% for m in messages %}{{ m['content'] }}{% endfor %}\" for a model that was not trained on chats"
             )
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
@@ -81,7 +81,7 @@ class ChatTokenizer:
                 raise DataError(f"the model's tokenizer cannot encode {text!r}: {error}") from error
             raise DataError(
                 f"the model's tokenizer has no token for {lacking!r} in {text!r:.200}; "
-                "a model from scratch has those of model.scratch.alphabet and model.scratch.words"
+                "a model from scratch has the tokens of model.scratch.alphabet and model.scratch.words"
             ) from error
 
     @cached_property

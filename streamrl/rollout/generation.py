@@ -446,7 +446,9 @@ def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason
     for position, (entry, token_id) in enumerate(zip(entries, reply.output_ids, strict=True)):
         logprob, logprob_id = entry[0], entry[1]
         if logprob_id != token_id:
-            raise WireError(f"{peer}: token {position} is {token_id}, its log-probability is that of {logprob_id}")
+            raise WireError(
+                f"{peer}: token {position} is {token_id}, its log-probability belongs to token {logprob_id}"
+            )
         if logprob is None or not math.isfinite(logprob) or logprob > LOGPROB_TOLERANCE:
             raise WireError(f"{peer}: token {position} has the log-probability {logprob}")
     token_versions(reply.meta_info, tokens=tokens)

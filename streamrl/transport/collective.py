@@ -61,8 +61,8 @@ def join_store(address: str, port: int, *, timeout: float) -> Any:
         pass  # torch's client keeps trying
     except OSError as error:
         raise RuntimeError(
-            f"nobody answers at {address}:{port} ({error.strerror or error}): is that machine up, and does a firewall "
-            f"drop what is sent to port {port}?"
+            f"no reply from {address}:{port} ({error.strerror or error}): is that machine up, and does a firewall drop "
+            f"packets to port {port}?"
         ) from error
     limit = timedelta(seconds=timeout)
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)

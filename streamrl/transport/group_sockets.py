@@ -143,7 +143,7 @@ def _let_nobody_in(place: Place, descriptor: int) -> None:
             one.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
     except OSError as error:
         log.warning(
-            "the port %s:%d of a process group that has formed stays open to everybody (%s)", *place, error.strerror
+            "the port %s:%d of a process group that has formed stays open to all hosts (%s)", *place, error.strerror
         )
 
 

@@ -178,8 +178,8 @@ async def _answered(
             yield response
     except aiohttp.ConnectionTimeoutError as error:
         raise PeerLost(
-            f"{peer} cannot be reached at {url}: nobody answers; is that machine up, and does a firewall drop what is "
-            f"sent to port {urlsplit(url).port}?"
+            f"{peer} cannot be reached at {url}: no reply; is that machine up, and does a firewall drop "
+            f"packets to port {urlsplit(url).port}?"
         ) from error
     except TimeoutError as error:
         raise DeadlineExceeded(f"{peer} did not answer {method} {url} within {timeout:g} s") from error

@@ -256,7 +256,11 @@ async def test_no_progress_ends(client: GenerationClient, monkeypatch: pytest.Mo
         (failure(400, "input is too long"), PeerError, "answered 400.*input is too long"),
         (answer([], finish="abort", status_code=400), PeerError, "refused the request: scripted"),
         (answer([10, 11], logprobs=[(-0.1, 10, None)]), WireError, "1 log-probabilities for 2 tokens"),
-        (answer([10], logprobs=[(-0.1, 11, None)]), WireError, "token 0 is 10, its log-probability is that of 11"),
+        (
+            answer([10], logprobs=[(-0.1, 11, None)]),
+            WireError,
+            "token 0 is 10, its log-probability belongs to token 11",
+        ),
         (answer([10], logprobs=[(None, 10, None)]), WireError, "log-probability None"),
         (answer([10], logprobs=[(0.5, 10, None)]), WireError, "log-probability 0.5"),
         (answer([]), WireError, "without a single token"),

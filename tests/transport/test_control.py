@@ -160,7 +160,7 @@ async def test_a_manager_that_answers_nothing_is_told_of_with_its_port(monkeypat
     with deaf:
         port = deaf.getsockname()[1]
         client = ControlClient(f"http://127.0.0.1:{port}")
-        with pytest.raises(PeerLost, match=f"nobody answers; .* a firewall drop what is sent to port {port}"):
+        with pytest.raises(PeerLost, match=f"no reply; .* a firewall drop packets to port {port}"):
             await client.register(REGISTER, patience=0.1)
         await client.close()
 

@@ -169,7 +169,7 @@ def test_who_is_connected_to_a_store_may_use_it_when_it_is_shut() -> None:
 def test_a_store_that_nobody_answers_at_is_told_of_before_the_others_give_up() -> None:
     with closed_after_forming():
         deaf = socket.create_server(("127.0.0.1", 0))
-    with deaf, pytest.raises(PublicationError, match=r"nobody answers at 127\.0\.0\.1:\d+ .*firewall"):
+    with deaf, pytest.raises(PublicationError, match=r"no reply from 127\.0\.0\.1:\d+ .*firewall"):
         form(1, deaf.getsockname()[1], "behind a firewall", timeout=1)
 
 

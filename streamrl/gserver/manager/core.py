@@ -323,7 +323,7 @@ class Manager:
         await self.until_over()
         if not await self._state.changed.until(lambda: not self._registry.unaware_of_end(), timeout=TELL_SECONDS):
             names = ", ".join(m.name for m in self._registry.unaware_of_end())
-            log.warning("the manager leaves although these did not ask whether the run is over: %s", names)
+            log.warning("the manager ends, but these processes have not received the end of the run: %s", names)
         await asyncio.sleep(LINGER_SECONDS)
 
     def status(self) -> Status:

@@ -200,12 +200,12 @@ class _Route:
 
 
 _NO_KEY = (
-    "this call needs the run's secret: set STREAMRL_SECRET or security.secret_file where it comes from to what the "
-    "manager has (docs/security.md)"
+    "this call needs the run's secret: set STREAMRL_SECRET or security.secret_file on the caller's machine to the "
+    "manager's (docs/security.md)"
 )
 _WRONG_KEY = (
-    "the key that was shown is not of this run: either the secret (STREAMRL_SECRET, security.secret_file) is that of "
-    "another run, or another process has taken this one's place"
+    "the key is not of this run: either the secret (STREAMRL_SECRET, security.secret_file) belongs to another run, or "
+    "another process has taken this one's place"
 )
 
 

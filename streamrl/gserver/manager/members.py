@@ -404,8 +404,8 @@ class Members:
             host.encode("idna")  # as every process that connects to it does
         except UnicodeError as error:
             raise ConfigError(
-                f"{sender} announces {message.address}, and {host} can be nobody's name ({error}): give --advertise "
-                "the address by which others reach it"
+                f"{sender} announces {message.address}, and {host} is no valid name of a host ({error}): give "
+                "--advertise the address by which others reach it"
             ) from error
         if self._open and is_loopback(host):
             raise ConfigError(
@@ -489,7 +489,7 @@ class Members:
             raise PeerError(f"{sender} begins from where the run no longer is: start it again", status=GONE_BACK)
         if message.begins_from != ours:
             raise ConfigError(
-                f"{sender} goes on from {message.begins_from or 'no checkpoint'}, and the controller from "
+                f"{sender} continues from {message.begins_from or 'no checkpoint'}, and the controller from "
                 f"{ours or 'no checkpoint'}: start both with the same run.resume_from; with --resume the trainer takes "
                 "the controller's"
             )

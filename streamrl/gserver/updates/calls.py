@@ -278,7 +278,7 @@ def _compare(
     if wrong or unknown:
         raise PublicationError(
             f"{gserver.name} received other weights than were trained: {len(wrong)} of {len(found)} tensors differ "
-            f"({_some(wrong)}), {len(unknown)} were not told ({_some(unknown)})"
+            f"({_some(wrong)}), {len(unknown)} have no checksum of the trainer ({_some(unknown)})"
         )
 
 

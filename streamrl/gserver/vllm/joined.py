@@ -109,7 +109,7 @@ async def join(client: VllmClient, socket: Path, *, model_dir: Path, max_context
     if room < max_context:
         problems.append(f"its longest context, {room} tokens, is less than gserver.max_context = {max_context}")
     if scores[0] == scores[1]:
-        problems.append("its log-probabilities are not those of the sampling temperature and of all tokens")
+        problems.append("its log-probabilities are not taken at the sampling temperature and over all tokens")
     if problems:
         raise ConfigError(f"the vLLM server at {socket} does not fit the run: {'; '.join(problems)}; {START}")
     try:

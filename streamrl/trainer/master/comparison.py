@@ -105,7 +105,7 @@ class Comparison:
         if self._asking is None:
             log.info("v%d was not compared: no group of its batch is young enough as a whole", self._version)
         elif not self._asking.done():
-            log.info("v%d was not compared: the gservers have not been asked yet", self._version)
+            log.info("v%d was not compared: no request has gone to the gservers yet", self._version)
             await self.close()
         else:
             scores = self._pool.scores(self._version)

@@ -141,13 +141,13 @@ def changes(recorded: Config, wanted: Config) -> dict[str, tuple[Any, Any]]:
                 "it determines the recorded data, or the ranks that compute" if key.startswith(DECIDING) else _NO_PART
             )
             raise ConfigError(
-                f"{key} = {now!r}: recorded with {before!r}, and a replay cannot change it ({what}); what it can: "
+                f"{key} = {now!r}: recorded with {before!r}, and a replay cannot change it ({what}); it can change: "
                 + ", ".join(name.rstrip(".") for name in CHANGEABLE)
             )
     return found
 
 
-_NO_PART = "the record has the groups as they were, whatever made them"
+_NO_PART = "the record has the finished groups, so their origin has no effect"
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

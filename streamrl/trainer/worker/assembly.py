@@ -56,7 +56,7 @@ class Assembly:
         }
         unknown = sorted(roles - makers.keys())
         if unknown:
-            raise ModelError(f"the graph wants the role {unknown[0]!r}; there are {', '.join(makers)}")
+            raise ModelError(f"the graph needs the role {unknown[0]!r}; there are {', '.join(makers)}")
         self.folders: dict[str, Path] = {}
         """Checkpoint from which each role was loaded; the model's settings and tokenizer are there."""
         self.reference_changes = False
@@ -126,7 +126,7 @@ class Assembly:
     def _reward_model(self) -> Role:
         path = self._config.reward_model.path
         if path is None:
-            raise ModelError("the graph wants a reward model, but reward_model.path is not set")
+            raise ModelError("the graph needs a reward model, but reward_model.path is not set")
         folder = self._other_model(path, setting="reward_model.path")
         return RewardModel(self._model("reward", folder, head="scalar"), trainer=self._config.trainer)
 
@@ -245,7 +245,7 @@ def resume(assembly: Assembly, folder: Path) -> None:
         if isinstance(role, Critic) or role is assembly.actor:
             if not (state / name).is_dir():
                 raise ModelError(
-                    f"the checkpoint {folder} has no {name}: the run that wrote it trained none. Go on with the "
+                    f"the checkpoint {folder} has no {name}: the run that wrote it trained none. Continue with the "
                     "settings of that run (algorithm.advantage, trainer.graph), or begin a new run with its weights "
                     "(model.path)"
                 )

@@ -305,7 +305,7 @@ def expected_loss(config: Config) -> float:
         ("model.path=scratch2", r"model\.path = 'scratch2': recorded with .*a replay cannot change it"),
         ("trainer.batch_groups=2", r"trainer\.batch_groups = 2: .*cannot change it"),
         ("rollout.group_size=8", r"rollout\.group_size = 8: .*cannot change it"),
-        ("data.path=other", r"data\.path = 'other': .*whatever made them"),
+        ("data.path=other", r"data\.path = 'other': .*their origin has no effect"),
         ("run.seed=9", r"run\.seed = 9"),
         ("gserver.count=2", r"gserver\.count = 2"),
         ("run.total_train_steps=2", r"run\.total_train_steps = 2"),

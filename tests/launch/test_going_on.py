@@ -151,7 +151,7 @@ async def test_a_trainer_that_counts_from_elsewhere_than_the_ledger_is_refused(t
 
         mine, theirs = progress.identity(going_on(config, newer)), progress.identity(going_on(config, older))
         with pytest.raises(
-            PeerError, match=r"goes on from version 8, \w+, and the controller from version 4, \w+: start"
+            PeerError, match=r"continues from version 8, \w+, and the controller from version 4, \w+: start"
         ):
             await join(mine)
         with pytest.raises(PeerError, match="goes on from no checkpoint, and the controller from version 4"):

@@ -181,6 +181,8 @@ def _step_of(table: pa.Table, metadata: Mapping[bytes, bytes]) -> RecordedStep:
     for name in table.column_names:
         if name != "seq" and name not in FACTS_COLUMNS:
             column = table[name].combine_chunks()
+            if not pa.types.is_list(column.type):
+                raise ValueError(f"the column {name!r} has no lists")
             joined[name] = column.flatten().to_numpy(zero_copy_only=False).copy()
             ends = np.cumsum(column.value_lengths().to_numpy())
             arrays[name] = np.split(joined[name], ends[:-1]) if len(ends) else []

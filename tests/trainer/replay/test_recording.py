@@ -134,6 +134,14 @@ def test_no_damage_goes_unnoticed(tmp_path: Path, data: st.DataObject) -> None:
         assert str(file) in str(error)
 
 
+def test_a_column_with_a_damaged_name_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "step-000001.parquet"
+    write_step(file, make_step())
+    file.write_bytes(file.read_bytes().replace(b"prompt_length", b"qrompt_length"))
+    with pytest.raises(DataError, match=r"step-000001\.parquet: the recorded step is damaged: .*qrompt_length"):
+        read_step(file)
+
+
 def test_a_record_has_the_steps_that_all_ranks_have(tmp_path: Path) -> None:
     """A run was killed: one rank wrote a step more, and was in the middle of another."""
     two = {"trainer": {"data_parallel": 2}}

@@ -154,7 +154,7 @@ async def test_a_trainer_that_counts_from_elsewhere_than_the_ledger_is_refused(t
             PeerError, match=r"continues from version 8, \w+, and the controller from version 4, \w+: start"
         ):
             await join(mine)
-        with pytest.raises(PeerError, match="goes on from no checkpoint, and the controller from version 4"):
+        with pytest.raises(PeerError, match="continues from no checkpoint, and the controller from version 4"):
             await join("")
         with pytest.raises(PeerError, match="has trained in a lineage that the run has gone back behind"):
             await join(theirs, joined_before="0123456789abcdef")

@@ -166,6 +166,12 @@ def write_report(run_dir: Path) -> Summary:
     return summary
 
 
+def _made(run: RunView, figure: str) -> int:
+    """Return `figure` of all groups. The rollout workers' counters include groups that no step has used, and end with
+    their last heartbeats; the steps' figures cover what was trained on."""
+    return int(max(run.counted("rollout", f"{figure}_total"), sum(run.values(figure))))
+
+
 def summarize(run: RunView) -> Summary:
     """Return the figures of `run`."""
     steps, final, config = run.steps, run.final, run.config
@@ -195,8 +201,8 @@ def summarize(run: RunView) -> Summary:
         groups_rejected=ledger.get("rejected"),
         groups_given_up=ledger.get("given_up"),
         groups_dropped=ledger.get("dropped"),
-        groups_shrunk=int(run.counted("rollout", "groups_shrunk_total")),
-        siblings_retried=int(run.counted("rollout", "siblings_retried_total")),
+        groups_shrunk=_made(run, "groups_shrunk"),
+        siblings_retried=_made(run, "siblings_retried"),
         max_staleness=config.staleness.max_staleness if config else None,
         over_age=config.staleness.over_age if config else None,
         oldest_token_age=max(ages) if ages else None,

@@ -591,9 +591,11 @@ def capacity_traffic(_: Results) -> str:
 # --- pages ---------------------------------------------------------------------------------------
 
 
-def source(results: Results) -> str:
-    """The line under each table: the state of the code that was measured, and the machine."""
+def source(results: Results, *, page: str) -> str:
+    """The line under each table: the state of the code that was measured, and the machine; on README the date alone."""
     commit, machine = results["commit"], results["machine"]
+    if page == "README.md":
+        return f"*{commit['date'][:10]}; [state of the code and machine](docs/figures.md)*"
     ids = commit["id"].split(" and ")
     named = commit["id"] if len(ids) < 3 else f"{ids[0]} and {len(ids) - 1} others"
     state = f"{named}, {commit['date'][:10]}" if commit["id"] else "no commit"
@@ -657,7 +659,7 @@ def rendered(page: str, text: str, tables: Sequence[Table] = TABLES, kept: Path 
             shown = f"{table.render({})}\n\n*computed, not measured*"
         else:
             found = [read_results(path) for path in results_of(table.benchmark, kept)]
-            tables = [f"{table.render(results)}\n\n{source(results)}" for results in found]
+            tables = [f"{table.render(results)}\n\n{source(results, page=page)}" for results in found]
             shown = "\n\n".join(tables) or NOT_MEASURED
         return f"<!-- table: {table.name} -->\n\n{shown}\n\n<!-- end of table -->"
 

@@ -35,6 +35,8 @@ FIRST_KNOCK_SECONDS = 0.1
 """Timeout of the first attempt to reach a store; it doubles with each further attempt."""
 AT_ONCE = 4
 """Maximum number of broadcasts in flight."""
+MEETING_SHARE = 0.25
+"""Share of a weight group's deadline in which its ranks have to meet. Unless one is gone, they do within a second."""
 
 Result = TypeVar("Result")
 
@@ -94,31 +96,37 @@ def form_group(
     name: str,
     backend: str,
     timeout: float,
+    meeting_seconds: float | None = None,
     store: Any = None,
 ) -> Any:
     """Meet the other ranks at `address:port` and return the group; blocks until all are there.
 
-    Rank 0 passes the `store` that it opened there. Raises `PublicationError` if the others do not come within `timeout`
-    seconds.
+    Rank 0 passes the `store` that it opened there. Raises `PublicationError` if the others do not come within
+    `meeting_seconds`, by default `timeout`, which is also the deadline of each operation in the group (seconds).
     """
-    limit = timedelta(seconds=timeout)
+    seconds = timeout if meeting_seconds is None else meeting_seconds
+
+    def meet() -> Any:
+        # c10d has no public way to make a group next to (or without) the default one.
+        return c10d._new_process_group_helper(
+            world_size,
+            rank,
+            [],
+            dist.Backend(backend),
+            PrefixStore(name, store),
+            group_name=name,  # type: ignore[arg-type]
+            timeout=timedelta(seconds=timeout),
+        )
+
     try:
         if store is None:
-            store = join_store(address, port, timeout=timeout)
+            store = join_store(address, port, timeout=seconds)
         with _left_to_us(), closed_after_forming():
-            # c10d has no public way to make a group next to (or without) the default one.
-            group, _ = c10d._new_process_group_helper(
-                world_size,
-                rank,
-                [],
-                dist.Backend(backend),
-                PrefixStore(name, store),
-                group_name=name,  # type: ignore[arg-type]
-                timeout=limit,
-            )
+            # gloo waits five times its timeout for a rank that has given its address and is then gone.
+            group, _ = in_thread_on(torch.device("cpu"), meet, seconds=seconds) if backend == "gloo" else meet()
     except (RuntimeError, ValueError) as error:
         raise PublicationError(
-            f"process group {name}: {_not_met(rank, world_size, backend, address, port, timeout)}: {error}"
+            f"process group {name}: {_not_met(rank, world_size, backend, address, port, seconds)}: {error}"
         ) from error
     c10d._world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
@@ -244,11 +252,11 @@ def watch(work: Any, group: Any, *, seconds: float) -> None:
 
 
 def in_thread_on(device: torch.device, call: Callable[[], Result], *, seconds: float) -> Result:
-    """Return the result of `call`, run in its own thread on the current stream; raise `RuntimeError` if it takes longer
-    than `seconds`.
+    """Return the result of `call`, which meets other ranks, run in its own thread on the current stream of `device`;
+    raise `RuntimeError` if it takes longer than `seconds`, and abandon the thread.
 
     NCCL forms its communicator in a group's first operation, and blocks the caller until all ranks are there: forever,
-    if one is gone. The thread is then abandoned.
+    if one is gone.
     """
     outcome: Future[Result] = Future()
     stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()

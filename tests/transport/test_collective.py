@@ -4,6 +4,7 @@ the group, as with NCCL."""
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from streamrl.transport.collective import (
     broadcasts,
     destroy_group,
     form_group,
+    join_store,
     join_world,
     open_store,
 )
@@ -143,6 +145,42 @@ def test_a_group_that_does_not_form_says_where_and_with_whom(monkeypatch: pytest
     with pytest.raises(DeadlineExceeded, match="the trainer's process group: rank 1 of 2"):
         join_world(address="127.0.0.1", port=1, rank=1, world_size=2, backend="gloo", timeout=1.0)
     assert time.monotonic() - began < 60
+
+
+def die_after_the_address_is_known(port: int, answers: Any) -> None:
+    store = join_store("127.0.0.1", port, timeout=TIMEOUT)
+    before = store.num_keys()
+
+    def die() -> None:
+        while store.num_keys() == before:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=die).start()
+    group(1, port)
+
+
+@pytest.mark.parametrize("_", range(4))
+def test_a_rank_that_dies_while_its_group_forms_is_awaited_no_longer_than_the_deadline(_: int) -> None:
+    """gloo waits five times as long as its timeout, if it is the other rank that connects: in half of all cases."""
+    store = open_store("127.0.0.1")
+    with Forked(die_after_the_address_is_known, [(store.port,)]) as ranks:
+        with pytest.raises(AssertionError, match="SIGKILL"):
+            ranks.take(1)
+        began = time.monotonic()
+        with pytest.raises(PublicationError, match=r"could not meet the others, .* within 1 s"):
+            form_group(
+                address="127.0.0.1",
+                port=store.port,
+                rank=0,
+                world_size=2,
+                name="few",
+                backend="gloo",
+                timeout=TIMEOUT,
+                meeting_seconds=1.0,
+                store=store,
+            )
+        assert time.monotonic() - began < TIMEOUT / 2
 
 
 def test_a_broadcast_that_does_not_come_ends_by_the_watch_and_not_by_the_group() -> None:

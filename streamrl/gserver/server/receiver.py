@@ -28,7 +28,7 @@ from streamrl.device import SideStream, compute_with
 from streamrl.errors import ModelError, PublicationError, Refused
 from streamrl.machine import SHARED_MEMORY
 from streamrl.safetensors_files import Copiers, mapped
-from streamrl.transport.collective import broadcasts, destroy_group, form_group, wait_for_pending
+from streamrl.transport.collective import MEETING_SHARE, broadcasts, destroy_group, form_group, wait_for_pending
 from streamrl.transport.control import TensorSpec
 from streamrl.transport.generation import InitWeightsUpdateGroup, UpdateWeightsFromDistributed
 
@@ -227,6 +227,7 @@ class WeightReceiver:
             name=message.group_name,
             backend=message.backend,
             timeout=self._timeout,
+            meeting_seconds=MEETING_SHARE * self._timeout,
         )
         device = self._device if message.backend == "nccl" else torch.device("cpu")
         self._groups[message.group_name] = group, device

@@ -20,7 +20,14 @@ from streamrl.device import SideStream
 from streamrl.errors import PublicationError
 from streamrl.trainer.worker.weight_source import Weights
 from streamrl.transport.addresses import LOOPBACK, Reach
-from streamrl.transport.collective import AT_ONCE, broadcasts, destroy_group, form_group, open_store
+from streamrl.transport.collective import (
+    AT_ONCE,
+    MEETING_SHARE,
+    broadcasts,
+    destroy_group,
+    form_group,
+    open_store,
+)
 from streamrl.transport.control import Broadcast, PublishBeginReply, TensorSpec
 from streamrl.transport.group_sockets import open_while_forming
 
@@ -124,6 +131,7 @@ class Broadcaster:
                 name=begin.group_name,
                 backend=self._backend,
                 timeout=self._timeout,
+                meeting_seconds=MEETING_SHARE * self._timeout,
                 store=self._store,
             )
         self._group_name = begin.group_name

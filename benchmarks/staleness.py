@@ -117,8 +117,8 @@ TASKS: dict[str, Task] = {
 }
 LENGTH_TASK = "repeat"
 """The task whose answers differ in length: the one for the over-age policies."""
-SIDE_BY_SIDE = "increment"
-"""The task on which all objectives have all values of η."""
+SIDE_BY_SIDE = ("increment", "sort")
+"""The tasks on which all objectives are run."""
 SCRATCH = [name for name, task in TASKS.items() if task.example == "copy_scratch.toml" and name != LENGTH_TASK]
 PRETRAINED = [name for name, task in TASKS.items() if task.example != "copy_scratch.toml"]
 NOT_LEARNED = "smollm2-chain-sum"
@@ -152,18 +152,25 @@ OBJECTIVES: dict[str, Mapping[str, Any]] = {
         "loss_aggregation": "sequence",
     },
     "cispo": _DECOUPLED | {"loss": "cispo", "proximal": "behavior", "clip_low": 1.0, "clip_high": 4.0},
+    "ipo": _DECOUPLED
+    | {
+        "loss": "benchmarks.recipes:probability_masked",
+        "proximal": "behavior",
+        "behavior_weight_level": "none",
+    },
 }
 """Settings of [algorithm] by name. The default has the settings of the example; each of the others names all of its
 settings, so that a change of defaults does not change it. `decoupled` has the clip around the policy at the start of
 the step; `truncated` is the same with the limit of truncated importance sampling in verl's and slime's examples,
-`masked` with the limit of IcePop in verl and AReaL; `gspo` and `cispo` are the recipes of docs/algorithms.md."""
+`masked` with the limit of IcePop in verl and AReaL; `gspo` and `cispo` are the recipes of docs/algorithms.md, `ipo` is
+prime-rl's (`benchmarks/recipes.py`)."""
 
 ETAS = (0, 1, 2, 4, 8, 16)
 STALE_ETAS = (1, 2, 4, 8)
-"""Where the other objectives are run on `SIDE_BY_SIDE`: at η = 0 weights differ from 1 by no more than rounding, and
-at 16 data are hardly older than at 8 in runs as short as these (5 versions on average, and 4)."""
+"""Where the other objectives are run on the first task of `SIDE_BY_SIDE`: at η = 0 weights differ from 1 by no more
+than rounding, and at 16 data are hardly older than at 8 in runs as short as these (5 versions on average, and 4)."""
 CLOSE_ETAS = (4, 8)
-"""Where the other objectives are run on the other tasks from scratch, with one seed."""
+"""Where they are run on its other task."""
 SMALL_ETAS = (0, 1, 2, 4, 8)
 """For SmolLM2, whose runs take minutes."""
 POLICY_ETAS = (1, 2, 4)
@@ -192,7 +199,15 @@ def study() -> list[Cell]:
     others = [objective for objective in OBJECTIVES if objective != "default"]
     parts: list[tuple[tuple[int, ...], list[tuple[str, str, int, str]]]] = [
         (SEEDS, [(task, "default", eta, "mask") for task in SCRATCH for eta in ETAS]),
-        (SEEDS, [(SIDE_BY_SIDE, objective, eta, "mask") for objective in others for eta in STALE_ETAS]),
+        (
+            SEEDS,
+            [
+                (task, objective, eta, "mask")
+                for task, etas in zip(SIDE_BY_SIDE, (STALE_ETAS, CLOSE_ETAS), strict=True)
+                for objective in others
+                for eta in etas
+            ],
+        ),
         (
             SEEDS,
             [(LENGTH_TASK, "default", 0, "mask")]
@@ -200,16 +215,6 @@ def study() -> list[Cell]:
         ),
         (SEEDS[:1], [(NOT_LEARNED, "default", 0, "mask")]),
         (SEEDS, [(task, "default", eta, "mask") for task in PRETRAINED if task != NOT_LEARNED for eta in SMALL_ETAS]),
-        (
-            SEEDS[:1],
-            [
-                (task, objective, eta, "mask")
-                for task in SCRATCH
-                if task != SIDE_BY_SIDE
-                for objective in others
-                for eta in CLOSE_ETAS
-            ],
-        ),
         (
             MORE_SEEDS,
             [(task, "default", eta, "mask") for task in TASKS if task != NOT_LEARNED for eta in DECIDING_ETAS],
@@ -220,7 +225,9 @@ def study() -> list[Cell]:
 
 def quick() -> list[Cell]:
     """Enough runs to see that the whole study works."""
-    return [Cell(SIDE_BY_SIDE, objective, eta, "mask", 0) for objective in ("default", "decoupled") for eta in (0, 4)]
+    return [
+        Cell(SIDE_BY_SIDE[0], objective, eta, "mask", 0) for objective in ("default", "decoupled") for eta in (0, 4)
+    ]
 
 
 QUICK_STEPS = 40
@@ -605,7 +612,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         panel.axhline(NEARLY, color="grey", ls=":", lw=0.8)
         panel.set(title=f"{task}: default", xlabel="step", ylabel=f"reward, mean of {WINDOW} steps", ylim=(0, 1.02))
         panel.legend(fontsize=7)
-    found = [s for s in summaries(rows) if s.kind.task == SIDE_BY_SIDE and s.kind.over_age == "mask"]
+    found = [s for s in summaries(rows) if s.kind.task == SIDE_BY_SIDE[0] and s.kind.over_age == "mask"]
     for panel, (title, figure_of) in zip(
         panels[1],
         (
@@ -625,7 +632,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 low = np.maximum(means - [min(spread.values) for _, spread in mine], 0)
                 high = np.maximum([max(spread.values) for _, spread in mine] - means, 0)
                 panel.errorbar(etas, means, yerr=[low, high], marker="o", ms=3, capsize=2, label=objective)
-        panel.set(title=f"{SIDE_BY_SIDE}: {title}", xlabel="η (versions)", ylim=(0, 1.05))
+        panel.set(title=f"{SIDE_BY_SIDE[0]}: {title}", xlabel="η (versions)", ylim=(0, 1.05))
         panel.title.set_fontsize(9)
         panel.set_xticks(range(len(ETAS)), [str(eta) for eta in ETAS])
         if panel.has_data():

@@ -484,19 +484,19 @@ def area_and_collapses(found: staleness.Summary | None) -> str:
 
 
 def staleness_objectives(results: Results) -> str:
-    """All objectives on the task where each has all η."""
+    """All objectives on two tasks."""
     found = {
-        (s.kind.objective, s.kind.eta): s
+        (s.kind.objective, s.kind.task, s.kind.eta): s
         for s in staleness.summaries(results["rows"])
-        if s.kind.task == staleness.SIDE_BY_SIDE and s.kind.over_age == "mask"
+        if s.kind.over_age == "mask"
     }
-    etas = [eta for eta in staleness.CLAIMED if any(place[1] == eta for place in found)]
+    places = [(task, eta) for task in staleness.SIDE_BY_SIDE for eta in staleness.CLOSE_ETAS]
     rows = [
-        [objective, *(area_and_collapses(found.get((objective, eta))) for eta in etas)]
+        [objective, *(area_and_collapses(found.get((objective, *place))) for place in places)]
         for objective in staleness.OBJECTIVES
-        if any(place[0] == objective for place in found)
+        if any(found.get((objective, *place)) for place in places)
     ]
-    return markdown(["objective", *(f"η = {eta}" for eta in etas)], rows) if rows else NOT_MEASURED
+    return markdown(["objective", *(f"{task}, η = {eta}" for task, eta in places)], rows) if rows else NOT_MEASURED
 
 
 def staleness_over_age(results: Results) -> str:
@@ -520,7 +520,7 @@ def staleness_over_age(results: Results) -> str:
 
 def delay(results: Results) -> str:
     """Remedies against the collapse of stale runs, by delay: all on one task, and the default on others."""
-    shown = [row for row in results["rows"] if row["variant"] == "default" or row["task"] == staleness.SIDE_BY_SIDE]
+    shown = [row for row in results["rows"] if row["variant"] == "default" or row["task"] == staleness.SIDE_BY_SIDE[0]]
 
     def over(runs: Sequence[Row], key: str, form: str) -> str:
         return from_to([run[key] for run in runs if run[key] is not None], form)

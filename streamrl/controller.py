@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 
 from streamrl.config import Config
-from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
+from streamrl.errors import DataError, PeerLost, StreamRLError, first_error, is_expected
 from streamrl.gserver.manager.process import ManagerService, managing
 from streamrl.machine import machine_identity, process_space
 from streamrl.records import lineage as lineages
@@ -126,7 +126,7 @@ class _ControlledRun:
                 cause = await self._make_lineage(config, cause=cause)
             except Exception as error:  # tolerance point: any error ends the run with its reason
                 failure = first_error(error)
-                if not isinstance(failure, StreamRLError):
+                if not is_expected(error):
                     log.exception("training failed")
                 self._manager.fail(f"{NAME}: {type(failure).__name__}: {failure}")
                 return
@@ -170,11 +170,14 @@ class _ControlledRun:
             try:
                 await first_of(self._work(master), self._manager.until_over(), _ended(dying))
             except Exception as error:  # a death may have caused any error; otherwise it is raised again
-                if isinstance(failure := first_error(error), PeerLost):
-                    return str(failure)
-                await asyncio.wait({dying}, timeout=DEATH_SECONDS)
-                if not dying.done():
-                    raise
+                failure = first_error(error)
+                if not isinstance(failure, PeerLost):
+                    await asyncio.wait({dying}, timeout=DEATH_SECONDS)
+                    if not dying.done():
+                        raise
+                unexpected = None if is_expected(error) else error
+                log.warning("training ended, perhaps because a process died: %s", failure, exc_info=unexpected)
+                return str(failure) if isinstance(failure, PeerLost) else dying.result()
             finally:
                 master.write_final()
             return dying.result() if dying.done() else ""

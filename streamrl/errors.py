@@ -149,6 +149,13 @@ class TrainingError(StreamRLError):
     """A training step with invalid numbers."""
 
 
+def is_expected(error: BaseException) -> bool:
+    """Whether streamrl raised `error` on purpose, or all errors of an exception group."""
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(is_expected, error.exceptions))
+    return isinstance(error, StreamRLError)
+
+
 def first_error(error: BaseException) -> BaseException:
     """Return the first error in (nested) exception groups."""
     while isinstance(error, BaseExceptionGroup):

@@ -103,6 +103,24 @@ async def test_the_death_of_a_model_worker_begins_another_lineage(
     assert causes == ["model_worker/0 has died"] * rewinds
 
 
+async def test_a_fault_beside_a_death_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = iter([ExceptionGroup("two tasks", [PeerLost("model_worker/0 has died"), KeyError("a bug")])])
+
+    async def train(self: Master) -> str:
+        if (both := next(found, None)) is not None:
+            raise both
+        raise ExceptionGroup("two tasks", [StreamRLError("a bad step"), KeyError("another bug")])
+
+    monkeypatch.setattr(Master, "run", train)
+    async with controlled(quiet(tmp_path)) as run:
+        with pytest.raises(StreamRLError, match="the run has failed: controller/0: StreamRLError: a bad step"):
+            await asyncio.wait_for(asyncio.shield(run.serving), 30)
+    assert "KeyError: 'a bug'" in caplog.text
+    assert "KeyError: 'another bug'" in caplog.text
+
+
 async def test_a_process_that_a_launcher_saw_die_ends_training(tmp_path: Path) -> None:
     async with controlled(quiet(tmp_path)) as run:
         await run.register("rollout")

@@ -204,6 +204,18 @@ def fails(report: Any, batch: Any) -> Any:
     raise RuntimeError("no figures today")
 
 
+def takes_too_long_elsewhere(report: Any, batch: Any) -> Any:
+    raise TimeoutError("the database does not reply")
+
+
+def finds_nothing(report: Any, batch: Any) -> Any:
+    return next(iter(()))
+
+
+def gives_up(report: Any, batch: Any) -> Any:
+    raise SystemExit("no figures")
+
+
 def takes_a_name(report: Any, batch: Any) -> Any:
     return {"reward_mean": 1.0}
 
@@ -215,7 +227,14 @@ def hangs(report: Any, batch: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("fails", "failed at step 7: RuntimeError"), ("takes_a_name", "'reward_mean' is the name"), ("hangs", "0.05 s")],
+    [
+        ("fails", "failed at step 7: RuntimeError"),
+        ("takes_too_long_elsewhere", "failed at step 7: TimeoutError"),
+        ("finds_nothing", "failed at step 7: StopIteration"),
+        ("gives_up", "failed at step 7: SystemExit"),
+        ("takes_a_name", "'reward_mean' is the name"),
+        ("hangs", "0.05 s"),
+    ],
 )
 async def test_a_hook_for_figures_that_fails_is_named_and_harms_nothing(
     name: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -370,10 +370,10 @@ class RolloutWorker:
             with self._activity.pushing():
                 await self._push(group.made, permit=group.admission.permit)
         except Exception as error:  # one group may fail, for example in the user's workflow; many stop the run
-            if not group.can_be_kept(self._membership.history):
-                return False
             if not isinstance(error, StreamRLError):
                 log.exception("group %d failed", seq)
+            if not group.can_be_kept(self._membership.history):
+                return False
             if self._config.rollout.on_failed_sibling == "stop" and not isinstance(error, DataError):
                 what = f"{self._membership.name}: {type(error).__name__}: {error}"
                 await self._control.fail_run(FailRun(worker=self._membership.index, error=what))

@@ -7,7 +7,6 @@ not by its name, and a modified template is not mistaken for its original.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
 import uuid
@@ -153,11 +152,15 @@ def renderer_of(chat: ChatTokenizer, *, name: str = AUTO) -> Renderer:
             log.warning("the renderer %s differs from the model's chat template: %s", name, differs)
         return renderer
     for kind in known:
-        with contextlib.suppress(Exception):  # most renderers need special tokens that this model lacks
+        try:
             renderer = _made(kind, chat)
-            if not _difference(renderer, chat):
-                log.info("conversations are rendered by %s of renderers, as the chat template writes them", kind)
-                return renderer
+            differs = _difference(renderer, chat)
+        except Exception as error:  # most renderers need special tokens that this model lacks
+            differs = f"{type(error).__name__}: {error}"
+        if not differs:
+            log.info("conversations are rendered by %s of renderers, as the chat template writes them", kind)
+            return renderer
+        log.debug("the renderer %s does not fit the model: %s", kind, differs)
     return _template(chat)
 
 

@@ -46,8 +46,9 @@ def compile_layers(layers: Sequence[nn.Module], trial: Callable[[], object]) -> 
     except Exception as error:  # whatever the compiler, or the code that it makes, raises
         for layer in layers:
             del layer.forward
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        log.warning("layers are computed as they are, which is slower: %s: %s", type(error).__name__, reason)
+        reason = " ".join(str(error).split()) or "no reason given"  # its first line often names the compiler alone
+        name = type(error).__name__
+        log.warning("layers are computed as they are, which is slower: %s: %.400s", name, reason)
         return False
     log.info("compiled the decoder layers in %.0f s", time.monotonic() - began)
     return True

@@ -11,7 +11,7 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from streamrl.config import MetricsConfig
 from streamrl.hooks import load_hook
@@ -23,6 +23,7 @@ log = logging.getLogger(__name__)
 HOOK_SECONDS = 10.0
 """Longest time of one call."""
 Figures = Mapping[str, float]
+Result = TypeVar("Result")
 
 
 class OwnFigures:
@@ -42,15 +43,20 @@ class OwnFigures:
         """
         if (function := self._function) is None:
             return {}
+
+        def call() -> dict[str, float]:
+            try:
+                return _checked(function(report, batch), known=report.metrics)
+            except BaseException as error:  # tolerance point: the user's function may raise anything, SystemExit too
+                log.error("metrics.hook = %r failed at step %d: %r", self._name, report.step, error, exc_info=error)
+                return {}
+
         try:
             async with asyncio.timeout(HOOK_SECONDS):
-                found = await _in_daemon_thread(lambda: function(report, batch))
-            return _checked(found, known=report.metrics)
+                return await _in_daemon_thread(call)
         except TimeoutError:
             self._function = None
             log.error("metrics.hook = %r took longer than %g s: it is not called again", self._name, HOOK_SECONDS)
-        except Exception as error:  # tolerance point: the user's function may raise anything
-            log.error("metrics.hook = %r failed at step %d: %r", self._name, report.step, error, exc_info=error)
         return {}
 
 
@@ -63,16 +69,9 @@ def _checked(found: Any, *, known: Figures) -> dict[str, float]:
     return {str(name): float(value) for name, value in found.items()}
 
 
-def _in_daemon_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
-    """Return the future result of `call`, which does not keep the process from ending."""
-    result: concurrent.futures.Future[Any] = concurrent.futures.Future()
+def _in_daemon_thread(call: Callable[[], Result]) -> asyncio.Future[Result]:
+    """Return the future result of `call`, which raises nothing and does not keep the process from ending."""
+    result: concurrent.futures.Future[Result] = concurrent.futures.Future()
     result.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except Exception as error:  # it is raised where the result is awaited
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="metrics.hook", daemon=True).start()
+    threading.Thread(target=lambda: result.set_result(call()), name="metrics.hook", daemon=True).start()
     return asyncio.wrap_future(result)

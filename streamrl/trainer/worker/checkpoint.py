@@ -94,13 +94,18 @@ class Together:
             act()
         except Exception as error:  # the others wait for the outcome; other than disk errors it is raised below
             failure = f"model_worker/{self.rank}: {error}" if self.world > 1 else str(error)
-            raised = None if isinstance(error, OSError | ModelError) else error
+            raised = error
         text = torch.zeros(FAILURE_BYTES, dtype=torch.uint8)
         words = bytearray(failure.encode()[:FAILURE_BYTES])
         if words:
             text[: len(words)] = torch.frombuffer(words, dtype=torch.uint8)
-        found = self.gather(text)
-        if raised is not None:
+        try:
+            found = self.gather(text)
+        except PeerLost:
+            if raised is not None:
+                log.error("no other worker receives this failure: %s", failure, exc_info=raised)
+            raise
+        if raised is not None and not isinstance(raised, OSError | ModelError):
             raise raised
         texts = (bytes(row.numpy()).rstrip(b"\0").decode(errors="replace") for row in found)
         return next((text for text in texts if text), "")

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import msgspec
 import pytest
@@ -19,6 +20,7 @@ from streamrl.records import progress
 from streamrl.records.progress import Progress
 from streamrl.trainer.calls import ParamRealloc
 from streamrl.trainer.graph import MFC, downstream
+from streamrl.trainer.worker import checkpoint
 from streamrl.trainer.worker.assembly import Assembly
 from streamrl.trainer.worker.checkpoint import REPLACED, CheckpointWriter, Together, take_snapshot, write_folder
 from tests.trainer.backends.world import run_world
@@ -188,13 +190,15 @@ def test_workers_write_their_parts_into_one_checkpoint(tmp_path: Path) -> None:
 
 
 def _one_is_killed(rank: int, folder: Path) -> None:
-    """While the second writes it is gone: the first says so soon, and the old checkpoint is whole."""
+    """While the second writes it is gone: the first raises that soon, logs its own failure, and the old checkpoint is
+    whole."""
     writer = CheckpointWriter(Together(rank, 2, seconds=LIMIT), keep=2, spare=None)
     writer.begin(folder / "step-000001", Shared(1))
     assert writer.finish(limit=LIMIT) == ""
-    writer.begin(folder / "step-000002", Shared(2, before=(lambda: os._exit(0)) if rank else lambda: None))
-    with pytest.raises(PeerLost, match="cannot be written: the others"):
+    writer.begin(folder / "step-000002", Shared(2, before=(lambda: os._exit(0)) if rank else lambda: 1 / 0))
+    with mock.patch.object(checkpoint.log, "error") as logged, pytest.raises(PeerLost, match="written: the others"):
         writer.finish(limit=LIMIT)
+    assert "model_worker/0: division by zero" in str(logged.call_args)
     assert [path.name for path in progress.checkpoints(folder.parent)] == ["step-000001"]
     os._exit(0)  # the world is no more
 

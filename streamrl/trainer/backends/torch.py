@@ -272,14 +272,15 @@ class TorchModel:
         coefficient = self._spec.router_aux_loss_coef
         if coefficient and self._world > 1:
             coefficient /= busy_ranks(len(micros), device=self._spec.device)
-        for number, micro in enumerate(micros):
-            balance = coefficient * micro.tokens / tokens
-            output = self._forward(micro, balance=balance)
-            self._count_load()
-            share = loss(number, output)
-            if not share.requires_grad:
-                share = output.values.sum() * 0.0  # sharded layers expect a backward pass after each forward pass
-            share.backward()  # type: ignore[no-untyped-call]
+        with _casts_kept():
+            for number, micro in enumerate(micros):
+                balance = coefficient * micro.tokens / tokens
+                output = self._forward(micro, balance=balance)
+                self._count_load()
+                share = loss(number, output)
+                if not share.requires_grad:
+                    share = output.values.sum() * 0.0  # sharded layers expect a backward pass after each forward pass
+                share.backward()  # type: ignore[no-untyped-call]
         for _ in range(idle):
             output = self._forward(IDLE)
             (output.values.sum() * 0.0 + output.entropy.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
@@ -460,6 +461,21 @@ class TorchModel:
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return to_device(array, self._spec.device)
+
+
+@contextmanager
+def _casts_kept() -> Iterator[None]:
+    """Keep the bfloat16 copies of weights that autocast makes in the block, so that each weight is cast once in it.
+
+    Weights must not change in the block. Autocast drops its copies when the outermost context ends; this one is a
+    context that does not cast, so that backward passes may run in it.
+    """
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
 
 
 class _MergedModel:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from streamrl.config import OptimizerConfig
 from streamrl.safetensors_files import TensorBox, bytes_of_parts, file_name, write_bytes
@@ -78,6 +81,35 @@ def test_concatenated_trees_give_the_numbers_of_one_sequence_at_a_time(tmp_path,
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5, msg=name)
     assert norm == pytest.approx(wanted_norm, rel=1e-5)
+
+
+class CastWeights(TorchDispatchMode):
+    """Counts the casts to bfloat16 of each of `weights` while it is entered."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.casts = dict.fromkeys((weight.data_ptr() for weight in weights), 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() in self.casts:
+            self.casts[args[0].data_ptr()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_weight_is_cast_once_for_all_micro_batches_of_a_step(tmp_path):
+    model = TorchModel(make_spec(save_model(tmp_path / "model", "qwen3"), dtype=torch.bfloat16))
+    groups = make_groups(0)
+    micros = pack(groups, max_tokens=1, share_prefix=True)
+    assert len(micros) > 2
+    with CastWeights(model._parameters.values()) as counted:
+        model.accumulate(micros, loss_of(groups, micros))
+    assert max(counted.casts.values()) == 1
+    together = {name: parameter.grad.clone() for name, parameter in model._parameters.items()}
+    model._forget_gradients()
+    for number, micro in enumerate(micros):
+        model.accumulate([micro], lambda _, output, number=number: loss_of(groups, micros)(number, output))
+    for name, parameter in model._parameters.items():
+        assert torch.equal(parameter.grad, together[name]), name
 
 
 @given(st.sampled_from(["constant", "linear", "cosine"]), st.integers(0, 5), st.integers(1, 30), st.floats(0.01, 1))

@@ -1,34 +1,37 @@
 """Staleness without a system around it: a synchronous loop that trains on data of the policy of some versions ago.
 
-    python benchmarks/delay.py [--tasks copy increment] [--delays 4 8] [--seeds 0 1 2] [--variants …] [--append]
+    python benchmarks/delay.py [--tasks sort increment] [--delays 4 8] [--seeds 0 1 2] [--variants …]
 
-One process, one thread, a task (copy four digits, or increment each), the model and the settings of
-examples/copy_scratch.toml. At version v the batch is drawn from the policy of version v - delay, as a whole. Nothing is
-interrupted, no engine differs from the trainer, nothing is late: any collapse here is the algorithm's. Variants of
-streamrl are trained through its own objective; the others are written here from their papers. Variants called `slowed`
-have algorithm.on_collapse = "slow": streamrl's own watch judges the figures of each step.
+One process, one thread, the model and the settings of examples/copy_scratch.toml, and a task of `TASKS`. At version v
+the batch is drawn from the policy of version v - delay, as a whole. Nothing is interrupted, no engine differs from the
+trainer, nothing is late: any loss here is the algorithm's. Variants of streamrl are trained through its own objective;
+the others are written here. Variants called `slowed` have algorithm.on_collapse = "slow": streamrl's own watch judges
+the figures of each step.
 
 A run has learned where the mean reward of three steps reaches 0.95; `worst` is the least such mean afterwards, `area`
-the mean reward of all steps. A run takes about a minute on one core.
+the mean reward of all steps. A run takes about half a minute on one core. Its row is written when it ends; a run that
+has a row is not run again.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from itertools import product
-from statistics import fmean, median
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
-from common import EXAMPLES, earlier_rows, parser_of, write_results
+from common import EXAMPLES, KEPT, commit, latest, parser_of, read_results, write_results
+from numpy.typing import NDArray
+from staleness import commits
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,6 +40,7 @@ from streamrl.models import ensure_checkpoint
 from streamrl.records.collapse import CollapseWatch
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.tasks import copy_digits, copy_reward, sort_digits
+from streamrl.trainer.algorithms.losses import behavior_kl
 from streamrl.trainer.algorithms.objective import Totals, objective
 from streamrl.trainer.algorithms.registry import advantage_of
 from streamrl.trainer.algorithms.tokens import Tokens
@@ -47,79 +51,168 @@ EXAMPLE = EXAMPLES / "copy_scratch.toml"
 LEARNED = 0.95
 WINDOW = 3
 """Steps over which a reward is averaged."""
-NORMS = 50
-"""Steps with which a gradient norm is compared."""
 CAP = 5.0
-"""Of the weights ρ of the methods written here."""
+"""Largest weight ρ in the methods written here."""
+STALEST = 8
+"""Versions at the end of a run that may not have written a batch that was trained."""
+
+Figures = Mapping[str, float]
+"""Figures of a step."""
+Seen = Sequence[Figures]
+"""Figures of the steps so far, those of the step that is being made last."""
+
+
+# --- methods -------------------------------------------------------------------------------------
+
+
+def each_versions(number: int) -> Callable[[Seen, int], int]:
+    """Return the staleness that rises by 1 every `number` versions."""
+    return lambda seen, delay: min(delay, len(seen) // number)
+
+
+def by_drift(seen: Seen, delay: int, *, most: float = 0.1) -> int:
+    """Return the staleness that keeps mean |ρ - 1| of a token below `most`, judged by its growth per version."""
+    admitted, drift = 0, 0.0
+    for figures in seen:
+        if figures["age"]:
+            now = figures["ratio_deviation"] / figures["age"]
+            drift = (drift + now) / 2 if drift else now
+        admitted = min(delay, admitted + 1, max(1, int(most / drift)) if drift else delay)
+    return admitted
+
+
+def by_contrast(seen: Seen, *, groups: int = 32) -> float:
+    """Return √(contrasted groups of the batch / their largest 20-step mean so far), at most 1."""
+    counts = [figures["contrasted"] for figures in seen]
+    usual = max((fmean(counts[end - 20 : end]) for end in range(20, len(counts) + 1)), default=groups / 2)
+    return float(min(1.0, (counts[-1] / usual if counts[-1] else 1 / groups) ** 0.5))
+
+
+def falling(seen: Seen, *, steps: int = 150, least: float = 0.1) -> float:
+    """Return the factor of a schedule that falls linearly to `least`."""
+    return max(least, 1 - (1 - least) * len(seen) / steps)
+
+
+def by_deviation(seen: Seen, *, most: float = 0.02) -> float:
+    """Return a factor below 1 if mean |ρ - 1| of five steps, without the largest, exceeds `most` on a plateau."""
+    rewards = [fmean(figures["reward"] for figures in seen[end - 5 : end]) for end in range(5, len(seen) + 1)]
+    if len(rewards) <= 15 or rewards[-1] - rewards[-16] > 0.1 * (max(rewards) - min(rewards)):
+        return 1.0
+    return min(1.0, most / max(most, fmean(sorted(figures["ratio_deviation"] for figures in seen[-5:])[:-1])))
+
+
+def by_alignment(seen: Seen, *, usual: float = 0.1) -> float:
+    """Return a factor below 1 if the gradient points along Adam's momentum by more than `usual`, as a cosine (after
+    Adaptive Braking, https://arxiv.org/abs/2007.01397)."""
+    return 1 - 0.5 * max(0.0, seen[-1]["cosine"] - usual) / (1 - usual)
+
+
+def steered(seen: Seen, *, target: float = 1e-3) -> float:
+    """Return the coefficient of the pull that keeps the KL of groups without contrast at `target`."""
+    coefficient = 0.1
+    for figures in seen[:-1]:
+        if figures["uniform_kl"]:
+            error = max(-0.2, min(0.2, figures["uniform_kl"] / target - 1))
+            coefficient = max(0.02, min(1.0, coefficient * (1 + error / 5)))
+    return coefficient
+
+
+def cautious(tokens: Tokens) -> Tensor:
+    """Failures weigh at most 1, and nothing once their token's probability has fallen by more than 0.2."""
+    negative = tokens.advantages < 0
+    weight = _ratio(tokens).clamp(max=CAP)
+    weight = torch.where(negative, weight.clamp(max=1.0), weight)
+    return weight * ~(negative & (_moved(tokens) < -0.2)) * tokens.advantages
+
+
+def near_alone(tokens: Tokens) -> Tensor:
+    """Only tokens whose probability has moved by at most 0.3 either way (prime-rl's IPO)."""
+    return _ratio(tokens).clamp(max=CAP) * (_moved(tokens).abs() <= 0.3) * tokens.advantages
+
+
+def raised(tokens: Tokens) -> Tensor:
+    """A baseline below the mean for older data (AsymRE, https://arxiv.org/abs/2506.20520)."""
+    return _ratio(tokens).clamp(max=CAP) * (tokens.advantages + 0.1 * (tokens.age > 0))
+
+
+def divergence_mask(tokens: Tokens) -> Tensor:
+    """DPPO with total variation (https://arxiv.org/abs/2602.04879): no update that moves a token's probability further
+    than 0.2 away from its earlier value."""
+    moved = _moved(tokens)
+    outward = ((tokens.advantages > 0) & (moved > 0.2)) | ((tokens.advantages < 0) & (moved < -0.2))
+    return _ratio(tokens).clamp(max=CAP) * ~outward * tokens.advantages
+
+
+def _moved(tokens: Tokens) -> Tensor:
+    return tokens.logprobs.detach().exp() - tokens.behavior_logprobs.exp()
+
+
+def _ratio(tokens: Tokens) -> Tensor:
+    return (tokens.logprobs.detach() - tokens.behavior_logprobs).exp()
+
+
+def _uniform_kl(tokens: Tokens) -> float:
+    """Return the mean KL of an older token in groups without contrast; 0 without any."""
+    mean = tokens.weight * (tokens.advantages == 0) * (tokens.age > 0)
+    kl = behavior_kl(tokens.logprobs.detach(), tokens.behavior_logprobs)
+    return float((kl * mean).sum() / mean.sum().clamp(min=1e-9))
 
 
 class Variant(NamedTuple):
     algorithm: Mapping[str, Any] = MappingProxyType({})
     """Settings of [algorithm]."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    lr_share: Callable[[int], float] = lambda delay: 1.0
-    """Of the learning rate, for a delay."""
-    clip_to_median: float | None = None
-    """Largest gradient norm, as a multiple of the median of the last steps'."""
-    keep: Callable[[Tokens], Tensor] | None = None
-    """Which tokens keep their gradient min(ρ, 5) · A · ∇ log π, in a method that streamrl does not have."""
-    step_share: Callable[[Tokens], float] = lambda tokens: 1.0
-    """Of the learning rate, for a batch."""
-    squared_pull: float = 0.0
-    """Coefficient of the mean of (log ρ)²."""
-    slow: bool = False
-    """Whether `algorithm.on_collapse` is "slow"."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    lr: float = 1.0
+    """Factor on the learning rate."""
+    step_share: Callable[[Seen], float] = lambda seen: 1.0
+    """Factor on the learning rate of a step."""
+    staleness: Callable[[Seen, int], int] = lambda seen, delay: delay
+    """Staleness of the next batch."""
+    coefficient: Callable[[Tokens], Tensor] | None = None
+    """Factors of ∇ log π, in a method that streamrl does not have."""
+    pull: Callable[[Seen], float] | None = None
+    """Coefficient of the pull in groups without contrast; then it is 0.02 in the others."""
     pull_share: float = PULL_SHARE
     """Share of the groups without contrast that are pulled to the older policy, each in place of several."""
+    slow: bool = False
+    """Whether `algorithm.on_collapse` is "slow"."""
 
 
-def age_widened(tokens: Tokens) -> Tensor:
-    """PPO's clip around π_b with a range that widens with a token's age d, [0.8^d, 1.28^d], as what A-3PO
-    (https://arxiv.org/abs/2512.06547) comes to with one minibatch."""
-    log_ratio, age = _log_ratio(tokens), tokens.age.clamp(min=1)
-    low, high = age * torch.tensor(0.8).log(), age * torch.tensor(1.28).log()
-    return ~(((tokens.advantages > 0) & (log_ratio > high)) | ((tokens.advantages < 0) & (log_ratio < low)))
+ALONE = {"behavior_kl_coef": 0.0}
+SHORT = (0.9, 0.95)
+"""Adam's betas with which runs without a pull were seen to fall."""
+VARIANTS = {
+    "default": Variant(),
+    "default, beta2 0.95": Variant(betas=SHORT),
+    "half the lr": Variant(lr=0.5),
+    "a third of the pull": Variant({"behavior_kl_coef": 0.03}),
+    "twice the pull": Variant({"behavior_kl_coef": 0.2}),
+    "beta2 0.999": Variant(ALONE),
+    "decoupled": Variant(ALONE, SHORT),
+    "decoupled, slowed": Variant(ALONE, SHORT, slow=True),
+    "ppo": Variant(ALONE | {"proximal": "behavior"}, SHORT),
+    "ppo, slowed": Variant(ALONE | {"proximal": "behavior"}, SHORT, slow=True),
+    "dppo": Variant(ALONE, SHORT, coefficient=divergence_mask),
+    "staleness rises every 2 versions": Variant(staleness=each_versions(2)),
+    "staleness rises every 4 versions": Variant(staleness=each_versions(4)),
+    "staleness by drift": Variant(staleness=by_drift),
+    "steps by contrast": Variant(step_share=by_contrast),
+    "lr falls to a tenth": Variant(step_share=falling),
+    "both": Variant(step_share=lambda seen: by_contrast(seen) * falling(seen)),
+    "steps by deviation": Variant(step_share=by_deviation),
+    "cautious with failures": Variant(coefficient=cautious),
+    "near tokens alone": Variant(coefficient=near_alone),
+    "baseline below the mean": Variant(coefficient=raised),
+    "dppo with the pull": Variant(coefficient=divergence_mask),
+    "every group pulled": Variant(pull_share=1.0),
+    "steered pull": Variant(ALONE, pull=steered),
+    "steered pull of every group": Variant(ALONE, pull=steered, pull_share=1.0),
+    "steps by alignment": Variant(step_share=by_alignment),
+}
+"""Others, which lost their task with most seeds, are in earlier states of this file: the kept results name them."""
 
 
-def divergence_mask(tokens: Tokens) -> Tensor:
-    """DPPO with total variation (https://arxiv.org/abs/2602.04879): no update that moves a token's probability further
-    than 0.2 away from what it was."""
-    moved = tokens.logprobs.detach().exp() - tokens.behavior_logprobs.exp()
-    return ~(((tokens.advantages > 0) & (moved > 0.2)) | ((tokens.advantages < 0) & (moved < -0.2)))
-
-
-def second_moment_mask(tokens: Tokens) -> Tensor:
-    """M2PO (https://arxiv.org/abs/2510.01161), over outward tokens as in its authors' code: the largest |log ρ| are cut
-    until the mean of (log ρ)² over all of them is at most 0.04; never one inside [0.7, 1.5]."""
-    log_ratio = _log_ratio(tokens)
-    outward = (log_ratio * tokens.advantages) > 0
-    squares = torch.where(outward, log_ratio**2, 0.0)
-    order = squares.argsort()
-    kept = torch.empty_like(outward)
-    kept[order] = squares[order].cumsum(0) <= 0.04 * max(int(outward.sum()), 1)
-    inside = (log_ratio >= math.log(0.7)) & (log_ratio <= math.log(1.5))
-    return ~outward | kept | inside
-
-
-def sequence_mask(tokens: Tokens) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556): responses with A < 0 which the
-    policy has left by more than 0.1 for each token, in the mean of log π_b / π, have no gradient."""
-    counts = tokens.sequence.bincount(minlength=tokens.sequences).clamp(min=1)
-    left = torch.zeros(tokens.sequences).index_add_(0, tokens.sequence, -_log_ratio(tokens)) / counts
-    return ~((tokens.advantages < 0) & (left[tokens.sequence] > 0.1))
-
-
-def effective_sample_share(tokens: Tokens) -> float:
-    """The step size of VCPO (https://arxiv.org/abs/2602.17616): the square root of the share of responses that is left
-    when each is weighed by Π ρ, without a cap."""
-    weights = (
-        torch.zeros(tokens.sequences).index_add_(0, tokens.sequence, _log_ratio(tokens)).clamp(max=300).double().exp()
-    )
-    return math.sqrt(float(weights.sum() ** 2 / (tokens.sequences * (weights**2).sum())))
-
-
-def _log_ratio(tokens: Tokens) -> Tensor:
-    return tokens.logprobs.detach() - tokens.behavior_logprobs
+# --- runs ----------------------------------------------------------------------------------------
 
 
 def increment_digits(index: int, seed: int) -> dict[str, Any]:
@@ -128,88 +221,60 @@ def increment_digits(index: int, seed: int) -> dict[str, Any]:
     return row | {"answer": "".join(str((int(digit) + 1) % 10) for digit in row["answer"])}
 
 
-Task = Callable[[int, int], dict[str, Any]]
-"""Makes the row of data of an index and a seed."""
-TASKS: dict[str, Task] = {
-    "copy": copy_digits,
-    "increment": increment_digits,
-    "sort": partial(sort_digits, digits=2),
-}
-ALONE = {"behavior_kl_coef": 0.0}
-LONG = (0.9, 0.999)
-"""Streamrl's betas. Where a variant does not say so, Adam has the shorter memory with which stale runs were seen to
-fall."""
-VARIANTS = {
-    "default": Variant(betas=LONG),
-    "every group pulled": Variant(betas=LONG, pull_share=1.0),
-    "default, beta2 0.99": Variant(betas=(0.9, 0.99)),
-    "default, beta2 0.95": Variant(),
-    "default, beta2 0.95, clipped to 3 medians": Variant(clip_to_median=3.0),
-    "a third of the pull": Variant({"behavior_kl_coef": 0.03}, betas=LONG),
-    "twice the pull": Variant({"behavior_kl_coef": 0.2}, betas=LONG),
-    "twice the pull, beta2 0.95": Variant({"behavior_kl_coef": 0.2}),
-    "half the lr": Variant(betas=LONG, lr_share=lambda delay: 0.5),
-    "default, age-widened": Variant(betas=LONG, keep=age_widened),
-    "beta2 0.999": Variant(ALONE, betas=LONG),
-    "half the lr, beta2 0.999": Variant(ALONE, betas=LONG, lr_share=lambda delay: 0.5),
-    "decoupled": Variant(ALONE),
-    "ppo": Variant(ALONE | {"proximal": "behavior"}),
-    "masked": Variant(
-        ALONE | {"behavior_weight_limit": "mask", "behavior_weight_floor": 0.5, "behavior_weight_cap": 2.0}
-    ),
-    "cap 1": Variant(ALONE | {"behavior_weight_cap": 1.0}),
-    "age-widened": Variant(ALONE, keep=age_widened),
-    "dppo": Variant(ALONE, keep=divergence_mask),
-    "m2po": Variant(ALONE, keep=second_moment_mask),
-    "opsm": Variant(ALONE, keep=sequence_mask),
-    "vcpo's step size": Variant(
-        ALONE | {"behavior_weight_level": "sequence", "behavior_weight_cap": 8.0}, step_share=effective_sample_share
-    ),
-    "dppo, (log ρ)²": Variant(ALONE, keep=divergence_mask, squared_pull=1e-3),
-    "dppo, 0.05 (log ρ)²": Variant(ALONE, keep=divergence_mask, squared_pull=0.05),
-    "no entropy bonus": Variant(ALONE | {"entropy_coef": 0.0}),
-    "no deviation": Variant(ALONE | {"advantage": "mean"}),
-    "clipped to 3 medians": Variant(ALONE, clip_to_median=3.0),
-    "lr / (1 + delay)": Variant(ALONE, lr_share=lambda delay: 1 / (1 + delay)),
-    "decoupled, slowed": Variant(ALONE, slow=True),
-    "ppo, slowed": Variant(ALONE | {"proximal": "behavior"}, slow=True),
+class Task(NamedTuple):
+    row: Callable[[int, int], dict[str, Any]]
+    """Makes the row of data of an index and a seed."""
+    steps: int
+    after: str = ""
+    """The task that the policy has already learned."""
+
+
+TASKS = {
+    "copy": Task(copy_digits, 200),
+    "increment": Task(increment_digits, 200),
+    "sort": Task(partial(sort_digits, digits=2), 150),
+    "increment after copy": Task(increment_digits, 40, after="copy"),
 }
 
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["default", "decoupled"])
-    parser.add_argument("--delays", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["sort"])
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["default"])
+    parser.add_argument("--delays", type=int, nargs="+", default=[0, 4, 8])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--append", action="store_true", help="keep the rows of the last run by hand")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["increment"])
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = earlier_rows("delay") if options.append else []
-    there = {(row["task"], row["variant"], row["delay"], row["seed"]) for row in rows}
-    for task, delay, name, seed in product(options.tasks, options.delays, options.variants, options.seeds):
-        if (task, name, delay, seed) not in there:
-            rows.append(run(task, name, delay=delay, seed=seed, steps=options.steps))
-            shown = ("task", "variant", "delay", "seed", "learned", "worst", "end", "area", "error", "seconds")
-            print(json.dumps({key: rows[-1][key] for key in shown}), flush=True)
-            write_results("delay", {"steps": options.steps, "example": EXAMPLE.name}, rows, row_per_line=True)
+    for seed, task, delay, name in product(options.seeds, options.tasks, options.delays, options.variants):
+        rows = known_rows()
+        if (task, name, delay, seed) not in {(row["task"], row["variant"], row["delay"], row["seed"]) for row in rows}:
+            rows.append(run(task, name, delay=delay, seed=seed, steps=TASKS[task].steps))
+            print(
+                json.dumps({key: value for key, value in rows[-1].items() if not isinstance(value, list)}), flush=True
+            )
+            write_results("delay", {"example": EXAMPLE.name}, rows, measured_at=commits(rows), row_per_line=True)
+
+
+def known_rows() -> list[dict[str, Any]]:
+    """Return the latest rows, or the kept ones while there are none."""
+    file = latest("delay.json")
+    rows: list[dict[str, Any]] = read_results(file if file.exists() else KEPT / file.name)["rows"]
+    return rows
 
 
 def run(task: str, name: str, *, delay: int, seed: int, steps: int, afterwards: int | None = None) -> dict[str, Any]:
-    """Train for `steps`, or until `afterwards` steps after it has learned; return the row of the table, with the curves
-    of reward and mean |ρ - 1|."""
-    loop = Loop(load(EXAMPLE, [f"run.seed={seed}"]), VARIANTS[name], TASKS[task], delay=delay)
+    """Train for `steps`, or until `afterwards` steps after it has learned; return the row of the table, with the
+    figures of each step."""
     began = time.perf_counter()
-    found: list[dict[str, float]] = []
+    loop = Loop(load(EXAMPLE, [f"run.seed={seed}"]), VARIANTS[name], TASKS[task], delay=delay)
     smooth: list[float] = []
     learned = None
-    while len(found) < steps and (learned is None or afterwards is None or len(found) < learned + afterwards):
-        found.append(loop.step())
-        smooth.append(fmean(figures["reward"] for figures in found[-WINDOW:]))
+    while len(smooth) < steps and (learned is None or afterwards is None or len(smooth) < learned + afterwards):
+        loop.step()
+        smooth.append(fmean(figures["reward"] for figures in loop.seen[-WINDOW:]))
         if learned is None and smooth[-1] >= LEARNED:
-            learned = len(found) - 1
-    rewards = [figures["reward"] for figures in found]
+            learned = len(smooth) - 1
+    rewards = [figures["reward"] for figures in loop.seen]
     return {
         "task": task,
         "variant": name,
@@ -221,8 +286,28 @@ def run(task: str, name: str, *, delay: int, seed: int, steps: int, afterwards: 
         "area": round(fmean(rewards), 3),
         "error": round(1 - fmean(rewards[-len(rewards) // 3 :]), 4),
         "seconds": round(time.perf_counter() - began, 1),
-        **{key: [round(figures[key], 4) for figures in found] for key in found[0]},
+        "commit": commit(),
+        **{key: [float(f"{figures[key]:.4g}") for figures in loop.seen] for key in loop.seen[0]},
     }
+
+
+@cache
+def learned_policy(task: str) -> Mapping[str, Tensor]:
+    """Return the weights of a policy that has learned `task` on its own data."""
+    loop = Loop(load(EXAMPLE, ["run.seed=0"]), VARIANTS["default"], TASKS[task], delay=0)
+    while len(loop.seen) < WINDOW or fmean(figures["reward"] for figures in loop.seen[-WINDOW:]) < LEARNED:
+        loop.step()
+    return loop.weights
+
+
+def by_version(row: Mapping[str, Any]) -> NDArray[np.float64]:
+    """Return the mean reward that each policy version earned, whenever its batch was trained: `[versions]`, `STALEST`
+    fewer than the run has steps. Versions that wrote no batch lie on a line between the others."""
+    written = np.arange(len(row["reward"])) - np.asarray(row["age"])
+    versions, first = np.unique(written, return_inverse=True)
+    rewards = np.bincount(first, weights=row["reward"]) / np.bincount(first)
+    curve: NDArray[np.float64] = np.interp(np.arange(len(written) - STALEST), versions, rewards)
+    return curve
 
 
 class Batch(NamedTuple):
@@ -257,6 +342,8 @@ class Loop:
         folder = ensure_checkpoint(config)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        if task.after:
+            self._model.load_state_dict(learned_policy(task.after))
         self._sampler = copy.deepcopy(self._model)
         self._eos: int = self._tokenizer.eos_token_id
         self._optimizer = torch.optim.AdamW(
@@ -264,99 +351,120 @@ class Loop:
         )
         self._admitted: deque[tuple[int, list[Tensor]]] = deque()
         """Of each batch that is under way, the policy that draws it: version and weights."""
-        self.watch = CollapseWatch()
-        self._norms: deque[float] = deque(maxlen=NORMS)
+        self._watch = CollapseWatch()
+        self.seen: list[dict[str, float]] = []
         self._random = torch.Generator().manual_seed(config.run.seed)
-        self._updates = self._index = 0
+        self._index = 0
 
-    def step(self) -> dict[str, float]:
-        """Draw a batch from the old policy and train the present one on it; return figures of the step."""
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """The policy's weights."""
+        return self._model.state_dict()
+
+    def step(self) -> None:
+        """Draw a batch from the old policy and train the present one on it; add its figures to those `seen`."""
         weights = [weight.detach().clone() for weight in self._model.parameters()]
-        while len(self._admitted) <= self.watch.staleness(self._delay):
-            self._admitted.append((self._updates, weights))
+        staleness = self._watch.staleness(self._variant.staleness(self.seen, self._delay))
+        while not self._admitted or len(self._admitted) <= staleness:
+            self._admitted.append((len(self.seen), weights))
         version, drawn_by = self._admitted.popleft()
         with torch.no_grad():
             for mine, old in zip(self._sampler.parameters(), drawn_by, strict=True):
                 mine.copy_(old)
         batch = self._draw()
-        tokens = self._tokens(batch, age=self._updates - version)
-        loss = self._loss(tokens)
-        if self._variant.squared_pull:
-            moved = (tokens.logprobs - tokens.behavior_logprobs).square()
-            loss = loss + self._variant.squared_pull * moved.mean()
+        tokens = self._tokens(batch, age=len(self.seen) - version)
         self._optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = self._update(self._variant.step_share(tokens) * self.watch.lr_scale)
-        ratio = _log_ratio(tokens).exp()
-        deviation = float((ratio - 1).abs().mean())
-        self._look(batch, ratio, deviation, norm)
-        return {
-            "reward": batch.reward,
-            "ratio_deviation": deviation,
-            "grad_norm": norm,
-            "contrasted": batch.contrasted,
-        }
-
-    def _look(self, batch: Batch, ratio: Tensor, deviation: float, norm: float) -> None:
-        """Judge the run's health by the step that was just made, as the master does."""
-        self.watch = self.watch.after(
+        self._loss(tokens).backward()
+        ratio = _ratio(tokens)
+        self.seen.append(
             {
-                "importance_ratio_deviation": deviation,
+                "reward": batch.reward,
+                "age": len(self.seen) - version,
+                "ratio_deviation": float((ratio - 1).abs().mean()),
+                "contrasted": batch.contrasted,
+                "uniform_kl": _uniform_kl(tokens),
+                "cosine": self._cosine(),
+            }
+        )
+        self.seen[-1]["grad_norm"] = norm = self._update(self._variant.step_share(self.seen) * self._watch.lr_scale)
+        self._look(batch, ratio, norm)
+
+    def _look(self, batch: Batch, ratio: Tensor, norm: float) -> None:
+        """Judge the run's health by the step that was just made, as the master does."""
+        self._watch = self._watch.after(
+            {
+                "importance_ratio_deviation": self.seen[-1]["ratio_deviation"],
                 "effective_sample_size": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
                 "grad_norm": norm,
-                "grad_norm_ratio": self.watch.grad_norm_ratio(norm),
+                "grad_norm_ratio": self._watch.grad_norm_ratio(norm),
                 "reward_mean": batch.reward,
                 "reward_std": batch.spread,
                 "groups": float(len(batch.prompts)),
             },
-            step=self._updates,
+            step=len(self.seen),
             turn=[],
             slow=self._variant.slow,
         )
 
     def _loss(self, tokens: Tokens) -> Tensor:
         totals = Totals(tokens=len(tokens.logprobs), episodes=tokens.sequences, longest=1)
-        if self._variant.keep is None:
-            return objective(tokens, self._algorithm, kl_coef=0.0, totals=totals).loss
-        weight = _log_ratio(tokens).exp().clamp(max=CAP) * self._variant.keep(tokens)
-        others = objective(
-            tokens._replace(advantages=torch.zeros_like(tokens.advantages)), self._algorithm, kl_coef=0.0, totals=totals
+        taught = tokens
+        if self._variant.coefficient is not None:
+            taught = tokens._replace(advantages=torch.zeros_like(tokens.advantages))
+        loss = objective(taught, self._algorithm, kl_coef=0.0, totals=totals).loss
+        if self._variant.coefficient is not None:
+            loss = loss - (self._variant.coefficient(tokens) * tokens.logprobs).mean()
+        if self._variant.pull is not None:
+            pull = behavior_kl(tokens.logprobs, tokens.behavior_logprobs) * (tokens.age > 0) * tokens.weight
+            coefficient = torch.where(tokens.advantages == 0, self._variant.pull([*self.seen, {}]), 0.02)
+            loss = loss + (coefficient * pull).mean()
+        return loss
+
+    def _cosine(self) -> float:
+        """Return the cosine of the angle between the gradient and Adam's momentum; 0 in the first step."""
+        pairs = [
+            (weight.grad, self._optimizer.state[weight]["exp_avg"])
+            for weight in self._model.parameters()
+            if weight.grad is not None and weight in self._optimizer.state
+        ]
+        product, gradient, momentum = (
+            sum(float((a * b).sum()) for a, b in of)
+            for of in (pairs, [(g, g) for g, _ in pairs], [(m, m) for _, m in pairs])
         )
-        return others.loss - (weight * tokens.advantages * tokens.logprobs).mean()
+        return product / max((gradient * momentum) ** 0.5, 1e-30)
 
     def _update(self, share: float) -> float:
         """One step of the optimizer with `share` of the learning rate; return the gradient norm before it was
         clipped."""
         limit = self._config.trainer.optimizer.grad_clip
-        if self._variant.clip_to_median and len(self._norms) >= 10:
-            limit = min(limit, self._variant.clip_to_median * median(self._norms))
         norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), limit))
-        self._norms.append(norm)
-        self._updates += 1
-        warmup = min(1.0, self._updates / self._config.trainer.optimizer.warmup_steps)
+        warmup = min(1.0, len(self.seen) / self._config.trainer.optimizer.warmup_steps)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.trainer.lr * self._variant.lr_share(self._delay) * warmup * share
+            group["lr"] = self._config.trainer.lr * self._variant.lr * warmup * share
         self._optimizer.step()
         return norm
 
     @torch.no_grad()
     def _draw(self) -> Batch:
         groups, siblings = self._config.trainer.batch_groups, self._config.rollout.group_size
-        rows = [self._task(self._index + i, self._config.run.seed) for i in range(groups)]
+        rows = [self._task.row(self._index + i, self._config.run.seed) for i in range(groups)]
         self._index += groups
         prompts = torch.tensor([self._tokenizer(row["prompt"], add_special_tokens=False).input_ids for row in rows])
-        output = self._sampler(prompts, use_cache=True)
-        cache = output.past_key_values
-        cache.batch_repeat_interleave(siblings)
-        logits = output.logits[:, -1].repeat_interleave(siblings, 0)
-        alive = torch.ones(len(logits), dtype=torch.bool)
+        computed, prefix = prompts.unique(dim=0, return_inverse=True)
+        prefix = prefix.repeat_interleave(siblings)
+        output = self._sampler(computed, use_cache=True)
+        logits, cache = output.logits[:, -1], output.past_key_values
+        alive = torch.ones(len(prefix), dtype=torch.bool)
         drawn, found, mask = [], [], []
         while bool(alive.any()) and len(drawn) < self._config.rollout.sampling.max_new_tokens:
             if drawn:
-                logits = self._sampler(drawn[-1][:, None], past_key_values=cache, use_cache=True).logits[:, -1]
-            logprobs = logits.log_softmax(-1)
+                longer, prefix = (prefix * logits.shape[1] + drawn[-1]).unique(return_inverse=True)
+                cache.batch_select_indices(longer // logits.shape[1])
+                last = longer % logits.shape[1]
+                logits = self._sampler(last[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+            logprobs = logits.log_softmax(-1)[prefix]
             noise = torch.empty_like(logprobs).exponential_(generator=self._random)
-            drawn.append((logprobs - noise.log()).argmax(-1))
+            drawn.append((logprobs - noise.log()).argmax(-1).where(alive, self._eos))
             found.append(logprobs.gather(1, drawn[-1][:, None])[:, 0])
             mask.append(alive)
             alive = alive & (drawn[-1] != self._eos)
@@ -389,20 +497,24 @@ class Loop:
 
     def _tokens(self, batch: Batch, *, age: int) -> Tokens:
         siblings = self._config.rollout.group_size
-        output = self._model(batch.prompts, use_cache=True)
+        prompts, prompt = batch.prompts.unique(dim=0, return_inverse=True)
+        rows = torch.cat([prompt.repeat_interleave(siblings)[:, None], batch.tokens], 1)
+        rows, row = rows.unique(dim=0, return_inverse=True)
+        prompt, computed = rows[:, 0], rows[:, 1:]
+        output = self._model(prompts, use_cache=True)
         cache = output.past_key_values
-        cache.batch_repeat_interleave(siblings)
-        logits = output.logits[:, -1:].repeat_interleave(siblings, 0)
-        if batch.tokens.shape[1] > 1:
-            later = self._model(batch.tokens[:, :-1], past_key_values=cache, use_cache=True).logits
-            logits = torch.cat([logits, later], 1)
+        cache.batch_select_indices(prompt)
+        logits = output.logits[prompt, -1:]
+        if computed.shape[1] > 1:
+            logits = torch.cat([logits, self._model(computed[:, :-1], past_key_values=cache).logits], 1)
         distribution = logits.log_softmax(-1)
-        logprobs = distribution.gather(2, batch.tokens[..., None])[..., 0][batch.mask]
+        entropy = -(distribution.exp() * distribution).sum(-1)
+        logprobs = distribution.gather(2, computed[..., None])[..., 0][row][batch.mask]
         responses = torch.arange(len(batch.tokens))[:, None].expand_as(batch.tokens)[batch.mask]
         behavior = batch.logprobs[batch.mask]
         return Tokens(
             logprobs=logprobs,
-            entropy=-(distribution.exp() * distribution).sum(-1)[batch.mask],
+            entropy=entropy[row][batch.mask],
             behavior_logprobs=behavior,
             proximal_logprobs=behavior if self._algorithm.proximal == "behavior" else logprobs.detach(),
             ref_logprobs=None,

@@ -58,13 +58,14 @@ EXTRA = (
     "tests/e2e/test_tasks",
     "tests/e2e/test_vllm",
     "tests/planner/test_calibration.py::test_a_short_run_is_made_and_read",
+    "tests/test_learning_gpu.py::test_a_run",
     "tests/test_notebook",
     "tests/test_release.py::test_a_wheel",
     "tests/test_stale_loop",
     "tests/trainer/backends/test_megatron.py::test_layouts_equal_transformers[8]",
 )
 """Tests of `make test-all` that `make test` leaves out, by the beginning of their names: clusters, hosts, a browser,
-the notebook, the wheel, eight Megatron ranks, a run of two tasks, long runs with faults. All that need a real SGLang
+the notebook, the wheel, a benchmark of learning, eight Megatron ranks, a run of two tasks, long runs with faults. All that need a real SGLang
 are left out, too."""
 RUNS = ("tests/e2e/", HOSTS)
 RUN_SECONDS = 900

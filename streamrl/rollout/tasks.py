@@ -15,6 +15,7 @@ from streamrl.rollout.reward.functions import Response
 from streamrl.types import Prompt
 
 _NUMBER = re.compile(r"-?\d+")
+_DECIMAL = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def copy_digits(index: int, seed: int, *, digits: int = 4) -> dict[str, Any]:
@@ -94,6 +95,15 @@ def addition_reward(response: Response, prompt: Prompt) -> float:
     if not numbers:
         return 0.0
     return 1.0 if numbers[-1] == str(prompt.answer) else 0.1
+
+
+def last_number(response: Response, prompt: Prompt) -> float:
+    """Return 1 if the last number of the response equals that of the answer, else 0. Commas between digits are ignored.
+
+    An answer of GSM8K is a solution that ends with `#### 72`.
+    """
+    given, wanted = (_DECIMAL.findall(text.replace(",", "")) for text in (response.text, str(prompt.answer)))
+    return float(bool(given and wanted) and float(given[-1]) == float(wanted[-1]))
 
 
 def hash_reward(response: Response, prompt: Prompt) -> float:

@@ -65,8 +65,8 @@ EXTRA = (
     "tests/trainer/backends/test_megatron.py::test_layouts_equal_transformers[8]",
 )
 """Tests of `make test-all` that `make test` leaves out, by the beginning of their names: clusters, hosts, a browser,
-the notebook, the wheel, a benchmark of learning, eight Megatron ranks, a run of two tasks, long runs with faults. All that need a real SGLang
-are left out, too."""
+the notebook, the wheel, a benchmark of learning, eight Megatron ranks, a run of two tasks, long runs with faults. All
+that need a real SGLang are left out, too."""
 RUNS = ("tests/e2e/", HOSTS)
 RUN_SECONDS = 900
 """For a test of whole runs, which a busy machine may hold up."""

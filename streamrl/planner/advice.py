@@ -1,12 +1,12 @@
 """Recommend settings: simulate the present ones and alternatives, rank the results and give the reasons.
 
-The fastest settings train on the most tokens per second (tokens that enter a loss). Among all settings within `MARGIN`
-of the fastest, those with the freshest tokens are recommended, because no simulation knows the learning cost of
-staleness. For the same reason another batch size and `drop` (which trains on shorter responses than the policy writes)
-are shown but never recommended, unless they are set already.
+The best settings learn the most in a second: tokens that enter a loss, less what their age costs (`AGE_COST`). Among
+all settings within `MARGIN` of the best, those with the freshest tokens are recommended, since that cost differs from
+task to task. Another batch size and `drop` (which trains on shorter responses than the policy writes) are shown but
+never recommended, unless they are set already.
 
-A change is worth it if it raises the throughput by `MARGIN`, or if it makes tokens fresher by `WORTH_VERSIONS`, both
-for the policy of the calibration and for one that has learned (`LEARNED_SHARE`). Pure.
+A change is worth it if a run learns more in a second by `MARGIN`, or if it makes tokens fresher by `WORTH_VERSIONS`,
+both for the policy of the calibration and for one that has learned (`LEARNED_SHARE`). Pure.
 """
 
 from __future__ import annotations
@@ -50,12 +50,16 @@ from streamrl.planner.simulation import (
 )
 from streamrl.records.metrics import METRICS_FILE
 
+AGE_COST = 0.012
+"""Share of the area under the reward of all policy versions that is lost with each version of the mean token age: least
+squares over the means by task and η of the study in docs/staleness.md, where single tasks lose between 0 and 0.024."""
 MARGIN = 0.05
-"""Share of the throughput that may be given up for fresher tokens."""
+"""Share of the learning in a second that may be given up for fresher tokens."""
 AGE_STEP = 0.5
 """Policy versions; mean ages that round to the same multiple of this count as equally fresh."""
 WORTH_VERSIONS = 1.0
-"""Least decrease of the mean token age, in versions, for a change that does not raise the throughput by `MARGIN`."""
+"""Least decrease of the mean token age, in versions, for a change by which a run does not learn more in a second by
+`MARGIN`."""
 LEARNED_SHARE = 1 / 3
 """Assumed share of the calibrated cost of a step's tokens once the policy has learned: siblings' common tokens are
 computed once, and groups with equal scores of all responses are not trained on."""
@@ -87,8 +91,13 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def tokens(self) -> float:
-        """Tokens trained on per second, the throughput by which options are compared."""
+        """Tokens trained on per second."""
         return self.prediction.tokens_trained_per_second
+
+    @property
+    def learning(self) -> float:
+        """Area under the reward curve per second, in tokens of age 0 per second: what options are compared by."""
+        return self.tokens * max(0.0, 1 - AGE_COST * self.prediction.mean_token_age)
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -97,7 +106,7 @@ class Plan(msgspec.Struct, frozen=True):
     recommended: Option
     present: Option
     others: list[Option]
-    """By throughput, highest first."""
+    """By `learning`, highest first."""
     reasons: list[str]
     """Reasons for the recommendation, as sentences."""
     change: list[str]
@@ -158,7 +167,7 @@ def make_plan(
     return Plan(
         recommended=best,
         present=present,
-        others=sorted(others, key=lambda option: -option.tokens),
+        others=sorted(others, key=lambda option: -option.learning),
         reasons=reasons,
         change=[f"{key}={value}" for key, value in best.settings.items()],
         calibration=calibration,
@@ -169,16 +178,16 @@ def make_plan(
 def choose(present: Option, options: Sequence[Option]) -> Option:
     """Return the option to recommend."""
     allowed = [option for option in options if _may_be_recommended(option)] or [present]
-    fastest = max(option.tokens for option in allowed)
-    near = [option for option in allowed if option.tokens >= (1 - MARGIN) * fastest]
-    return min(near, key=lambda o: (round(o.prediction.mean_token_age / AGE_STEP), len(o.settings), -o.tokens))
+    most = max(option.learning for option in allowed)
+    near = [option for option in allowed if option.learning >= (1 - MARGIN) * most]
+    return min(near, key=lambda o: (round(o.prediction.mean_token_age / AGE_STEP), len(o.settings), -o.learning))
 
 
 def _is_worth_it(option: Option, present: Option, player: _Player) -> bool:
     def fresher(before: Prediction, after: Prediction) -> bool:
         return before.mean_token_age - after.mean_token_age >= WORTH_VERSIONS
 
-    if option.tokens > (1 + MARGIN) * present.tokens:
+    if option.learning > (1 + MARGIN) * present.learning:
         return True
     return fresher(present.prediction, option.prediction) and fresher(
         player.play_learned(present.settings), player.play_learned(option.settings)
@@ -311,14 +320,14 @@ def _reasons(present: Option, best: Option, player: _Player) -> Iterator[str]:
     """Yield the reasons for the recommendation."""
     if not best.settings:
         yield (
-            f"No change is worth it: of {len(player.options) - 1} that were tried, none trains on {MARGIN:.0%} more "
-            f"tokens in a second, or on tokens that stay fresher by {WORTH_VERSIONS:g} version as the policy learns. "
-            "The present settings are recommended."
+            f"No change is worth it: with none of {len(player.options) - 1} that were tried would the run learn "
+            f"{MARGIN:.0%} more in a second, or train on tokens that stay fresher by {WORTH_VERSIONS:g} version as the "
+            "policy learns. The present settings are recommended."
         )
         return
     gain = best.tokens / max(present.tokens, 1e-9)
     age, before = best.prediction.mean_token_age, present.prediction.mean_token_age
-    if gain > 1 + MARGIN:
+    if best.learning > (1 + MARGIN) * present.learning:
         yield (
             f"The recommended settings train on {gain:.2f} times as many tokens in a second, of a mean age of "
             f"{age:.1f} versions (now {before:.1f})."
@@ -360,16 +369,16 @@ def shown(plan: Plan) -> RenderableType:
     calibration = plan.calibration
     table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, caption_justify="left")
     table.add_column("settings", overflow="fold", min_width=len(ETA) + 3)
-    for heading in ("steps/h", "trained", "made", "age", "old", "trains", "makes"):
+    for heading in ("learns", "steps/h", "trained", "age", "old", "trains", "makes"):
         table.add_column(heading, justify="right", no_wrap=True)
 
     def row(option: Option, label: str, *, style: str = "", last: bool = False) -> None:
         found = option.prediction
         table.add_row(
             label,
+            f"{option.learning / max(plan.present.learning, 1e-9):.2f}",
             f"{found.steps_per_hour:,.0f}",
             f"{found.tokens_trained_per_second:,.0f}",
-            f"{found.tokens_generated_per_second:,.0f}",
             f"{found.mean_token_age:.1f}≤{max(found.token_ages, default=0)}",
             f"{found.masked_share + found.dropped_share:.0%}",
             f"{found.trainer.get(TRAINING, 0.0):.0%}",
@@ -390,8 +399,10 @@ def shown(plan: Plan) -> RenderableType:
         if len(option.settings) == 1 or option.settings.keys() == {GSERVERS, RANKS}:
             row(option, words(option))
     table.caption = (
-        "trained, made: tokens in a second; age: of the tokens trained on, in policy versions, on average and at most; "
-        "old: share of tokens masked or dropped; trains, makes: share of the time in which trainer and gservers do"
+        "learns: area under the reward curve in a second, relative to the present settings (each version of age costs "
+        f"{AGE_COST:.1%}); trained: tokens in a second; age: of the tokens trained on, in policy versions, on average "
+        "and at most; old: share of tokens masked or dropped; trains, makes: share of the time in which trainer and "
+        "gservers do"
     )
     ages = plan.recommended.prediction.token_ages
     lines = [

@@ -69,14 +69,21 @@ def test_a_synchronous_run_is_told_to_overlap(plan: Plan) -> None:
     assert plan.recommended.tokens > 1.2 * plan.present.tokens
     assert "wait for each other" in plan.reasons[0]
     assert any(reason.startswith("staleness.max_staleness=") for reason in plan.reasons)
-    assert [option.tokens for option in plan.others] == sorted((o.tokens for o in plan.others), reverse=True)
+    assert [option.learning for option in plan.others] == sorted((o.learning for o in plan.others), reverse=True)
 
 
-def test_no_faster_option_was_passed_over_but_for_fresher_tokens(plan: Plan) -> None:
+def test_speed_does_not_outweigh_any_age() -> None:
+    present = option({}, tokens=100.0, age=0.0)
+    stale = option({"staleness.max_staleness": 32}, tokens=115.0, age=20.0)
+    assert advice.choose(present, [present, stale]) is present
+    assert stale.learning == pytest.approx(115.0 * (1 - 20 * advice.AGE_COST))
+
+
+def test_no_better_option_was_passed_over_but_for_fresher_tokens(plan: Plan) -> None:
     for other in plan.others:
         if "trainer.batch_groups" in other.settings or other.settings.get("staleness.over_age") == "drop":
             continue
-        assert other.tokens * (1 - MARGIN) <= plan.recommended.tokens or other.prediction.masked_share > 0.1
+        assert other.learning * (1 - MARGIN) <= plan.recommended.learning or other.prediction.masked_share > 0.1
 
 
 def learner(*, learned_age: float) -> Any:

@@ -419,6 +419,15 @@ def test_a_group_that_came_back_does_not_start_before_its_batch_is_the_next() ->
     assert ledger.room == 0, "group 1 would be one version too old in the second batch"
 
 
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_a_run_that_continues_with_other_batches_admits_as_far_ahead_as_ever(batch: int) -> None:
+    ledger = Ledger(groups_per_batch=batch, max_staleness=1, lease_seconds=LEASE)
+    ledger.restore(Lineage(1, 3), trained=range(6), rejected=[])  # three batches of two groups
+    assert ledger.room == 2 * batch
+    ledger.advance(4)
+    assert ledger.room == 3 * batch
+
+
 def test_a_group_that_was_given_up_is_not_accepted_when_it_comes() -> None:
     ledger = Ledger(groups_per_batch=2, max_staleness=0, lease_seconds=LEASE)
     ledger.admit("rollout/0", 2, now=0.0)

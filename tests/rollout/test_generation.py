@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from streamrl.config import SamplingConfig
 from streamrl.errors import DeadlineExceeded, PeerError, StreamRLError, WireError
+from streamrl.records.lineage import Lineage, LineageHistory
 from streamrl.rollout import generation
-from streamrl.rollout.generation import Endings, Generator, GroupRoute, InFlightReports, RequestCount
+from streamrl.rollout.generation import Endings, Generator, GroupRoute, InFlightReports, RequestCount, of_history
 from streamrl.stop_strings import StopStrings
 from streamrl.transport.control import InFlight, InFlightReply
 from streamrl.transport.generation import MIXED_WEIGHTS, GenerateReply, GenerateRequest, GenerationClient
@@ -178,6 +179,28 @@ async def test_tokens_of_a_server_that_tells_no_spans_are_never_said_to_be_young
     async with serving(update_meanwhile) as engine:
         generation = await generate(client, engine.url, policy_version=lambda: now)
     assert generation.versions == [version] * 3
+
+
+GONE_BACK = LineageHistory([Lineage(number=1, policy_version=2)])
+
+
+@pytest.mark.parametrize(
+    ("spans", "at_the_end", "requested_in", "kept"),
+    [
+        ([("1", 0, 1), ("2", 1, 2), ("3", 2, 3)], "3", LineageHistory(), 2),
+        ([("2", 0, 1), ("3", 1, 2), ("3.1", 2, 3)], "3.1", LineageHistory(), 1),
+        ([("2", 0, 1), ("3", 1, 1), ("3.1", 1, 3)], "3.1", LineageHistory(), 3),
+        ([], "3.1", LineageHistory(), 0),
+        ([], "3", GONE_BACK, 0),
+        ([], "3.1", GONE_BACK, 3),
+    ],
+)
+def test_tokens_are_kept_up_to_the_first_of_weights_that_the_run_has_left(
+    spans: Any, at_the_end: str, requested_in: LineageHistory, kept: int
+) -> None:
+    reply = of_history(answer([10, 11, 2], version=at_the_end, spans=spans), GONE_BACK, requested_in=requested_in)
+    assert reply.output_ids == [10, 11, 2][:kept]
+    assert (reply.meta_info.finish_reason.type == "abort") == (kept < 3)  # type: ignore[union-attr]
 
 
 async def test_a_request_names_the_adapter_of_its_version_and_has_it_to_its_end(client: GenerationClient) -> None:

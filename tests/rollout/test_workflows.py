@@ -34,7 +34,8 @@ class Rewards:
 
 
 def assert_provenance(trajectory: Trajectory, versions: list[int]) -> None:
-    """Sampled tokens carry the engine's log-probability and `versions` in order; others carry nothing."""
+    """Sampled tokens carry the engine's log-probability and `versions`, without repetitions, in order; others carry
+    nothing."""
     mask = trajectory.loss_mask
     expected = np.where(mask, -trajectory.input_ids / 100, 0.0).astype(np.float32)
     np.testing.assert_array_equal(trajectory.behavior_logprobs, expected)
@@ -146,20 +147,21 @@ PIECES = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 99), min_size
 def test_builder_keeps_the_books(prompt: list[int], pieces: list[tuple[bool, list[int]]]) -> None:
     builder = TrajectoryBuilder()
     builder.append_prompt(prompt)
-    sampled = 0
-    for version, (is_sampled, tokens) in enumerate(pieces):
+    versions: list[int] = []  # each token has its own
+    for is_sampled, tokens in pieces:
         if is_sampled:
-            sampled += len(tokens)
+            own = list(range(len(versions), len(versions) + len(tokens)))
+            versions += own
             logprobs = [-token / 100 for token in tokens]
-            builder.append_sampled(Generation(tokens, logprobs, [version] * len(tokens), "stop", None, 0))
+            builder.append_sampled(Generation(tokens, logprobs, own, "stop", None, 0))
         else:
             builder.append_feedback(tokens)
     trajectory = builder.build(reward=1.0, finish_reason="stop")
     assert trajectory.input_ids.tolist() == [*prompt, *(token for _, tokens in pieces for token in tokens)]
-    assert trajectory.loss_mask.sum() == sampled
+    assert trajectory.loss_mask.sum() == len(versions)
     assert trajectory.turns == sum(is_sampled for is_sampled, _ in pieces)
-    if sampled:
-        assert_provenance(trajectory, [version for version, (is_sampled, _) in enumerate(pieces) if is_sampled])
+    if versions:
+        assert_provenance(trajectory, versions)
     else:
         with pytest.raises(WireError, match="sampled none"):
             check_trajectory(trajectory)

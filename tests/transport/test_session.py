@@ -100,3 +100,12 @@ def test_a_loss_is_repaired_once_though_several_packets_show_it() -> None:
     session.receive(replies[0])
     assert [packet.place for packet in sent] == [1, 2, 3, 4]
     assert all(map(other.receive, sent))
+
+
+def test_a_message_that_arrives_again_is_not_processed_again() -> None:
+    sent: list[Packet] = []
+    session = MessageSession(lambda packet, _: sent.append(packet))
+    other = MessageSession(lambda packet, _: None)
+    for number in range(2):
+        session.send(encode(number))
+    assert [other.receive(packet) for packet in [*sent, *sent]] == [True, True, False, False]

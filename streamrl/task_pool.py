@@ -36,6 +36,7 @@ from streamrl.rollout.generation import GroupRoute, OnTokens, sampling_params
 from streamrl.rollout.groups import GroupMaker
 from streamrl.transport.generation import SamplingParams
 from streamrl.types import Generation, TrajectoryGroup
+from streamrl.waits import cancel
 
 WORKER = "task pool"
 """`TrajectoryGroup.worker` of the groups."""
@@ -213,10 +214,7 @@ class ServerWithTask:
 
     async def close(self) -> None:
         """End all episodes."""
-        unfinished = list(self._unfinished)
-        for making in unfinished:
-            making.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
+        await cancel(*self._unfinished)
 
     async def _make(self, maker: GroupMaker, seq: int) -> None:
         try:

@@ -51,6 +51,7 @@ from streamrl.errors import (
     UserProcessDied,
 )
 from streamrl.importing import load_object
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -301,9 +302,7 @@ class UserProcesses:
     async def close(self) -> None:
         """End every process with its process group, and cancel every call."""
         self._closed = True
-        for task in self._starting:
-            task.cancel()
-        await asyncio.gather(*self._starting, return_exceptions=True)
+        await cancel(*self._starting)
         for process in list(self._live):
             process.kill()
             await process.ended
@@ -698,8 +697,7 @@ async def run_program(
             kill_group(process.pid)
             await asyncio.wait((tail,), timeout=REST_SECONDS)
         finally:
-            tail.cancel()
-            await asyncio.gather(tail, return_exceptions=True)
+            await cancel(tail)
             kill_group(process.pid)
             with contextlib.suppress(ProcessLookupError):
                 await asyncio.shield(process.wait())

@@ -40,6 +40,7 @@ from streamrl.processor import avoid_broken_instructions
 from streamrl.records.sinks import check_installed
 from streamrl.transport.manager_client import ControlClient
 from streamrl.transport.secret import Secret, hold, of_new_run
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -180,8 +181,7 @@ class Launcher:
                 await self._start_others(supervisor)
                 await self._watch(supervisor)
         finally:
-            showing.cancel()
-            await asyncio.gather(showing, return_exceptions=True)
+            await cancel(showing)
 
     async def _start_controller(self, children: Children) -> None:
         """Make the model, and start the controller."""

@@ -29,6 +29,7 @@ from streamrl.children import EXIT_GONE_BACK, EXIT_ORPHANED, GRACE_SECONDS, Life
 from streamrl.errors import ConfigError, GoneBack, PeerError, RunStopped, StreamRLError
 from streamrl.essential import ends_with_its_work
 from streamrl.transport.manager_client import PLACE_TAKEN
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -288,7 +289,5 @@ async def _until_stopped(
             raise
         return 128 + received[0]
     finally:
-        for first in leaving:
-            first.cancel()
-        await asyncio.gather(*leaving, return_exceptions=True)
+        await cancel(*leaving)
     return 128 + received[0] if stopping and received else 0

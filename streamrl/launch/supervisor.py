@@ -35,6 +35,7 @@ from streamrl.launch.role import place_of
 from streamrl.retry import Retry
 from streamrl.transport.control import FinishRun, Leave, ProcessStatus, Role, Status
 from streamrl.transport.manager_client import ControlClient
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -169,10 +170,7 @@ class Supervisor:
         try:
             last = await self._follow_exits()
         finally:
-            tasks = [watching, *self._coming, *self._ending]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(watching, *self._coming, *self._ending)
         await self._let_leave()
         if last is not None and last.state == "stopped" and self._part != "pool":
             raise RunStopped(f"the run was stopped: {last.message}")
@@ -318,8 +316,7 @@ class Supervisor:
         try:
             await asyncio.wait(waiting, timeout=LEAVE_SECONDS)
         finally:
-            for task in waiting:
-                task.cancel()
+            await cancel(*waiting)
         for child in self._children.members:
             log.warning("%s has not left %.0f s after the end of the run: stopping it", child.name, LEAVE_SECONDS)
 

@@ -23,7 +23,7 @@ from streamrl.records.metrics import finite
 from streamrl.records.timeline import CHILDREN_SECONDS, PROCESSOR_SECONDS, FrequentFailure
 from streamrl.transport.control import Credential, Heartbeat, Leave, Register, RegisterReply, Role
 from streamrl.transport.manager_client import GONE_BACK, PATIENCE_SECONDS, UNKNOWN, ControlClient
-from streamrl.waits import first_of
+from streamrl.waits import cancel, first_of
 
 log = logging.getLogger(__name__)
 
@@ -131,9 +131,7 @@ class Membership:
     async def leave(self) -> None:
         """Stop the heartbeats. Report a failure of essential work, or, if the run continues, that this process has left
         as requested."""
-        if self._beating is not None:
-            self._beating.cancel()
-            await asyncio.gather(self._beating, return_exceptions=True)
+        await cancel(self._beating)
         if (failed := essential.failure()) is not None:
             await self.fail(failed)
         if self.leaving.is_set() and not self.stopping.is_set():

@@ -36,6 +36,7 @@ from streamrl.transport.control import Credential, Peer
 from streamrl.transport.session import Frame
 from streamrl.transport.sockets import ClientSocket
 from streamrl.types import TrajectoryGroup
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -133,8 +134,7 @@ class GroupPusher:
     async def close(self) -> None:
         """Give up all unacknowledged groups, and withdraw them at the heads."""
         self._closed = True
-        tasks = [task for link in self._links for task in link.close()]
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*(task for link in self._links for task in link.close()))
 
 
 class _Pending:
@@ -196,9 +196,7 @@ class _Link:
         return None
 
     def close(self) -> list[asyncio.Task[None]]:
-        """Return the link's tasks, which are about to end."""
-        for task in self._tasks:
-            task.cancel()
+        """Return the link's tasks, which the caller cancels."""
         self._withdrawn.extend(self._pending)
         self._offered.clear()
         self._flush()

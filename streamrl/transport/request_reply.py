@@ -30,7 +30,7 @@ from streamrl.transport.control import Credential, Peer
 from streamrl.transport.credentials import Identity, ReceiverKeys
 from streamrl.transport.liveness import LastHeard
 from streamrl.transport.sockets import ClientSocket, Connection, ServerSocket
-from streamrl.waits import warned_of
+from streamrl.waits import cancel, warned_of
 
 log = logging.getLogger(__name__)
 
@@ -256,9 +256,7 @@ class RequestChannel(Generic[Notice]):
 
     async def close(self) -> None:
         """Stop, and close the socket; pending requests are not completed."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         self._server.close()
 
     async def _receive(self) -> None:
@@ -360,8 +358,7 @@ class ReplyChannel(Generic[Call]):
 
     async def close(self) -> None:
         """Stop the beats, and close the socket."""
-        self._beating.cancel()
-        await asyncio.gather(self._beating, return_exceptions=True)
+        await cancel(self._beating)
         self._socket.close()
 
     @property

@@ -20,6 +20,7 @@ from streamrl.children import HeldLifeline, describe_exit, end_group, reading, w
 from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
 from streamrl.gserver.server.lifeline import LIFELINE, STACKS_SIGNAL
 from streamrl.gserver.server.monitor import Monitor
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -166,9 +167,7 @@ class ChildServer:
             await self.process.tell_stacks()
             silent.result()
         finally:
-            for task in (died, silent):
-                task.cancel()
-            await asyncio.gather(died, silent, return_exceptions=True)
+            await cancel(died, silent)
 
     async def until_ready(self, *, timeout: float) -> None:
         """Wait until the server replies; raises `ProcessDied`, or `DeadlineExceeded` after `timeout` seconds."""
@@ -184,9 +183,7 @@ class ChildServer:
                     f"its last line: {self.process.last_line}"
                 )
         finally:
-            for task in (ready, died):
-                task.cancel()
-            await asyncio.gather(ready, died, return_exceptions=True)
+            await cancel(ready, died)
 
     async def _ask_until_ready(self) -> None:
         began = told = time.monotonic()

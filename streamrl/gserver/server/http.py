@@ -54,6 +54,7 @@ from streamrl.transport.generation import (
 from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts
 from streamrl.transport.keys import HEADER, GserverKeys, admits
 from streamrl.transport.permissions import GENERATION_CALLS
+from streamrl.waits import cancel
 
 # --- /generate: from its body to jobs, and from outputs to its reply ---
 
@@ -564,9 +565,7 @@ async def _merged(tickets: list[Ticket]) -> AsyncIterator[list[tuple[int, Output
             yield updates
             unfinished -= sum(output.finish_reason is not None for _, output in updates)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(*tasks)
 
 
 def _post(path: str, body: type[Body], call: Callable[[Body], Awaitable[Any]]) -> web.RouteDef:

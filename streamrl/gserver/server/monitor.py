@@ -27,6 +27,7 @@ from streamrl.limits import ANSWER_SECONDS
 from streamrl.transport.http import new_session
 from streamrl.transport.keys import bearer
 from streamrl.transport.liveness import LastHeard
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -131,9 +132,7 @@ class Monitor:
         try:
             yield
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
 
     async def poll_figures(self) -> None:
         """Request figures repeatedly; without a reply the last ones stand."""

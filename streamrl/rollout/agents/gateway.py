@@ -42,6 +42,7 @@ from streamrl.rollout.agents.protocols.common import Api, CheckedRequest
 from streamrl.transport.addresses import LOOPBACK, Reach, url_of
 from streamrl.transport.http import Hosts
 from streamrl.transport.keys import HEADER, admits
+from streamrl.waits import cancel
 
 logger = logging.getLogger(__name__)
 
@@ -263,14 +264,9 @@ class Gateway:
 
     async def close(self) -> None:
         """Stop listening and cancel running generations."""
-        self._cancel()
+        await cancel(*self._tasks)
         await self._runner.cleanup()
-        self._cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _cancel(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        await cancel(*self._tasks)
 
     def forget(self, key: str) -> None:
         """Drop the requests kept for retries of the episode with this key, which has ended."""

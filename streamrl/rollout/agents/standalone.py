@@ -39,6 +39,7 @@ from streamrl.transport.generation import GenerationClient
 from streamrl.transport.keys import read_key
 from streamrl.transport.vllm import VllmGenerationClient
 from streamrl.types import Prompt
+from streamrl.waits import cancel
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +124,7 @@ class EpisodeCapture:
 
     async def close(self) -> None:
         """End all open episodes."""
-        playing = list(self._playing.values())
-        for task in playing:
-            task.cancel()
-        await asyncio.gather(*playing, return_exceptions=True)
+        await cancel(*self._playing.values())
 
     async def _play(self, request: EpisodeRequest, agent: CallersAgent) -> None:
         assert self.workflow is not None

@@ -31,15 +31,6 @@ from streamrl.device import compute_with, inference_dtype
 from streamrl.errors import ModelError
 from streamrl.gserver.embedded.adapters import Adapters
 from streamrl.gserver.embedded.architecture import Unsupported, read_architecture
-from streamrl.gserver.embedded.general import (
-    BatchedModel,
-    GeneralModel,
-    GeneralScheduler,
-    GeneralWeights,
-    SlotCaches,
-    SlotStates,
-    refuse,
-)
 from streamrl.gserver.embedded.graphs import CudaRecorder, GraphedModel
 from streamrl.gserver.embedded.model import KVCache, Model, SlotCache, StepModel
 from streamrl.gserver.embedded.request import Request
@@ -92,8 +83,13 @@ def _weights_of(
     rounds: bool,
 ) -> DoubleBufferedWeights:
     if architecture is None:
+        from streamrl.gserver.embedded.general import GeneralWeights
+
         if rounds:
-            raise refuse("gserver.simulated_int8", folder)
+            raise ModelError(
+                "gserver.simulated_int8 needs the fast embedded engine, which does not compute the model in "
+                f'{folder}; leave it out, or set gserver.engine = "sglang"'
+            )
         return GeneralWeights(
             folder, dtype=dtype, compute_dtype=compute_dtype, device=device, deterministic=deterministic
         )
@@ -237,13 +233,10 @@ class EmbeddedEngine:
     ) -> tuple[StepModel, SlotCache, type[Scheduler]]:
         """Return the forward pass, its cache, and the kind of the scheduler."""
         slots = self.max_running + 1  # one is for prompts that are only scored
-        if isinstance(self._weights, GeneralWeights):
-            if self._weights.batched:
-                states = SlotStates(max_slots=slots, max_length=self.max_context, device=self._device)
-                return BatchedModel(self._weights.served, states), states, Scheduler
-            caches = SlotCaches(self._weights.config)
-            return GeneralModel(self._weights.served, caches), caches, GeneralScheduler
-        assert self._architecture is not None
+        if self._architecture is None:
+            from streamrl.gserver.embedded.general import computation_with
+
+            return computation_with(self._weights, slots=slots, max_length=self.max_context)
         graphs = graphs and self._architecture.moe is None
         cache = KVCache(
             self._architecture,

@@ -31,10 +31,9 @@ from streamrl.causal_models import (
     token_logits,
     weight_views,
 )
-from streamrl.errors import ModelError
 from streamrl.gserver.embedded.adapters import Adapter
 from streamrl.gserver.embedded.model import Extension, SlotTensors
-from streamrl.gserver.embedded.scheduler import DeterministicScheduler
+from streamrl.gserver.embedded.scheduler import DeterministicScheduler, Scheduler
 from streamrl.gserver.embedded.weights import DoubleBufferedWeights, Parameters
 from streamrl.safetensors_files import MODEL, TensorFiles
 from streamrl.scores import ScoreRules, attend_densely, register_attention
@@ -363,9 +362,13 @@ class GeneralScheduler(DeterministicScheduler):
     repeats_single_steps = False
 
 
-def refuse(setting: str, folder: Path) -> ModelError:
-    """Return the error for a setting that needs the fast engine."""
-    return ModelError(
-        f"{setting} needs the fast embedded engine, which does not compute the model in {folder}; leave it out, or set "
-        'gserver.engine = "sglang"'
-    )
+def computation_with(
+    weights: DoubleBufferedWeights, *, slots: int, max_length: int
+) -> tuple[GeneralModel, SlotStates | SlotCaches, type[Scheduler]]:
+    """Return the forward pass with `weights`, which are `GeneralWeights`, its cache, and the kind of the scheduler."""
+    assert isinstance(weights, GeneralWeights)
+    if weights.batched:
+        states = SlotStates(max_slots=slots, max_length=max_length, device=weights.served.device)
+        return BatchedModel(weights.served, states), states, Scheduler
+    caches = SlotCaches(weights.config)
+    return GeneralModel(weights.served, caches), caches, GeneralScheduler

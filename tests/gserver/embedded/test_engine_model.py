@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,23 @@ from tests.gserver.tiny import (
 )
 
 LENGTHS = (1, 2, 7, 7, 33, 90, 150)
+
+
+def test_the_fast_engine_starts_without_transformers(tmp_path: Path) -> None:
+    """Its import takes longer than all else at the start of a gserver."""
+    folder = save(make_model("qwen3"), tmp_path)
+    script = (
+        "import sys, asyncio, pathlib\n"
+        "import streamrl.gserver.server.process, streamrl.gserver.embedded.serving\n"
+        "from streamrl.gserver.embedded.engine import EmbeddedEngine\n"
+        "async def serve():\n"
+        "    async with EmbeddedEngine(folder=pathlib.Path(sys.argv[1])) as engine:\n"
+        "        await engine.generate([[1, 2, 3]])\n"
+        "asyncio.run(serve())\n"
+        "print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -13,7 +14,10 @@ import typer
 
 
 def _url(text: str) -> str:
-    """Return the controller's URL unchanged; reject one that cannot be an address."""
+    """Return the controller's URL unchanged; reject one that cannot be an address. A launcher may give a pipe
+    (`processes.MANAGER_PIPE`)."""
+    if re.fullmatch(r"fd:\d+", text):
+        return text
     if text and not text.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{text!r} does not begin with http:// or https://, as the controller's URL does")
     try:

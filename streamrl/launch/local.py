@@ -13,13 +13,16 @@ end of a process) instead of polling.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
+import msgspec
 from rich.console import Console
 
 from streamrl import config as configuration
@@ -32,7 +35,7 @@ from streamrl.launch.display import Display, make_display
 from streamrl.launch.ending import ending_written, reported, save_and_end
 from streamrl.launch.files import keep_in_order
 from streamrl.launch.process import run_until_stopped, set_up_logging
-from streamrl.launch.processes import ProcessCommands, ProcessPlan, fitted, plan, visible_gpus
+from streamrl.launch.processes import MANAGER_PIPE, ProcessCommands, ProcessPlan, fitted, plan, visible_gpus
 from streamrl.launch.run_folders import resume_words, run_folder
 from streamrl.launch.supervisor import STATUS_SECONDS, Supervisor
 from streamrl.launch.user_functions import check_functions
@@ -167,7 +170,12 @@ class Launcher:
     async def _start_and_watch(self, children: Children) -> None:
         showing = asyncio.create_task(self._show_page(children), name="the start of the page")
         try:
-            await self._start_controller(children)
+            with contextlib.ExitStack() as stack:
+                waiting = await self._start_early(children, stack) if self._one_disk else []
+                await self._start_controller(children)
+                for pipe in waiting:
+                    with contextlib.suppress(BrokenPipeError):  # its end is noticed as that of any process
+                        os.write(pipe, self.manager_url.encode())
             async with ControlClient.of(self._config, self.manager_url, timeout=STATUS_SECONDS) as client:
                 supervisor = Supervisor(
                     self._config,
@@ -178,10 +186,28 @@ class Launcher:
                     goes_back=self._one_disk,
                     note=self._display.note,
                 )
-                await self._start_others(supervisor)
+                if not waiting:
+                    await self._start_others(supervisor)
                 await self._watch(supervisor)
         finally:
             await cancel(showing)
+
+    async def _start_early(self, children: Children, stack: contextlib.ExitStack) -> list[int]:
+        """Start the controller's members before it: each imports its modules, for seconds, and then waits for the
+        controller's URL. Return the pipes through which they get it, which `stack` closes."""
+        members = self._plan[1:]
+        self._display.note(f"starting {len(members)} processes")
+        pipes = []
+        for process in members:
+            reading, writing = os.pipe()
+            stack.callback(os.close, writing)
+            pipes.append(writing)
+            try:
+                commands = msgspec.structs.replace(self._commands, manager_url=f"{MANAGER_PIPE}{reading}")
+                await children.start(process, commands.of(process), pass_fds=[reading])
+            finally:
+                os.close(reading)
+        return pipes
 
     async def _start_controller(self, children: Children) -> None:
         """Make the model, and start the controller."""
@@ -194,10 +220,11 @@ class Launcher:
         controller = self._plan[0]
         timeout = config.limits.start_seconds
         commands.manager_url = await children.ask(controller, commands.of(controller), timeout=timeout)
+        self._display.note(f"controller at {self.manager_url}")
 
     async def _start_others(self, supervisor: Supervisor) -> None:
         others = self._plan[1:]
-        self._display.note(f"controller at {self.manager_url}; starting {len(others)} processes")
+        self._display.note(f"starting {len(others)} processes")
         starting = [asyncio.create_task(supervisor.start(process)) for process in others]
         try:
             await asyncio.gather(*starting)

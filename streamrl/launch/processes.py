@@ -40,6 +40,10 @@ COMPONENTS: dict[str, str] = {
     "rollout": "streamrl.rollout.worker:serve",
 }
 """The function (`module:function`) that is the work of a process of each role."""
+TORCH_BACKEND = "streamrl.trainer.backends.torch:TorchModel"
+
+MANAGER_PIPE = "fd:"
+"""In place of the controller's URL: begins the descriptor of a pipe that contains it once there is a controller."""
 
 STOP_ORDER: Sequence[frozenset[PlanRole]] = (
     frozenset({"rollout"}),
@@ -95,6 +99,16 @@ def thread_environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONFAULTHANDLER": "1",
     }
+
+
+def imports_of(role: str, config: Config) -> list[str]:
+    """Return all that a process of `role` imports (`module:name`): its component, and what that one needs later."""
+    further = []
+    if role == "gserver":
+        further.append(config.gserver.traits.serve)
+    elif role in ("model_worker", "replay_rank") and config.trainer.backend == "torch":
+        further.append(TORCH_BACKEND)
+    return [COMPONENTS[role], *further]
 
 
 def threads_of(role: str, config: Config) -> int:
@@ -287,7 +301,7 @@ class ProcessCommands(msgspec.Struct):
     config_file: Path
     overrides: Sequence[str] = ()
     manager_url: str = ""
-    """URL of the controller; empty until it has been started."""
+    """URL of the controller; empty until it has been started. Of a process that starts earlier: `MANAGER_PIPE`."""
     advertise: str = ""
     resume: bool = False
     """Whether processes begin from the same checkpoint as the controller."""

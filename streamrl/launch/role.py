@@ -14,15 +14,23 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from streamrl import config as configuration
 from streamrl.config import Config
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StreamRLError
 from streamrl.importing import load_object, without_garbage_collection
 from streamrl.launch.ending import ending_written, save_and_end
 from streamrl.launch.process import Component, Departure, run_component, set_up_logging
-from streamrl.launch.processes import COMPONENTS, MemberRole, ProcessCommands, thread_environment, threads_of
+from streamrl.launch.processes import (
+    COMPONENTS,
+    MANAGER_PIPE,
+    MemberRole,
+    ProcessCommands,
+    imports_of,
+    thread_environment,
+    threads_of,
+)
 from streamrl.launch.remote import DRAIN_SECONDS, drained
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records import progress, snapshots
@@ -92,22 +100,35 @@ def run_member(role: MemberRole, commands: ProcessCommands, *, index: int | None
     rollout worker leave the run without loss.
     """
     set_up_logging(role if index is None else f"{role}/{index}")
-    url, advertise = commands.manager_url, commands.advertise
+    advertise = commands.advertise
 
     def prepare() -> Component:
         config = configuration.load(commands.config_file, commands.overrides)
-        await_secret(url, config)
+        early = commands.manager_url.startswith(MANAGER_PIPE)
+        if not early:
+            await_secret(commands.manager_url, config)
+        serve = _component(role, config)
+        url = _awaited_url(commands.manager_url) if early else commands.manager_url
         if commands.resume:
             config = asyncio.run(resumed_there(config, manager_url=url, needed=role == "model_worker"))
         number = _assigned(role, config, url) if index is None else index
-        serve = _component(role, config)
         reach = reach_towards(url, advertise=advertise, patience=config.limits.start_seconds)
         use_interface_of(reach.local)  # before the component makes a process group
-        folder = fetched_model(config, manager_url=url) if is_elsewhere(config) else _load("checkpoint")(config)
+        folder = (
+            fetched_model(config, manager_url=url) if is_elsewhere(config) else _load(COMPONENTS["checkpoint"])(config)
+        )
         work = partial(serve, config, manager_url=url, index=number, model_dir=folder, advertise=advertise)
         return Component(work, None if role == "model_worker" else _departure(role, number, config, url))
 
     return run_component(prepare)
+
+
+def _awaited_url(pipe: str) -> str:
+    """Return the controller's URL from the launcher's `pipe`, which contains it once there is a controller."""
+    with os.fdopen(int(pipe.removeprefix(MANAGER_PIPE))) as opened:
+        if url := opened.read():
+            return url
+    raise StreamRLError("the launcher has ended before there was a controller")
 
 
 def _assigned(role: MemberRole, config: Config, manager_url: str) -> int:
@@ -198,7 +219,7 @@ def run_checkpoint(config_file: Path, overrides: Sequence[str], *, on_ready: Cal
 
     def prepare() -> Component:
         avoid_broken_instructions()
-        folder: Path = _load("checkpoint")(configuration.load(config_file, overrides))
+        folder = _made_model(configuration.load(config_file, overrides))
 
         async def report() -> None:
             on_ready(str(folder))
@@ -234,11 +255,18 @@ def _component(role: str, config: Config) -> Callable[..., Any]:
     given(config)  # reads the secret that a launcher hands on, before this process has children of its own
     os.environ.update(thread_environment(threads_of(role, config)))  # before the component loads torch
     avoid_broken_instructions()
-    return _load(role)
+    return _load(*imports_of(role, config))
 
 
-def _load(role: str) -> Callable[..., Any]:
-    """Return the function that is the work of `role`; most of them load torch."""
+def _made_model(config: Config) -> Path:
+    """Return the run's model folder, which is made if necessary."""
+    folder: Path = _load(COMPONENTS["checkpoint"])(config)
+    return folder
+
+
+def _load(component: str, *further: str) -> Callable[..., Any]:
+    """Import and return the function `component` (`module:function`); also import `further`. Most of them load
+    torch."""
     with without_garbage_collection():
-        found: Callable[..., Any] = load_object(COMPONENTS[role], key=f"the component of {role}")
-    return found
+        found, *_ = [load_object(spec, key="a component") for spec in (component, *further)]
+    return cast(Callable[..., Any], found)

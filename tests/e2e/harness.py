@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -208,17 +207,14 @@ def wait_for_words(log: Path, pattern: str, *, seconds: float = 120.0) -> None:
 
 
 def manager_of(run_dir: Path, *, seconds: float = 90.0) -> str:
-    """The controller's URL, from the command line of a process that joined it."""
-    found: list[str] = []
+    """The URL of a launched run's controller, from its log."""
+    log, found = run_dir / "logs" / "controller-0.log", list[str]()
 
     def look() -> list[str]:
-        for process in processes_of(run_dir):
-            with contextlib.suppress(psutil.Error):
-                words = process.cmdline()
-                found.extend(word for option, word in pairwise(words) if option == "--manager")
+        found.extend(re.findall(r" listens at (\S+)", log.read_text()) if log.exists() else ())
         return found
 
-    until(look, f"a process that joins {run_dir}", seconds=seconds)
+    until(look, f"a controller of {run_dir}", seconds=seconds)
     return found[0]
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 from aiohttp import web
 
 from streamrl.config import Config
@@ -31,8 +32,11 @@ COMPONENTS = {
 
 
 def checkpoint(config: Config) -> Path:
-    if config.data.args.get("checkpoint") == "fail":
+    action = config.data.args.get("checkpoint")
+    if action == "fail":
         raise ModelError("no such model: nowhere")
+    while action == "await members" and len(psutil.Process(os.getppid()).children()) < 4:
+        time.sleep(0.05)
     return config.run_dir
 
 

@@ -206,6 +206,11 @@ def test_failed_checkpoint_in_a_folder_of_its_own(launch: Callable[..., Launched
     assert 'name = "trial-3"' in (tmp_path / "runs" / "trial-3" / "config.toml").read_text()
 
 
+def test_members_import_while_the_model_is_made_and_the_controller_starts(launch: Callable[..., Launched]) -> None:
+    run = launch('data.args={checkpoint="await members"}')
+    assert run.ends() == 0, run.said()
+
+
 @pytest.mark.parametrize("victim", MEMBERS)
 def test_records_name_who_was_killed_whoever_it_was(launch: Callable[..., Launched], victim: str) -> None:
     never = ("restarts.number=0",)

@@ -46,6 +46,8 @@ RETURN_SECONDS = 2.0
 GONE = "is gone: its connection has ended"
 WAIT_WARNING_SECONDS = 30.0
 """Wait for workers, or for the master, after which a warning is logged."""
+WARNING_SHARE = 0.1
+"""Share of the deadline of a request after which a warning is logged, but not before `WAIT_WARNING_SECONDS`."""
 LARGEST_MESSAGE = 1 << 28
 """In bytes. Only metadata travels here."""
 WELCOME_SECONDS = 60.0
@@ -241,12 +243,17 @@ class RequestChannel(Generic[Notice]):
         self._pending[number] = request
         for worker, call in calls.items():  # without a pause, so that all workers have the same order
             self._send(worker, WorkerCall(number, _raw(call)))
+
+        def late() -> str:
+            return ", ".join(name_on_channel(worker) for worker in calls if worker in request.missing)
+
+        warn_after = max(WAIT_WARNING_SECONDS, WARNING_SHARE * timeout)
         try:
-            async with asyncio.timeout(timeout):
-                await request.done
+            with warned_of(lambda: f"{late()} to finish {request.call}", after=warn_after, log=log):
+                async with asyncio.timeout(timeout):
+                    await request.done
         except TimeoutError as error:
-            late = ", ".join(name_on_channel(worker) for worker in calls if worker in request.missing)
-            raise DeadlineExceeded(f"{late} did not finish {request.call} within {timeout:.0f} s") from error
+            raise DeadlineExceeded(f"{late()} did not finish {request.call} within {timeout:.0f} s") from error
         finally:
             del self._pending[number]
         try:

@@ -125,11 +125,13 @@ async def test_a_failure_arrives_with_its_traceback_and_the_worker_lives_on():
         assert (await m.call(0, Double(4), Answer, timeout=30)).value == 8
 
 
-async def test_a_call_that_takes_too_long_is_named():
-    async with master() as m, worker(m, 0):
-        await m.wait_for({0}, patience=30)
+async def test_a_call_that_takes_too_long_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(request_reply, "WAIT_WARNING_SECONDS", 0.0)
+    async with master() as m, worker(m, 0), worker(m, 1):
+        await m.wait_for({0, 1}, patience=30)
         with pytest.raises(DeadlineExceeded, match="model_worker/0 did not finish Hang within 0 s"):
-            await m.call(0, Hang(), Answer, timeout=0.1)
+            await m.request({0: Hang(), 1: Double(1)}, Answer, timeout=0.4)
+    assert "waiting for model_worker/0 to finish Hang" in caplog.text
 
 
 async def test_a_silent_worker_fails_its_calls(monkeypatch):

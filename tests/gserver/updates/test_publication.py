@@ -257,6 +257,15 @@ async def test_the_publishers_error_rolls_back_at_once(tmp_path: Path) -> None:
         assert (await publish(run, 1)).done
 
 
+async def test_after_a_failure_the_others_have_little_time_left(tmp_path: Path) -> None:
+    async with fleet(tmp_path, timeout=60.0) as (run, (slow, bad)):
+        slow.faults[RECEIVE], bad.faults[RECEIVE] = ["stall"], ["refuse"]
+        await begin_publication(run, 1)
+        status = await run.until(lambda s: s.publication["state"] == "rolled_back", timeout=30)
+        assert "gserver/1" in last(status)["error"]
+        assert last(status)["evicted"] == [1]
+
+
 async def test_a_publisher_that_never_commits_is_not_waited_for(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, gservers):
         begin = await begin_publication(run, 1)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from streamrl.config import from_dict
 from streamrl.ledger import Selection
+from streamrl.trainer import calls
 from streamrl.trainer.calls import CallDone, ClearDataCache, StorageNotice
 from streamrl.trainer.graph import graph_of
 from streamrl.trainer.master.batches import BatchFormer
@@ -105,3 +108,11 @@ async def test_a_synchronous_graph_loads_prompts_while_a_batch_is_waited_for():
     await turns()
     assert len(channel.calls) == made, "no prompt is loaded before the next batch is waited for"
     loading.cancel()
+
+
+def test_calls_and_replies_hold_no_arrays():
+    """Only metadata reaches the controller; arrays stay with the model workers."""
+    messages = [each for each in vars(calls).values() if isinstance(each, type) and issubclass(each, msgspec.Struct)]
+    _, schemas = msgspec.json.schema_components(messages)  # raises for a type that is none of JSON's
+    assert "TrainReply" in schemas
+    assert [name for name, schema in schemas.items() if "base64" in str(schema)] == []  # of a field of bytes

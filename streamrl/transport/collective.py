@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
+from streamrl.device import compute_with
 from streamrl.errors import DeadlineExceeded, PublicationError
 from streamrl.transport.addresses import meeting_interface
 from streamrl.transport.group_sockets import closed_after_forming, open_for_good
@@ -252,8 +253,8 @@ def watch(work: Any, group: Any, *, seconds: float) -> None:
 
 
 def in_thread_on(device: torch.device, call: Callable[[], Result], *, seconds: float) -> Result:
-    """Return the result of `call`, which meets other ranks, run in its own thread on the current stream of `device`;
-    raise `RuntimeError` if it takes longer than `seconds`, and abandon the thread.
+    """Return the result of `call`, which waits for other ranks, run in its own thread on the current stream of
+    `device`; raise `RuntimeError` if it takes longer than `seconds`, and abandon the thread.
 
     NCCL forms its communicator in a group's first operation, and blocks the caller until all ranks are there: forever,
     if one is gone.
@@ -262,13 +263,14 @@ def in_thread_on(device: torch.device, call: Callable[[], Result], *, seconds: f
     stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
 
     def run() -> None:
+        compute_with(1)
         try:
             with stream:
                 outcome.set_result(call())
         except Exception as error:  # raised in the thread that waits
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name="forms a communicator", daemon=True).start()
+    threading.Thread(target=run, name="waits for other ranks", daemon=True).start()
     if not wait([outcome], seconds).done:
         raise RuntimeError(f"not all ranks of the group were there within {seconds:g} s")
     return outcome.result()

@@ -18,7 +18,6 @@ from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 
 Item = TypeVar("Item")
 
-ONE_REQUEST = Work(1, 0)
 LEAST_SPEED = 1e-3
 """Tokens per second; a lower bound, so that a gserver that stands still is the last choice but no error."""
 SLACK = 64
@@ -102,16 +101,15 @@ class Fleet:
         for other in self.all() if first else [gserver]:  # gservers of unknown speed count as average from now on
             self._refresh(other)
 
-    def assign(self, work: Work = ONE_REQUEST, *, now: float, avoid: str = "", full: bool = False) -> Route | None:
-        """Route `work` to the gserver with the least load, except the one at `avoid`; return None if none has capacity.
+    def assign(self, work: Work, *, now: float, full: bool = False) -> Route | None:
+        """Route `work` to the gserver with the least load; return None if none has capacity.
 
         A `work` without tokens counts with the average of the other requests. `full`: if none has capacity, visit all
         and take one without capacity.
         """
-        choice = self._least_loaded(avoid)
+        choice = self._with_capacity.first()
         if choice is None and full:
-            others = (gserver for gserver in self._serving.values() if gserver.address != avoid)
-            choice = min(others, key=self._cost, default=None)
+            choice = min(self._serving.values(), key=self._cost, default=None)
         return self.assign_to(choice, work, now=now) if choice is not None else None
 
     def assign_to(self, gserver: Gserver, work: Work, *, now: float) -> Route:
@@ -132,7 +130,8 @@ class Fleet:
         gserver = route.gserver
         if gserver.address != avoid and self._serving.get(gserver.address) is gserver:
             return gserver  # its slots and its cache are there
-        choice = self._least_loaded(avoid)
+        avoided = self._serving.get(avoid)
+        choice = self._with_capacity.first(excluding=avoided.index if avoided is not None else None)
         if choice is not None:
             work = self._with_tokens(route.work)
             self.release(route)
@@ -155,10 +154,6 @@ class Fleet:
         """Note that `route` has no more work in flight."""
         route.gserver.routes.discard(route)
         self.change(route, NO_WORK, now=0.0)
-
-    def _least_loaded(self, avoid: str) -> Gserver | None:
-        avoided = self._serving.get(avoid)
-        return self._with_capacity.first(excluding=avoided.index if avoided is not None else None)
 
     def _with_tokens(self, work: Work) -> Work:
         return work if work.tokens else Work(work.requests, round(work.requests * self._mean_tokens))

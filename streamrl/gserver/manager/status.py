@@ -74,20 +74,9 @@ def waits_for(config: Config, state: RunState, registry: Registry, fleet: Fleet,
 
 def ledger_status(ledger: Ledger, *, given_up: int) -> LedgerStatus:
     """Return the ledger's part of /status; `given_up`: prompts that were given up after deaths of their workers."""
-    return LedgerStatus(
-        policy_version=ledger.policy_version,
-        max_staleness=ledger.max_staleness,
-        next_seq=ledger.next_seq,
-        accepted=ledger.accepted,
-        trained=ledger.trained,
-        running=ledger.running,
-        returned=ledger.returned,
-        rejected=len(ledger.rejected),
-        dropped=ledger.dropped,
-        expired=ledger.expired,
-        room=ledger.room,
-        given_up=given_up,
-    )
+    others = {"rejected": len(ledger.rejected), "given_up": given_up}
+    same = {name: getattr(ledger, name) for name in LedgerStatus.__struct_fields__ if name not in others}
+    return LedgerStatus(**same, **others)
 
 
 def process_status(member: Member, *, now: float) -> ProcessStatus:

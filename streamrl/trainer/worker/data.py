@@ -27,13 +27,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from streamrl.device import compute_with
 from streamrl.errors import PublicationError, TransferError
 from streamrl.stream_dataset import StreamDataset
 from streamrl.trainer.calls import MOST_COMPARED, Sibling
 from streamrl.trainer.graph import SEQUENCE_KEYS
 from streamrl.trainer.redistributor import ArrayFacts, Transfer, concerning, numpy_dtype
-from streamrl.transport.collective import destroy_group, form_group, join_store
+from streamrl.transport.collective import destroy_group, form_group, in_thread_on, join_store
 from streamrl.types import ARRAY_FIELDS, NO_VERSION, GroupFacts, TrajectoryGroup
 
 Array = NDArray[Any]
@@ -241,41 +240,21 @@ class DataManager:
     def _within_deadline(self, call: Callable[[], Result], what: Callable[[], str]) -> Result:
         """Return the result of `call`; raises any failure in it, including a passed deadline, as a `TransferError`
         about `what`."""
+
+        def on_device() -> Result:
+            result = call()
+            torch.cuda.current_stream(self._device).synchronize()
+            return result
+
         try:
-            return self._in_thread(call) if self._device.type == "cuda" else call()
+            if self._device.type == "cuda":  # unlike gloo, NCCL has no deadline: it would block the device
+                return in_thread_on(self._device, on_device, seconds=self._timeout)
+            return call()
         except (RuntimeError, PublicationError) as error:
             raise TransferError(
                 f"rank {self.rank}: {what()}: failed or not through after {self._timeout:.0f} s ({error}); "
                 "look for a model worker among these ranks that has ended, or raise the deadline"
             ) from error
-
-    def _in_thread(self, call: Callable[[], Result]) -> Result:
-        """Run `call`, and its operations on the device, in a thread; raises `RuntimeError` if it hangs.
-
-        gloo enforces deadlines by itself. NCCL without one blocks the calling thread when it forms a communicator, and
-        otherwise the device; a daemon thread does not keep the process alive.
-        """
-        answers: list[Result] = []
-        failures: list[Exception] = []
-
-        def run() -> None:
-            compute_with(1)
-            torch.cuda.set_device(self._device)
-            try:
-                answer = call()
-                torch.cuda.current_stream(self._device).synchronize()
-                answers.append(answer)
-            except Exception as error:  # raised below, in the caller's thread
-                failures.append(error)
-
-        thread = threading.Thread(target=run, name="transfer", daemon=True)
-        thread.start()
-        thread.join(self._timeout)
-        if failures:
-            raise failures[0]
-        if not answers:
-            raise RuntimeError("the backend does not answer")
-        return answers[0]
 
 
 def layout(pieces: Iterable[ArrayFacts]) -> tuple[list[int], int]:

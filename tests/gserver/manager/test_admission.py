@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from streamrl.gserver.manager.admission import MAX_DEATHS, Admissions
-from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.gserver import Gserver, Work
 from streamrl.gserver.manager.member_states import MemberEvent, MemberState
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.ledger import Ledger
@@ -39,7 +39,7 @@ def fleet_of(*states: MemberState) -> Fleet:
 def test_load_is_even_and_only_on_those_that_serve(states: list[MemberState], groups: int) -> None:
     fleet = fleet_of(*states)
     for _ in range(groups):
-        fleet.assign(now=0.0)
+        fleet.assign(Work(1, 0), now=0.0)
     loads = [len(g.routes) for g in fleet.serving()]
     assert sum(loads) == (groups if loads else 0)
     assert not loads or max(loads) - min(loads) <= 1

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from streamrl.config import Config, EvaluationConfig
 from streamrl.errors import PeerError, StreamRLError, WireError
 from streamrl.gserver.manager.evaluations import GROUPS_BETWEEN, MAX_LOSSES, Evaluations, check_result, report_of
-from streamrl.gserver.manager.gserver import Gserver
+from streamrl.gserver.manager.gserver import Gserver, Work
 from streamrl.gserver.manager.member_states import MemberEvent
 from streamrl.gserver.manager.routing import Fleet
 from streamrl.records.evaluation import EvaluationReport, pass_at_k
@@ -137,7 +137,7 @@ def test_an_evaluation_ends_though_training_takes_every_place_that_is_free() -> 
     routes, begun, shares = [], 0, []
     made: list[Admission] = []
     for tick in range(1000):
-        while (route := played.fleet.assign(now=float(tick))) is not None:  # training is first in line
+        while (route := played.fleet.assign(Work(1, 0), now=float(tick))) is not None:  # training is first in line
             routes.append(route)
             begun += 1
         if (admission := played.take(begun=begun, wait=True)) is not None:

@@ -136,6 +136,15 @@ async def test_generation_goes_on_until_the_commit(tmp_path: Path) -> None:
         assert (await commit_publication(run, 1, begin.group_name)).done
 
 
+async def test_a_version_that_is_served_is_not_published_again(tmp_path: Path) -> None:
+    async with fleet(tmp_path) as (run, gservers):
+        assert (await publish(run, 1)).done
+        for version in (0, 1):
+            with pytest.raises(PeerError, match=f"version {version} cannot be published: the gservers are at 1"):
+                await begin_publication(run, version)
+        assert [gserver.counts[BEGIN] for gserver in gservers] == [1, 1]
+
+
 async def test_a_commit_that_is_sent_twice_gets_the_same_answer(tmp_path: Path) -> None:
     async with fleet(tmp_path) as (run, gservers):
         begin = await begin_publication(run, 1)

@@ -135,14 +135,16 @@ def test_mask_takes_the_oldest_admissions_and_leaves_old_tokens_out(tmp_path):
     assert all(not report.masked_ages for report in run.manager.reports if not report.metrics["tokens_masked"])
 
 
-def test_wait_holds_training_up_for_the_group_whose_turn_it_is(tmp_path):
+def test_wait_holds_training_up_for_the_group_whose_turn_it_is(tmp_path, caplog):
     async def work():
         script = Script(tokens=lambda seq: 500 if seq == 1 else 1)
         async with pretended(configured(tmp_path, staleness={"over_age": "wait"}), script) as run:
             training = asyncio.create_task(run.master.run())
             await asyncio.sleep(499)
             assert run.steps == []
-            assert run.master.waiting_for == "1 of 4 groups for actor_train v0, oldest seq 1"
+            lacking = "1 of 4 groups for actor_train v0, oldest seq 1"
+            assert run.master.waiting_for == lacking
+            assert f"waiting for {lacking}, for 30 s now" in caplog.text
             await training
             assert run.steps[0] == [0, 1, 2, 3]
 

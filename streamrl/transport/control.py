@@ -1,7 +1,7 @@
 """The messages of the controller's HTTP API.
 
 One address, the controller's URL, is enough to join a run. The owner, with the run's secret, may make every call,
-and joins with it; each role has a token for its own calls. `permissions.py` has the table of the calls, and
+and joins with it; each role has a token for its own calls. `gserver/manager/http.py` has the table of the calls, and
 `manager_client.py` the client.
 """
 

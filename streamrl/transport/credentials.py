@@ -15,6 +15,7 @@ received a message from it. A name alone proves nothing.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Mapping
 from hashlib import blake2b
 from typing import NamedTuple, get_args
 
@@ -23,9 +24,13 @@ import zmq
 from zmq.utils import z85
 
 from streamrl.transport.control import Credential, Role
-from streamrl.transport.permissions import MAY_SEND_TO
 from streamrl.transport.secret import Secret
 
+MAY_SEND_TO: Mapping[Role, frozenset[Role]] = {
+    "model_worker": frozenset({"rollout"}),
+    "controller": frozenset({"model_worker", "rollout"}),
+}
+"""Receiver → roles that may send to it: groups to the model workers, replies and notices to the controller."""
 MAC_BYTES = 16
 LONGEST_INDEX = 9
 """Digits of the number of a process within its role."""

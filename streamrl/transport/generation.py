@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from streamrl.errors import UNDECODABLE, PeerError, PeerLost, WireError
 from streamrl.transport import http
 from streamrl.transport.keys import bearer
-from streamrl.transport.permissions import GENERATION_CALLS
 from streamrl.types import NO_EXPERT
 
 PauseMode = Literal["in_place", "retract", "abort"]
@@ -35,6 +34,19 @@ ADAPTER_PREFIX = "streamrl-v"
 """Prefix of the names of adapters that were published to SGLang servers; the policy version follows."""
 NO_ADAPTER = "LoRA adapter"
 """Part of SGLang's error message for a request whose adapter is not loaded."""
+
+GENERATION_CALLS = frozenset(
+    (
+        "/generate",
+        "/health_generate",
+        "/model_info",
+        "/get_model_info",
+        "/server_info",
+        "/get_server_info",
+        "/v1/models",
+    )
+)
+"""Paths that require only the generation key; /health requires none, and all other paths change the gserver."""
 
 Reply = TypeVar("Reply")
 

@@ -72,10 +72,7 @@ def _patient(path: str, message: type[Message], reply: type[Reply]) -> Method[Me
 
 
 class ControlClient:
-    """Calls the manager. A process has one client; `close` it at the end, or use `async with`.
-
-    `permissions.py` lists the calls.
-    """
+    """Calls the manager. A process has one client; `close` it at the end, or use `async with`."""
 
     def __init__(
         self,

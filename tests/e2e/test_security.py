@@ -14,9 +14,8 @@ import psutil
 import pytest
 
 from streamrl.config import from_dict
-from streamrl.transport.credentials import ReceiverKeys
+from streamrl.transport.credentials import MAY_SEND_TO, ReceiverKeys
 from streamrl.transport.keys import GserverKeys
-from streamrl.transport.permissions import MAY_SEND_TO
 from streamrl.transport.secret import VARIABLE, Secret
 from tests.e2e.harness import COPY_SCRATCH, SMALL, assert_exactly_once, listening_by_role, overrides, start
 

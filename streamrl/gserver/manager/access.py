@@ -2,7 +2,7 @@
 
 The owner of the run presents a key derived from the run's secret and may make every call; a process joins with the
 same key. From then on it presents the token that it was given, which permits the calls of its role, in its own name.
-Owns the keys that are derived from the secret; `transport/permissions.py` has the table of permissions. Invariant: the
+Owns the keys that are derived from the secret; `http.py` has the table of permissions. Invariant: the
 identity in a call's body is accepted only if it agrees with the presented key or token.
 """
 
@@ -17,9 +17,11 @@ from streamrl.errors import PeerError
 from streamrl.gserver.manager.registry import Member, Registry
 from streamrl.records.lineage import Lineage
 from streamrl.transport.control import RegisterReply
-from streamrl.transport.credentials import ReceiverKeys
-from streamrl.transport.permissions import MAY_SEND_TO, OWNER
+from streamrl.transport.credentials import MAY_SEND_TO, ReceiverKeys
 from streamrl.transport.secret import Secret
+
+OWNER = "the run's owner"
+"""The caller that presents the key derived from the run's secret."""
 
 
 class Access:

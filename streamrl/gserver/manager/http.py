@@ -17,8 +17,8 @@ The head of a call identifies the caller. The body is read only if the caller ma
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Awaitable, Callable, Mapping, Set
+from typing import Annotated, Any, NamedTuple, get_args
 
 import msgspec
 from aiohttp import web
@@ -32,7 +32,6 @@ from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.transport import control
 from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts, HttpServer, read_body
 from streamrl.transport.keys import HEADER
-from streamrl.transport.permissions import ALLOWED, LOOKS
 
 log = logging.getLogger(__name__)
 
@@ -72,39 +71,74 @@ class TopologyQuery(msgspec.Struct, frozen=True):
 class Call(NamedTuple):
     """A call of the API."""
 
-    message: type[msgspec.Struct] | None
-    """The body of a POST, or the query of a GET; None if it has neither."""
     handler: Callable[[Manager], Callable[..., Awaitable[msgspec.Struct | web.Response]]]
     """Returns the function that carries the call out."""
+    message: type[msgspec.Struct] | None = None
+    """The body of a POST, or the query of a GET; None if it has neither."""
+    roles: Set[control.Role] = frozenset()
+    """The roles that may make it, in addition to the owner."""
 
+
+_ALL: Set[control.Role] = frozenset(get_args(control.Role))
+_ROLLOUT: Set[control.Role] = {"rollout"}
+_MODEL_WORKER: Set[control.Role] = {"model_worker"}
 
 CALLS: Mapping[str, Call] = {
-    "POST /register": Call(control.Register, lambda manager: manager.members.register),
-    "POST /place": Call(control.AskPlace, lambda manager: manager.members.place),
-    "POST /drain": Call(control.Drain, lambda manager: manager.members.drain),
-    "POST /leave": Call(control.Leave, lambda manager: manager.members.left),
-    "POST /heartbeat": Call(control.Heartbeat, lambda manager: manager.members.heartbeat),
-    "GET /silent": Call(SilenceQuery, lambda manager: lambda query: manager.members.silence(query.after)),
-    "GET /resume_point": Call(None, lambda manager: manager.members.resume_point),
-    "GET /topology": Call(TopologyQuery, lambda manager: lambda query: _topology(manager, query)),
-    "GET /model": Call(None, lambda manager: manager.model.listing),
-    "GET /model/part": Call(PartQuery, lambda manager: lambda query: manager.model.part(query.name, query.begin)),
-    "POST /admit": Call(control.Admit, lambda manager: manager.groups.admit),
-    "POST /keep": Call(control.Keep, lambda manager: manager.groups.keep),
-    "POST /route": Call(control.AskRoute, lambda manager: manager.groups.route),
-    "POST /in_flight": Call(control.InFlight, lambda manager: manager.groups.in_flight),
-    "POST /reject": Call(control.Reject, lambda manager: manager.groups.reject),
-    "POST /evaluation": Call(control.HeldOutResult, lambda manager: manager.groups.held_out_result),
-    "POST /publish/begin": Call(control.PublishBegin, lambda manager: manager.weights.begin),
-    "POST /publish/commit": Call(control.PublishCommit, lambda manager: manager.weights.commit),
-    "GET /publish/places": Call(None, lambda manager: manager.weights.places),
-    "POST /steer": Call(control.Steer, lambda manager: manager.steer),
-    "POST /finish_run": Call(control.FinishRun, lambda manager: manager.finish_run),
-    "POST /fail_run": Call(control.FailRun, lambda manager: manager.fail_run),
-    "GET /status": Call(None, lambda manager: lambda: _status(manager)),
-    "GET /metrics": Call(None, lambda manager: lambda: _metrics(manager)),
-    f"GET {HEALTH}": Call(None, lambda manager: _health),
+    # a process joins; rejected if its configuration differs
+    "POST /register": Call(lambda manager: manager.members.register, control.Register),
+    # the checkpoint that the run resumes from
+    "GET /resume_point": Call(lambda manager: manager.members.resume_point),
+    # a number for a process that joins a running run
+    "POST /place": Call(lambda manager: manager.members.place, control.AskPlace),
+    # a gserver or rollout worker finishes and leaves; the controller saves and ends the run
+    "POST /drain": Call(lambda manager: manager.members.drain, control.Drain),
+    # the process has left
+    "POST /leave": Call(lambda manager: manager.members.left, control.Leave, roles={"gserver", "rollout"}),
+    # a sign of life, with figures; the reply contains whether to stop
+    "POST /heartbeat": Call(lambda manager: manager.members.heartbeat, control.Heartbeat, _ALL),
+    # the silent processes, once their set has changed more than n times
+    "GET /silent": Call(lambda manager: lambda query: manager.members.silence(query.after), SilenceQuery),
+    # the files of the model, for a host that does not have it, and bytes of one of these files
+    "GET /model": Call(lambda manager: manager.model.listing, roles=_ALL),
+    "GET /model/part": Call(lambda manager: lambda part: manager.model.part(part.name, part.begin), PartQuery, _ALL),
+    # waits until the named processes are registered; their addresses
+    "GET /topology": Call(
+        lambda manager: lambda query: manager.members.topology(query.role, query.count, wait=query.wait),
+        TopologyQuery,
+        roles={"rollout", "model_worker"},
+    ),
+    # after the run went back to a checkpoint: the groups in hand that the worker may finish
+    "POST /keep": Call(lambda manager: manager.groups.keep, control.Keep, _ROLLOUT),
+    # waits for room in the ledger, or for a held-out prompt; sequence numbers and gservers
+    "POST /admit": Call(lambda manager: manager.groups.admit, control.Admit, _ROLLOUT),
+    # another gserver for a group whose gserver failed
+    "POST /route": Call(lambda manager: manager.groups.route, control.AskRoute, _ROLLOUT),
+    # how many requests of the worker's groups still run
+    "POST /in_flight": Call(lambda manager: manager.groups.in_flight, control.InFlight, _ROLLOUT),
+    # a group is given up
+    "POST /reject": Call(lambda manager: manager.groups.reject, control.Reject, _ROLLOUT),
+    # the result of a held-out prompt
+    "POST /evaluation": Call(lambda manager: manager.groups.held_out_result, control.HeldOutResult, _ROLLOUT),
+    # stops the run because of an error in the worker
+    "POST /fail_run": Call(lambda manager: manager.fail_run, control.FailRun, _ROLLOUT),
+    # the two ends of a weight update
+    "POST /publish/begin": Call(lambda manager: manager.weights.begin, control.PublishBegin, _MODEL_WORKER),
+    "POST /publish/commit": Call(lambda manager: manager.weights.commit, control.PublishCommit, _MODEL_WORKER),
+    # on which machines and GPUs the gservers are
+    "GET /publish/places": Call(lambda manager: manager.weights.places, roles=_MODEL_WORKER),
+    # changes the staleness, pauses admission, requests a checkpoint
+    "POST /steer": Call(lambda manager: manager.steer, control.Steer),
+    # the run is over; every process receives `stop` with its next heartbeat
+    "POST /finish_run": Call(lambda manager: manager.finish_run, control.FinishRun),
+    # the run's state as JSON, and figures for Prometheus
+    "GET /status": Call(lambda manager: lambda: _status(manager), roles=_ALL),
+    "GET /metrics": Call(lambda manager: lambda: _metrics(manager), roles=_ALL),
+    # whether the controller lives; any caller may ask
+    f"GET {HEALTH}": Call(lambda manager: _health),
 }
+"""All calls."""
+LOOKS = frozenset({"GET /status", "GET /metrics"})
+"""Read-only calls that reveal no secret: on a loopback address any caller may make them."""
 
 
 def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
@@ -136,7 +170,7 @@ def server(manager: Manager, *, hosts: Hosts, on_loopback: bool) -> HttpServer:
             raise PeerError(f"{key}: {_WRONG_KEY if shown else _NO_KEY}", status=401)
         if not isinstance(caller, Member):
             return route, None
-        if caller.role not in ALLOWED[key]:
+        if caller.role not in CALLS[key].roles:
             raise PeerError(
                 f"{key}: this is no call of a {caller.role}, and {caller.name} makes it (process {caller.pid} on "
                 f"{caller.host})",
@@ -207,10 +241,6 @@ _WRONG_KEY = (
     "the key is not of this run: either the secret (STREAMRL_SECRET, security.secret_file) belongs to another run, or "
     "another process has taken this one's place"
 )
-
-
-async def _topology(manager: Manager, query: TopologyQuery) -> control.Topology:
-    return await manager.members.topology(query.role, query.count, wait=query.wait)
 
 
 async def _status(manager: Manager) -> control.Status:

@@ -31,6 +31,7 @@ from streamrl.gserver.server.engine import Engine, Job, Output, QueueFull, Text,
 from streamrl.rate_limited_log import RateLimitedLog
 from streamrl.stop_strings import without_begun
 from streamrl.transport.generation import (
+    GENERATION_CALLS,
     AbortRequest,
     DestroyWeightsUpdateGroup,
     Empty,
@@ -53,7 +54,6 @@ from streamrl.transport.generation import (
 )
 from streamrl.transport.http import ErrorDetail, ErrorReply, Hosts
 from streamrl.transport.keys import HEADER, GserverKeys, admits
-from streamrl.transport.permissions import GENERATION_CALLS
 from streamrl.waits import cancel
 
 # --- /generate: from its body to jobs, and from outputs to its reply ---

@@ -45,13 +45,15 @@ RETURN_SECONDS = 2.0
 """A worker whose connection has ended is lost after this long: a process that lives connects again at once."""
 GONE = "is gone: its connection has ended"
 WAIT_WARNING_SECONDS = 30.0
-"""Wait for workers, or for the master, after which a warning is logged."""
+"""Wait for workers after which a warning is logged."""
 WARNING_SHARE = 0.1
 """Share of the deadline of a request after which a warning is logged, but not before `WAIT_WARNING_SECONDS`."""
 LARGEST_MESSAGE = 1 << 28
 """In bytes. Only metadata travels here."""
+WELCOME_WARNING_SECONDS = 5.0
 WELCOME_SECONDS = 60.0
-"""A worker gives up if the master sends nothing for this long. The master's beats come every `BEAT_SECONDS`."""
+"""A worker logs a warning, and gives up, if the master sends nothing for this long. The master's beats come every
+`BEAT_SECONDS`."""
 
 
 FIRST_ROLLOUT_WORKER = 1_000_000
@@ -386,7 +388,8 @@ class ReplyChannel(Generic[Call]):
         """Wait for the master's first packet."""
         try:
             async with asyncio.timeout(WELCOME_SECONDS):
-                with warned_of(lambda: f"the master at {self._address} to answer", after=5.0, log=log):
+                what, after = f"the master at {self._address} to answer", WELCOME_WARNING_SECONDS
+                with warned_of(lambda: what, after=after, log=log):
                     while not self._is_welcomed:
                         await self._take_arrived()
         except TimeoutError as error:

@@ -371,14 +371,16 @@ async def test_notices_of_a_restarted_worker_are_processed_from_its_first_one_on
         assert [notice.text for _, notice in m.notices] == ["first", "second"]
 
 
-async def test_a_worker_without_an_answer_gives_up(monkeypatch):
+async def test_a_worker_without_an_answer_gives_up(monkeypatch, caplog):
     monkeypatch.setattr(request_reply, "WELCOME_SECONDS", 0.5)
+    monkeypatch.setattr(request_reply, "WELCOME_WARNING_SECONDS", 0.1)
     monkeypatch.setattr(request_reply, "BEAT_SECONDS", 0.1)
     async with pretended_master() as (_, endpoint):
         end = reply_channel(endpoint, 0)
         with pytest.raises(PeerLost, match="has not replied for"):
             await asyncio.wait_for(end.receive(), 30)
         await end.close()
+    assert "waiting for the master at" in caplog.text
 
 
 async def test_a_forged_identity_is_rejected_and_changes_nothing(caplog):

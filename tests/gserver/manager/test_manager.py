@@ -126,6 +126,13 @@ async def test_all_begin_with_the_same_weights(tmp_path: Path) -> None:
             await run.client.register(message("gserver", 1, "b"), patience=1.0)
 
 
+async def test_processes_that_do_not_join_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with managed(small_config(tmp_path, limits={"start_seconds": 0.05})) as run:
+        await asyncio.sleep(0.5)
+        assert run.manager.status().state == "joining"
+    assert "the run still waits for gserver/0, rollout/0, model_worker/0" in caplog.text
+
+
 async def test_a_resumed_run_takes_a_larger_total_and_refuses_a_pool_with_the_old_one(tmp_path: Path) -> None:
     """The manager's total ends admission: a trainer with a larger one would wait for groups for ever."""
     checkpoint = tmp_path / "checkpoints" / "step-000003"

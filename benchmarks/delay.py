@@ -5,12 +5,10 @@
 One process, one thread, the model and the settings of examples/copy_scratch.toml, and a task of `TASKS`. At version v
 the batch is drawn from the policy of version v - delay, as a whole. Nothing is interrupted, no engine differs from the
 trainer, nothing is late: any loss here is the algorithm's. Variants of streamrl are trained through its own objective;
-the others are written here. Variants called `slowed` have algorithm.on_collapse = "slow": streamrl's own watch judges
-the figures of each step.
+the others are written here.
 
-A run has learned where the mean reward of three steps reaches 0.95; `worst` is the least such mean afterwards, `area`
-the mean reward of all steps. A run takes about half a minute on one core. Its row is written when it ends; a run that
-has a row is not run again.
+A run has learned where the mean reward of three steps reaches 0.95; `worst` is the least such mean afterwards. A run
+takes some ten seconds on one core. Its row is written when it ends; a run that has a row is not run again.
 """
 
 from __future__ import annotations
@@ -27,39 +25,36 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 from common import EXAMPLES, KEPT, commit, latest, parser_of, read_results, write_results
-from numpy.typing import NDArray
+from recipes import divergence_masked, low_baseline, probability_masked
 from staleness import commits
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.config import Config, load
 from streamrl.models import ensure_checkpoint
-from streamrl.records.collapse import CollapseWatch
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.tasks import copy_digits, copy_reward, sort_digits
 from streamrl.trainer.algorithms.losses import behavior_kl
 from streamrl.trainer.algorithms.objective import Totals, objective
 from streamrl.trainer.algorithms.registry import advantage_of
-from streamrl.trainer.algorithms.tokens import Tokens
+from streamrl.trainer.algorithms.tokens import ClippedLoss, Tokens
 from streamrl.trainer.roles.actor import PULL_SHARE, sample
 from streamrl.types import Prompt
 
 EXAMPLE = EXAMPLES / "copy_scratch.toml"
 LEARNED = 0.95
+SHOWN = ("task", "variant", "delay", "seed", "learned", "worst", "seconds")
+FIGURES = ("reward", "age", "ratio_deviation", "cosine")
+"""Figures of each step that are kept."""
 WINDOW = 3
 """Steps over which a reward is averaged."""
 CAP = 5.0
-"""Largest weight ρ in the methods written here."""
-STALEST = 8
-"""Versions at the end of a run that may not have written a batch that was trained."""
+"""Largest weight ρ of a success."""
 
-Figures = Mapping[str, float]
-"""Figures of a step."""
-Seen = Sequence[Figures]
-"""Figures of the steps so far, those of the step that is being made last."""
+Seen = Sequence[Mapping[str, float]]
+"""Figures of each step so far, those of the present one last."""
 
 
 # --- methods -------------------------------------------------------------------------------------
@@ -101,16 +96,10 @@ def by_deviation(seen: Seen, *, most: float = 0.02) -> float:
     return min(1.0, most / max(most, fmean(sorted(figures["ratio_deviation"] for figures in seen[-5:])[:-1])))
 
 
-def by_alignment(seen: Seen, *, usual: float = 0.1) -> float:
-    """Return a factor below 1 if the gradient points along Adam's momentum by more than `usual`, as a cosine (after
-    Adaptive Braking, https://arxiv.org/abs/2007.01397)."""
-    return 1 - 0.5 * max(0.0, seen[-1]["cosine"] - usual) / (1 - usual)
-
-
 def steered(seen: Seen, *, target: float = 1e-3) -> float:
     """Return the coefficient of the pull that keeps the KL of groups without contrast at `target`."""
     coefficient = 0.1
-    for figures in seen[:-1]:
+    for figures in seen:
         if figures["uniform_kl"]:
             error = max(-0.2, min(0.2, figures["uniform_kl"] / target - 1))
             coefficient = max(0.02, min(1.0, coefficient * (1 + error / 5)))
@@ -120,35 +109,17 @@ def steered(seen: Seen, *, target: float = 1e-3) -> float:
 def cautious(tokens: Tokens) -> Tensor:
     """Failures weigh at most 1, and nothing once their token's probability has fallen by more than 0.2."""
     negative = tokens.advantages < 0
-    weight = _ratio(tokens).clamp(max=CAP)
-    weight = torch.where(negative, weight.clamp(max=1.0), weight)
-    return weight * ~(negative & (_moved(tokens) < -0.2)) * tokens.advantages
-
-
-def near_alone(tokens: Tokens) -> Tensor:
-    """Only tokens whose probability has moved by at most 0.3 either way (prime-rl's IPO)."""
-    return _ratio(tokens).clamp(max=CAP) * (_moved(tokens).abs() <= 0.3) * tokens.advantages
-
-
-def raised(tokens: Tokens) -> Tensor:
-    """A baseline below the mean for older data (AsymRE, https://arxiv.org/abs/2506.20520)."""
-    return _ratio(tokens).clamp(max=CAP) * (tokens.advantages + 0.1 * (tokens.age > 0))
-
-
-def divergence_mask(tokens: Tokens) -> Tensor:
-    """DPPO with total variation (https://arxiv.org/abs/2602.04879): no update that moves a token's probability further
-    than 0.2 away from its earlier value."""
-    moved = _moved(tokens)
-    outward = ((tokens.advantages > 0) & (moved > 0.2)) | ((tokens.advantages < 0) & (moved < -0.2))
-    return _ratio(tokens).clamp(max=CAP) * ~outward * tokens.advantages
-
-
-def _moved(tokens: Tokens) -> Tensor:
-    return tokens.logprobs.detach().exp() - tokens.behavior_logprobs.exp()
+    corrected = negative & (tokens.logprobs.detach().exp() - tokens.behavior_logprobs.exp() < -0.2)
+    weight = _ratio(tokens).minimum(torch.where(negative, 1.0, CAP))
+    return -weight * ~corrected * tokens.advantages * tokens.logprobs
 
 
 def _ratio(tokens: Tokens) -> Tensor:
     return (tokens.logprobs.detach() - tokens.behavior_logprobs).exp()
+
+
+def _unclipped(loss: Callable[[Tokens], Tensor], tokens: Tokens) -> ClippedLoss:
+    return ClippedLoss(loss(tokens), torch.zeros_like(tokens.age, dtype=torch.bool))
 
 
 def _uniform_kl(tokens: Tokens) -> float:
@@ -162,37 +133,31 @@ class Variant(NamedTuple):
     algorithm: Mapping[str, Any] = MappingProxyType({})
     """Settings of [algorithm]."""
     betas: tuple[float, float] = (0.9, 0.999)
-    lr: float = 1.0
-    """Factor on the learning rate."""
     step_share: Callable[[Seen], float] = lambda seen: 1.0
     """Factor on the learning rate of a step."""
     staleness: Callable[[Seen, int], int] = lambda seen, delay: delay
     """Staleness of the next batch."""
-    coefficient: Callable[[Tokens], Tensor] | None = None
-    """Factors of ∇ log π, in a method that streamrl does not have."""
+    loss: Callable[[Tokens], Tensor] | None = None
+    """Loss of each token, in a method that streamrl does not have."""
     pull: Callable[[Seen], float] | None = None
     """Coefficient of the pull in groups without contrast; then it is 0.02 in the others."""
     pull_share: float = PULL_SHARE
     """Share of the groups without contrast that are pulled to the older policy, each in place of several."""
-    slow: bool = False
-    """Whether `algorithm.on_collapse` is "slow"."""
 
 
 ALONE = {"behavior_kl_coef": 0.0}
+OWN_WEIGHTS = {"behavior_weight_level": "none"}
 SHORT = (0.9, 0.95)
 """Adam's betas with which runs without a pull were seen to fall."""
 VARIANTS = {
     "default": Variant(),
     "default, beta2 0.95": Variant(betas=SHORT),
-    "half the lr": Variant(lr=0.5),
+    "half the lr": Variant(step_share=lambda seen: 0.5),
     "a third of the pull": Variant({"behavior_kl_coef": 0.03}),
     "twice the pull": Variant({"behavior_kl_coef": 0.2}),
     "beta2 0.999": Variant(ALONE),
     "decoupled": Variant(ALONE, SHORT),
-    "decoupled, slowed": Variant(ALONE, SHORT, slow=True),
     "ppo": Variant(ALONE | {"proximal": "behavior"}, SHORT),
-    "ppo, slowed": Variant(ALONE | {"proximal": "behavior"}, SHORT, slow=True),
-    "dppo": Variant(ALONE, SHORT, coefficient=divergence_mask),
     "staleness rises every 2 versions": Variant(staleness=each_versions(2)),
     "staleness rises every 4 versions": Variant(staleness=each_versions(4)),
     "staleness by drift": Variant(staleness=by_drift),
@@ -200,14 +165,13 @@ VARIANTS = {
     "lr falls to a tenth": Variant(step_share=falling),
     "both": Variant(step_share=lambda seen: by_contrast(seen) * falling(seen)),
     "steps by deviation": Variant(step_share=by_deviation),
-    "cautious with failures": Variant(coefficient=cautious),
-    "near tokens alone": Variant(coefficient=near_alone),
-    "baseline below the mean": Variant(coefficient=raised),
-    "dppo with the pull": Variant(coefficient=divergence_mask),
+    "cautious with failures": Variant(OWN_WEIGHTS, loss=cautious),
+    "near tokens alone": Variant(OWN_WEIGHTS, loss=partial(probability_masked, kl=0.0)),
+    "baseline below the mean": Variant(OWN_WEIGHTS, loss=low_baseline),
+    "dppo with the pull": Variant(OWN_WEIGHTS, loss=divergence_masked),
     "every group pulled": Variant(pull_share=1.0),
     "steered pull": Variant(ALONE, pull=steered),
     "steered pull of every group": Variant(ALONE, pull=steered, pull_share=1.0),
-    "steps by alignment": Variant(step_share=by_alignment),
 }
 """Others, which lost their task with most seeds, are in earlier states of this file: the kept results name them."""
 
@@ -249,9 +213,7 @@ def main() -> None:
         rows = known_rows()
         if (task, name, delay, seed) not in {(row["task"], row["variant"], row["delay"], row["seed"]) for row in rows}:
             rows.append(run(task, name, delay=delay, seed=seed, steps=TASKS[task].steps))
-            print(
-                json.dumps({key: value for key, value in rows[-1].items() if not isinstance(value, list)}), flush=True
-            )
+            print(json.dumps({key: rows[-1][key] for key in SHOWN}), flush=True)
             write_results("delay", {"example": EXAMPLE.name}, rows, measured_at=commits(rows), row_per_line=True)
 
 
@@ -274,7 +236,6 @@ def run(task: str, name: str, *, delay: int, seed: int, steps: int, afterwards: 
         smooth.append(fmean(figures["reward"] for figures in loop.seen[-WINDOW:]))
         if learned is None and smooth[-1] >= LEARNED:
             learned = len(smooth) - 1
-    rewards = [figures["reward"] for figures in loop.seen]
     return {
         "task": task,
         "variant": name,
@@ -282,12 +243,9 @@ def run(task: str, name: str, *, delay: int, seed: int, steps: int, afterwards: 
         "seed": seed,
         "learned": learned,
         "worst": None if learned is None else round(min(smooth[learned:]), 3),
-        "end": round(smooth[-1], 3),
-        "area": round(fmean(rewards), 3),
-        "error": round(1 - fmean(rewards[-len(rewards) // 3 :]), 4),
         "seconds": round(time.perf_counter() - began, 1),
         "commit": commit(),
-        **{key: [float(f"{figures[key]:.4g}") for figures in loop.seen] for key in loop.seen[0]},
+        **{key: [float(f"{figures[key]:.4g}") for figures in loop.seen] for key in FIGURES},
     }
 
 
@@ -297,24 +255,14 @@ def learned_policy(task: str) -> Mapping[str, Tensor]:
     loop = Loop(load(EXAMPLE, ["run.seed=0"]), VARIANTS["default"], TASKS[task], delay=0)
     while len(loop.seen) < WINDOW or fmean(figures["reward"] for figures in loop.seen[-WINDOW:]) < LEARNED:
         loop.step()
-    return loop.weights
-
-
-def by_version(row: Mapping[str, Any]) -> NDArray[np.float64]:
-    """Return the mean reward that each policy version earned, whenever its batch was trained: `[versions]`, `STALEST`
-    fewer than the run has steps. Versions that wrote no batch lie on a line between the others."""
-    written = np.arange(len(row["reward"])) - np.asarray(row["age"])
-    versions, first = np.unique(written, return_inverse=True)
-    rewards = np.bincount(first, weights=row["reward"]) / np.bincount(first)
-    curve: NDArray[np.float64] = np.interp(np.arange(len(written) - STALEST), versions, rewards)
-    return curve
+    return loop.model.state_dict()
 
 
 class Batch(NamedTuple):
-    """Responses of `groups` prompts, all siblings of one group after another."""
+    """Responses, all siblings of one group after another."""
 
     prompts: Tensor
-    """`[groups, prompt length]`"""
+    """`[responses, prompt length]`"""
     tokens: Tensor
     """`[responses, longest]`"""
     logprobs: Tensor
@@ -322,12 +270,8 @@ class Batch(NamedTuple):
     mask: Tensor
     """`[responses, longest]`: False behind a response's end."""
     advantages: Tensor
-    """`[responses]`"""
+    """`[groups, siblings]`"""
     reward: float
-    spread: float
-    """Standard deviation of the responses' rewards."""
-    contrasted: int
-    """Groups whose siblings did not all score the same."""
 
 
 class Loop:
@@ -339,33 +283,27 @@ class Loop:
         self._variant = variant
         self._delay = delay
         self._algorithm = msgspec.structs.replace(config.algorithm, **variant.algorithm)
+        self._loss_of = None if variant.loss is None else partial(_unclipped, variant.loss)
         folder = ensure_checkpoint(config)
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         if task.after:
-            self._model.load_state_dict(learned_policy(task.after))
-        self._sampler = copy.deepcopy(self._model)
+            self.model.load_state_dict(learned_policy(task.after))
+        self._sampler = copy.deepcopy(self.model)
         self._eos: int = self._tokenizer.eos_token_id
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=config.trainer.lr, betas=variant.betas, weight_decay=0.0, fused=True
+            self.model.parameters(), lr=config.trainer.lr, betas=variant.betas, weight_decay=0.0, fused=True
         )
         self._admitted: deque[tuple[int, list[Tensor]]] = deque()
         """Of each batch that is under way, the policy that draws it: version and weights."""
-        self._watch = CollapseWatch()
         self.seen: list[dict[str, float]] = []
         self._random = torch.Generator().manual_seed(config.run.seed)
         self._index = 0
 
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """The policy's weights."""
-        return self._model.state_dict()
-
     def step(self) -> None:
         """Draw a batch from the old policy and train the present one on it; add its figures to those `seen`."""
-        weights = [weight.detach().clone() for weight in self._model.parameters()]
-        staleness = self._watch.staleness(self._variant.staleness(self.seen, self._delay))
-        while not self._admitted or len(self._admitted) <= staleness:
+        weights = [weight.detach().clone() for weight in self.model.parameters()]
+        while not self._admitted or len(self._admitted) <= self._variant.staleness(self.seen, self._delay):
             self._admitted.append((len(self.seen), weights))
         version, drawn_by = self._admitted.popleft()
         with torch.no_grad():
@@ -375,93 +313,58 @@ class Loop:
         tokens = self._tokens(batch, age=len(self.seen) - version)
         self._optimizer.zero_grad(set_to_none=True)
         self._loss(tokens).backward()
-        ratio = _ratio(tokens)
         self.seen.append(
             {
                 "reward": batch.reward,
                 "age": len(self.seen) - version,
-                "ratio_deviation": float((ratio - 1).abs().mean()),
-                "contrasted": batch.contrasted,
+                "ratio_deviation": float((_ratio(tokens) - 1).abs().mean()),
+                "contrasted": int(batch.advantages.any(1).sum()),
                 "uniform_kl": _uniform_kl(tokens),
-                "cosine": self._cosine(),
+                "cosine": self._cosine() if self.seen else 0.0,
             }
         )
-        self.seen[-1]["grad_norm"] = norm = self._update(self._variant.step_share(self.seen) * self._watch.lr_scale)
-        self._look(batch, ratio, norm)
-
-    def _look(self, batch: Batch, ratio: Tensor, norm: float) -> None:
-        """Judge the run's health by the step that was just made, as the master does."""
-        self._watch = self._watch.after(
-            {
-                "importance_ratio_deviation": self.seen[-1]["ratio_deviation"],
-                "effective_sample_size": float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
-                "grad_norm": norm,
-                "grad_norm_ratio": self._watch.grad_norm_ratio(norm),
-                "reward_mean": batch.reward,
-                "reward_std": batch.spread,
-                "groups": float(len(batch.prompts)),
-            },
-            step=len(self.seen),
-            turn=[],
-            slow=self._variant.slow,
-        )
+        self._update(self._variant.step_share(self.seen))
 
     def _loss(self, tokens: Tokens) -> Tensor:
         totals = Totals(tokens=len(tokens.logprobs), episodes=tokens.sequences, longest=1)
-        taught = tokens
-        if self._variant.coefficient is not None:
-            taught = tokens._replace(advantages=torch.zeros_like(tokens.advantages))
-        loss = objective(taught, self._algorithm, kl_coef=0.0, totals=totals).loss
-        if self._variant.coefficient is not None:
-            loss = loss - (self._variant.coefficient(tokens) * tokens.logprobs).mean()
+        loss = objective(tokens, self._algorithm, kl_coef=0.0, totals=totals, loss_of=self._loss_of).loss
         if self._variant.pull is not None:
             pull = behavior_kl(tokens.logprobs, tokens.behavior_logprobs) * (tokens.age > 0) * tokens.weight
-            coefficient = torch.where(tokens.advantages == 0, self._variant.pull([*self.seen, {}]), 0.02)
-            loss = loss + (coefficient * pull).mean()
+            loss = loss + (torch.where(tokens.advantages == 0, self._variant.pull(self.seen), 0.02) * pull).mean()
         return loss
 
     def _cosine(self) -> float:
-        """Return the cosine of the angle between the gradient and Adam's momentum; 0 in the first step."""
-        pairs = [
-            (weight.grad, self._optimizer.state[weight]["exp_avg"])
-            for weight in self._model.parameters()
-            if weight.grad is not None and weight in self._optimizer.state
-        ]
-        product, gradient, momentum = (
-            sum(float((a * b).sum()) for a, b in of)
-            for of in (pairs, [(g, g) for g, _ in pairs], [(m, m) for _, m in pairs])
-        )
-        return product / max((gradient * momentum) ** 0.5, 1e-30)
+        """Return the cosine of the angle between the gradient and Adam's momentum."""
+        state = self._optimizer.state
+        pairs = [(weight.grad, state[weight]["exp_avg"]) for weight in self.model.parameters() if weight in state]
+        gradient, momentum = (torch.cat([part.flatten() for part in parts]) for parts in zip(*pairs, strict=True))
+        return float(torch.nn.functional.cosine_similarity(gradient, momentum, dim=0))
 
-    def _update(self, share: float) -> float:
-        """One step of the optimizer with `share` of the learning rate; return the gradient norm before it was
-        clipped."""
-        limit = self._config.trainer.optimizer.grad_clip
-        norm = float(torch.nn.utils.clip_grad_norm_(self._model.parameters(), limit))
-        warmup = min(1.0, len(self.seen) / self._config.trainer.optimizer.warmup_steps)
+    def _update(self, share: float) -> None:
+        """Take one step of the optimizer with `share` of the learning rate."""
+        optimizer = self._config.trainer.optimizer
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), optimizer.grad_clip)
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.trainer.lr * self._variant.lr * warmup * share
+            group["lr"] = self._config.trainer.lr * min(1.0, len(self.seen) / optimizer.warmup_steps) * share
         self._optimizer.step()
-        return norm
 
     @torch.no_grad()
     def _draw(self) -> Batch:
         groups, siblings = self._config.trainer.batch_groups, self._config.rollout.group_size
         rows = [self._task.row(self._index + i, self._config.run.seed) for i in range(groups)]
         self._index += groups
-        prompts = torch.tensor([self._tokenizer(row["prompt"], add_special_tokens=False).input_ids for row in rows])
-        computed, prefix = prompts.unique(dim=0, return_inverse=True)
-        prefix = prefix.repeat_interleave(siblings)
-        output = self._sampler(computed, use_cache=True)
+        texts = [row["prompt"] for row in rows for _ in range(siblings)]
+        prompts = self._tokenizer(texts, add_special_tokens=False, return_tensors="pt").input_ids
+        different, prefix = prompts.unique(dim=0, return_inverse=True)
+        output = self._sampler(different, use_cache=True)
         logits, cache = output.logits[:, -1], output.past_key_values
-        alive = torch.ones(len(prefix), dtype=torch.bool)
+        alive = torch.ones(len(prompts), dtype=torch.bool)
         drawn, found, mask = [], [], []
         while bool(alive.any()) and len(drawn) < self._config.rollout.sampling.max_new_tokens:
             if drawn:
-                longer, prefix = (prefix * logits.shape[1] + drawn[-1]).unique(return_inverse=True)
-                cache.batch_select_indices(longer // logits.shape[1])
-                last = longer % logits.shape[1]
-                logits = self._sampler(last[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+                different, prefix = torch.stack([prefix, drawn[-1]], 1).unique(dim=0, return_inverse=True)
+                cache.batch_select_indices(different[:, 0])
+                logits = self._sampler(different[:, 1:], past_key_values=cache).logits[:, -1]
             logprobs = logits.log_softmax(-1)[prefix]
             noise = torch.empty_like(logprobs).exponential_(generator=self._random)
             drawn.append((logprobs - noise.log()).argmax(-1).where(alive, self._eos))
@@ -470,19 +373,15 @@ class Loop:
             alive = alive & (drawn[-1] != self._eos)
         tokens, kept = torch.stack(drawn, 1), torch.stack(mask, 1)
         rewards = torch.tensor([self._reward(row, kept[i], rows[i // siblings]) for i, row in enumerate(tokens)])
-        grouped = rewards.view(groups, siblings)
         compare, attempts = advantage_of(self._algorithm), torch.arange(siblings).numpy()
-        advantages = [torch.from_numpy(compare(group.numpy(), attempts)) for group in grouped]
-        contrasted = sum(bool(group.any()) for group in advantages)
+        advantages = [torch.from_numpy(compare(group.numpy(), attempts)) for group in rewards.view(groups, siblings)]
         return Batch(
             prompts=prompts,
             tokens=tokens,
             logprobs=torch.stack(found, 1),
             mask=kept,
-            advantages=torch.cat(advantages),
+            advantages=torch.stack(advantages),
             reward=float(rewards.mean()),
-            spread=float(rewards.std(correction=0)),
-            contrasted=contrasted,
         )
 
     def _reward(self, tokens: Tensor, mask: Tensor, row: dict[str, Any]) -> float:
@@ -496,29 +395,20 @@ class Loop:
         return copy_reward(response, prompt)
 
     def _tokens(self, batch: Batch, *, age: int) -> Tokens:
-        siblings = self._config.rollout.group_size
-        prompts, prompt = batch.prompts.unique(dim=0, return_inverse=True)
-        rows = torch.cat([prompt.repeat_interleave(siblings)[:, None], batch.tokens], 1)
-        rows, row = rows.unique(dim=0, return_inverse=True)
-        prompt, computed = rows[:, 0], rows[:, 1:]
-        output = self._model(prompts, use_cache=True)
-        cache = output.past_key_values
-        cache.batch_select_indices(prompt)
-        logits = output.logits[prompt, -1:]
-        if computed.shape[1] > 1:
-            logits = torch.cat([logits, self._model(computed[:, :-1], past_key_values=cache).logits], 1)
-        distribution = logits.log_softmax(-1)
+        different, place = torch.cat([batch.prompts, batch.tokens], 1).unique(dim=0, return_inverse=True)
+        begin = batch.prompts.shape[1]
+        distribution = self.model(different[:, :-1]).logits[:, begin - 1 :].log_softmax(-1)
         entropy = -(distribution.exp() * distribution).sum(-1)
-        logprobs = distribution.gather(2, computed[..., None])[..., 0][row][batch.mask]
+        logprobs = distribution.gather(2, different[:, begin:, None])[..., 0][place][batch.mask]
         responses = torch.arange(len(batch.tokens))[:, None].expand_as(batch.tokens)[batch.mask]
         behavior = batch.logprobs[batch.mask]
         return Tokens(
             logprobs=logprobs,
-            entropy=entropy[row][batch.mask],
+            entropy=entropy[place][batch.mask],
             behavior_logprobs=behavior,
             proximal_logprobs=behavior if self._algorithm.proximal == "behavior" else logprobs.detach(),
             ref_logprobs=None,
-            advantages=batch.advantages[responses],
+            advantages=batch.advantages.flatten()[responses],
             sequence=responses,
             sequences=len(batch.tokens),
             of_episode=responses.bincount()[responses],
@@ -526,18 +416,17 @@ class Loop:
             ages=(age,),
             comparable=torch.zeros_like(responses, dtype=torch.bool),
             comparable_tokens=0,
-            weight=self._weights(batch)[responses // siblings],
+            weight=self._weights(batch).repeat_interleave(batch.advantages.shape[1])[responses],
         )
 
     def _weights(self, batch: Batch) -> Tensor:
         """Return `[groups]`: how many groups each one stands for."""
-        groups = self._config.trainer.batch_groups
-        contrast = batch.advantages.view(groups, -1).any(1)
-        uniform = (~contrast).nonzero()[:, 0].tolist()
-        first = self._index - groups
+        contrast = batch.advantages.any(1).tolist()
+        uniform = [place for place, there in enumerate(contrast) if not there]
+        first = self._index - len(contrast)
         chosen = {seq - first for seq in sample([first + place for place in uniform], self._variant.pull_share)}
         factor = len(uniform) / max(1, len(chosen))
-        return torch.tensor([1.0 if contrast[i] else factor * (i in chosen) for i in range(groups)])
+        return torch.tensor([1.0 if there else factor * (i in chosen) for i, there in enumerate(contrast)])
 
 
 if __name__ == "__main__":

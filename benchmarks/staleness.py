@@ -457,12 +457,19 @@ def worst_after_learned(rewards: Sequence[float]) -> float | None:
 
 
 def by_version(row: Mapping[str, Any]) -> NDArray[np.float64]:
-    """Return the reward of each policy version: `[versions]`, `STALEST + 1` fewer than the run has steps."""
-    rewards = np.asarray(row["curve"]["reward"], dtype=float)
+    """Return the reward of each policy version of a run, as `rewards_by_version`."""
+    rewards = row["curve"]["reward"]
     steps = np.arange(len(rewards))
     ages = np.interp(steps, steps[::EVERY][: len(row["curve"]["age"])], row["curve"]["age"])
-    writers = np.maximum.accumulate(steps - ages)
-    return np.interp(steps[: max(1, len(steps) - STALEST - 1)], writers, rewards)
+    return rewards_by_version(rewards, ages)
+
+
+def rewards_by_version(rewards: Sequence[float], ages: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
+    """Return the reward of each policy version, given the reward and the mean age of the batch of each step:
+    `[versions]`, `STALEST + 1` fewer than steps."""
+    steps = np.arange(len(rewards))
+    writers = np.maximum.accumulate(steps - np.asarray(ages, dtype=float))
+    return np.interp(steps[: max(1, len(steps) - STALEST - 1)], writers, np.asarray(rewards, dtype=float))
 
 
 def curves(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[NDArray[np.float64]]]:

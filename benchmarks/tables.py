@@ -7,14 +7,19 @@ when it ends.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 import capacity
+import criterion
+import numpy as np
 import staleness
 from common import KEPT, Row, read_results
+from criterion import Array
 
 from streamrl.planner.capacity import GIB, Division
 
@@ -520,7 +525,8 @@ def staleness_over_age(results: Results) -> str:
 
 def delay(results: Results) -> str:
     """Remedies against the collapse of stale runs, by delay: all on one task, and the default on others."""
-    shown = [row for row in results["rows"] if row["variant"] == "default" or row["task"] == staleness.SIDE_BY_SIDE[0]]
+    every = [row for row in results["rows"] if row["task"] != AFTER_COPY]
+    shown = [row for row in every if row["variant"] == "default" or row["task"] == staleness.SIDE_BY_SIDE[0]]
 
     def over(runs: Sequence[Row], key: str, form: str) -> str:
         return from_to([run[key] for run in runs if run[key] is not None], form)
@@ -534,9 +540,76 @@ def delay(results: Results) -> str:
         runs = [row for row in shown if kind(row) == place]
         task, versions, variant = place
         cells = [f"{task}, {versions}", variant, f"{len(runs)}", over(runs, "learned", "d")]
-        rows.append([*cells, over(runs, "worst", ".3f")])
-    header = ["task, delay", "variant", "runs", "learned at step", "worst after that"]
+        error = float(criterion.errors(np.stack([run["reward"] for run in runs])).mean())
+        rows.append([*cells, over(runs, "worst", ".3f"), f"{error:.3f}"])
+    header = ["task, delay", "variant", "runs", "learned at step", "worst after that", "plateau error"]
     return markdown(header, rows)
+
+
+class Experiment(NamedTuple):
+    """A change of the default in `delay.py`."""
+
+    variant: str
+    task: str
+    predicted: str
+
+
+AFTER_COPY = "increment after copy"
+EXPERIMENTS = (
+    Experiment("staleness rises every 2 versions", AFTER_COPY, "more area"),
+    Experiment("staleness rises every 4 versions", AFTER_COPY, "more area"),
+    Experiment("staleness by drift", AFTER_COPY, "more area"),
+    Experiment("steps by contrast", "sort", "error 0.7"),
+    Experiment("lr falls to a tenth", "sort", "error 0.7"),
+    Experiment("both", "sort", "error 0.7"),
+    Experiment("steps by deviation", "sort", "error 0.7"),
+    Experiment("cautious with failures", "sort", "less error"),
+    Experiment("near tokens alone", "sort", "less error"),
+    Experiment("baseline below the mean", "sort", "less error"),
+    Experiment("dppo with the pull", "sort", "less error"),
+    Experiment("every group pulled", "sort", "the same"),
+    Experiment("steered pull", "sort", "less error"),
+)
+
+
+def delay_experiments(results: Results) -> str:
+    """Each experiment against the default at the same delay: bounds of the ratios of area and plateau error."""
+    found: dict[tuple[str, str, int], list[Array]] = defaultdict(list)
+    for row in results["rows"]:
+        if "age" in row:
+            found[row["task"], row["variant"], row["delay"]].append(
+                staleness.rewards_by_version(row["reward"], row["age"])
+            )
+    rows = []
+    for variant, task, predicted in EXPERIMENTS:
+        cells, verdict = [], []
+        delays = sorted(delay for place, name, delay in found if (place, name) == (task, variant))
+        if not delays:
+            continue
+        for name, figure in (("area", partial(np.mean, axis=-1)), ("error", criterion.errors)):
+            ratios = {}
+            for delay in delays:
+                ours, theirs = ({task: np.stack(found[task, of, delay])} for of in (variant, "default"))
+                _, *ratios[delay] = criterion.bounds(ours, theirs, figure, np.random.default_rng(0))
+            cells.append(", ".join(f"{low:.2f}–{high:.2f}" for low, high in ratios.values()))
+            more, less = ([d for d, r in ratios.items() if r[0] > 1], [d for d, r in ratios.items() if r[1] < 1])
+            verdict += [
+                f"{word} {name} at {', '.join(map(str, at))}" for word, at in (("more", more), ("less", less)) if at
+            ]
+        runs = f"{len(found[task, variant, delays[0]])} each at {', '.join(map(str, delays))}"
+        rows.append([variant, predicted, runs, *cells, "; ".join(verdict) or "no difference"])
+    return markdown(["variant", "predicted", "runs, delays", "area", "plateau error", "verdict"], rows) + alignment(
+        results
+    )
+
+
+def alignment(results: Results) -> str:
+    """The cosine of gradient and momentum on the plateau of the default, by delay."""
+    mine = [row for row in results["rows"] if "cosine" in row and (row["task"], row["variant"]) == ("sort", "default")]
+    delays = sorted({row["delay"] for row in mine})
+    means = [fmean(np.mean(row["cosine"][-50:]) for row in mine if row["delay"] == delay) for delay in delays]
+    shown = ", ".join(f"{mean:.2f} at {delay}" for mean, delay in zip(means, delays, strict=True))
+    return f"\n\nOn the default's plateau the cosine of a gradient and Adam's momentum is {shown}."
 
 
 # --- memory, computed ----------------------------------------------------------------------------
@@ -625,6 +698,7 @@ TABLES = (
     Table("docs/figures.md", "long-rows", "bench_long_rows", long_rows),
     Table("docs/figures.md", "plan", "bench_plan", plan),
     Table("docs/collapse.md", "delay", "delay", delay),
+    Table("docs/collapse.md", "delay-experiments", "delay", delay_experiments),
     Table("docs/figures.md", "routing", "bench_routing", routing),
     Table("docs/figures.md", "agents", "bench_agents", lines_of(AGENTS)),
     Table("docs/figures.md", "agents-trainer", "bench_agents_trainer", agents_trainer),

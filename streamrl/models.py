@@ -67,19 +67,34 @@ def initial_checkpoint(config: Config, *, cache: Path | None = None) -> Path:
     `cache` contains the folders that were made; default: `cache_home`.
     Raises `ModelError` if the model cannot be found or made, or is of an unsupported type.
     """
-    home = cache or cache_home()
+    path, settings, seed = config.model.path, config.model.scratch, config.run.seed
+    folder = _folder_to_make(config, cache or cache_home())
+    if folder is None:
+        folder = Path(path).expanduser()
+        check_checkpoint(folder)
+        return folder
+    if path == SCRATCH and settings is not None:
+        return made(folder, lambda draft: _make_scratch(settings, seed, draft))
+    return made(folder, _convert_smollm2)
+
+
+def _folder_to_make(config: Config, cache: Path) -> Path | None:
+    """Return the folder in `cache` of a model that is made here; None if `model.path` is a folder. Raises
+    `ModelError`."""
     if config.model.path == SMOLLM2:
-        return made(home / f"{SMOLLM2}-{CACHE_FORMATS[SMOLLM2]}", _convert_smollm2)
-    if config.model.path == SCRATCH:
-        if config.model.scratch is None:
-            raise ModelError('model.path = "scratch" needs the section [model.scratch]')
-        settings = config.model.scratch
-        seed = config.run.seed
-        digest = hashlib.sha256(msgspec.json.encode((CACHE_FORMATS[SCRATCH], seed, settings))).hexdigest()[:16]
-        return made(home / f"{SCRATCH}-{digest}", lambda folder: _make_scratch(settings, seed, folder))
-    folder = Path(config.model.path).expanduser()
-    check_checkpoint(folder)
-    return folder
+        return cache / f"{SMOLLM2}-{CACHE_FORMATS[SMOLLM2]}"
+    if config.model.path != SCRATCH:
+        return None
+    if config.model.scratch is None:
+        raise ModelError('model.path = "scratch" needs the section [model.scratch]')
+    made_of = CACHE_FORMATS[SCRATCH], config.run.seed, config.model.scratch
+    return cache / f"{SCRATCH}-{hashlib.sha256(msgspec.json.encode(made_of)).hexdigest()[:16]}"
+
+
+def is_made(config: Config) -> bool:
+    """Whether `ensure_checkpoint` has no model to make, for seconds and with torch."""
+    folder = _folder_to_make(config, cache_home())
+    return folder is None or folder.is_dir()
 
 
 def named_folder(config: Config) -> Path | None:

@@ -39,6 +39,7 @@ from streamrl.launch.processes import MANAGER_PIPE, ProcessCommands, ProcessPlan
 from streamrl.launch.run_folders import resume_words, run_folder
 from streamrl.launch.supervisor import STATUS_SECONDS, Supervisor
 from streamrl.launch.user_functions import check_functions
+from streamrl.models import ensure_checkpoint, is_made
 from streamrl.processor import avoid_broken_instructions
 from streamrl.records.sinks import check_installed
 from streamrl.transport.manager_client import ControlClient
@@ -212,7 +213,9 @@ class Launcher:
     async def _start_controller(self, children: Children) -> None:
         """Make the model, and start the controller."""
         config, commands = self._config, self._commands
-        if self._one_disk:
+        if self._one_disk and is_made(config):
+            await asyncio.to_thread(ensure_checkpoint, config)
+        elif self._one_disk:
             self._display.note(f"preparing the model {config.model.path}")
             preparing = ProcessPlan("checkpoint", 0, threads=config.trainer.threads)
             await children.ask(preparing, commands.of(preparing), timeout=CHECKPOINT_SECONDS)

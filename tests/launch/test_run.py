@@ -29,7 +29,8 @@ class Launched:
         config = folder / "config.toml"
         config.write_text(f'[run]\nname = "trial"\ndir = "{folder}/runs"\n')
         self.run_dir = folder / "runs" / "trial"
-        variables = {"COLUMNS": "140", **calling(use_standins, folder)}
+        cache = str(folder / "cache")  # empty, so the model has to be made
+        variables = {"COLUMNS": "140", "STREAMRL_CACHE": cache, **calling(use_standins, folder)}
         self.command = start_command(["run", str(config), *overrides], variables=variables)
 
     def pids(self) -> dict[str, int]:
@@ -204,6 +205,13 @@ def test_failed_checkpoint_in_a_folder_of_its_own(launch: Callable[..., Launched
     assert run.pids() == {}
     assert "trial-3" in run.said()
     assert 'name = "trial-3"' in (tmp_path / "runs" / "trial-3" / "config.toml").read_text()
+
+
+def test_a_model_that_is_there_needs_no_process(launch: Callable[..., Launched], tmp_path: Path) -> None:
+    (tmp_path / "cache" / "smollm2-135m-instruct-1").mkdir(parents=True)
+    run = launch()
+    assert run.ends() == 0, run.said()
+    assert not (run.run_dir / "logs" / "checkpoint-0.log").exists()
 
 
 def test_members_import_while_the_model_is_made_and_the_controller_starts(launch: Callable[..., Launched]) -> None:

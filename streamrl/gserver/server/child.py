@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 import psutil
 
 from streamrl.children import HeldLifeline, describe_exit, end_group, reading, wait_for_group
-from streamrl.errors import DeadlineExceeded, ModelError, ProcessDied
+from streamrl.errors import DeadlineExceeded, ModelError, PeerLost, ProcessDied
 from streamrl.gserver.server.lifeline import LIFELINE, STACKS_SIGNAL
 from streamrl.gserver.server.monitor import Monitor
-from streamrl.waits import cancel
+from streamrl.waits import first_of
 
 log = logging.getLogger(__name__)
 
@@ -156,34 +156,22 @@ class ChildServer:
 
     async def failed(self) -> None:
         """Wait for the server's end and raise `ProcessDied`, or until it no longer replies and raise `PeerLost`."""
-        died = asyncio.create_task(self.process.died())
-        silent = asyncio.create_task(self._monitor.until_silent())
         try:
-            await asyncio.wait({died, silent}, return_when=asyncio.FIRST_COMPLETED)
-            if died.done():
-                died.result()
+            await first_of(self.process.died(), self._monitor.until_silent())
+        except PeerLost:
             title, pid = self.process.title, self.process.pid
             log.error("%s (pid %d) answers nothing; this is where its processes are:", title, pid)
             await self.process.tell_stacks()
-            silent.result()
-        finally:
-            await cancel(died, silent)
+            raise
 
     async def until_ready(self, *, timeout: float) -> None:
         """Wait until the server replies; raises `ProcessDied`, or `DeadlineExceeded` after `timeout` seconds."""
-        ready = asyncio.create_task(self._ask_until_ready())
-        died = asyncio.create_task(self.process.died())
-        try:
-            await asyncio.wait({ready, died}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if died.done():
-                died.result()
-            if not ready.done():
-                raise DeadlineExceeded(
-                    f"{self.process.title} was not ready within {timeout:g} s (limits.start_seconds); "
-                    f"its last line: {self.process.last_line}"
-                )
-        finally:
-            await cancel(ready, died)
+        _, ready = await first_of(self.process.died(), self._ask_until_ready(), timeout=timeout)
+        if ready.cancelled():
+            raise DeadlineExceeded(
+                f"{self.process.title} was not ready within {timeout:g} s (limits.start_seconds); "
+                f"its last line: {self.process.last_line}"
+            )
 
     async def _ask_until_ready(self) -> None:
         began = told = time.monotonic()

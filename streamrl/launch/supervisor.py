@@ -305,7 +305,7 @@ class Supervisor:
                 self._begin_end(child.end_by_force("the run goes back"), child)
 
     def _begin_end(self, ending: Coroutine[Any, Any, None], child: Child) -> asyncio.Task[None]:
-        task = asyncio.create_task(ending, name=f"end of {child.name}")
+        task = essential.begin(ending, name=f"end of {child.name}")
         self._ending.append(task)
         return task
 

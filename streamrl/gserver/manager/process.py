@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import ssl
@@ -14,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import NamedTuple
 
+from streamrl import essential
 from streamrl.config import Config
 from streamrl.errors import StreamRLError
 from streamrl.gserver.manager.core import Manager
@@ -70,7 +70,7 @@ async def managing(config: Config, *, host: str, port: int, advertise: str = "")
         if stack.enter_context(left_for(url, secret)) is None:
             log.warning("the run's secret cannot be left in %s: processes that join by hand need it", cache_home())
         log.info("the controller of run %r listens at %s", config.run.name, url)
-        watching = asyncio.create_task(manager.watch(), name="leases and silences")
+        watching = essential.begin(manager.watch(), name="the watch over leases and silences")
         try:
             yield ManagerService(manager, url, reach)
         finally:

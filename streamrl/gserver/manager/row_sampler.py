@@ -11,7 +11,7 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from streamrl import userland
+from streamrl import essential, userland
 from streamrl.config import Config, by_task
 from streamrl.errors import UserCodeError, UserCodeTimeout
 from streamrl.ledger import Ledger
@@ -44,7 +44,7 @@ class RowSampler:
         seqs = self._ledger.next_to_admit(count)
         ready = next((number for number, seq in enumerate(seqs) if self._lacks_row(seq)), len(seqs))
         if not ready and seqs and self.rows and self._choosing is None:
-            self._choosing = asyncio.create_task(self._choose(), name="data.sampler")
+            self._choosing = essential.begin(self._choose(), name="data.sampler")
         return ready
 
     async def close(self) -> None:

@@ -13,8 +13,10 @@ import msgspec
 import pytest
 
 from streamrl.config import Config
-from streamrl.errors import PeerError
+from streamrl.errors import EssentialFailed, PeerError
+from streamrl.essential import ends_with_its_work
 from streamrl.gserver.manager.core import Manager
+from streamrl.gserver.manager.process import managing
 from streamrl.records import lineage as lineages
 from streamrl.records import progress
 from streamrl.records.files import read_records
@@ -124,6 +126,16 @@ async def test_all_begin_with_the_same_weights(tmp_path: Path) -> None:
         told = r"gserver/1 on \S+ begins with other weights than model_worker/0 on \S+: the folders"
         with pytest.raises(PeerError, match=told):
             await run.client.register(message("gserver", 1, "b"), patience=1.0)
+
+
+async def test_a_process_whose_manager_no_longer_watches_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: Manager) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Manager, "watch", fail)
+    with pytest.raises(EssentialFailed, match="leases and silences failed: KeyError: 'a bug'"):
+        async with ends_with_its_work(), managing(small_config(tmp_path), host="127.0.0.1", port=0):
+            await asyncio.sleep(30)
 
 
 async def test_processes_that_do_not_join_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

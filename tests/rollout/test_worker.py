@@ -340,6 +340,20 @@ async def test_when_the_run_has_gone_back_groups_are_kept_that_its_weights_can_l
     assert len(on.engine.requests) == 18 + 3
 
 
+async def test_a_group_that_waits_for_a_place_goes_to_the_heads_of_the_next_lineage(model_dir: Path) -> None:
+    async with stage(say, model_dir, capacity=1) as on:
+        await on.manager.give([0, 2])  # of one head
+        await on.trainer.until(1)
+        (first,) = on.trainer.stored
+        await on.manager.until(lambda: on.manager.heartbeats[-1].stats["groups_pushing"] == 1)
+        await on.manager.go_back(Lineage(1, policy_version=5, cause="model_worker/0 died"))
+        on.trainer.datasets[0].discard([first], forget=False)
+        await on.trainer.until(1)
+        await on.finish()
+        assert on.trainer.stored.keys() == {2 - first}
+    assert not on.manager.rejected
+
+
 @pytest.mark.parametrize("ending", ["stop", "cancel"])
 async def test_the_end_leaves_nothing_behind(model_dir: Path, ending: str) -> None:
     async with stage(blocked_until(asyncio.Event()), model_dir) as on:

@@ -135,6 +135,20 @@ def test_mask_takes_the_oldest_admissions_and_leaves_old_tokens_out(tmp_path):
     assert all(not report.masked_ages for report in run.manager.reports if not report.metrics["tokens_masked"])
 
 
+def test_batches_follow_a_change_of_max_staleness(tmp_path):
+    """Groups are still admitted as before, and have older tokens."""
+
+    async def work():
+        async with pretended(configured(tmp_path), Script(seconds=lasting(actor_train=3.0))) as run:
+            run.manager.ledger.max_staleness = 0
+            await run.master.run()
+            reports = run.manager.reports
+            assert sum(report.metrics["tokens_masked"] for report in reports) > 0
+            assert all(report.token_ages.keys() <= {0} for report in reports)
+
+    virtually(work())
+
+
 def test_wait_holds_training_up_for_the_group_whose_turn_it_is(tmp_path, caplog):
     async def work():
         script = Script(tokens=lambda seq: 500 if seq == 1 else 1)

@@ -44,6 +44,7 @@ from streamrl.trainer.worker.assembly import Assembly, resume
 from streamrl.trainer.worker.checkpoint import HostCopy
 from streamrl.trainer.worker.computation import Computation, _comparable, call_users_function
 from streamrl.trainer.worker.data import WorkerData
+from streamrl.types import NO_VERSION
 from tests.trainer.models import random_group, save_model
 
 
@@ -335,6 +336,19 @@ def some_groups(count):
 
 def sampled(groups):
     return sum(int(group.packed_loss_mask.sum()) for group in groups)
+
+
+def test_tokens_that_are_too_old_stay_out_of_the_loss(tmp_path):
+    groups = some_groups(4)
+    for group in groups:
+        group.packed_policy_versions = np.where(group.packed_loss_mask, group.packed_input_ids % 4, NO_VERSION)
+    worker = Worker(tmp_path, groups=groups)
+    versions = np.concatenate([group.packed_policy_versions for group in groups])
+    ages = {age: int((versions == 3 - age).sum()) for age in (0, 1)}
+    share = MinibatchShare([group.seq for group in groups], sum(ages.values()), sum(g.size for g in groups))
+    trained = worker.computation.carry_out(TrainStep("actor_train", 3, 2, [share]))
+    assert trained.token_ages == ages
+    assert trained.sums["tokens"] == share.loss_tokens
 
 
 @pytest.mark.parametrize("micro", [40, 400])

@@ -15,6 +15,7 @@ import pytest
 from streamrl.config import Config
 from streamrl.errors import EssentialFailed, PeerError
 from streamrl.essential import ends_with_its_work
+from streamrl.gserver.manager import members
 from streamrl.gserver.manager.core import Manager
 from streamrl.gserver.manager.process import managing
 from streamrl.records import lineage as lineages
@@ -136,6 +137,13 @@ async def test_a_process_whose_manager_no_longer_watches_ends(tmp_path: Path, mo
     with pytest.raises(EssentialFailed, match="leases and silences failed: KeyError: 'a bug'"):
         async with ends_with_its_work(), managing(small_config(tmp_path), host="127.0.0.1", port=0):
             await asyncio.sleep(30)
+
+
+async def test_a_silent_model_worker_counts_as_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(members, "TRAINER_PATIENCE_SECONDS", 0.2)
+    async with managed(small_config(tmp_path, limits={"silence_seconds": 0.2})) as run:
+        await run.register("model_worker")
+        assert await asyncio.wait_for(run.manager.death(), 20) == "model_worker/0 has ended"
 
 
 async def test_processes_that_do_not_join_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 
 async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = None) -> list[asyncio.Task[Any]]:
     """Run `works` concurrently until one of them ends, or for `timeout` seconds; then cancel the others.
@@ -25,11 +27,13 @@ async def first_of(*works: Coroutine[Any, Any, Any], timeout: float | None = Non
 
 
 async def cancel(*tasks: asyncio.Future[Any] | None) -> None:
-    """Cancel `tasks`, and wait for their ends; their errors are ignored. None stands for no task."""
+    """Cancel `tasks`, and wait for their ends; their errors are only logged, for debugging. None stands for no task."""
     present = [task for task in tasks if task is not None]
     for task in present:
         task.cancel()
-    await asyncio.gather(*present, return_exceptions=True)
+    for ended in await asyncio.gather(*present, return_exceptions=True):
+        if isinstance(ended, Exception):
+            log.debug("a task that is no longer needed has failed: %s", ended, exc_info=ended)
 
 
 class Wakeup:

@@ -426,6 +426,7 @@ def test_a_run_that_continues_with_other_batches_admits_as_far_ahead_as_ever(bat
     assert ledger.room == 2 * batch
     ledger.advance(4)
     assert ledger.room == 3 * batch
+    assert [group.seq for group in ledger.admit("rollout/0", 1, now=0.0)] == [6]
 
 
 def test_a_group_that_was_given_up_is_not_accepted_when_it_comes() -> None:

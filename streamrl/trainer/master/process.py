@@ -108,7 +108,7 @@ class Master:
         pool.on_evaluation(self._take_evaluation)
         self._checkpoints = Checkpoints(config, channel=channel)
         self._snapshots = SnapshotPace(config.trainer.snapshot_every_steps, step=self._history.policy_version)
-        self._publication: asyncio.Task[None] | None = None
+        self._publication: asyncio.Task[Any] | None = None
         self._counted: list[WorkerSpec] = []
         self._dropped = (0, 0)
         """Numbers of groups and sampled tokens that were dropped as too old since the last step."""
@@ -402,7 +402,7 @@ class Master:
         )
         return save
 
-    async def _begin_publication(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
+    async def _begin_publication(self, work: Coroutine[Any, Any, Any], *, name: str) -> asyncio.Task[Any]:
         """Start `work` as the publication. The wait for groups is woken at its end, since it may have failed."""
         publication = self._publication = asyncio.create_task(work, name=name)
         publication.add_done_callback(lambda _: self._buffer.wake())
@@ -563,8 +563,6 @@ class Master:
                         continue  # newer weights are on their way
                     self._publication.result()  # raise its failure, which a new publication would replace
                 log.info("weights v%d are sent to %s as well", self.policy_version, ", ".join(gservers))
-                publication = await self._begin_publication(self._resync(), name=f"resync to v{self.policy_version}")
+                work = self._workers.publish(self.policy_version, resync=True)
+                publication = await self._begin_publication(work, name=f"resync to v{self.policy_version}")
             await asyncio.wait({publication})
-
-    async def _resync(self) -> None:
-        await self._workers.publish(self.policy_version, resync=True)

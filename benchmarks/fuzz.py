@@ -54,7 +54,7 @@ from fuzz_taps import Taps  # noqa: E402
 
 from streamrl import config as configuration  # noqa: E402
 from streamrl.errors import UNDECODABLE  # noqa: E402
-from streamrl.gserver.manager.http import CALLS  # noqa: E402
+from streamrl.gserver.manager.http import CALLS, LOOKS  # noqa: E402
 from streamrl.machine import machine_identity, process_space  # noqa: E402
 from streamrl.rollout.agents.gateway import PROTOCOLS  # noqa: E402
 from streamrl.rollout.agents.policy import Score  # noqa: E402
@@ -64,7 +64,6 @@ from streamrl.transport.codec import ARRAYS, GroupHeader  # noqa: E402
 from streamrl.transport.control import FinishRun, Register, RegisterReply, Status  # noqa: E402
 from streamrl.transport.keys import bearer  # noqa: E402
 from streamrl.transport.manager_client import ControlClient  # noqa: E402
-from streamrl.transport.permissions import ALLOWED, GENERATION_CALLS, LOOKS  # noqa: E402
 from streamrl.transport.push_pull import Ask, Reply  # noqa: E402
 from streamrl.transport.request_reply import FIRST_ROLLOUT_WORKER  # noqa: E402
 from streamrl.transport.secret import VARIABLE, Secret  # noqa: E402
@@ -442,15 +441,13 @@ def packet_of(place: int, message: bytes) -> bytes:
 
 def corpora(taps: Taps, *, count: int) -> dict[str, Requests | Messages]:
     """Role → what its port is sent; `count` messages are made for each."""
-    gets = [call.removeprefix("GET ") for call in ALLOWED if call.startswith("GET")]
+    gets = [call.removeprefix("GET ") for call in CALLS if call.startswith("GET")]
     agents: dict[str, Any] = {path: dict[str, Any] for path in PROTOCOLS} | {"/score": Score, "/episodes": None}
     agents |= {f"/episodes/{name}{path}": body for name in ("0-0", "..", "%00") for path, body in agents.items()}
     bodies = {key.removeprefix("POST "): call.message for key, call in CALLS.items() if key.startswith("POST")}
     asks = hostile.examples(hostile.values_of(Ask), count=count // 2, begin=1)
     return {
-        "controller": Requests(
-            requests_of(bodies, [*gets, "/health"], count=count, begin=2), taps.requests("controller")
-        ),
+        "controller": Requests(requests_of(bodies, gets, count=count, begin=2), taps.requests("controller")),
         "gserver": Requests(
             requests_of(GSERVER_BODIES, ["/health", "/model_info", "/server_info"], count=count, begin=3),
             taps.requests("gserver"),
@@ -742,7 +739,9 @@ class Sending:
         if way == WAYS[1] and port.role == "controller":
             allowed, requests = allowed | WORKERS_CALLS | {"GET /model"}, requests.without(LEFT_OUT)
         if way == WAYS[1] and port.role == "gserver":
-            allowed = allowed | {f"{method} {path}" for method in ("GET", "POST") for path in GENERATION_CALLS}
+            allowed = allowed | {
+                f"{method} {path}" for method in ("GET", "POST") for path in generation.GENERATION_CALLS
+            }
         if port.role == "gserver" and self._engine == "sglang":
             allowed = allowed | {"GET /metrics"}
             requests = requests.without({"POST /generate"}) if way == WAYS[1] else requests

@@ -573,31 +573,33 @@ EXPERIMENTS = (
 
 
 def delay_experiments(results: Results) -> str:
-    """Each experiment against the default at the same delay: bounds of the ratios of area and plateau error."""
-    found: dict[tuple[str, str, int], list[Array]] = defaultdict(list)
+    """Each experiment against the default at the same delay and seeds: bounds of the ratios of area and error."""
+    found: dict[tuple[str, str, int], dict[int, Array]] = defaultdict(dict)
     for row in results["rows"]:
         if "age" in row:
-            found[row["task"], row["variant"], row["delay"]].append(
-                staleness.rewards_by_version(row["reward"], row["age"])
-            )
+            curve = staleness.rewards_by_version(row["reward"], row["age"])
+            found[row["task"], row["variant"], row["delay"]][row["seed"]] = curve
     rows = []
     for variant, task, predicted in EXPERIMENTS:
+        pairs = {
+            delay: (runs, found[task, "default", delay])
+            for (where, name, delay), runs in sorted(found.items())
+            if (where, name) == (task, variant)
+        }
         cells, verdict = [], []
-        delays = sorted(delay for place, name, delay in found if (place, name) == (task, variant))
-        if not delays:
-            continue
         for name, figure in (("area", partial(np.mean, axis=-1)), ("error", criterion.errors)):
             ratios = {}
-            for delay in delays:
-                ours, theirs = ({task: np.stack(found[task, of, delay])} for of in (variant, "default"))
-                _, *ratios[delay] = criterion.bounds(ours, theirs, figure, np.random.default_rng(0))
+            for delay, (ours, theirs) in pairs.items():
+                stacks = [{task: np.stack([runs[seed] for seed in ours])} for runs in (ours, theirs)]
+                _, *ratios[delay] = criterion.bounds(*stacks, figure, np.random.default_rng(0))
             cells.append(", ".join(f"{low:.2f}–{high:.2f}" for low, high in ratios.values()))
             more, less = ([d for d, r in ratios.items() if r[0] > 1], [d for d, r in ratios.items() if r[1] < 1])
             verdict += [
                 f"{word} {name} at {', '.join(map(str, at))}" for word, at in (("more", more), ("less", less)) if at
             ]
-        runs = f"{len(found[task, variant, delays[0]])} each at {', '.join(map(str, delays))}"
-        rows.append([variant, predicted, runs, *cells, "; ".join(verdict) or "no difference"])
+        if pairs:
+            runs = ", ".join(f"{len(ours)} at {delay}" for delay, (ours, _) in pairs.items())
+            rows.append([variant, predicted, runs, *cells, "; ".join(verdict) or "no difference"])
     return markdown(["variant", "predicted", "runs, delays", "area", "plateau error", "verdict"], rows) + alignment(
         results
     )

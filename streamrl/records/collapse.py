@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from streamrl.config import Config
+from streamrl.config import CollapseReaction, Config
 
 HealthState = Literal["healthy", "warning", "collapsing"]
 
@@ -56,6 +56,8 @@ WATCHED = (
 )
 """Metrics that are remembered."""
 
+BRAKED_DEVIATION = 0.02
+"""Mean |ρ - 1| of a window, without the largest step, above which a braked run's learning rate falls in proportion."""
 SLOWER = 0.25
 """Factor on a slowed run's learning rate while the policy is far from its data, which do not show the effect of a step.
 It ends when the data are fresh, because the policy then has to recover the lost reward."""
@@ -120,29 +122,35 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         usual = median(norms) if len(norms) >= ENOUGH else 0.0
         return grad_norm / usual if usual > 0 else 1.0
 
-    def after(self, figures: Mapping[str, float], *, step: int, turn: Sequence[str], slow: bool) -> CollapseWatch:
+    def after(
+        self, figures: Mapping[str, float], *, step: int, turn: Sequence[str], reaction: CollapseReaction
+    ) -> CollapseWatch:
         """Return the watch after a step with the metrics `figures`; missing metrics are ignored.
 
-        `turn`: settings to recommend; `slow`: slow the run down while there are signs.
+        `turn`: settings to recommend; `reaction`: `algorithm.on_collapse`.
         """
         recent = {
             name: [*self.recent.get(name, []), *([figures[name]] if _is_known(figures, name) else [])][-REMEMBERED:]
             for name in WATCHED
         }
         seen = msgspec.structs.replace(self, recent=recent)
-        return seen._with_best()._judged(step=step, turn=turn)._paced(slow=slow)
+        return seen._with_best()._judged(step=step, turn=turn)._paced(reaction)
 
     def evaluated(self, reward: float) -> CollapseWatch:
         """Return the watch after an evaluation on held-out prompts."""
         return msgspec.structs.replace(self, held_out=[*self.held_out, reward])
 
-    def resumed(self, *, slow: bool) -> CollapseWatch:
+    def resumed(self, reaction: CollapseReaction) -> CollapseWatch:
         """Return the watch of a run that continues from a checkpoint.
 
-        A collapsed run has to show signs again to count as collapsing. A run that is no longer to be slowed (`slow`)
-        continues at full pace.
+        A collapsed run has to show signs again to count as collapsing. A run that is no longer to be slowed or braked
+        (`reaction`: `algorithm.on_collapse`) continues at full pace.
         """
-        found = self if slow else msgspec.structs.replace(self, lr_scale=1.0, staleness_share=1.0, bearable_share=1.0)
+        found = self
+        if reaction != "slow":
+            found = msgspec.structs.replace(found, staleness_share=1.0, bearable_share=1.0)
+        if reaction not in ("slow", "brake"):
+            found = msgspec.structs.replace(found, lr_scale=1.0)
         if self.health.state != "collapsing":
             return found
         return msgspec.structs.replace(
@@ -196,6 +204,14 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             signs.append(f"gradient norm up to {gradient:.0f} times the usual")
         return signs
 
+    def _brake(self) -> float:
+        """Return the factor on the learning rate of a policy that is far from its data while the reward does not
+        rise."""
+        windows = self._windows("importance_ratio_deviation")
+        if self._rises() or not windows:
+            return 1.0
+        return BRAKED_DEVIATION / max(BRAKED_DEVIATION, fmean(sorted(windows[-1])[:-1]))
+
     def _falls(self) -> list[str]:
         """Return the signs that a reward has fallen."""
         signs = []
@@ -234,13 +250,16 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             )
         return msgspec.structs.replace(self, health=health, since_sign=since_sign, since_lead=since_lead)
 
-    def _paced(self, *, slow: bool) -> CollapseWatch:
+    def _paced(self, reaction: CollapseReaction) -> CollapseWatch:
         """Return the watch with the pace of the next step.
 
-        At any sign the run gets fresh data; while the policy is far from its data, steps are smaller, too. A fall of
-        the reward alone makes them no smaller, because the reward has to be learned again.
+        At any sign a slowed run gets fresh data; while the policy is far from its data, steps are smaller, too. A fall
+        of the reward alone makes them no smaller, because the reward has to be learned again. A braked run takes
+        smaller steps on a plateau, without waiting for signs.
         """
-        if not slow:
+        if reaction == "brake":
+            return msgspec.structs.replace(self, lr_scale=self._brake())
+        if reaction != "slow":
             return self
         share, bearable = self.staleness_share, self.bearable_share
         if self.since_sign == 0 and share > 0:

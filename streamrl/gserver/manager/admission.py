@@ -255,7 +255,7 @@ class GroupCalls:
         self._admitting = False
         self._training_over = False
         self._paused = False
-        self._slows = config.algorithm.on_collapse == "slow"
+        self._reaction = config.algorithm.on_collapse
         ledger.observers.append(state.admissions.wake)
 
     def begin(self, lineage: Lineage, begun: Progress | None) -> None:
@@ -271,7 +271,7 @@ class GroupCalls:
         if begun.data_rows:
             self._set_data(DataFacts(begun.data_rows, begun.data_digest, begun.data_of_tasks))
         self._ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs(), rows=begun.rows)
-        watch = begun.watch.resumed(slow=self._slows)
+        watch = begun.watch.resumed(self._reaction)
         self._ledger.admitted_staleness = watch.staleness(self._ledger.max_staleness)
         log.info("the run continues at version %d, after %d groups", begun.policy_version, begun.groups_trained)
 

@@ -140,5 +140,5 @@ class History:
         self.tokens_dropped = begun.tokens_dropped
         self.evaluation_due = begun.evaluation_due
         self.rewards = list(begun.recent_rewards)
-        self.watch = begun.watch.resumed(slow=self._config.algorithm.on_collapse == "slow")
+        self.watch = begun.watch.resumed(self._config.algorithm.on_collapse)
         self._seconds_before = begun.train_seconds

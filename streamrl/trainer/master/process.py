@@ -413,13 +413,13 @@ class Master:
         """Update the run's health by the last step; return additional figures of the step."""
         watch, algorithm = self._history.watch, self._config.algorithm
         more = {"grad_norm_ratio": watch.grad_norm_ratio(figures["grad_norm"])}
-        if algorithm.on_collapse == "slow":
+        if algorithm.on_collapse in ("slow", "brake"):
             more["lr_scale"] = watch.lr_scale
         self._history.watch = watch.after(
             figures | more,
             step=self.policy_version,
             turn=advice(self._config),
-            slow=algorithm.on_collapse == "slow",
+            reaction=algorithm.on_collapse,
         )
         return more
 

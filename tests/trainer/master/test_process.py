@@ -339,6 +339,16 @@ def test_a_run_in_trouble_is_slowed_on_all_ranks_alike_and_stays_so_when_it_is_r
     assert [report.admitted_staleness for report in resumed.manager.reports] == admitted[36:]
 
 
+def test_a_braked_run_takes_smaller_steps_and_admits_as_before(tmp_path):
+    config = configured(tmp_path, run={"total_train_steps": 40}, algorithm={"on_collapse": "brake"})
+    _, run = whole_run(config, Script(figures=moving_away(first=30)))
+    scales = [event.call.lr_scale for event in run.workers.named("actor_train")]
+    assert [report.metrics["lr_scale"] for report in run.manager.reports] == scales
+    assert scales[:30] == [1.0] * 30
+    assert scales[-1] < 0.5
+    assert {report.admitted_staleness for report in run.manager.reports} == {None}
+
+
 def test_a_run_that_collapses_stops_with_a_checkpoint_and_says_where_to_go_on(tmp_path):
     async def work():
         script = Script(figures=moving_away(first=30), group=losing_reward(first=140))

@@ -253,6 +253,23 @@ def test_the_check_itself(module: str, source: str, wrong: bool) -> None:
     assert bool(violations(source, Path(module))) == wrong
 
 
+def test_others_import_modules_that_exist() -> None:
+    """Also those that no test imports; the type check does not look for missing modules there."""
+
+    def exists(parts: list[str]) -> bool:
+        path = PACKAGE.joinpath(*parts)
+        return path.is_dir() or path.with_suffix(".py").is_file()
+
+    missing = []
+    for folder in ("benchmarks", "examples", "tests", "tools"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            for name, line in imported_names(file.read_text(), Path("file.py")):
+                package, *parts = name.split(".")
+                if package == "streamrl" and not (exists(parts) or exists(parts[:-1])):
+                    missing.append(f"{file.relative_to(ROOT)}:{line} imports {name}")
+    assert missing == []
+
+
 def test_every_module_was_looked_at() -> None:
     found = {module.as_posix() for module in modules()}
     assert {"errors.py", "transport/http.py", "gserver/manager/core.py"} <= found

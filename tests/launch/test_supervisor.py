@@ -194,6 +194,20 @@ async def test_a_silent_process_that_was_drained_before_its_end_is_replaced(
     await asyncio.wait([watching])
 
 
+async def test_the_model_workers_of_a_dead_controller_are_ended(
+    children: Children, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may hang, and would not notice the next one."""
+    monkeypatch.setattr(child_processes, "GRACE_SECONDS", 0.01)
+    worker = await start(children, "model_worker/0", "sleep 60")
+    await start(children, "controller/0", "kill -9 $$")
+    watcher = supervisor(children, _Controller(None))
+    assert not await watcher._was_last(await children.next_exit(), None)
+    watcher.replace_none()
+    async with asyncio.timeout(20):
+        await worker.ended.wait()
+
+
 def test_each_waits_twice_as_long_until_there_were_too_many() -> None:
     restarts = Restarts(most=3, window=100.0, delay=1.0)
     assert [restarts.allow("a", now=now) for now in (0.0, 10.0, 20.0, 30.0)] == [1.0, 2.0, 4.0, None]

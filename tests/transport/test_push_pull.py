@@ -202,6 +202,17 @@ class Warnings(logging.Handler):
         self.some.set()
 
 
+async def test_a_group_is_acknowledged_only_once_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first the head finds no place for it, though there seemed to be one."""
+    with head() as opened:
+        no_place, offer = iter([True]), opened.dataset.offer
+        monkeypatch.setattr(opened.dataset, "offer", lambda group: not next(no_place, False) and offer(group))
+        async with pusher_to(opened) as pusher:
+            await all_of(pusher.push(make_group(0)))
+            assert held(opened.dataset) == [0]
+        assert next(no_place, None) is None
+
+
 async def test_a_full_head_makes_pushers_wait_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     warnings = Warnings()
     monkeypatch.setattr(logging.getLogger("streamrl.transport.push_pull"), "handlers", [warnings])

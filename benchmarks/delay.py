@@ -153,7 +153,6 @@ VARIANTS = {
     "default": Variant(),
     "default, beta2 0.95": Variant(betas=SHORT),
     "half the lr": Variant(step_share=lambda seen: 0.5),
-    "a third of the pull": Variant({"behavior_kl_coef": 0.03}),
     "twice the pull": Variant({"behavior_kl_coef": 0.2}),
     "beta2 0.999": Variant(ALONE),
     "decoupled": Variant(ALONE, SHORT),

@@ -115,6 +115,10 @@ class CollapseWatch(msgspec.Struct, frozen=True):
     """Steps since the last sign."""
     since_lead: int = REMEMBERED
     """Steps since the last sign that the policy is far from its data."""
+    drift: float = 0.0
+    """Mean |ρ - 1| of a token for each version of its age; an earlier step counts half as much as the next one."""
+    near: int | None = None
+    """The age, in versions, up to which |ρ - 1| is expected to stay below `staleness.most_drift`; None: no limit."""
 
     def grad_norm_ratio(self, grad_norm: float) -> float:
         """Return a step's gradient norm over the median of the steps before; 1 while those are fewer than `ENOUGH`."""
@@ -123,30 +127,36 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         return grad_norm / usual if usual > 0 else 1.0
 
     def after(
-        self, figures: Mapping[str, float], *, step: int, turn: Sequence[str], reaction: CollapseReaction
+        self,
+        figures: Mapping[str, float],
+        *,
+        step: int,
+        turn: Sequence[str],
+        reaction: CollapseReaction,
+        most_drift: float = 0.0,
     ) -> CollapseWatch:
         """Return the watch after a step with the metrics `figures`; missing metrics are ignored.
 
-        `turn`: settings to recommend; `reaction`: `algorithm.on_collapse`.
+        `turn`: settings to recommend; `reaction`: `algorithm.on_collapse`; `most_drift`: of [staleness].
         """
         recent = {
             name: [*self.recent.get(name, []), *([figures[name]] if _is_known(figures, name) else [])][-REMEMBERED:]
             for name in WATCHED
         }
         seen = msgspec.structs.replace(self, recent=recent)
-        return seen._with_best()._judged(step=step, turn=turn)._paced(reaction)
+        return seen._with_best()._judged(step=step, turn=turn)._paced(reaction)._drifted(figures, most=most_drift)
 
     def evaluated(self, reward: float) -> CollapseWatch:
         """Return the watch after an evaluation on held-out prompts."""
         return msgspec.structs.replace(self, held_out=[*self.held_out, reward])
 
-    def resumed(self, reaction: CollapseReaction) -> CollapseWatch:
+    def resumed(self, reaction: CollapseReaction, *, most_drift: float = 0.0) -> CollapseWatch:
         """Return the watch of a run that continues from a checkpoint.
 
         A collapsed run has to show signs again to count as collapsing. A run that is no longer to be slowed or braked
         (`reaction`: `algorithm.on_collapse`) continues at full pace.
         """
-        found = self
+        found = msgspec.structs.replace(self, near=(self.near or 0) if most_drift else None)
         if reaction != "slow":
             found = msgspec.structs.replace(found, staleness_share=1.0, bearable_share=1.0)
         if reaction not in ("slow", "brake"):
@@ -159,7 +169,8 @@ class CollapseWatch(msgspec.Struct, frozen=True):
 
     def staleness(self, max_staleness: int) -> int:
         """Return by how many versions groups admitted from now on may be stale, with this `max_staleness`."""
-        return int(self.staleness_share * max_staleness)
+        most = int(self.staleness_share * max_staleness)
+        return most if self.near is None else min(most, self.near)
 
     def _windows(self, name: str) -> list[list[float]]:
         """Return each `WINDOW` remembered steps in a row, the latest last."""
@@ -272,6 +283,20 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             staleness_share=share,
             bearable_share=bearable,
         )
+
+    def _drifted(self, figures: Mapping[str, float], *, most: float) -> CollapseWatch:
+        """Return the watch with the drift of the last step. The staleness that `most` allows rises by one version a
+        step, since the policies of the next steps are not known, and falls at once, but not below 1."""
+        if not most:
+            return self
+        drift, age = self.drift, figures.get("token_age_mean", 0.0)
+        if age > 0 and _is_known(figures, "importance_ratio_deviation"):
+            now = figures["importance_ratio_deviation"] / age
+            drift = (drift + now) / 2 if drift else now
+        near = (self.near or 0) + 1
+        if near * drift > most:
+            near = max(1, int(most / drift))
+        return msgspec.structs.replace(self, drift=drift, near=near)
 
 
 def _is_known(figures: Mapping[str, float], name: str) -> bool:

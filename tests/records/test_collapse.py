@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +39,15 @@ def fed(
         ratio = {"grad_norm_ratio": last.grad_norm_ratio(figures["grad_norm"])} if "grad_norm" in figures else {}
         found.append(last.after(figures | ratio, step=len(found), turn=["trainer.lr=1"], reaction=reaction))
     return found[1:]
+
+
+def drifting(deviations: Sequence[float], *, age: float, most: float) -> list[CollapseWatch]:
+    """The watch after each step of a run with `staleness.most_drift`, of data that are `age` versions old."""
+    found = [CollapseWatch(near=0)]
+    for step, deviation in enumerate(deviations):
+        figures = HEALTHY | {"importance_ratio_deviation": deviation, "token_age_mean": age}
+        found.append(found[-1].after(figures, step=step, turn=[], reaction="warn", most_drift=most))
+    return found
 
 
 def states(watches: Iterable[CollapseWatch]) -> list[str]:
@@ -311,3 +321,27 @@ def test_the_table_of_the_page_is_what_the_watch_makes_of_the_recorded_runs():
     page = (Path(__file__).parents[2] / "docs" / "collapse.md").read_text()
     rows = page.partition("| `behavior_kl_coef` | η | seed |")[2].partition("\n\n")[0].splitlines()[2:]
     assert rows == [run.row() for run in RECORDED]
+
+
+def test_staleness_rises_while_the_policy_is_near_and_falls_when_it_moves() -> None:
+    calm = drifting([0.02] * 10, age=2.0, most=0.1)
+    assert [watch.staleness(8) for watch in calm] == [0, 1, 2, 3, 4, 5, 6, 7, 8, 8, 8]
+    assert calm[-1].staleness(3) == 3, "max_staleness is the most"
+    moved = drifting([0.02] * 10 + [0.4, 0.4, 0.02, 0.02, 0.02], age=2.0, most=0.1)
+    assert [watch.staleness(8) for watch in moved[10:]] == [8, 1, 1, 1, 2, 3]
+    assert moved[-1].drift == pytest.approx(0.03, abs=0.01)
+
+
+@given(st.lists(st.floats(0, 5), max_size=60), st.floats(0.01, 8), st.floats(0.001, 1), st.integers(0, 16))
+def test_staleness_rises_by_one_version_a_step(deviations: list[float], age: float, most: float, eta: int) -> None:
+    found = [watch.staleness(eta) for watch in drifting(deviations, age=age, most=most)]
+    assert found[0] == 0
+    assert all(0 <= now <= min(eta, before + 1) for before, now in pairwise(found))
+    assert all(now >= min(eta, 1) for now in found[1:])
+
+
+def test_a_resumed_run_keeps_its_drift_and_one_without_the_limit_has_no_more() -> None:
+    watch = msgspec.json.decode(msgspec.json.encode(drifting([0.1] * 9, age=2.0, most=0.2)[-1]), type=CollapseWatch)
+    assert watch.resumed("warn", most_drift=0.2).staleness(8) == watch.staleness(8) == 4
+    assert watch.resumed("warn").staleness(8) == 8
+    assert BEGINNING.resumed("warn", most_drift=0.2).staleness(8) == 0

@@ -256,6 +256,7 @@ class GroupCalls:
         self._training_over = False
         self._paused = False
         self._reaction = config.algorithm.on_collapse
+        self._most_drift = config.staleness.most_drift
         ledger.observers.append(state.admissions.wake)
 
     def begin(self, lineage: Lineage, begun: Progress | None) -> None:
@@ -266,12 +267,12 @@ class GroupCalls:
         self._admitting = self._training_over = False
         if begun is None:
             self._ledger.restore(lineage, trained=(), rejected=())
-            self._ledger.admitted_staleness = self._ledger.max_staleness
+            self._ledger.admitted_staleness = 0 if self._most_drift else self._ledger.max_staleness
             return
         if begun.data_rows:
             self._set_data(DataFacts(begun.data_rows, begun.data_digest, begun.data_of_tasks))
         self._ledger.restore(lineage, trained=begun.trained_seqs(), rejected=begun.rejected_seqs(), rows=begun.rows)
-        watch = begun.watch.resumed(self._reaction)
+        watch = begun.watch.resumed(self._reaction, most_drift=self._most_drift)
         self._ledger.admitted_staleness = watch.staleness(self._ledger.max_staleness)
         log.info("the run continues at version %d, after %d groups", begun.policy_version, begun.groups_trained)
 

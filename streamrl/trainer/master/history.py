@@ -99,7 +99,7 @@ class History:
         """Whether an evaluation of this version was due."""
         self.rewards: list[float] = []
         """Mean reward of each step, for a resumed run also of the last ones before the checkpoint."""
-        self.watch = CollapseWatch()
+        self.watch = CollapseWatch(near=0 if config.staleness.most_drift else None)
         """The run's health by the figures of the steps so far."""
         self._began = time.time()
         self._seconds_before = 0.0
@@ -140,5 +140,7 @@ class History:
         self.tokens_dropped = begun.tokens_dropped
         self.evaluation_due = begun.evaluation_due
         self.rewards = list(begun.recent_rewards)
-        self.watch = begun.watch.resumed(self._config.algorithm.on_collapse)
+        self.watch = begun.watch.resumed(
+            self._config.algorithm.on_collapse, most_drift=self._config.staleness.most_drift
+        )
         self._seconds_before = begun.train_seconds

@@ -420,6 +420,7 @@ class Master:
             step=self.policy_version,
             turn=advice(self._config),
             reaction=algorithm.on_collapse,
+            most_drift=self._config.staleness.most_drift,
         )
         return more
 

@@ -133,18 +133,22 @@ class CollapseWatch(msgspec.Struct, frozen=True):
         step: int,
         turn: Sequence[str],
         reaction: CollapseReaction,
+        age: float = 0.0,
         most_drift: float = 0.0,
     ) -> CollapseWatch:
         """Return the watch after a step with the metrics `figures`; missing metrics are ignored.
 
-        `turn`: settings to recommend; `reaction`: `algorithm.on_collapse`; `most_drift`: of [staleness].
+        `turn`: settings to recommend; `reaction`: `algorithm.on_collapse`; `age`: mean age of the trained tokens, in
+        versions; `most_drift`: of [staleness].
         """
         recent = {
             name: [*self.recent.get(name, []), *([figures[name]] if _is_known(figures, name) else [])][-REMEMBERED:]
             for name in WATCHED
         }
         seen = msgspec.structs.replace(self, recent=recent)
-        return seen._with_best()._judged(step=step, turn=turn)._paced(reaction)._drifted(figures, most=most_drift)
+        return (
+            seen._with_best()._judged(step=step, turn=turn)._paced(reaction)._drifted(figures, age=age, most=most_drift)
+        )
 
     def evaluated(self, reward: float) -> CollapseWatch:
         """Return the watch after an evaluation on held-out prompts."""
@@ -284,12 +288,12 @@ class CollapseWatch(msgspec.Struct, frozen=True):
             bearable_share=bearable,
         )
 
-    def _drifted(self, figures: Mapping[str, float], *, most: float) -> CollapseWatch:
+    def _drifted(self, figures: Mapping[str, float], *, age: float, most: float) -> CollapseWatch:
         """Return the watch with the drift of the last step. The staleness that `most` allows rises by one version a
         step, since the policies of the next steps are not known, and falls at once, but not below 1."""
         if not most:
             return self
-        drift, age = self.drift, figures.get("token_age_mean", 0.0)
+        drift = self.drift
         if age > 0 and _is_known(figures, "importance_ratio_deviation"):
             now = figures["importance_ratio_deviation"] / age
             drift = (drift + now) / 2 if drift else now

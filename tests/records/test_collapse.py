@@ -45,8 +45,8 @@ def drifting(deviations: Sequence[float], *, age: float, most: float) -> list[Co
     """The watch after each step of a run with `staleness.most_drift`, of data that are `age` versions old."""
     found = [CollapseWatch(near=0)]
     for step, deviation in enumerate(deviations):
-        figures = HEALTHY | {"importance_ratio_deviation": deviation, "token_age_mean": age}
-        found.append(found[-1].after(figures, step=step, turn=[], reaction="warn", most_drift=most))
+        figures = HEALTHY | {"importance_ratio_deviation": deviation}
+        found.append(found[-1].after(figures, step=step, turn=[], reaction="warn", age=age, most_drift=most))
     return found
 
 

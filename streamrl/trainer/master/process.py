@@ -24,7 +24,7 @@ from streamrl.records import progress, rollouts_writer
 from streamrl.records.collapse import Health, advice
 from streamrl.records.evaluation import EvaluationReport
 from streamrl.records.lineage import FIRST, Lineage
-from streamrl.records.metrics import Final, StepReport, write_final
+from streamrl.records.metrics import Final, StepReport, mean_age, write_final
 from streamrl.records.sinks import MetricsWriter, start_sinks
 from streamrl.trainer.calls import EvaluateHook, SaveHook, StorageNotice, TrainReply, WorkerSpec
 from streamrl.trainer.graph import graph_of
@@ -392,7 +392,7 @@ class Master:
         figures = batch_metrics(batch, self._former, policy_version=version) | train_metrics(result.trained)
         figures |= task_metrics(batch, self._mixture, policy_version=version)
         self._history.rewards.append(figures["reward_mean"])
-        figures |= self._look_after(figures)
+        figures |= self._look_after(figures, age=mean_age(token_ages(result.trained)) or 0.0)
         report = self._report(batch, result, figures, begin=begin, formed=formed, end=end)
         evaluate, save = self._is_due(self.policy_version)
         self._history.evaluation_due = evaluate
@@ -409,8 +409,8 @@ class Master:
         await asyncio.sleep(0)  # the workers receive its call before any later one
         return publication
 
-    def _look_after(self, figures: dict[str, float]) -> dict[str, float]:
-        """Update the run's health by the last step; return additional figures of the step."""
+    def _look_after(self, figures: dict[str, float], *, age: float) -> dict[str, float]:
+        """Update the run's health by the last step, on tokens of mean `age`; return additional figures of the step."""
         watch, algorithm = self._history.watch, self._config.algorithm
         more = {"grad_norm_ratio": watch.grad_norm_ratio(figures["grad_norm"])}
         if algorithm.on_collapse in ("slow", "brake"):
@@ -420,6 +420,7 @@ class Master:
             step=self.policy_version,
             turn=advice(self._config),
             reaction=algorithm.on_collapse,
+            age=age,
             most_drift=self._config.staleness.most_drift,
         )
         return more

@@ -349,6 +349,16 @@ def test_a_braked_run_takes_smaller_steps_and_admits_as_before(tmp_path):
     assert {report.admitted_staleness for report in run.manager.reports} == {None}
 
 
+def test_a_run_admits_by_the_drift_of_its_policy(tmp_path):
+    """Far from its data, a policy has data of the last version."""
+    config = configured(tmp_path, run={"total_train_steps": 40}, staleness={"max_staleness": 4, "most_drift": 0.2})
+    _, run = whole_run(config, Script(figures=moving_away(first=30)))
+    admitted = [report.admitted_staleness for report in run.manager.reports]
+    assert admitted[:4] == [1, 2, 3, None]
+    assert set(admitted[4:29]) == {None}
+    assert set(admitted[31:]) == {1}
+
+
 def test_a_run_that_collapses_stops_with_a_checkpoint_and_says_where_to_go_on(tmp_path):
     async def work():
         script = Script(figures=moving_away(first=30), group=losing_reward(first=140))

@@ -160,6 +160,7 @@ VARIANTS = {
     "staleness rises every 2 versions": Variant(staleness=each_versions(2)),
     "staleness rises every 4 versions": Variant(staleness=each_versions(4)),
     "staleness by drift": Variant(staleness=by_drift),
+    "staleness by drift, and lr falls to a tenth": Variant(staleness=by_drift, step_share=falling),
     "steps by contrast": Variant(step_share=by_contrast),
     "lr falls to a tenth": Variant(step_share=falling),
     "both": Variant(step_share=lambda seen: by_contrast(seen) * falling(seen)),

@@ -559,6 +559,8 @@ EXPERIMENTS = (
     Experiment("staleness rises every 2 versions", AFTER_COPY, "more area"),
     Experiment("staleness rises every 4 versions", AFTER_COPY, "more area"),
     Experiment("staleness by drift", AFTER_COPY, "more area"),
+    Experiment("staleness by drift", "sort", "more area"),
+    Experiment("staleness by drift, and lr falls to a tenth", "sort", "more area"),
     Experiment("steps by contrast", "sort", "error 0.7"),
     Experiment("lr falls to a tenth", "sort", "error 0.7"),
     Experiment("both", "sort", "error 0.7"),

@@ -57,7 +57,7 @@ TOLERANCE = 1e-4
 JSON = {"Content-Type": "application/json"}
 
 
-LONG = {"embedded": 2000, "sglang": 400, "vllm": 400}
+LONG = {"embedded": 5000, "sglang": 400, "vllm": 400}
 """Tokens of a response that goes on for longer than an update takes."""
 
 

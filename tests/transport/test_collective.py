@@ -37,7 +37,7 @@ TIMEOUT = 20.0
 SIZES = [1, 300_000, 2, 3, 1_000_000, 5, 7, 400_000, 11]
 
 
-def group(rank: int, port: int, store: Any = None) -> Any:
+def group(rank: int, port: int, store: Any = None, *, meeting_seconds: float | None = None) -> Any:
     return form_group(
         address="127.0.0.1",
         port=port,
@@ -46,6 +46,7 @@ def group(rank: int, port: int, store: Any = None) -> Any:
         name="few",
         backend="gloo",
         timeout=TIMEOUT,
+        meeting_seconds=meeting_seconds,
         store=store,
     )
 
@@ -169,17 +170,7 @@ def test_a_rank_that_dies_while_its_group_forms_is_awaited_no_longer_than_the_de
             ranks.take(1)
         began = time.monotonic()
         with pytest.raises(PublicationError, match=r"could not meet the others, .* within 1 s"):
-            form_group(
-                address="127.0.0.1",
-                port=store.port,
-                rank=0,
-                world_size=2,
-                name="few",
-                backend="gloo",
-                timeout=TIMEOUT,
-                meeting_seconds=1.0,
-                store=store,
-            )
+            group(0, store.port, store, meeting_seconds=1.0)
         assert time.monotonic() - began < TIMEOUT / 2
 
 

@@ -34,6 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.config import Config, load
 from streamrl.models import ensure_checkpoint
+from streamrl.records.collapse import CollapseWatch
 from streamrl.rollout.reward.functions import Response
 from streamrl.rollout.tasks import copy_digits, copy_reward, sort_digits
 from streamrl.trainer.algorithms.losses import behavior_kl
@@ -54,7 +55,7 @@ CAP = 5.0
 """Largest weight ρ of a success."""
 
 Seen = Sequence[Mapping[str, float]]
-"""Figures of each step so far, those of the present one last."""
+"""Figures of each step so far, the present one last."""
 
 
 # --- methods -------------------------------------------------------------------------------------
@@ -65,15 +66,13 @@ def each_versions(number: int) -> Callable[[Seen, int], int]:
     return lambda seen, delay: min(delay, len(seen) // number)
 
 
-def by_drift(seen: Seen, delay: int, *, most: float = 0.1) -> int:
-    """Return the staleness that keeps mean |ρ - 1| of a token below `most`, judged by its growth per version."""
-    admitted, drift = 0, 0.0
-    for figures in seen:
-        if figures["age"]:
-            now = figures["ratio_deviation"] / figures["age"]
-            drift = (drift + now) / 2 if drift else now
-        admitted = min(delay, admitted + 1, max(1, int(most / drift)) if drift else delay)
-    return admitted
+def by_drift(seen: Seen, delay: int) -> int:
+    """Return the staleness of `staleness.most_drift = 0.1`, by streamrl's own watch."""
+    watch = CollapseWatch(near=0)
+    for step, figures in enumerate(seen):
+        metrics = {"importance_ratio_deviation": figures["ratio_deviation"]}
+        watch = watch.after(metrics, step=step, turn=(), reaction="warn", age=figures["age"], most_drift=0.1)
+    return watch.staleness(delay)
 
 
 def by_contrast(seen: Seen, *, groups: int = 32) -> float:

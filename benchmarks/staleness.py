@@ -588,6 +588,21 @@ def found_claims(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, Claim]]:
     return found
 
 
+def age_cost(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of the area that is lost with each version of the mean token age: least squares over the means
+    by task and η of the claims, without `modular-addition`, whose runs differ more by seed than by η."""
+    synchronous = curves(rows_of(rows, eta=0))
+    ages, losses = [], []
+    for task in (*SCRATCH, *PRETRAINED):
+        for eta in CLAIMED if task != "modular-addition" else ():
+            mine = [row for row in rows_of(rows, eta=eta) if row["task"] == task]
+            if mine:
+                ages.append(fmean(fmean(row["curve"]["age"]) for row in mine))
+                areas = [fmean(float(curve.mean()) for curve in of) for of in (curves(mine)[task], synchronous[task])]
+                losses.append(1 - areas[0] / areas[1])
+    return float(np.dot(ages, losses) / np.dot(ages, ages))
+
+
 def missing_runs(rows: Sequence[Mapping[str, Any]]) -> tuple[int, int]:
     """Return how many runs with the default objective are missing, and of how many."""
     wanted = [cell for cell in study() if cell.objective == "default" and cell.over_age == "mask"]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import AlgorithmConfig, load
+from streamrl.planner.advice import AGE_COST
 from tests.runs import write_run
 from tests.test_figures import benchmark
 
@@ -201,3 +202,8 @@ def test_tables_are_whole(render):
     assert len(widths) == 1
     assert len(table.splitlines()) > 5
     assert getattr(tables, render)({"rows": []}) == tables.NOT_MEASURED
+
+
+def test_the_planner_has_the_price_of_age_that_the_kept_runs_show():
+    rows = json.loads((staleness.KEPT / "staleness.json").read_text())["rows"]
+    assert staleness.age_cost(rows) == pytest.approx(AGE_COST, abs=0.002)

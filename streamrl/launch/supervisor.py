@@ -171,7 +171,7 @@ class Supervisor:
             last = await self._follow_exits()
         finally:
             await cancel(watching, *self._coming, *self._ending)
-        await self._let_leave()
+        await self._let_leave(last)
         if last is not None and last.state == "stopped" and self._part != "pool":
             raise RunStopped(f"the run was stopped: {last.message}")
 
@@ -196,7 +196,7 @@ class Supervisor:
         if status is not None and state == "failed" and (child.exit_code or self._part != "pool"):
             raise await self._failure(child, status)
         over, controls = state in ("finished", "stopped"), child.role == "controller"
-        if status is None or any(_is(process, child) and process.pid == child.pid for process in status.processes):
+        if _has_joined(child, status):
             self._joined.add(child.name)
         # A controller that does not reply may have left already; if it failed, its own exit code shows it.
         left = child.exit_code == 0 and (over or state == "unknown")
@@ -309,16 +309,18 @@ class Supervisor:
         self._ending.append(task)
         return task
 
-    async def _let_leave(self) -> None:
-        waiting = [asyncio.create_task(child.ended.wait()) for child in self._children.members]
-        if not waiting:
-            return
+    async def _let_leave(self, last: Status | None) -> None:
+        """Wait until the processes that have joined the run leave it; the others do not learn of its end.
+        `last`: the run's state at its end."""
+        leaving = [child for child in self._children.members if _has_joined(child, last)]
         try:
-            await asyncio.wait(waiting, timeout=LEAVE_SECONDS)
-        finally:
-            await cancel(*waiting)
-        for child in self._children.members:
-            log.warning("%s has not left %.0f s after the end of the run: stopping it", child.name, LEAVE_SECONDS)
+            async with asyncio.timeout(LEAVE_SECONDS):
+                for child in leaving:
+                    await child.ended.wait()
+        except TimeoutError:
+            for child in leaving:
+                if child.exit_code is None:
+                    log.warning("%s has not left after %.0f s: stopping it", child.name, LEAVE_SECONDS)
 
     # Silence
 
@@ -446,6 +448,11 @@ def _successor(child: Child, status: Status | None) -> ProcessStatus | None:
         if process.state == "live" and _is(process, child):
             return process if (process.pid, process.host) != (child.pid, socket.gethostname()) else None
     return None
+
+
+def _has_joined(child: Child, status: Status | None) -> bool:
+    """Return whether `child` is in the run's state; an unknown state may have every process."""
+    return status is None or any(_is(process, child) and process.pid == child.pid for process in status.processes)
 
 
 def _is(process: ProcessStatus, child: Child) -> bool:

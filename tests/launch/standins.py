@@ -20,9 +20,9 @@ import psutil
 from aiohttp import web
 
 from streamrl.config import Config
-from streamrl.errors import ModelError, StreamRLError
+from streamrl.errors import ModelError, RunStopped, StreamRLError
 from streamrl.records.metrics import StepReport
-from streamrl.transport.control import Done, FinishRun, LedgerStatus, ProcessStatus, Status
+from streamrl.transport.control import Done, FinishRun, LedgerStatus, ProcessStatus, Silence, Status
 
 log = logging.getLogger("streamrl.standin")
 
@@ -67,6 +67,11 @@ async def controller(
         await over.wait()
         return web.Response()
 
+    async def silence(request: web.Request) -> web.Response:
+        await over.wait()
+        body = Silence(changes=0, processes=[], over=True)
+        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
     async def fail(request: web.Request) -> web.Response:
         found = msgspec.json.decode(await request.read(), type=FinishRun)
         log.error("told that the run failed: %s", found.error)
@@ -81,10 +86,18 @@ async def controller(
         given[role] += 1
         return web.json_response({"index": given[role] - 1})
 
+    drained = asyncio.Event()
+
+    async def drain(request: web.Request) -> web.Response:
+        if action != "until drained":
+            raise web.HTTPNotFound
+        drained.set()
+        return web.Response(body=msgspec.json.encode(Done()), content_type="application/json")
+
     app.add_routes(
         [
             *(web.get("/status", status), web.post("/place", place), web.get("/wait", wait)),
-            web.post("/finish_run", fail),
+            *(web.get("/silent", silence), web.post("/finish_run", fail), web.post("/drain", drain)),
         ]
     )
     runner = web.AppRunner(app, shutdown_timeout=0.2)
@@ -103,6 +116,9 @@ async def controller(
             state.update(state="finished", message="3 steps are done")
         elif action == "fail":
             state.update(state="failed", message="gserver/0: ModelError: out of memory")
+        elif action == "until drained":
+            await drained.wait()
+            state.update(state="stopped", message="stopped on request after step 3")
         else:
             await _act(config, "controller", 0)
         over.set()
@@ -112,6 +128,8 @@ async def controller(
         await runner.cleanup()
     if action == "fail":
         raise StreamRLError(f"the run has failed: {state['message']}")
+    if state["state"] == "stopped":
+        raise RunStopped(state["message"])
 
 
 async def gserver(config: Config, *, manager_url: str, index: int = 0, model_dir: Path, advertise: str) -> None:

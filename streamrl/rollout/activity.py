@@ -6,7 +6,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import msgspec
 
@@ -61,8 +61,8 @@ class Activity:
         """How often a failed sibling was made again."""
         self.reward_errors = 0
         """Responses, or agents' episodes, that could not be scored."""
-        self.episodes: Counter[str] = Counter()
-        """Counts of agents' episodes that ended with trajectories, by name."""
+        self.episodes: dict[str, float] = {}
+        """Sums over the agents' episodes that ended with trajectories, by the name of the figure."""
         self.agent_retries: Callable[[], int] = int
         """Returns how many agents' requests received the answer of an earlier request."""
         self.reward_busy_seconds: Callable[[], float] = float
@@ -74,12 +74,8 @@ class Activity:
         self._tokens = 0
         self._interruptions = 0
         self._reward_seconds = 0.0
-        self._agent_seconds = 0.0
         self._metrics: dict[str, tuple[float, int]] = {}
         """Agents' own metrics: name → sum and count."""
-        self._agent_generation_seconds = 0.0
-        self._agent_tokens = 0
-        self._agent_tokens_trained = 0
         self._rewards: deque[float] = deque(maxlen=REWARD_WINDOW)
         self._on_wait: Callable[[str], None] | None = None
         self._waiting_for = ""
@@ -116,14 +112,8 @@ class Activity:
         if playing := self._under_way[PLAYING]:
             stats["agent_episodes_running"] = playing
         if self.episodes:
-            stats |= self.episodes
-            stats |= {
-                "agent_retries_total": self.agent_retries(),
-                "agent_seconds_total": self._agent_seconds,
-                "agent_generation_seconds_total": self._agent_generation_seconds,
-                "agent_tokens_total": self._agent_tokens,
-                "agent_tokens_trained_total": self._agent_tokens_trained,
-            }
+            stats |= {f"agent_{name}_total": value for name, value in self.episodes.items()}
+            stats["agent_retries_total"] = self.agent_retries()
             for name, (total, count) in self._metrics.items():
                 stats |= {f"agent_metric_total/{name}": total, f"agent_metric_count/{name}": count}
         if self._rewards:
@@ -139,27 +129,11 @@ class Activity:
         finally:
             self.groups_running -= 1
 
-    def generating(self) -> AbstractContextManager[None]:
-        """Count a generation request as in flight while inside."""
-        return self._in(GENERATION)
-
-    def waiting_for_agent(self) -> AbstractContextManager[None]:
-        """Count an episode as waiting for an agent while inside."""
-        return self._in(BEFORE_PLAYING)
-
-    def playing(self) -> AbstractContextManager[None]:
-        """Count an episode as played by an agent while inside."""
-        return self._in(PLAYING)
-
-    def waiting_to_be_scored(self) -> AbstractContextManager[None]:
-        """Count a response as waiting for permission to be scored while inside."""
-        return self._in(BEFORE_SCORING)
-
     @contextmanager
     def scoring(self) -> Iterator[None]:
         """Count a response as being scored while inside."""
         started = time.monotonic()
-        with self._in(SCORING):
+        with self.in_stage(SCORING):
             try:
                 yield
             finally:
@@ -169,12 +143,8 @@ class Activity:
     def retrying(self) -> Iterator[None]:
         """Count a retry, and a failed sibling as waiting for it while inside."""
         self.siblings_retried += 1
-        with self._in(RETRYING):
+        with self.in_stage(RETRYING):
             yield
-
-    def pushing(self) -> AbstractContextManager[None]:
-        """Count a finished group as on its way to the trainer while inside."""
-        return self._in(PUSHING)
 
     def generated(self, *, tokens: int, interruptions: int) -> None:
         """Count a complete response."""
@@ -214,55 +184,25 @@ class Activity:
         elif len(self._failures) < MOST_FAILURES:
             self._failures[kind] = FrequentFailure(error, 1, self.describe_row(seq))
 
-    def filtered(self) -> None:
-        """Count a group that `rollout.filter` left out."""
-        self.groups_filtered += 1
-
     def log_reason(self, what: str, reason: BaseException) -> None:
         """Log an event and its reason, unless similar messages are being suppressed."""
         self._reasons.warning("%s: %s: %s", what, type(reason).__name__, reason)
 
-    def episode_ended(
-        self,
-        *,
-        calls: int,
-        turns: int,
-        conversations: int,
-        rewritten: int,
-        rerendered: int,
-        drifted: int,
-        seconds: float,
-        generation_seconds: float,
-        tokens: int,
-        tokens_trained: int,
-        metrics: Mapping[str, float],
-    ) -> None:
-        """Count an agent's episode of `seconds`, in which the policy received `calls` requests for answers.
+    def episode_ended(self, figures: Mapping[str, float], *, metrics: Mapping[str, float]) -> None:
+        """Add the `figures` of an agent's episode to the sums of their names.
 
-        `turns`: answers in the conversation with the most of them. `tokens`: all sampled tokens; `tokens_trained`:
-        tokens under the loss, from answers that the agent received. `rewritten`: calls with answers in their history
-        that the policy never gave. `rerendered`: calls whose history the model's template renders differently than
-        before. `drifted`: answers with text that has other tokens than the sampled ones. `metrics`: the agent's own
-        figures; those beyond `MOST_METRICS` names are left out.
+        `metrics`: the agent's own figures; those beyond `MOST_METRICS` names are left out.
         """
-        self.episodes["agent_episodes_total"] += 1
-        self.episodes["agent_calls_total"] += calls
-        self.episodes["agent_turns_total"] += turns
-        self.episodes["agent_trajectories_total"] += conversations
-        self.episodes["agent_rewritten_total"] += rewritten
-        self.episodes["agent_rerendered_total"] += rerendered
-        self.episodes["agent_drifted_total"] += drifted
-        self._agent_seconds += seconds
-        self._agent_generation_seconds += generation_seconds
-        self._agent_tokens += tokens
-        self._agent_tokens_trained += tokens_trained
+        for name, value in {"episodes": 1, **figures}.items():
+            self.episodes[name] = self.episodes.get(name, 0) + value
         for name, value in metrics.items():
             if name in self._metrics or len(self._metrics) < MOST_METRICS:
                 total, count = self._metrics.get(name, (0.0, 0))
                 self._metrics[name] = (total + value, count + 1)
 
     @contextmanager
-    def _in(self, stage: str) -> Iterator[None]:
+    def in_stage(self, stage: str) -> Iterator[None]:
+        """Count a response or a group as in `stage`, one of `STAGES`, while inside."""
         self._under_way[stage] += 1
         if self._under_way[stage] == 1:
             self._update()

@@ -25,7 +25,7 @@ from streamrl.config import Config
 from streamrl.errors import DataError, PeerLost, StreamRLError, first_error
 from streamrl.mixture import Mixture
 from streamrl.records.lineage import LineageHistory
-from streamrl.rollout.activity import Activity
+from streamrl.rollout.activity import PUSHING, Activity
 from streamrl.rollout.generation import GroupRoute, InFlightReports, RequestCount
 from streamrl.rollout.groups import GroupMaker, load_filter
 from streamrl.rollout.held_out import HeldOutPrompts
@@ -367,7 +367,7 @@ class RolloutWorker:
                     await self._leave_out(made)
                     return False
                 group.made = made
-            with self._activity.pushing():
+            with self._activity.in_stage(PUSHING):
                 await self._push(group.made, permit=group.admission.permit)
         except Exception as error:  # one group may fail, for example in the user's workflow; many stop the run
             if not isinstance(error, StreamRLError):
@@ -409,7 +409,7 @@ class RolloutWorker:
         """Give the group's place back, and warn after many in a row: without other groups training stands still."""
         self._failures.clear()
         self._filtered_in_a_row += 1
-        self._activity.filtered()
+        self._activity.groups_filtered += 1
         rewards = np.unique(group.rewards).tolist()
         if self._filtered_in_a_row % FILTER_WARNING_GROUPS == 0:
             log.warning(

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from streamrl.config import RewardConfig, SamplingConfig, WorkflowConfig
 from streamrl.errors import ConfigError, DataError, RewardError
 from streamrl.importing import load_object
-from streamrl.rollout.activity import Activity
+from streamrl.rollout.activity import BEFORE_SCORING, GENERATION, Activity
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import GroupRoute, OnTokens, first_known, of_all_tokens
 from streamrl.rollout.reward.functions import Response
@@ -148,7 +148,7 @@ class Session:
             )
         rid = f"{self.episode}.{self._requests}"
         self._requests += 1
-        with self._activity.generating(), self._route.request(len(input_ids)):
+        with self._activity.in_stage(GENERATION), self._route.request(len(input_ids)):
             generation = await self._generator.generate(
                 input_ids,
                 max_new_tokens=min(room, max_new_tokens or self.sampling.max_new_tokens),
@@ -179,7 +179,7 @@ class Session:
     async def generated(self) -> None:
         """Wait until the sibling may be scored, after all of its generation; `score` also does this."""
         if self._before_scoring is not None:
-            with self._activity.waiting_to_be_scored():
+            with self._activity.in_stage(BEFORE_SCORING):
                 await self._before_scoring(self.sibling)
 
     async def score(self, response: Response) -> float:

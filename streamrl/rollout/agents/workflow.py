@@ -24,6 +24,7 @@ from aiohttp import web
 from streamrl.config import AgentConfig, Config
 from streamrl.errors import AgentError, ConfigError, DataError, StreamRLError, UnknownFault
 from streamrl.models import vocab_size
+from streamrl.rollout.activity import BEFORE_PLAYING, PLAYING
 from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, Leases, OnPiece, Sampling
 from streamrl.rollout.agents.messages import (
     TOO_LONG,
@@ -489,16 +490,18 @@ class AgentWorkflow:
         if not trajectories:
             raise AgentError(f"seq {prompt.seq}: the agent never asked the policy for anything")
         session.activity.episode_ended(
-            calls=episode.calls,
-            turns=episode.turns,
-            conversations=episode.conversations,
-            rewritten=episode.rewritten,
-            rerendered=episode.rerendered,
-            drifted=episode.drifted,
-            seconds=time.monotonic() - began,
-            generation_seconds=episode.generation_seconds,
-            tokens=episode.tokens,
-            tokens_trained=sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
+            {
+                "calls": episode.calls,
+                "turns": episode.turns,
+                "trajectories": episode.conversations,
+                "rewritten": episode.rewritten,
+                "rerendered": episode.rerendered,
+                "drifted": episode.drifted,
+                "seconds": time.monotonic() - began,
+                "generation_seconds": episode.generation_seconds,
+                "tokens": episode.tokens,
+                "tokens_trained": sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories),
+            },
             metrics=earned.said.metrics,
         )
         return trajectories, earned.said
@@ -510,11 +513,11 @@ class AgentWorkflow:
             try:
                 async with asyncio.timeout(None) as deadline, AsyncExitStack() as stages:
                     waiting = stages.enter_context(ExitStack())
-                    waiting.enter_context(session.activity.waiting_for_agent())
+                    waiting.enter_context(session.activity.in_stage(BEFORE_PLAYING))
 
                     def begun() -> None:
                         deadline.reschedule(asyncio.get_running_loop().time() + seconds)
-                        stages.enter_context(session.activity.playing())
+                        stages.enter_context(session.activity.in_stage(PLAYING))
                         waiting.close()
 
                     earned = episode.earned(await self._agents.run(task_of(prompt), self._access(episode), begun=begun))

@@ -31,7 +31,7 @@ from streamrl.rollout.agents.policy import Score
 from streamrl.rollout.agents.runner import agents_of
 from streamrl.rollout.agents.workflow import AgentWorkflow, EpisodeTable, open_agents
 from streamrl.rollout.chat import ChatTokenizer
-from streamrl.rollout.data import PromptSource, Row
+from streamrl.rollout.data import PromptSource, Row, Rows
 from streamrl.rollout.generation import GroupRoute, OnTokens, sampling_params
 from streamrl.rollout.groups import GroupMaker
 from streamrl.transport.generation import SamplingParams
@@ -224,23 +224,18 @@ class ServerWithTask:
             self.rounds.add_failure(error)
 
 
-class _OneTask:
-    """The rows of a `PromptSource` with a single task."""
-
-    name = WORKER
+class _OneTask(Rows):
+    """The rows of a `PromptSource` with a single task, of any types."""
 
     def __init__(self, task: Row, seq: int) -> None:
-        self._task = task
-        self._seq = seq
-
-    def __len__(self) -> int:
-        return 1
+        super().__init__(f"task {seq}", 1, lambda _: task)
 
     def __getitem__(self, index: int) -> Row:
-        return self._task
+        task: Row = self._read(index)
+        return task
 
     def place(self, index: int) -> str:
-        return f"task {self._seq}"
+        return self.name
 
 
 async def _the_same(failed: str) -> str:

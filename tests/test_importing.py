@@ -22,7 +22,7 @@ class Talk:
     async def run(self, prompt, session): ...
 """
 LOADERS = {
-    "data": "from streamrl.rollout.data import PythonRows\nPythonRows('mine:rows', size=1, seed=0, args={})[0]",
+    "data": "from streamrl.rollout.data import python_rows\npython_rows('mine:rows', size=1, seed=0, args={})[0]",
     "reward": "from streamrl.rollout.reward.functions import DataOrigin, load_reward\n"
     "load_reward('mine:score', {}, DataOrigin('', '', {}, 1, 0))(None, None)",
     "workflow": "from streamrl.config import WorkflowConfig\n"

@@ -6,9 +6,9 @@ alone, in every process and in any order of requests. With `data.sampler` it is 
 controller sends with the sequence number.
 
 A data source reports its number of rows and returns one row at a time. A row is a mapping of JSON types. Sources are
-read lazily and never change during a run. A new source needs a class like those below, a case in `open_rows`, and its
-name in `streamrl.config.fields.DataSource`. A source that only generates rows needs none of that: write a function and
-set `data.source = "python"`.
+read lazily and never change during a run. A new source needs a function like those below, a case in `open_rows`, and
+its name in `streamrl.config.fields.DataSource`. A source that only generates rows needs none of that: write a function
+and set `data.source = "python"`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import mmap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -62,7 +62,7 @@ class PromptSource:
         """Open the source that `config.data` names; raises `DataError` or `ConfigError`."""
         if config.rollout.agent.verifiers:
             data = msgspec.structs.replace(config.data, source="python", prompt_key="prompt", answer_key="answer")
-            rows: Rows = VerifiersRows(config)
+            rows = verifiers_rows(config)
         else:
             data, rows = config.data, open_rows(config.data, seed=config.run.seed)
         return cls(rows=rows, chat=chat, config=data, seed=config.run.seed, position=position)
@@ -233,17 +233,21 @@ def _feistel(value: int, *, half_bits: int, key: str) -> int:
 # --- data sources ---
 
 
-class Rows(Protocol):
+class Rows:
     """The rows of a data source."""
 
-    name: str
-    """Name of the source in error messages."""
+    def __init__(self, name: str, size: int, read: Callable[[int], Any]) -> None:
+        """`name`: of the source, for error messages. `read` returns the mapping of a row; may raise `DataError`."""
+        self.name = name
+        self._size = size
+        self._read = read
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return self._size
 
     def __getitem__(self, index: int) -> Row:
-        """Return row `index`; raises `DataError` if it cannot be read."""
-        ...
+        """Return row `index` in JSON types; raises `DataError` if it cannot be read."""
+        return json_types(self._read(index), where=self.place(index))
 
     def place(self, index: int) -> str:
         """Return the location of row `index`, for error messages."""
@@ -292,121 +296,72 @@ class JsonlRows(Rows):
         return len(self._bytes) if end < 0 else end
 
 
-class ParquetRows(Rows):
-    """A Parquet file, mapped into memory as Arrow columns."""
+def parquet_rows(path: Path) -> Rows:
+    """Return the rows of a Parquet file, which is mapped into memory as Arrow columns."""
+    import pyarrow
+    import pyarrow.parquet
 
-    def __init__(self, path: Path) -> None:
-        import pyarrow
-        import pyarrow.parquet
-
-        self.name = str(path)
-        try:
-            self._table = pyarrow.parquet.read_table(_existing_file(path), memory_map=True)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read as Parquet: {error}") from error
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return json_types(self._table.slice(index, 1).to_pylist()[0], where=self.place(index))
+    try:
+        table = pyarrow.parquet.read_table(_existing_file(path), memory_map=True)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet: {error}") from error
+    return Rows(str(path), table.num_rows, lambda index: table.slice(index, 1).to_pylist()[0])
 
 
-class HfDiskRows(Rows):
-    """A folder that `datasets.Dataset.save_to_disk` wrote."""
-
-    def __init__(self, path: Path) -> None:
-        try:
-            import datasets
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                'data.source = "hf_disk" needs the datasets package: pip install "streamrl[datasets]"'
-            ) from error
-        self.name = str(path)
-        if not path.is_dir():
-            raise DataError(f"data.path = {str(path)!r}: there is no such folder")
-        try:
-            loaded = datasets.load_from_disk(str(path))
-        except (OSError, ValueError) as error:
-            raise DataError(f"{path} is not a folder that datasets.save_to_disk wrote: {error}") from error
-        if isinstance(loaded, datasets.DatasetDict):
-            raise DataError(f"{path} holds the splits {', '.join(loaded)}: set data.path to one of their folders")
-        self._dataset = loaded
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Row:
-        return json_types(self._dataset[index], where=self.place(index))
+def hf_disk_rows(path: Path) -> Rows:
+    """Return the rows of a folder that `datasets.Dataset.save_to_disk` wrote."""
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            'data.source = "hf_disk" needs the datasets package: pip install "streamrl[datasets]"'
+        ) from error
+    if not path.is_dir():
+        raise DataError(f"data.path = {str(path)!r}: there is no such folder")
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is not a folder that datasets.save_to_disk wrote: {error}") from error
+    if isinstance(loaded, datasets.DatasetDict):
+        raise DataError(f"{path} holds the splits {', '.join(loaded)}: set data.path to one of their folders")
+    return Rows(str(path), len(loaded), loaded.__getitem__)
 
 
-class ReasoningGymRows(Rows):
-    """A task of reasoning-gym; the row is the whole entry, the prompt is its `question`."""
+def python_rows(spec: str, *, size: int, seed: int, args: dict[str, Any]) -> Rows:
+    """Return the rows of the user's function `function(index, seed, **args)`, which returns one row."""
+    function: Callable[..., Any] = load_object(spec, key="data.path")
 
-    def __init__(self, task: str, *, size: int, seed: int, args: dict[str, Any]) -> None:
-        self.name = f"reasoning-gym task {task}"
-        self._dataset = create_reasoning_gym(task, size=size, seed=seed, args=args)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Row:
-        return json_types(dict(self._dataset[index]), where=self.place(index))
-
-
-class PythonRows(Rows):
-    """The user's function `function(index, seed, **args)`, which returns one row."""
-
-    def __init__(self, spec: str, *, size: int, seed: int, args: dict[str, Any]) -> None:
-        self.name = spec
-        self._function: Callable[..., Any] = load_object(spec, key="data.path")
-        self._size = size
-        self._seed = seed
-        self._args = args
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> Row:
-        row = self._function(index, self._seed, **self._args)
+    def read(index: int) -> Row:
+        row = function(index, seed, **args)
         if not isinstance(row, dict):
-            raise DataError(f"{self.name} returned a {type(row).__name__} for row {index}; it must return a dict")
-        return json_types(row, where=self.place(index))
+            raise DataError(f"{spec} returned a {type(row).__name__} for row {index}; it must return a dict")
+        return row
+
+    return Rows(spec, size, read)
 
 
-class VerifiersRows(Rows):
-    """The tasks of a verifiers taskset, listed in the interpreter that has the package."""
-
-    def __init__(self, config: Config) -> None:
-        agent, data, seconds = config.rollout.agent, config.data, config.limits.start_seconds
-        self.name = f"the taskset {agent.verifiers}"
-        environment = {name: value for name, value in agent.args.items() if name != "sampling"}
-        setup = userland.SetupMessage(
-            loader="streamrl.rollout.agents.verifiers:serve_listing",
-            settings={"taskset": agent.verifiers, "args": data.args, "environment": environment},
+def verifiers_rows(config: Config) -> Rows:
+    """Return the tasks of a verifiers taskset, listed in the interpreter that has the package."""
+    agent, data, seconds = config.rollout.agent, config.data, config.limits.start_seconds
+    name = f"the taskset {agent.verifiers}"
+    environment = {name: value for name, value in agent.args.items() if name != "sampling"}
+    setup = userland.SetupMessage(
+        loader="streamrl.rollout.agents.verifiers:serve_listing",
+        settings={"taskset": agent.verifiers, "args": data.args, "environment": environment},
+    )
+    try:
+        tasks: list[Row] = userland.call_once(
+            setup, (data.size,), timeout=seconds, environment=environment_of(config), python=agent.python
         )
-        try:
-            self._rows: list[Row] = userland.call_once(
-                setup, (data.size,), timeout=seconds, environment=environment_of(config), python=agent.python
-            )
-        except UserCodeTimeout as error:
-            raise DataError(
-                f"{self.name} has not listed its tasks within limits.start_seconds = {seconds:g}"
-            ) from error
-        except UserCodeUnusable as error:
-            raise ConfigError(str(error)) from error
-        except UserCodeError as error:
-            raise ConfigError(
-                f"rollout.agent.verifiers = {agent.verifiers!r} cannot list its tasks:\n{error}"
-            ) from error
-        if not self._rows:
-            raise DataError(f"{self.name} has no tasks")
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Row:
-        return self._rows[index]
+    except UserCodeTimeout as error:
+        raise DataError(f"{name} has not listed its tasks within limits.start_seconds = {seconds:g}") from error
+    except UserCodeUnusable as error:
+        raise ConfigError(str(error)) from error
+    except UserCodeError as error:
+        raise ConfigError(f"rollout.agent.verifiers = {agent.verifiers!r} cannot list its tasks:\n{error}") from error
+    if not tasks:
+        raise DataError(f"{name} has no tasks")
+    return Rows(name, len(tasks), tasks.__getitem__)
 
 
 def open_rows(config: DataConfig, *, seed: int) -> Rows:
@@ -415,13 +370,14 @@ def open_rows(config: DataConfig, *, seed: int) -> Rows:
         case "jsonl":
             rows: Rows = JsonlRows(Path(config.path).expanduser())
         case "parquet":
-            rows = ParquetRows(Path(config.path).expanduser())
+            rows = parquet_rows(Path(config.path).expanduser())
         case "hf_disk":
-            rows = HfDiskRows(Path(config.path).expanduser())
+            rows = hf_disk_rows(Path(config.path).expanduser())
         case "reasoning_gym":
-            rows = ReasoningGymRows(config.path, size=config.size, seed=seed, args=config.args)
+            entries = create_reasoning_gym(config.path, size=config.size, seed=seed, args=config.args)
+            rows = Rows(f"reasoning-gym task {config.path}", len(entries), lambda index: dict(entries[index]))
         case "python":
-            rows = PythonRows(config.path, size=config.size, seed=seed, args=config.args)
+            rows = python_rows(config.path, size=config.size, seed=seed, args=config.args)
     if len(rows) == 0:
         raise DataError(f"{rows.name} has no rows")
     return rows

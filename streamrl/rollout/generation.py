@@ -152,8 +152,9 @@ class Generator:
                 await route.replace(gserver)
                 response.interruptions += 1
                 continue
-            mixed = serves_mixed_weights(reply)
-            reply, abandoned = self._usable(unmixed(reply), version, history)
+            whole = unmixed(reply)
+            mixed = reply.meta_info.weight_version == MIXED_WEIGHTS or whole is not reply
+            reply, abandoned = self._usable(whole, version, history)
             finish = check_reply(reply, budget=budget, peer=gserver)
             response.extend(reply)
             route.sampled_by(reply)
@@ -453,11 +454,6 @@ def check_reply(reply: GenerateReply, *, budget: int, peer: str) -> FinishReason
             raise WireError(f"{peer}: token {position} has the log-probability {logprob}")
     token_versions(reply.meta_info, tokens=tokens)
     return finish
-
-
-def serves_mixed_weights(reply: GenerateReply) -> bool:
-    """Return whether an interrupted weight update has left the gserver with parts of two versions."""
-    return reply.meta_info.weight_version == MIXED_WEIGHTS or unmixed(reply) is not reply
 
 
 def unmixed(reply: GenerateReply) -> GenerateReply:

@@ -33,6 +33,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from streamrl.config import SamplingConfig
 from streamrl.errors import UNDECODABLE
 from streamrl.limits import CLOSE_SECONDS
 from streamrl.rollout.agents.messages import ChatRequest, Completion, MessagePiece, RequestRefused
@@ -105,16 +106,6 @@ class Leases(Protocol):
 
     async def lease(self, seconds: float, request: EpisodeRequest) -> Lease | None:
         """Return an episode to play; None if none is available within `seconds`."""
-
-
-class Sampling(msgspec.Struct, frozen=True):
-    """The run's sampling parameters; they apply to all requests of agents."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    """-1: no limit."""
-    min_p: float = 0.0
 
 
 class _Pieces:
@@ -213,7 +204,7 @@ class Gateway:
         episodes: Episodes,
         *,
         model: str,
-        sampling: Sampling = Sampling(),  # noqa: B008 (frozen)
+        sampling: SamplingConfig = SamplingConfig(),  # noqa: B008 (frozen)
         vocab_size: int = 2**31,
         leases: Leases | None = None,
         lease_key: str = "",
@@ -223,12 +214,11 @@ class Gateway:
         tls: ssl.SSLContext | None = None,
         routes: Sequence[web.RouteDef] = (),
         stored: Callable[[str], Awaitable[None]] | None = None,
-        body_limit: int = BODY_LIMIT,
-        concurrent_requests: int = CONCURRENT_REQUESTS,
     ) -> None:
-        """`vocab_size`: the model's; token ids are below it. `hosts` recognises requests that a web page may have
-        forged. `tls`: the server's TLS context; None: plain text. `routes`: further routes; like the lease of an
-        episode, they require `lease_key`. `stored`: awaited with an episode's key before its score is confirmed."""
+        """`sampling`: the run's, for all requests of agents. `vocab_size`: the model's; token ids are below it. `hosts`
+        recognises requests that a web page may have forged. `tls`: the server's TLS context; None: plain text.
+        `routes`: further routes; like the lease of an episode, they require `lease_key`. `stored`: awaited with an
+        episode's key before its score is confirmed."""
         self.retries_answered = 0
         self._episodes = episodes
         self._model = model
@@ -240,12 +230,11 @@ class Gateway:
         self._reach = reach
         self._tls = tls
         self._port = port
-        self._concurrent_requests = concurrent_requests
         self._asked: dict[str, dict[str, _RequestHistory]] = {}
         """By the episode's key and id."""
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[Sequence[Completion]]] = set()
-        app = web.Application(client_max_size=body_limit, middlewares=[_refuse, _check_page(hosts or Hosts())])
+        app = web.Application(client_max_size=BODY_LIMIT, middlewares=[_refuse, _check_page(hosts or Hosts())])
         for route in (web.post("/episodes", self._lease), *routes):
             app.router.add_route(route.method, route.path, self._with_key(route.handler))
         for prefix in ("", "/episodes/{episode}"):
@@ -286,7 +275,7 @@ class Gateway:
     async def _models(self, request: web.Request) -> web.Response:
         self._find(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "streamrl"}
-        return _json({"object": "list", "data": [model]})
+        return as_json({"object": "list", "data": [model]})
 
     async def _lease(self, request: web.Request) -> web.Response:
         if self._leases is None:
@@ -296,7 +285,7 @@ class Gateway:
             return web.Response(status=204)
         access = lease.access
         addresses = {name: getattr(access, name) for name in ("base_url", "anthropic_base_url", "score_url")}
-        return _json(
+        return as_json(
             {"id": access.id, "task": lease.task, "api_key": access.api_key, "model": access.model, **addresses}
         )
 
@@ -319,12 +308,12 @@ class Gateway:
         except RequestRefused as refused:
             if refused.status != GONE or not self._episodes.ended_with(_key(request), await _said(request)):
                 raise
-            return _json({})
+            return as_json({})
         said = await _said(request)
         episode.score(said)
         if self._stored is not None:
             await self._stored(_key(request))
-        return _json({})
+        return as_json({})
 
     def _handler(self, path: str, protocol: Api) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -363,7 +352,7 @@ class Gateway:
 
     def _begin(self, asked: _RequestHistory, call: CheckedRequest, digest: bytes, episode: EpisodeCalls) -> _Generation:
         """Start and keep the generation for `call`; raises `RequestRefused`."""
-        if asked.generating >= self._concurrent_requests:
+        if asked.generating >= CONCURRENT_REQUESTS:
             asked.refused.append(digest)
             message = f"{asked.generating} requests of this episode are in progress; that is the limit"
             raise RequestRefused(message, status=429, kind="rate_limit_error")
@@ -504,7 +493,7 @@ async def _refuse(
     """Convert errors of `handler` to replies in the format of the requested API."""
 
     def error(status: int, kind: str, message: str) -> web.Response:
-        return _json(_protocol(request).error(status, kind, message), status)
+        return as_json(_protocol(request).error(status, kind, message), status)
 
     try:
         return await handler(request)
@@ -528,14 +517,15 @@ async def _refuse(
         return error(500, "api_error", "the server failed; its log has the reason")
 
 
-def _json(body: Any, status: int = 200) -> web.Response:
+def as_json(body: Any, status: int = 200) -> web.Response:
+    """Return a response with `body` as JSON."""
     return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
 async def _write(protocol: Api, generation: _Generation, request: web.Request) -> web.StreamResponse:
     """Send the whole answer; raises `ConnectionError` if the client hangs up before all of it has left."""
     found = await asyncio.shield(generation.task)
-    answer = _json(protocol.reply(generation.call, found))
+    answer = as_json(protocol.reply(generation.call, found))
     _send_at_once(request)
     await answer.prepare(request)
     await answer.write_eof()

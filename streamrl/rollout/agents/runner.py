@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -44,8 +44,8 @@ UNTAKEN_SECONDS = 60.0
 _NAME = re.compile(r"\{(\w+)\}")
 
 
-class Agents(Protocol):
-    """Runs episodes."""
+class Agents:
+    """Runs episodes. Without processes of its own, a kind of agents has nothing to start or close."""
 
     async def start(self) -> None:
         """Start the processes; raises `AgentError` if none can run."""
@@ -59,6 +59,7 @@ class Agents(Protocol):
         `begun` is called when the agent begins; its time counts from then on. If this call is cancelled, and an episode
         of the same process hangs or has hung, the `CancelledError` has an `UnknownFault` as its cause.
         """
+        raise NotImplementedError
 
 
 PLAYS_VERIFIERS = "streamrl.rollout.agents.verifiers:play"
@@ -109,7 +110,7 @@ def agents_of(config: Config, *, tokenizer: Path | None = None, renderer: str = 
 # --- functions ---
 
 
-class FunctionAgents:
+class FunctionAgents(Agents):
     """Runs the user's function in `rollout.agent.processes` processes."""
 
     def __init__(self, processes: UserProcesses) -> None:
@@ -157,7 +158,7 @@ class FunctionAgents:
 # --- programs ---
 
 
-class CommandAgents:
+class CommandAgents(Agents):
     """Starts a program for each episode."""
 
     def __init__(self, command: Sequence[str], *, memory_mb: int, environment: Mapping[str, str]) -> None:
@@ -165,9 +166,6 @@ class CommandAgents:
         self._memory_mb = memory_mb
         self._environment = environment
         self._leaders: set[int] = set()
-
-    async def start(self) -> None:
-        """Do nothing: programs start with their episodes."""
 
     async def close(self) -> None:
         for leader in self._leaders:
@@ -235,18 +233,12 @@ def _variables(task: Mapping[str, Any], access: Endpoint) -> dict[str, str]:
 # --- elsewhere ---
 
 
-class RemoteAgents:
+class RemoteAgents(Agents):
     """Offers episodes to remote agents; the episodes end with a score, or at their deadline."""
 
     def __init__(self) -> None:
         self._offers: asyncio.Queue[tuple[Lease, asyncio.Future[None]]] = asyncio.Queue()
         self._warned = False
-
-    async def start(self) -> None:
-        """Do nothing: agents connect by themselves."""
-
-    async def close(self) -> None:
-        """Do nothing: there are no processes."""
 
     async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -25,10 +25,11 @@ from streamrl.errors import UNDECODABLE, ConfigError, PeerError, StreamRLError
 from streamrl.models import ensure_checkpoint, eos_token_ids
 from streamrl.rollout.activity import Activity
 from streamrl.rollout.agents.finished import EpisodeRecord, FinishedEpisodes, TrajectoryRecord, as_parquet
-from streamrl.rollout.agents.gateway import LEASE_SECONDS
+from streamrl.rollout.agents.gateway import LEASE_SECONDS, as_json
 from streamrl.rollout.agents.messages import RequestRefused
 from streamrl.rollout.agents.model_renderer import renderer_of
 from streamrl.rollout.agents.policy import Endpoint, EpisodeRequest, Lease, Score
+from streamrl.rollout.agents.runner import Agents
 from streamrl.rollout.agents.workflow import AgentWorkflow, open_agents
 from streamrl.rollout.chat import ChatTokenizer
 from streamrl.rollout.generation import Generator, GroupRoute, policy_version_of
@@ -52,24 +53,17 @@ MOST_TAKEN = 4096
 class TakeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /finished`."""
 
-    limit: int = 64
-    lease_seconds: float = 600.0
+    limit: Annotated[int, msgspec.Meta(ge=1, le=MOST_TAKEN)] = 64
+    lease_seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     wait_seconds: float = LEASE_SECONDS
-    format: str = "json"
-    """`json` or `parquet`."""
+    format: Literal["json", "parquet"] = "json"
 
 
-class CallersAgent:
+class CallersAgent(Agents):
     """An agent that runs in the client that has opened its episode."""
 
     def __init__(self) -> None:
         self.access: asyncio.Future[Endpoint] = asyncio.get_running_loop().create_future()
-
-    async def start(self) -> None:
-        """Do nothing: the client runs already."""
-
-    async def close(self) -> None:
-        """Do nothing: the client ends by itself."""
 
     async def run(self, task: dict[str, Any], access: Endpoint, *, begun: Callable[[], None]) -> Score:
         self.access.set_result(access)
@@ -204,10 +198,6 @@ def routes_of(finished: FinishedEpisodes, capture: EpisodeCapture) -> list[web.R
             wanted = msgspec.json.decode(await request.read() or b"{}", type=TakeRequest)
         except UNDECODABLE as error:
             raise RequestRefused(f"the body has limit, lease_seconds, wait_seconds and format: {error}") from None
-        if not 1 <= wanted.limit <= MOST_TAKEN or wanted.lease_seconds <= 0 or wanted.format not in ("json", "parquet"):
-            raise RequestRefused(
-                f"limit is from 1 to {MOST_TAKEN}, lease_seconds above 0, and format json or parquet; not {wanted}"
-            )
         wait = min(max(wanted.wait_seconds, 0.0), LEASE_SECONDS)
         name, episodes = await finished.take(wanted.limit, lease_seconds=wanted.lease_seconds, wait_seconds=wait)
         if not episodes:
@@ -216,15 +206,15 @@ def routes_of(finished: FinishedEpisodes, capture: EpisodeCapture) -> list[web.R
             return web.Response(
                 body=as_parquet(episodes), content_type="application/vnd.apache.parquet", headers={"X-Batch": name}
             )
-        return _json({"batch": name, "episodes": episodes})
+        return as_json({"batch": name, "episodes": episodes})
 
     async def acknowledge(request: web.Request) -> web.Response:
         if not finished.acknowledge(request.match_info["batch"]):
             raise RequestRefused("the lease of this batch has ended: use none of it, and take another", status=410)
-        return _json({})
+        return as_json({})
 
     async def counts(request: web.Request) -> web.Response:
-        return _json(finished.counts() | {"open": capture.open, "failed": capture.failed})
+        return as_json(finished.counts() | {"open": capture.open, "failed": capture.failed})
 
     return [
         web.post("/finished", take),
@@ -270,7 +260,10 @@ async def serve(
         )
         at_exit.push_async_callback(client.close)
         versions = ServedVersions(client, servers)
-        await _first_look(versions)
+        try:
+            await versions.look()
+        except PeerError as error:
+            raise ConfigError(f"--server: {error}; start it first, and give its URL as http://HOST:PORT") from error
         generator = Generator(
             client,
             sampling=config.rollout.sampling,
@@ -306,14 +299,3 @@ async def serve(
 def required_key(key: str, reach: Reach) -> str:
     """Return `key`; if it is empty and other machines can connect, a random one."""
     return key or ("" if is_loopback(reach.local) else secrets.token_urlsafe(24))
-
-
-async def _first_look(versions: ServedVersions) -> None:
-    try:
-        await versions.look()
-    except PeerError as error:
-        raise ConfigError(f"--server: {error}; start it first, and give its URL as http://HOST:PORT") from error
-
-
-def _json(body: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")

@@ -25,7 +25,7 @@ from streamrl.config import AgentConfig, Config
 from streamrl.errors import AgentError, ConfigError, DataError, StreamRLError, UnknownFault
 from streamrl.models import vocab_size
 from streamrl.rollout.activity import BEFORE_PLAYING, PLAYING
-from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, Leases, OnPiece, Sampling
+from streamrl.rollout.agents.gateway import GONE, EpisodeCalls, Gateway, Leases, OnPiece
 from streamrl.rollout.agents.messages import (
     TOO_LONG,
     ChatRequest,
@@ -586,12 +586,11 @@ async def open_agents(
             f"agents are served at {reach.local}, which is open to others: rollout.agent needs an api_key_env, or "
             "anyone may take episodes"
         )
-    own = config.rollout.sampling
     episodes, model = EpisodeTable(), Path(config.model.path).name
     gateway = Gateway(
         episodes,
         model=model,
-        sampling=Sampling(own.temperature, own.top_p, own.top_k, own.min_p),
+        sampling=config.rollout.sampling,
         vocab_size=vocab_size(model_dir),
         leases=leases,
         lease_key=lease_key,

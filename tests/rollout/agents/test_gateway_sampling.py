@@ -7,10 +7,10 @@ import anthropic
 import openai
 import pytest
 
-from streamrl.rollout.agents.gateway import Sampling
+from streamrl.config import SamplingConfig
 
 ASKED: Any = [{"role": "user", "content": "hello"}]
-RUN = Sampling(temperature=0.7, top_p=0.9, top_k=20)
+RUN = SamplingConfig(temperature=0.7, top_p=0.9, top_k=20)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -14,9 +13,9 @@ import typer
 
 
 def _url(text: str) -> str:
-    """Return the controller's URL unchanged; reject one that cannot be an address. A launcher may give a pipe
-    (`processes.MANAGER_PIPE`)."""
-    if re.fullmatch(r"fd:\d+", text):
+    """Return the controller's URL unchanged; reject one that cannot be an address. A launcher may give
+    `processes.URL_FROM_INPUT`."""
+    if text == "-":
         return text
     if text and not text.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{text!r} does not begin with http:// or https://, as the controller's URL does")

@@ -69,6 +69,12 @@ class Child:
         """Whether it was killed, but not by its launcher: by a person, or by the kernel for lack of memory."""
         return self.exit_code == -signal.SIGKILL and not self.ended_because
 
+    def send(self, line: str) -> None:
+        """Write `line` to its input, which then ends. It was started with `waits`."""
+        with contextlib.suppress(OSError, RuntimeError):  # it has ended; uvloop raises RuntimeError
+            self._handle.stdin.write(f"{line}\n".encode())
+            self._handle.stdin.close()
+
     def signal(self, number: signal.Signals) -> None:
         if self.exit_code is None:
             with contextlib.suppress(ProcessLookupError):
@@ -143,8 +149,12 @@ class Children:
         """Whether `next_exit` has an end of a process to return, now or later."""
         return bool(self.members) or not self._exits.empty()
 
-    async def start(self, process: ProcessPlan, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> Child:
-        """Start `process` with `command`; `next_exit` returns it at its end. It inherits the descriptors `pass_fds`."""
+    async def start(
+        self, process: ProcessPlan, command: Sequence[str], *, waits: bool = False, pass_fds: Sequence[int] = ()
+    ) -> Child:
+        """Start `process` with `command`; `next_exit` returns it at its end.
+
+        `waits`: it reads a line from its input (`Child.send`). It inherits the descriptors `pass_fds`."""
         log_file = self._logs / process.log_name if self._logs else None
         environment = process.environment
         with contextlib.ExitStack() as stack:
@@ -156,7 +166,7 @@ class Children:
                 pass_fds = [*pass_fds, pipe]
             handle = await asyncio.create_subprocess_exec(
                 *command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if waits else asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **environment, LIFELINE: str(self._lifeline.descriptor)},

@@ -13,10 +13,8 @@ end of a process) instead of polling.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,7 +33,7 @@ from streamrl.launch.display import Display, make_display
 from streamrl.launch.ending import ending_written, reported, save_and_end
 from streamrl.launch.files import keep_in_order
 from streamrl.launch.process import run_until_stopped, set_up_logging
-from streamrl.launch.processes import MANAGER_PIPE, ProcessCommands, ProcessPlan, fitted, plan, visible_gpus
+from streamrl.launch.processes import URL_FROM_INPUT, ProcessCommands, ProcessPlan, fitted, plan, visible_gpus
 from streamrl.launch.run_folders import resume_words, run_folder
 from streamrl.launch.supervisor import STATUS_SECONDS, Supervisor
 from streamrl.launch.user_functions import check_functions
@@ -171,12 +169,7 @@ class Launcher:
     async def _start_and_watch(self, children: Children) -> None:
         showing = asyncio.create_task(self._show_page(children), name="the start of the page")
         try:
-            with contextlib.ExitStack() as stack:
-                waiting = await self._start_early(children, stack) if self._one_disk else []
-                await self._start_controller(children)
-                for pipe in waiting:
-                    with contextlib.suppress(BrokenPipeError):  # its end is noticed as that of any process
-                        os.write(pipe, self.manager_url.encode())
+            await self._start(children)
             async with ControlClient.of(self._config, self.manager_url, timeout=STATUS_SECONDS) as client:
                 supervisor = Supervisor(
                     self._config,
@@ -187,53 +180,34 @@ class Launcher:
                     goes_back=self._one_disk,
                     note=self._display.note,
                 )
-                if not waiting:
-                    await self._start_others(supervisor)
                 await self._watch(supervisor)
         finally:
             await cancel(showing)
 
-    async def _start_early(self, children: Children, stack: contextlib.ExitStack) -> list[int]:
-        """Start the controller's members before it: each imports its modules, for seconds, and then waits for the
-        controller's URL. Return the pipes through which they get it, which `stack` closes."""
-        members = self._plan[1:]
-        self._display.note(f"starting {len(members)} processes")
-        pipes = []
-        for process in members:
-            reading, writing = os.pipe()
-            stack.callback(os.close, writing)
-            pipes.append(writing)
-            try:
-                commands = msgspec.structs.replace(self._commands, manager_url=f"{MANAGER_PIPE}{reading}")
-                await children.start(process, commands.of(process), pass_fds=[reading])
-            finally:
-                os.close(reading)
-        return pipes
-
-    async def _start_controller(self, children: Children) -> None:
-        """Make the model, and start the controller."""
-        config, commands = self._config, self._commands
+    async def _start(self, children: Children) -> None:
+        """Start the run's members, which import their modules for seconds. Make the model and start the controller in
+        the meantime, and send its URL to the members."""
+        config, note = self._config, self._display.note
+        controller, *members = self._plan
+        note(f"starting {len(members)} processes")
+        early = msgspec.structs.replace(self._commands, manager_url=URL_FROM_INPUT)
+        starting = [asyncio.create_task(children.start(member, early.of(member), waits=True)) for member in members]
+        try:
+            waiting = await asyncio.gather(*starting)
+        finally:
+            await cancel(*starting)
         if self._one_disk and is_made(config):
             await asyncio.to_thread(ensure_checkpoint, config)
         elif self._one_disk:
-            self._display.note(f"preparing the model {config.model.path}")
+            note(f"preparing the model {config.model.path}")
             preparing = ProcessPlan("checkpoint", 0, threads=config.trainer.threads)
-            await children.ask(preparing, commands.of(preparing), timeout=CHECKPOINT_SECONDS)
-        self._display.note("starting the controller")
-        controller = self._plan[0]
-        timeout = config.limits.start_seconds
-        commands.manager_url = await children.ask(controller, commands.of(controller), timeout=timeout)
-        self._display.note(f"controller at {self.manager_url}")
-
-    async def _start_others(self, supervisor: Supervisor) -> None:
-        others = self._plan[1:]
-        self._display.note(f"starting {len(others)} processes")
-        starting = [asyncio.create_task(supervisor.start(process)) for process in others]
-        try:
-            await asyncio.gather(*starting)
-        finally:
-            for task in starting:
-                task.cancel()
+            await children.ask(preparing, self._commands.of(preparing), timeout=CHECKPOINT_SECONDS)
+        note("starting the controller")
+        words, timeout = self._commands.of(controller), config.limits.start_seconds
+        self._commands.manager_url = await children.ask(controller, words, timeout=timeout)
+        note(f"controller at {self.manager_url}")
+        for member in waiting:
+            member.send(self.manager_url)
 
     async def _watch(self, supervisor: Supervisor) -> None:
         """Show the run and keep its folder in order until it is over."""

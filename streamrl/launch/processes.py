@@ -42,8 +42,8 @@ COMPONENTS: dict[str, str] = {
 """The function (`module:function`) that is the work of a process of each role."""
 TORCH_BACKEND = "streamrl.trainer.backends.torch:TorchModel"
 
-MANAGER_PIPE = "fd:"
-"""In place of the controller's URL: begins the descriptor of a pipe that contains it once there is a controller."""
+URL_FROM_INPUT = "-"
+"""In place of the controller's URL: the process reads it from its input, where it comes once there is a controller."""
 
 STOP_ORDER: Sequence[frozenset[PlanRole]] = (
     frozenset({"rollout"}),
@@ -301,7 +301,7 @@ class ProcessCommands(msgspec.Struct):
     config_file: Path
     overrides: Sequence[str] = ()
     manager_url: str = ""
-    """URL of the controller; empty until it has been started. Of a process that starts earlier: `MANAGER_PIPE`."""
+    """URL of the controller; empty until it has been started. Of a process that starts earlier: `URL_FROM_INPUT`."""
     advertise: str = ""
     resume: bool = False
     """Whether processes begin from the same checkpoint as the controller."""

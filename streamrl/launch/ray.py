@@ -81,10 +81,10 @@ class Keeper:
         self._children = Children(logs=file.parent / "logs", secret=handed)
         self._child: Child | None = None
 
-    async def start(self, process: bytes, words: Sequence[str]) -> int:
-        """Start `process` (`ProcessPlan` as JSON) and return its id."""
+    async def start(self, process: bytes, words: Sequence[str], waits: bool) -> int:
+        """Start `process` (`ProcessPlan` as JSON) and return its id; `waits` as in `Children.start`."""
         planned = msgspec.json.decode(process, type=ProcessPlan)
-        self._child = await self._children.start(planned, [sys.executable, *words])
+        self._child = await self._children.start(planned, [sys.executable, *words], waits=waits)
         return self._child.pid
 
     async def ask(self, process: bytes, words: Sequence[str], timeout: float) -> tuple[int, str]:
@@ -102,6 +102,10 @@ class Keeper:
         assert self._child.exit_code is not None
         end = ProcessEnd(self._child.exit_code, self._child.how_it_ended, self._child.obituary())
         return msgspec.json.encode(end)
+
+    async def send(self, line: str) -> None:
+        if self._child is not None:
+            self._child.send(line)
 
     async def signal(self, number: int) -> None:
         if self._child is not None:
@@ -210,6 +214,9 @@ class KeptChild(Child):
 
     _end: ProcessEnd | None = None
 
+    def send(self, line: str) -> None:
+        self._handle.send.remote(line)
+
     def signal(self, number: signal.Signals) -> None:
         if self.exit_code is None:
             self._handle.signal.remote(int(number))
@@ -247,19 +254,21 @@ class KeptChildren(Children):
         settings = configuration.to_toml(config)
         self._arguments = (os.getcwd(), str(config.run_dir / configuration.CONFIG_FILE), settings, secret.revealed)
 
-    async def start(self, process: ProcessPlan, command: Sequence[str], *, pass_fds: Sequence[int] = ()) -> Child:
+    async def start(
+        self, process: ProcessPlan, command: Sequence[str], *, waits: bool = False, pass_fds: Sequence[int] = ()
+    ) -> Child:
         """Start `process` on the node of its actor; a helper is started on the launcher's machine.
 
         Until Ray has noticed that a node is gone, it may place the actor there, so an actor that is lost at once is
         replaced. Raises `ProcessDied` if none comes up.
         """
         if not process.is_member:
-            return await super().start(process, command, pass_fds=pass_fds)
+            return await super().start(process, command, waits=waits, pass_fds=pass_fds)
         retry = Retry(f"to start an actor for {process.name}", patience=self._patience)
         while True:
             actor = self._places.actor(process, *self._arguments)
             try:
-                pid = await self._placed(process, actor.start.remote(msgspec.json.encode(process), command[1:]))
+                pid = await self._placed(process, actor.start.remote(msgspec.json.encode(process), command[1:], waits))
                 return self._kept(process, actor, int(pid))
             except RayError as error:
                 ray.kill(actor)

@@ -24,7 +24,7 @@ from streamrl.launch.ending import ending_written, save_and_end
 from streamrl.launch.process import Component, Departure, run_component, set_up_logging
 from streamrl.launch.processes import (
     COMPONENTS,
-    MANAGER_PIPE,
+    URL_FROM_INPUT,
     MemberRole,
     ProcessCommands,
     imports_of,
@@ -43,6 +43,8 @@ from streamrl.transport.model_files import fetched_model, is_elsewhere
 from streamrl.transport.secret import await_secret, given
 
 log = logging.getLogger(__name__)
+
+STDIN = 0
 
 # --- joining and leaving a run ---
 
@@ -104,11 +106,11 @@ def run_member(role: MemberRole, commands: ProcessCommands, *, index: int | None
 
     def prepare() -> Component:
         config = configuration.load(commands.config_file, commands.overrides)
-        early = commands.manager_url.startswith(MANAGER_PIPE)
+        early = commands.manager_url == URL_FROM_INPUT
         if not early:
             await_secret(commands.manager_url, config)
         serve = _component(role, config)
-        url = _awaited_url(commands.manager_url) if early else commands.manager_url
+        url = _url_from_input() if early else commands.manager_url
         if commands.resume:
             config = asyncio.run(resumed_there(config, manager_url=url, needed=role == "model_worker"))
         number = _assigned(role, config, url) if index is None else index
@@ -123,10 +125,10 @@ def run_member(role: MemberRole, commands: ProcessCommands, *, index: int | None
     return run_component(prepare)
 
 
-def _awaited_url(pipe: str) -> str:
-    """Return the controller's URL from the launcher's `pipe`, which contains it once there is a controller."""
-    with os.fdopen(int(pipe.removeprefix(MANAGER_PIPE))) as opened:
-        if url := opened.read():
+def _url_from_input() -> str:
+    """Wait for the controller's URL, which the launcher writes to this process's input."""
+    with open(STDIN, closefd=False) as lines:
+        if url := lines.readline().strip():
             return url
     raise StreamRLError("the launcher has ended before there was a controller")
 

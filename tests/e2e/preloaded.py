@@ -130,10 +130,14 @@ async def _create_subprocess(*command: str, **options: Any) -> Any:
     if tuple(command[: len(COMMAND)]) != COMMAND:
         return await _execute(*command, **options)
     launchers = _open_files()
+    reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         code: Any = 1
         try:
+            os.dup2(reading, 0)
+            os.close(reading)
+            os.close(writing)
             _leave_the_launcher(options["stdout"], launchers=launchers, keep=options["pass_fds"])
             contextvars.Context().run(_run_command, command[len(COMMAND) :], options["env"])
         except SystemExit as end:
@@ -142,14 +146,19 @@ async def _create_subprocess(*command: str, **options: Any) -> Any:
             sys.excepthook(*sys.exc_info())
         finally:
             _end(code)
-    return _Child(pid)
+    os.close(reading)
+    stdin = os.fdopen(writing, "wb", buffering=0)
+    if options["stdin"] != asyncio.subprocess.PIPE:
+        stdin.close()
+    return _Child(pid, stdin)
 
 
 class _Child:
     """As much of `asyncio.subprocess.Process` as the launcher needs."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, stdin: IO[bytes]) -> None:
         self.pid = pid
+        self.stdin = stdin
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -199,8 +208,6 @@ def _leave_the_launcher(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    with open(os.devnull, "rb", buffering=0) as nothing:
-        os.dup2(nothing.fileno(), 0)
     if output is not None:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

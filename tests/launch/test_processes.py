@@ -19,11 +19,10 @@ from rich.console import Console
 
 from streamrl.config import Config, from_dict
 from streamrl.errors import ConfigError, StreamRLError
-from streamrl.launch import processes
+from streamrl.launch import processes, role
 from streamrl.launch.display import Display
 from streamrl.launch.local import Launcher, lock_run_dir
 from streamrl.launch.processes import (
-    MANAGER_PIPE,
     STOP_ORDER,
     ProcessCommands,
     TrainerShare,
@@ -34,7 +33,6 @@ from streamrl.launch.processes import (
     share_of,
     visible_gpus,
 )
-from streamrl.launch.role import _awaited_url
 from streamrl.launch.run_folders import claim_run_dir
 from streamrl.transport import secret
 
@@ -183,14 +181,17 @@ def test_a_replacement_begins_from_the_latest_checkpoint() -> None:
     }
 
 
-def test_a_process_that_starts_before_the_controller_gets_its_url_through_a_pipe() -> None:
+def test_a_process_that_starts_before_the_controller_gets_its_url_from_its_input(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def read(content: bytes) -> str:
         reading, writing = os.pipe()
         os.write(writing, content)
         os.close(writing)
-        return _awaited_url(f"{MANAGER_PIPE}{reading}")
+        monkeypatch.setattr(role, "STDIN", reading)
+        return role._url_from_input()
 
-    assert read(b"http://m:1") == "http://m:1"
+    assert read(b"http://m:1\n") == "http://m:1"
     with pytest.raises(StreamRLError, match="the launcher has ended"):
         read(b"")
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 import pytest
+import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -108,6 +109,18 @@ async def test_who_said_nothing_is_not_given_the_words_of_an_earlier_start(tmp_p
     said = await children.next_exit()
     assert said.obituary().splitlines()[1:] == ["  out of memory"]
     children.close()
+
+
+def test_a_process_that_has_ended_can_be_sent_a_line() -> None:
+    async def send() -> None:
+        children = Children(logs=None)
+        waiting = await children.start(ProcessPlan("gserver", 0, 1), ["true"], waits=True)
+        await waiting.ended.wait()
+        waiting.send("http://m:1")
+        children.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as in a launcher
+        runner.run(send())
 
 
 @pytest.mark.parametrize("role", ["model_worker", "gserver"])
